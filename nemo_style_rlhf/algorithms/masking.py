@@ -1,0 +1,68 @@
+"""Means, whitening and loss aggregation over masked tensors.
+
+``mask`` is [batch, time], 1 where an element counts. Masks may have gaps and ragged ends; what lies under mask 0 is
+arbitrary, NaN included, and never reaches a result or a gradient.
+"""
+
+import torch
+from torch import Tensor
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant")
+
+
+def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` with zeros under mask 0; unlike ``x * mask`` it stops NaN, in the gradient too."""
+    return torch.where(mask.bool(), x, torch.zeros_like(x))
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the unmasked elements, a scalar; 0 where there is none."""
+    return zero_masked(x, mask).sum() / mask.sum().clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """Scale the unmasked elements to unit variance (Bessel-corrected) and, unless told otherwise, zero mean.
+
+    ``(x - mean) * rsqrt(var + eps)`` over all unmasked elements of the batch, as TRL and verl do. With fewer than two
+    of them the variance is 0.
+
+    Returns:
+        [batch, time]; 0 under mask 0.
+    """
+    x = zero_masked(x, mask)
+    mean = masked_mean(x, mask)
+    squares = zero_masked((x - mean).square(), mask).sum()
+    variance = squares / (mask.sum() - 1).clamp(min=1)
+    whitened = (x - mean) * torch.rsqrt(variance + eps)
+    return zero_masked(whitened if shift_mean else whitened + mean, mask)
+
+
+def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float | Tensor | None = None) -> Tensor:
+    """Reduce per-token losses [batch, time] to a scalar.
+
+    With ``normalizer``, the count of tokens or sequences of the whole optimizer step, the results of its micro-batches
+    add up to the loss of the step, however it was split.
+
+    Args:
+        mode: ``token_mean`` divides by tokens (DAPO, arXiv 2503.14476, eq. 8); ``seq_mean_token_mean`` averages each
+            sequence, then divides by sequences (GRPO, arXiv 2402.03300, eq. 3); ``seq_mean_token_sum`` sums each
+            sequence, then divides by sequences; ``seq_sum_constant`` divides the sum by ``normalizer``, a constant
+            (Dr. GRPO, arXiv 2503.20783), locally by batch x time.
+        normalizer: replaces the local count.
+
+    Sequences without an unmasked token do not count as sequences.
+    """
+    masked = zero_masked(per_token, mask)
+    tokens = mask.sum(-1)
+    sequences = (tokens > 0).sum()
+    if mode == "token_mean":
+        total, count = masked.sum(), tokens.sum()
+    elif mode == "seq_mean_token_mean":
+        total, count = (masked.sum(-1) / tokens.clamp(min=1)).sum(), sequences
+    elif mode == "seq_mean_token_sum":
+        total, count = masked.sum(), sequences
+    elif mode == "seq_sum_constant":
+        total, count = masked.sum(), torch.tensor(mask.numel())
+    else:
+        raise ValueError(f"aggregation {mode!r} is unknown: expected one of {', '.join(AGGREGATIONS)}")
+    return total / (count.clamp(min=1) if normalizer is None else normalizer)

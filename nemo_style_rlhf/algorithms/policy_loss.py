@@ -1,0 +1,72 @@
+"""PPO's clipped surrogate and its relatives."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.algorithms.masking import aggregate, masked_mean, zero_masked
+
+MAX_LOG_RATIO = 20.0  # exp(20) is finite in fp32; a ratio that far out is clipped by the objective anyway
+
+
+@dataclass
+class PolicyLoss:
+    """``loss`` carries the gradient; the rest is detached."""
+
+    loss: Tensor
+    ratio: Tensor
+    """Mean importance ratio over the unmasked tokens."""
+    clip_fraction: Tensor
+    """Share of tokens whose gradient the clipping removed."""
+    approx_kl: Tensor
+    """Mean of (ratio - 1) - log(ratio): KL(old || new), never negative."""
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    level: str = "token",
+    aggregation: str = "token_mean",
+    normalizer: float | Tensor | None = None,
+) -> PolicyLoss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), all tensors [batch, time] (arXiv 1707.06347, eq. 7).
+
+    Args:
+        clip_low, clip_high: unequal bounds are DAPO's clip-higher (arXiv 2503.14476, eq. 8).
+        dual_clip: for A < 0 the loss is at most ``-dual_clip * A`` (arXiv 1912.09729, eq. 5); above 1.
+        level: ``token`` takes r = exp(log ratio) of each token; ``sequence`` the exponential of its mean over the
+            sequence with the gradient through every token (GSPO, arXiv 2507.18071, eq. 7), usually with
+            ``seq_mean_token_mean``. Any aggregation may be paired with either level.
+        aggregation, normalizer: see :func:`masking.aggregate`.
+    """
+    log_ratio = zero_masked(logprobs, mask) - zero_masked(old_logprobs, mask)
+    if level == "sequence":
+        mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        log_ratio = zero_masked(mean.expand_as(log_ratio), mask)
+    elif level != "token":
+        raise ValueError(f"policy loss level {level!r} is unknown: expected token or sequence")
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    advantages = zero_masked(advantages, mask)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    per_token = torch.maximum(unclipped, clipped)
+    removed = clipped > unclipped
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        removed = removed | ((advantages < 0) & (per_token > bound))
+        per_token = torch.where(advantages < 0, torch.minimum(per_token, bound), per_token)
+    loss = aggregate(per_token, mask, mode=aggregation, normalizer=normalizer)
+    with torch.no_grad():
+        return PolicyLoss(
+            loss=loss,
+            ratio=masked_mean(ratio, mask),
+            clip_fraction=masked_mean(removed.to(ratio.dtype), mask),
+            approx_kl=masked_mean(ratio - 1 - log_ratio, mask),
+        )
