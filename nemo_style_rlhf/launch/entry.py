@@ -1,0 +1,66 @@
+"""What every entry point does before its own work: compose, check, report a user's mistake in one sentence."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import build, one_sentence
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+USER_ERROR_EXIT = 2
+Schema = TypeVar("Schema")
+
+
+def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[Schema], None]], Callable[[], None]]:
+    """Decorate ``main(config)`` into a command line with Hydra's overrides, ``--cfg job``, ``--help`` and ``--dry-run``.
+
+    ``conf/<config_name>.yaml`` starts from the dataclass ``schema`` (stored as ``<config_name>_schema``), so an unknown key
+    or a wrong type is refused before anything loads. A :class:`UserError` is printed as one line and exits with 2; every
+    other exception propagates with its traceback.
+    """
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
+
+    def decorate(main: Callable[[Schema], None]) -> Callable[[], None]:
+        @functools.wraps(main)
+        def command_line() -> None:
+            composed: list[DictConfig] = []
+            # Hydra only composes: what fails in our own work must not come out wrapped in its messages.
+            compose = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(
+                composed.append
+            )
+            sys.argv = ["run.dry_run=true" if argument == "--dry-run" else argument for argument in sys.argv]
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors to us instead of printing several lines
+            try:
+                compose()
+                if len(composed) > 1:
+                    raise UserError(
+                        "--multirun gave several configurations but a process holds one run: start one process each"
+                    )
+                for config in composed:  # none after --help and --cfg
+                    main(build(schema, config))
+            except UserError as error:
+                _refuse(str(error))
+            except HydraException as error:
+                cause: Any = error.__cause__
+                _refuse(
+                    one_sentence(cause) if isinstance(cause, OmegaConfBaseException) else str(error).splitlines()[0]
+                )
+
+        return command_line
+
+    return decorate
+
+
+def _refuse(sentence: str) -> None:
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(USER_ERROR_EXIT)

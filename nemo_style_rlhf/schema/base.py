@@ -1,0 +1,62 @@
+"""From a composed Hydra config to checked dataclasses.
+
+Every default lives in a dataclass of this package; YAML files only override. A dataclass may define
+``validate(self) -> None`` for ranges and cross-field rules; it raises :class:`UserError` with one sentence.
+"""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from nemo_style_rlhf.errors import UserError
+
+Schema = TypeVar("Schema")
+
+
+def build(schema: type[Schema], config: DictConfig) -> Schema:
+    """``config`` as an instance of the dataclass ``schema``, with every ``validate`` called, innermost first.
+
+    Raises:
+        UserError: an unknown key, a wrong type, a missing value or an impossible combination.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), config)
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise UserError(f"{missing[0]} is not set: give it on the command line, {missing[0]}=...")
+        instance = OmegaConf.to_object(merged)
+    except MissingMandatoryValue as error:
+        raise UserError(f"{error.full_key} is not set: give it on the command line, {error.full_key}=...") from error
+    except OmegaConfBaseException as error:
+        raise UserError(one_sentence(error)) from error
+    _validate(instance)
+    assert isinstance(instance, schema)
+    return instance
+
+
+def one_sentence(error: OmegaConfBaseException) -> str:
+    """An OmegaConf error without its multi-line context, with the key it is about."""
+    reason = str(error).splitlines()[0].rstrip(".")
+    key = getattr(error, "full_key", None)
+    return f"configuration key {key}: {reason}" if key and str(key) not in reason else f"configuration: {reason}"
+
+
+def _validate(node: Any) -> None:
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if dataclasses.is_dataclass(value):
+            _validate(value)
+    if hasattr(node, "validate"):
+        node.validate()
+
+
+def require(condition: bool, key: str, value: object, expected: str) -> None:
+    """Raise the standard sentence for a bad value unless ``condition`` holds."""
+    if not condition:
+        raise UserError(f"{key}={value} is not possible: expected {expected}")
+
+
+def require_choice(key: str, value: str, choices: Collection[str]) -> None:
+    require(value in choices, key, value, "one of " + ", ".join(choices))

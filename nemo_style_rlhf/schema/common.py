@@ -1,0 +1,137 @@
+"""Config groups that both processes and the supervised stages share."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from nemo_style_rlhf.schema.base import require, require_choice
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives and what makes it repeatable."""
+
+    output_dir: str = MISSING
+    """Everything the run writes goes below this folder."""
+    seed: int = 1234
+    """Seeds data order, sampling and initialisation; two runs with one seed are equal to the last bit on CPU in fp32."""
+    num_threads: int = 0
+    """torch intra-op threads; 0 leaves torch's default. Part of the result's bits: keep it when resuming."""
+    device: str = "auto"
+    """auto (CUDA where there is one), cpu or cuda."""
+    dry_run: bool = False
+    """Load everything, run one tiny step of every phase and exit (command line: --dry-run)."""
+
+    def validate(self) -> None:
+        require(self.seed >= 0, "run.seed", self.seed, "a number from 0 up")
+        require(
+            self.num_threads >= 0, "run.num_threads", self.num_threads, "a number of threads, or 0 for torch's default"
+        )
+        require_choice("run.device", self.device, ("auto", "cpu", "cuda"))
+
+
+@dataclass
+class ModelConfig:
+    """A Hugging Face checkpoint and how to compute with it."""
+
+    path: str = MISSING
+    """A local Hugging Face directory or a hub name."""
+    dtype: str = "bfloat16"
+    """bfloat16 or float32: the dtype of weights and activations (the optimizer keeps fp32 masters)."""
+    attn_implementation: str = "auto"
+    """auto (flash_attention_2 or sdpa on CUDA, eager on CPU, where it trains faster), eager, sdpa, flash_attention_2."""
+    compile: bool = False
+    """torch.compile the training forward: about 1 minute once, then faster steps."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    disable_dropout: bool = True
+    """Dropout off while training (arXiv 2403.17031, detail 17): with it the PPO ratio is not 1 before the first update."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+
+    def validate(self) -> None:
+        require_choice("model.dtype", self.dtype, ("bfloat16", "float32"))
+        require_choice(
+            "model.attn_implementation", self.attn_implementation, ("auto", "eager", "sdpa", "flash_attention_2")
+        )
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    """1e-5 in arXiv 2403.17031 (detail 18)."""
+    weight_decay: float = 0.0
+
+    def validate(self) -> None:
+        require(self.lr > 0, "engine.optim.lr", self.lr, "a number above 0")
+
+
+@dataclass
+class SchedulerConfig:
+    """Learning rate over optimizer steps: linear warmup, then constant, linear or cosine decay."""
+
+    name: str = "constant"
+    """constant, linear or cosine."""
+    warmup_steps: int = 0
+    """Optimizer steps from 0 to the full learning rate."""
+    total_steps: int = 0
+    """Optimizer steps until the floor is reached (linear, cosine). The actor knows it where this is 0; a server must be told."""
+    min_lr_ratio: float = 0.0
+    """Floor of the decay, as a share of lr."""
+
+    def validate(self) -> None:
+        require_choice("engine.scheduler.name", self.name, ("constant", "linear", "cosine"))
+        require(
+            self.warmup_steps >= 0, "engine.scheduler.warmup_steps", self.warmup_steps, "a number of steps from 0 up"
+        )
+
+
+@dataclass
+class EngineConfig:
+    """DeepSpeed, optimizer and micro-batching of one trained model."""
+
+    zero_stage: int = 1
+    """0 to 3."""
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    gradient_clip_val: float = 1.0
+    """Global L2 norm the gradient is clipped to; 0 turns clipping off."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens (rows x longest row) one forward and backward may hold; a longer single sequence goes alone."""
+    row_multiple: int = 8
+    """Rows of a micro-batch are padded to a multiple of this: small odd batches take other matrix kernels and other bits."""
+    offload_optimizer_states: bool = False
+    """Move optimizer states to host memory while the model is not training (CUDA only; no effect on CPU)."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """Merged over the generated DeepSpeed config, for what has no key here."""
+
+    def validate(self) -> None:
+        require(0 <= self.zero_stage <= 3, "engine.zero_stage", self.zero_stage, "0, 1, 2 or 3")
+        require(
+            self.micro_batch_tokens > 0,
+            "engine.micro_batch_tokens",
+            self.micro_batch_tokens,
+            "a number of tokens above 0",
+        )
+        require(self.row_multiple > 0, "engine.row_multiple", self.row_multiple, "a number of rows above 0")
+        require(
+            self.gradient_clip_val >= 0,
+            "engine.gradient_clip_val",
+            self.gradient_clip_val,
+            "a norm above 0, or 0 for none",
+        )
+
+
+@dataclass
+class TokenConfig:
+    """Where a shared secret comes from: a file or an environment variable, never the command line."""
+
+    token_file: str | None = None
+    """A file that holds the token (its permissions are yours to set)."""
+    token_env: str = "NSR_CRITIC_TOKEN"
+    """The environment variable that holds the token when token_file is not set."""

@@ -1,0 +1,74 @@
+"""What the prompts of a PPO run are and how they become tokens."""
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import require, require_choice
+
+PLACEHOLDER = "{prompt}"
+PROMPT_FORMATS = ("text", "messages", "hh")
+
+
+@dataclass
+class PromptTemplateConfig:
+    """How the text of a prompt is wrapped before it is tokenised."""
+
+    prompt_template: str | None = None
+    """Text around the prompt, e.g. "Question: {prompt}\\nAnswer:"; null leaves prompts as they are."""
+    chat_template: str | None = None
+    """A Jinja chat template for `messages`; null uses the tokenizer's own."""
+
+    def validate(self) -> None:
+        if self.prompt_template is not None:
+            found = self.prompt_template.count(PLACEHOLDER)
+            require(
+                found == 1,
+                "data.prompt_template",
+                repr(self.prompt_template),
+                f"a text that holds {PLACEHOLDER} exactly once",
+            )
+
+
+@dataclass
+class PromptDataConfig(PromptTemplateConfig):
+    """Prompts for rollouts: JSONL, JSONL.gz, Parquet, or anything the `datasets` library loads."""
+
+    train_path: str = MISSING
+    """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
+    val_path: str | None = None
+    """Held-out prompts, same forms; null turns validation rollouts off."""
+    format: str = "text"
+    """text (a string), messages (a list of {role, content}), hh (an Anthropic-HH transcript, cut before its last answer)."""
+    prompt_key: str | None = None
+    """Where the prompt is in a row; null is `prompt` for text, `messages` for messages, `chosen` for hh."""
+    label_key: str | None = None
+    """Where the reference answer is, handed to reward functions; null for none."""
+    max_prompt_length: int = 1024
+    """Tokens; longer prompts are dropped and counted, never cut."""
+    shuffle: bool = True
+    """A new seeded permutation of the training prompts every epoch; validation prompts keep their order."""
+    on_template_mismatch: str = "refuse"
+    """refuse or warn when the policy was trained with another prompt or chat template."""
+
+    @property
+    def key(self) -> str:
+        """`prompt_key`, or the format's usual one."""
+        return self.prompt_key or {"text": "prompt", "messages": "messages", "hh": "chosen"}[self.format]
+
+    def validate(self) -> None:
+        super().validate()
+        require_choice("data.format", self.format, PROMPT_FORMATS)
+        require_choice("data.on_template_mismatch", self.on_template_mismatch, ("refuse", "warn"))
+        require(
+            self.max_prompt_length > 0, "data.max_prompt_length", self.max_prompt_length, "a number of tokens above 0"
+        )
+        if self.prompt_template is not None and self.format == "messages":
+            raise UserError(
+                "data.prompt_template is set but data.format=messages takes a chat template: set data.chat_template instead"
+            )
+        if self.chat_template is not None and self.format != "messages":
+            raise UserError(
+                f"data.chat_template is set but data.format={self.format} uses none: set data.format=messages"
+            )

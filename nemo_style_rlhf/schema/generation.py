@@ -1,0 +1,62 @@
+"""Sampling responses."""
+
+from dataclasses import dataclass, field
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import require, require_choice
+
+
+@dataclass
+class GenerationConfig:
+    """How responses are sampled, and by what."""
+
+    backend: str = "vllm"
+    """vllm, or hf: transformers alone, slow, for architectures and head sizes vLLM lacks."""
+    max_length: int = 512
+    """Most tokens of a response (NeMo-Aligner: length_params.max_length)."""
+    min_length: int = 0
+    """Fewest tokens before an end-of-sequence token may come (NeMo-Aligner has 1); see top_p."""
+    temperature: float = 1.0
+    """Training log-probabilities use the same temperature."""
+    top_p: float = 1.0
+    """Below 1 the trainer cannot reproduce the sampler's log-probabilities: the audit reports the gap but does not stop."""
+    top_k: int = 0
+    """0 for the whole vocabulary; see top_p."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a response; they stay part of it."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end a response, beside the end-of-sequence token."""
+    ignore_eos: bool = False
+    """Generate max_length tokens whatever comes (benchmarks)."""
+    max_num_seqs: int = 256
+    """Sequences vLLM decodes at a time."""
+    gpu_memory_utilization: float = 0.4
+    """Share of the GPU's memory vLLM may take; the trainer needs the rest."""
+    kv_cache_gib: float | None = None
+    """Size of vLLM's KV cache in GiB; null: what gpu_memory_utilization leaves, or 1 GiB on CPU."""
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = True
+    """False lets vLLM compile and capture CUDA graphs: faster decoding, slower start."""
+
+    def validate(self) -> None:
+        require_choice("generation.backend", self.backend, ("vllm", "hf"))
+        require(self.max_length >= 1, "generation.max_length", self.max_length, "a number of tokens from 1 up")
+        require(
+            0 <= self.min_length <= self.max_length,
+            "generation.min_length",
+            self.min_length,
+            f"0 to {self.max_length} (max_length)",
+        )
+        require(
+            self.temperature > 0, "generation.temperature", self.temperature, "a number above 0 (PPO needs sampling)"
+        )
+        require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "a number above 0, at most 1")
+        if self.backend == "hf" and (self.stop or self.tensor_parallel_size > 1):
+            raise UserError(
+                "generation.backend=hf knows neither generation.stop nor tensor_parallel_size: use stop_token_ids, or vllm"
+            )
+
+    @property
+    def samples_whole_distribution(self) -> bool:
+        """Whether sampler and trainer log-probabilities are of one distribution."""
+        return self.top_p == 1.0 and self.top_k <= 0 and self.min_length == 0

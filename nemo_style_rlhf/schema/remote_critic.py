@@ -1,0 +1,47 @@
+"""How the actor reaches the critic process."""
+
+from dataclasses import dataclass, field
+
+from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.common import TokenConfig
+
+
+@dataclass
+class RemoteCriticConfig:
+    """Address, patience and sizes of the remote critic."""
+
+    host: str = "127.0.0.1"
+    port: int = 5567
+    """server.port of the critic process."""
+    token: TokenConfig = field(default_factory=TokenConfig)
+    """The secret the server was started with; needed only where it has one."""
+    wait_for_server_s: float = 600.0
+    """How long a server that is still loading is waited for."""
+    infer_timeout_s: float = 300.0
+    """Longest wait for one inference answer."""
+    train_timeout_base_s: float = 300.0
+    """Longest wait for the answer to a train step or a checkpoint, plus ..."""
+    train_timeout_per_1k_tokens_s: float = 2.0
+    """... this for every 1,000 tokens of the step."""
+    retries: int = 8
+    """Attempts after a broken connection or a timeout, 0.5 s apart at first, up to 10 s; retries never train twice."""
+    max_request_bytes: int = 64 * 2**20
+    """Tensor bytes of one request; bigger batches are split. The server's own limit counts where it is smaller."""
+
+    def validate(self) -> None:
+        require(0 < self.port < 65536, "remote_critic_rm.port", self.port, "a TCP port, 1 to 65535")
+        require(
+            self.wait_for_server_s >= 0,
+            "remote_critic_rm.wait_for_server_s",
+            self.wait_for_server_s,
+            "seconds from 0 up",
+        )
+        for name in ("infer_timeout_s", "train_timeout_base_s"):
+            require(getattr(self, name) > 0, f"remote_critic_rm.{name}", getattr(self, name), "seconds above 0")
+        require(self.retries >= 0, "remote_critic_rm.retries", self.retries, "a number from 0 up")
+        require(
+            self.max_request_bytes >= 4096,
+            "remote_critic_rm.max_request_bytes",
+            self.max_request_bytes,
+            "4096 bytes or more",
+        )
