@@ -1,0 +1,74 @@
+"""Text to token ids, the same way in every stage."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_style_rlhf.errors import UserError
+
+
+class Encoder:
+    """A tokenizer as prompts and responses need it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        # Some tokenizers close every text with EOS; a prompt that is to be continued must stay open. Looking at an
+        # ordinary text tells a closing EOS from an opening BOS also where both are one token.
+        probe = tokenizer("a")["input_ids"]
+        self._closes_with_eos = (
+            tokenizer.eos_token_id is not None and len(probe) > 1 and probe[-1] == tokenizer.eos_token_id
+        )
+
+    def prompt(self, text: str) -> list[int]:
+        """Exactly ``tokenizer(text)``, BOS and all, without the EOS it may add at the end."""
+        ids = list(self.tokenizer(text)["input_ids"])
+        return ids[:-1] if self._closes_with_eos else ids
+
+    def response(
+        self, prompt: str, prompt_ids: Sequence[int], response: str, *, append_eos: bool, rendered: bool = False
+    ) -> list[int]:
+        """The tokens that follow ``prompt_ids`` when ``response`` follows ``prompt``.
+
+        Both texts are tokenised together, since many tokenizers mark a word's beginning by the space before it; where that
+        changes the prompt's own tokens, the response is tokenised by itself, as a policy would have to write it.
+
+        Args:
+            append_eos: end with EOS, once.
+            rendered: the texts come from a chat template, special tokens included.
+
+        Raises:
+            UserError: EOS is asked for and the tokenizer has none.
+        """
+        together = self.rendered(prompt + response) if rendered else self.prompt(prompt + response)
+        if together[: len(prompt_ids)] == list(prompt_ids):
+            ids = together[len(prompt_ids) :]
+        else:
+            ids = list(self.tokenizer(response, add_special_tokens=False)["input_ids"])
+        if append_eos:
+            if self.tokenizer.eos_token_id is None:
+                raise UserError("the tokenizer has no end-of-text token: give it one or set data.append_eos=false")
+            if ids[-1:] != [self.tokenizer.eos_token_id]:
+                ids.append(self.tokenizer.eos_token_id)
+        return ids
+
+    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        """``messages`` rendered by the chat template.
+
+        Raises:
+            UserError: there is no chat template, or it refuses these messages.
+        """
+        if self.chat_template is None and self.tokenizer.chat_template is None:
+            raise UserError(
+                "data.format=messages needs a chat template and the tokenizer has none: set data.chat_template"
+            )
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, chat_template=self.chat_template, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        )
+
+    def rendered(self, text: str) -> list[int]:
+        """Tokens of a text in which the chat template has already put every special token."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

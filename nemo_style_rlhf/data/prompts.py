@@ -1,0 +1,81 @@
+"""Prompts for rollouts."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_style_rlhf.data.encoding import Encoder
+from nemo_style_rlhf.data.hh import cut_last_answer
+from nemo_style_rlhf.data.records import DropReport, Record, read_records
+from nemo_style_rlhf.data.templates import render
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.data import PromptDataConfig
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the policy continues."""
+
+    prompt_id: int
+    """Row number in its file; sample seeds derive from it, so dropping other rows changes nothing."""
+    token_ids: list[int]
+    text: str
+    """The text behind ``token_ids``: templates applied, special tokens of the tokenizer itself not shown."""
+    label: str | None = None
+    """Reference answer for reward functions."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """The other fields of the row."""
+
+
+def load_prompts(
+    path: str, config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Prompt], DropReport]:
+    """Tokenised prompts of one file, in its order.
+
+    Prompts longer than ``config.max_prompt_length`` tokens, empty ones and HH transcripts without an answer are dropped and
+    counted in the report.
+
+    Raises:
+        UserError: missing file, broken JSON, missing key, empty data set, or nothing left.
+    """
+    encoder = Encoder(tokenizer, chat_template=config.chat_template)
+    report = DropReport(path)
+    prompts = []
+    for record in read_records(path):
+        text = _prompt_text(record, config, encoder)
+        if text is None:
+            report.drop("without an assistant turn", record)
+            continue
+        token_ids = encoder.rendered(text) if config.format == "messages" else encoder.prompt(text)
+        if not token_ids:
+            report.drop("empty", record)
+        elif len(token_ids) > config.max_prompt_length:
+            report.drop(f"longer than {config.max_prompt_length} tokens", record)
+        else:
+            prompts.append(Prompt(record.index, token_ids, text, _label(record, config), _metadata(record, config)))
+    report.kept = len(prompts)
+    report.require_kept("check the file, or raise data.max_prompt_length")
+    return prompts, report
+
+
+def _prompt_text(record: Record, config: PromptDataConfig, encoder: Encoder) -> str | None:
+    if config.format == "messages":
+        messages = record.get(config.key, "data.prompt_key")
+        if not isinstance(messages, list) or not messages:
+            raise UserError(
+                f"{record.where}: {config.key!r} is not a list of messages: check the file or set data.format=text"
+            )
+        return encoder.chat(messages, add_generation_prompt=True)
+    text = record.text(config.key, "data.prompt_key")
+    prompt = cut_last_answer(text) if config.format == "hh" else text
+    return None if prompt is None else render(config.prompt_template, prompt)
+
+
+def _label(record: Record, config: PromptDataConfig) -> str | None:
+    return None if config.label_key is None else str(record.get(config.label_key, "data.label_key"))
+
+
+def _metadata(record: Record, config: PromptDataConfig) -> dict[str, Any]:
+    used = {config.key, config.label_key} | ({"rejected"} if config.format == "hh" else set())
+    return {key: value for key, value in record.fields.items() if key not in used}

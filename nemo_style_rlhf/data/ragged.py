@@ -1,0 +1,46 @@
+"""Ragged batches: sequences laid end to end, and the padded micro-batches a model computes with.
+
+`flat` tensors have shape [N, ...] with ``N == sum(lengths)``; padding is on the right.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def pad(flat: Tensor, lengths: Sequence[int], *, value: float = 0, rows: int | None = None) -> Tensor:
+    """[N] to [B, max(lengths)], or to [rows, max(lengths)] with further rows of padding."""
+    padded = flat.new_full((rows or len(lengths), max(lengths)), value)
+    for row, sequence in enumerate(flat.split(list(lengths))):
+        padded[row, : len(sequence)] = sequence
+    return padded
+
+
+def unpad(padded: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[B or more, T] back to [N]: the inverse of :func:`pad`."""
+    return torch.cat([padded[row, :length] for row, length in enumerate(lengths)])
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def micro_batches(lengths: Sequence[int], *, token_budget: int) -> list[list[int]]:
+    """Split sequences into micro-batches of at most ``token_budget`` padded tokens (rows x longest row).
+
+    A pure function of ``lengths``: longest first, ties by index, so that neighbours are alike and padding is small. A
+    sequence longer than the budget goes alone.
+
+    Returns:
+        Lists of indices into ``lengths``; each index occurs once.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    batches: list[list[int]] = []
+    for index in order:
+        longest = lengths[batches[-1][0]] if batches else 0
+        if batches and (len(batches[-1]) + 1) * longest <= token_budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches

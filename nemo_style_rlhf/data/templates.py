@@ -1,0 +1,89 @@
+"""Prompt and chat templates, and the note a trained model carries about the ones it was trained with.
+
+A policy that was fine-tuned on "Question: {prompt}\\nAnswer:" and then sees bare prompts still runs, and is worse without
+a word. SFT therefore writes ``prompt_template.json`` beside the weights, and PPO compares digests before it starts.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.data import PLACEHOLDER
+
+TEMPLATE_FILE = "prompt_template.json"
+
+
+def render(template: str | None, prompt: str) -> str:
+    """``prompt`` inside ``template``; braces in the prompt stay as they are."""
+    return prompt if template is None else template.replace(PLACEHOLDER, prompt)
+
+
+def digest(template: str | None) -> str | None:
+    """SHA-256 of a template's text; None for none."""
+    return None if template is None else hashlib.sha256(template.encode()).hexdigest()
+
+
+def describe(
+    template: str | None, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
+) -> dict[str, Any]:
+    """The contents of ``prompt_template.json``; ``chat_template`` overrides the tokenizer's."""
+    if chat_template is None and isinstance(tokenizer.chat_template, str):
+        chat_template = tokenizer.chat_template
+    return {"template": template, "template_sha256": digest(template), "chat_template_sha256": digest(chat_template)}
+
+
+def write_template(
+    model_dir: Path, template: str | None, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
+) -> None:
+    """Note in ``model_dir`` which prompt and chat template the model was trained with."""
+    (model_dir / TEMPLATE_FILE).write_text(json.dumps(describe(template, tokenizer, chat_template), indent=2) + "\n")
+
+
+def check_template(
+    model_dir: str,
+    template: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: str | None = None,
+    on_mismatch: str = "refuse",
+) -> str | None:
+    """Compare the templates of this run with those ``model_dir`` was trained with.
+
+    Args:
+        chat_template: the run's own, in place of the tokenizer's (``data.chat_template``).
+        on_mismatch: ``refuse`` or ``warn``.
+
+    Returns:
+        None where they agree or the model carries no note (any model not trained here); with ``on_mismatch="warn"`` the
+        sentence that names the difference.
+
+    Raises:
+        UserError: they differ and ``on_mismatch`` is ``refuse``.
+    """
+    note = Path(model_dir) / TEMPLATE_FILE
+    if not note.is_file():
+        return None
+    trained, given = json.loads(note.read_text()), describe(template, tokenizer, chat_template)
+    if trained["template_sha256"] != given["template_sha256"]:
+        difference = (
+            f"data.prompt_template is {template!r} but {model_dir} was trained with {trained['template']!r}: "
+            "set data.prompt_template to that"
+        )
+    elif trained["chat_template_sha256"] != given["chat_template_sha256"]:
+        difference = (
+            f"the chat template (sha256 {_short(given['chat_template_sha256'])}) is not the one {model_dir} was "
+            f"trained with (sha256 {_short(trained['chat_template_sha256'])}): use that model's own"
+        )
+    else:
+        return None
+    if on_mismatch == "refuse":
+        raise UserError(f"{difference}, or set data.on_template_mismatch=warn")
+    return difference
+
+
+def _short(sha256: str | None) -> str:
+    return "none" if sha256 is None else sha256[:12]

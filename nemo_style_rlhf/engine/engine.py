@@ -1,0 +1,195 @@
+"""The one wrapper over DeepSpeed: forward, backward, step, offload, save, load, read the weights."""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, nn
+
+from nemo_style_rlhf.engine.schedule import lr_factor
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.digests import tensor_bytes
+from nemo_style_rlhf.schema.common import EngineConfig
+
+CHECKPOINT_TAG = "state"
+OPTIMIZER_STATES = ["optim_states", "hp_params"]
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite: training on would silently learn nothing or destroy the weights."""
+
+
+@dataclass
+class StepStats:
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    lr: float
+    """The learning rate this step used."""
+
+
+class Engine:
+    """One trained module: ``loss = f(engine(...)); engine.backward(loss); ...; engine.step()``.
+
+    Losses given to :meth:`backward` between two steps add up to the loss of the optimizer step over all ranks: each is
+    already divided by the token (or sequence) count of the whole step, so neither the number of micro-batches nor of ranks
+    changes the gradient. DeepSpeed's own averaging over ranks and accumulation steps is cancelled here.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: EngineConfig, *, device: torch.device, total_steps: int | None = None
+    ) -> None:
+        """Take over ``module`` and move it to ``device``; ``total_steps`` is for a schedule that sets none itself."""
+        self._steps = config.scheduler.total_steps or total_steps or 0
+        if config.scheduler.name != "constant" and self._steps == 0:
+            raise UserError(
+                f"engine.scheduler.name={config.scheduler.name} needs engine.scheduler.total_steps, "
+                "the optimizer steps of the whole run: set it"
+            )
+        self.config = config
+        self.device = device
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in module.to(device).parameters() if parameter.requires_grad],
+            lr=config.optim.lr,
+            betas=config.optim.betas,
+            eps=config.optim.eps,
+            weight_decay=config.optim.weight_decay,
+            fused=True,
+        )
+        schedule = partial(lr_factor, config=config.scheduler, total_steps=self._steps)
+        self._deepspeed, self._optimizer, _, self._scheduler = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),
+            config=_deepspeed_config(config, module),
+            dist_init_required=False,
+        )
+        self._offloaded = False
+
+    @property
+    def module(self) -> Any:
+        return self._deepspeed.module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._deepspeed(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss``, a scalar share of the step's loss.
+
+        Raises:
+            NonFiniteError: the loss is NaN or infinite; the weights have not changed.
+        """
+        if not math.isfinite(loss.item()):
+            raise NonFiniteError(f"the loss is {loss.item()}")
+        self._deepspeed.backward(loss * self._deepspeed.dp_world_size)
+
+    def step(self) -> StepStats:
+        """Reduce gradients over ranks, clip, update, advance the schedule.
+
+        Raises:
+            NonFiniteError: the gradient was NaN or infinite; the weights are lost, the last checkpoint is not.
+        """
+        lr = float(self._scheduler.get_last_lr()[0])
+        unsharded_fp32 = not self._deepspeed.zero_optimization() and not self._deepspeed.bfloat16_enabled()
+        grad_norm = self._parameter_grad_norm() if unsharded_fp32 else 0.0
+        self._deepspeed.step()
+        if not unsharded_fp32:
+            grad_norm = float(self._deepspeed.get_global_grad_norm())
+        if not math.isfinite(grad_norm):
+            raise NonFiniteError(f"the gradient norm is {grad_norm}")
+        return StepStats(grad_norm=grad_norm, lr=lr)
+
+    def _parameter_grad_norm(self) -> float:
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def train(self) -> None:
+        self._deepspeed.train()
+
+    def eval(self) -> None:
+        self._deepspeed.eval()
+
+    def offload_optimizer(self) -> None:
+        """Move optimizer states to host memory, where the config asks for it and the device is not the host already."""
+        if self.config.offload_optimizer_states and self.device.type != "cpu" and not self._offloaded:
+            self._deepspeed.offload_states(include=OPTIMIZER_STATES)
+            self._offloaded = True
+
+    def reload_optimizer(self) -> None:
+        if self._offloaded:
+            self._deepspeed.reload_states()
+            self._offloaded = False
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and persistent buffer of the module, whole, under its checkpoint name, tied ones under each name."""
+        yield from self.module.state_dict(keep_vars=False).items()
+
+    def digest(self) -> str:
+        """SHA-256 over weights, optimizer state and schedule."""
+        digest = hashlib.sha256()
+        _update(digest, self.module.state_dict())
+        _update(digest, self._deepspeed.optimizer.state_dict())
+        _update(digest, self._scheduler.state_dict())
+        return digest.hexdigest()
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer, schedule and counters below ``directory``; every rank calls it."""
+        self.reload_optimizer()
+        self._deepspeed.save_checkpoint(str(directory), tag=CHECKPOINT_TAG, save_latest=False)
+
+    def load(self, directory: Path) -> None:
+        """Bring back what :meth:`save` wrote, to the last bit; every rank calls it."""
+        self.reload_optimizer()
+        loaded, _ = self._deepspeed.load_checkpoint(str(directory), tag=CHECKPOINT_TAG)
+        if loaded is None:
+            raise FileNotFoundError(f"DeepSpeed found no checkpoint in {directory}")
+        # DeepSpeed 0.19.8 keeps stale links to the old optimizer states on an engine that has already stepped.
+        if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
+            self._optimizer._hp_optimizer_states_linked = False
+
+
+def _update(digest: "hashlib._Hash", node: Any) -> None:
+    """Feed a nested state dict into ``digest``, in order, tensors by their bits."""
+    if isinstance(node, Tensor):
+        digest.update(f"{node.dtype} {tuple(node.shape)}".encode())
+        digest.update(tensor_bytes(node))
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            digest.update(str(key).encode())
+            _update(digest, value)
+    elif isinstance(node, (list, tuple)):
+        for value in node:
+            _update(digest, value)
+    elif isinstance(node, (bool, int, float, str, type(None))):
+        digest.update(repr(node).encode())
+
+
+def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]:
+    bf16 = next(module.parameters()).dtype == torch.bfloat16
+    if bf16 and config.zero_stage == 0:
+        raise UserError(
+            "engine.zero_stage=0 with model.dtype=bfloat16 would train without fp32 master weights: use engine.zero_stage=1"
+        )
+    # The default buckets of 500 M elements are allocated in full, however small the model.
+    bucket = min(5 * 10**8, sum(parameter.numel() for parameter in module.parameters()))
+    bucket += bucket % 2  # DeepSpeed wants an even one
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,  # backward() accumulates, step() is the boundary: our counts vary
+        "gradient_clipping": config.gradient_clip_val,
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": bf16},
+        "steps_per_print": 10**9,
+        **config.deepspeed,
+    }

@@ -1,0 +1,19 @@
+"""Learning rate over optimizer steps."""
+
+import math
+
+from nemo_style_rlhf.schema.common import SchedulerConfig
+
+
+def lr_factor(step: int, config: SchedulerConfig, total_steps: int) -> float:
+    """The factor on the base learning rate for the optimizer step numbered ``step`` from 0.
+
+    Warmup reaches 1 after ``warmup_steps``; the decay ends at ``min_lr_ratio`` after ``total_steps``.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.name == "constant":
+        return 1.0
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    decay = 1 - progress if config.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * decay

@@ -1,0 +1,37 @@
+"""SHA-256 digests that tell whether two processes hold the same thing."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Digest of the vocabulary (token to id, added tokens included) and of how a fixed text is split.
+
+    The chat template and the choice of pad token do not count: a reward model's tokenizer may differ there.
+    """
+    probe = "The quick brown fox, 1234567890!\n\tÄöü 漢字 <|x|>  two  spaces"
+    identity = {"vocabulary": sorted(tokenizer.get_vocab().items()), "probe": tokenizer.encode(probe)}
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bits of ``tensor``; of a contiguous CPU tensor not a copy but its memory."""
+    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Digest of names, dtypes, shapes and bits, in the order given."""
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def module_digest(module: nn.Module) -> str:
+    return tensors_digest(sorted(module.state_dict().items()))

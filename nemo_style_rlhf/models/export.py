@@ -1,0 +1,37 @@
+"""A trained model as a plain Hugging Face directory."""
+
+import shutil
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedModel
+
+from nemo_style_rlhf.models.loading import original_dropout
+
+CARRIED_FILES = ("prompt_template.json", "chat_template.jinja", "generation_config.json")
+
+
+def export_model(model: PreTrainedModel, directory: Path, *, source: str, config_source: str | None = None) -> None:
+    """Write ``model`` with the tokenizer, chat template, dropout settings and notes of ``source``, which it was trained from.
+
+    A model built from a bare config takes its dropout settings from there, ``config_source``.
+    Written beside and renamed: ``directory`` is whole or as it was before.
+    """
+    beside = directory.with_name(directory.name + ".tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    original = original_dropout(config_source or source)
+    trained_with = {key: getattr(model.config, key) for key in original}
+    use_cache = model.config.use_cache
+    _set(model, {**original, "use_cache": True})
+    model.save_pretrained(beside)
+    _set(model, {**trained_with, "use_cache": use_cache})
+    AutoTokenizer.from_pretrained(source).save_pretrained(beside)
+    for name in CARRIED_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copy(Path(source) / name, beside / name)
+    shutil.rmtree(directory, ignore_errors=True)
+    beside.rename(directory)
+
+
+def _set(model: PreTrainedModel, settings: dict[str, object]) -> None:
+    for key, value in settings.items():
+        setattr(model.config, key, value)

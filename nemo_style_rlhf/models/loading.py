@@ -1,0 +1,153 @@
+"""Hugging Face checkpoints as policies, reward models and critics; a wrong one is refused in one sentence."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.scalar import ScalarModel
+from nemo_style_rlhf.schema.common import ModelConfig
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``path``; without a pad token it pads with the EOS (or unknown) token, so no embedding is added."""
+    _require_directory(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} holds no tokenizer that transformers can load: {_first_line(error)}") from error
+    if tokenizer.pad_token is None:
+        substitute = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+        tokenizer.pad_token = substitute
+    return tokenizer
+
+
+def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
+    """``AutoModelForCausalLM`` at ``config.path`` in ``config.dtype``, on CPU, in eval mode."""
+    return _load(AutoModelForCausalLM, config)
+
+
+def new_causal_lm(config: ModelConfig, config_path: str | None = None) -> PreTrainedModel:
+    """A causal LM with random weights from the global torch generator, of the architecture in ``config_path`` (a config
+    JSON; ``config.path``'s own by default)."""
+    source = config_path or config.path
+    try:
+        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        if config.disable_dropout:
+            _zero_dropout(hf_config)
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=getattr(torch, config.dtype), attn_implementation=_attention(config.attn_implementation)
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{source} is not a causal LM's config that transformers knows: {_first_line(error)}"
+        ) from error
+    if config.disable_dropout:
+        _switch_off_dropout(model)
+    return model
+
+
+def load_reward_model(config: ModelConfig, *, new_head: bool = False) -> ScalarModel:
+    """``AutoModelForSequenceClassification`` with one label at ``config.path``.
+
+    Args:
+        new_head: accept a causal LM as well; its score head then starts from the global torch generator.
+
+    Raises:
+        UserError: it has another number of labels, or no ``score`` head over every token (an encoder, for instance).
+    """
+    _require_directory(config.path)
+    try:
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{config.path} is not a model that transformers can load: {_first_line(error)}") from error
+    if new_head and any(name.endswith("ForCausalLM") for name in hf_config.architectures or ()):
+        return ScalarModel(_load(AutoModelForSequenceClassification, config, may_miss={"score.weight"}, num_labels=1))
+    if hf_config.num_labels != 1:
+        raise UserError(
+            f"the reward model {config.path} has {hf_config.num_labels} labels, expected 1: train or convert it with num_labels=1"
+        )
+    return ScalarModel(_load(AutoModelForSequenceClassification, config, num_labels=1))
+
+
+def original_dropout(path: str) -> dict[str, float]:
+    """The dropout settings in the config of ``path``, to put back into an export."""
+    return dropout_settings(AutoConfig.from_pretrained(path))
+
+
+def dropout_settings(hf_config: Any) -> dict[str, float]:
+    return {key: value for key, value in hf_config.to_dict().items() if _is_dropout(key, value)}
+
+
+def _is_dropout(key: str, value: object) -> bool:
+    return ("dropout" in key or key.endswith(("_drop", "pdrop"))) and isinstance(value, float)
+
+
+def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (), **kwargs: Any) -> PreTrainedModel:
+    _require_directory(config.path)
+    hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **kwargs)
+    if config.disable_dropout:
+        _zero_dropout(hf_config)
+    try:
+        model, report = auto_class.from_pretrained(
+            config.path,
+            config=hf_config,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=_attention(config.attn_implementation),
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{config.path} cannot be loaded by {auto_class.__name__}: {_first_line(error)}") from error
+    if missing := sorted(set(report["missing_keys"]) - set(may_miss)):
+        raise UserError(
+            f"{config.path} lacks the weights {', '.join(missing[:3])} that {type(model).__name__} needs: "
+            "they would be random; give a checkpoint of that kind"
+        )
+    if config.disable_dropout:
+        _switch_off_dropout(model)
+    model.config.use_cache = False
+    return model.eval()
+
+
+def _zero_dropout(hf_config: Any) -> None:
+    for key in dropout_settings(hf_config):
+        setattr(hf_config, key, 0.0)
+
+
+def _switch_off_dropout(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def _attention(implementation: str) -> str:
+    if implementation != "auto":
+        return implementation
+    if not torch.cuda.is_available():
+        return "eager"  # the CPU backward of SDPA took 29 % of a training step
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError:
+        return "sdpa"
+    return "flash_attention_2"
+
+
+def _require_directory(path: str) -> None:
+    if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").exists():
+        raise UserError(f"there is no Hugging Face model at {path} (no config.json): give the path of a saved model")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")

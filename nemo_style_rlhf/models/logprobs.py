@@ -1,0 +1,113 @@
+"""Log-probabilities and entropies of given tokens without the [batch, time, vocabulary] logits in memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**25  # logits of one chunk: 128 MiB in fp32
+
+
+def token_logprobs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk_tokens: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log softmax(hidden @ W^T / temperature) at ``token_ids``, in fp32, differentiable in ``hidden`` and the weight.
+
+    Logits exist for ``chunk_tokens`` tokens at a time. In the backward pass they are computed again, unless one chunk held
+    them all: then they are kept.
+
+    Args:
+        hidden: [..., H], aligned with ``token_ids``: the state from which each token was drawn.
+        lm_head_weight: [V, H]; both are cast to autocast's dtype where that is on, else to that of ``hidden``.
+        token_ids: [...] int64.
+        with_entropy: also return the entropy of the whole distribution, in nats.
+        chunk_tokens: tokens per chunk; by default as many as make 2^25 logits.
+
+    Returns:
+        [...] fp32 log-probabilities, and [...] fp32 entropies if asked for.
+    """
+    chunk = chunk_tokens or max(1, CHUNK_ELEMENTS // lm_head_weight.shape[0])
+    # Autocast would reach the forward pass only: the backward of a custom function runs outside of it.
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    flat, weight = hidden.reshape(-1, hidden.shape[-1]).to(dtype), lm_head_weight.to(dtype)
+    logprobs, entropy = _TokenLogprobs.apply(flat, weight, token_ids.reshape(-1), temperature, with_entropy, chunk)
+    logprobs = logprobs.view(token_ids.shape)
+    return (logprobs, entropy.view(token_ids.shape)) if with_entropy else logprobs
+
+
+def logits_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The same from logits [..., V], for models whose head is more than one matrix product: (log-probabilities, entropies)."""
+    logprobs = (logits.float() / temperature).log_softmax(-1)
+    return logprobs.gather(-1, token_ids[..., None]).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, with_entropy: bool, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        logsumexp = hidden.new_empty(len(hidden), dtype=torch.float32)
+        logprobs, entropy = torch.empty_like(logsumexp), torch.zeros_like(logsumexp)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            product = hidden[part] @ weight.T
+            logits = _logits(product, temperature)
+            logsumexp[part] = logits.logsumexp(-1)
+            logprobs[part] = logits.gather(-1, token_ids[part, None]).squeeze(-1) - logsumexp[part]
+            if with_entropy:
+                probabilities = (logits - logsumexp[part, None]).exp_()
+                entropy[part] = logsumexp[part] - probabilities.mul_(logits).sum(-1)
+        kept = product if 0 < len(hidden) <= chunk else None
+        ctx.save_for_backward(hidden, weight, token_ids, logsumexp, entropy, kept)
+        ctx.temperature, ctx.with_entropy, ctx.chunk = temperature, with_entropy, chunk
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, token_ids, logsumexp, entropy, kept = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        # fp32 where several chunks are summed: bf16 would round after each of them.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if len(hidden) > ctx.chunk else None
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            product = hidden[part] @ weight.T if kept is None else kept
+            grad = _grad_logits(ctx, part, product, token_ids, logsumexp, entropy, grad_logprobs, grad_entropy)
+            grad_hidden[part] = grad @ weight
+            if grad_weight is None:
+                return grad_hidden, grad.T @ hidden, None, None, None, None
+            grad_weight += grad.T @ hidden[part]
+        assert grad_weight is not None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _logits(product: Tensor, temperature: float) -> Tensor:
+    """fp32 logits of a matrix product that must stay as it is."""
+    logits = product.float()
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _grad_logits(
+    ctx: Any, part: slice, product: Tensor, token_ids: Tensor, logsumexp: Tensor, entropy: Tensor, grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+) -> Tensor:  # fmt: skip
+    """d loss / d (hidden @ W^T) of one chunk [tokens, V].
+
+    With l the logits over temperature, p their softmax and H their entropy: d logp_y / d l_j = [j = y] - p_j and
+    d H / d l_j = -p_j (log p_j + H).
+    """
+    log_p = _logits(product, ctx.temperature) - logsumexp[part, None]
+    p = log_p.exp()
+    grad = p * -grad_logprobs[part, None]
+    if ctx.with_entropy:
+        grad -= p.mul_(log_p.add_(entropy[part, None])).mul_(grad_entropy[part, None])
+    grad.scatter_add_(-1, token_ids[part, None], grad_logprobs[part, None])
+    return grad.div_(ctx.temperature).to(product.dtype)

@@ -1,0 +1,72 @@
+"""A causal language model as a policy: log-probabilities of the tokens it produced, under the sampling distribution."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nemo_style_rlhf.models.logprobs import logits_logprobs, token_logprobs
+
+
+@dataclass
+class ActionLogprobs:
+    """Of the n actions that a mask selects, in row-major order."""
+
+    logprobs: Tensor
+    """[n] float32, of logits divided by the temperature."""
+    entropy: Tensor | None
+    """[n] float32, in nats."""
+
+
+class PolicyModel(nn.Module):
+    """Wraps any ``AutoModelForCausalLM``."""
+
+    def __init__(self, hf: PreTrainedModel, *, temperature: float, compile_backbone: bool = False) -> None:
+        """``temperature`` is that of the sampler: training must see the distribution that was sampled from."""
+        super().__init__()
+        self.hf = hf
+        self.temperature = temperature
+        self._plain_head = _has_plain_head(hf)
+        if compile_backbone:
+            hf.base_model.compile(dynamic=True)
+
+    def forward(
+        self, input_ids: Tensor, action_mask: Tensor, with_entropy: bool = False, temperature: float | None = None
+    ) -> ActionLogprobs:
+        """Log-probabilities of token t+1 at every entry t where ``action_mask`` [B, T] is 1.
+
+        ``input_ids`` [B, T] int64 is padded on the right, so causal attention needs no padding mask. ``temperature``
+        overrides that of the sampler.
+        """
+        temperature = self.temperature if temperature is None else temperature
+        selected = action_mask.bool()
+        targets = input_ids.roll(-1, dims=1)[selected]
+        if not self._plain_head:
+            logits = self.hf(input_ids=input_ids, use_cache=False).logits[selected]
+            logprobs, entropy = logits_logprobs(logits, targets, temperature=temperature)
+            return ActionLogprobs(logprobs, entropy if with_entropy else None)
+        hidden = self.hf.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[selected]
+        result = token_logprobs(
+            hidden, self.hf.lm_head.weight, targets, temperature=temperature, with_entropy=with_entropy
+        )
+        return ActionLogprobs(*result) if isinstance(result, tuple) else ActionLogprobs(result, None)
+
+
+@torch.no_grad()
+def _has_plain_head(hf: PreTrainedModel) -> bool:
+    """Whether logits are just ``hidden @ lm_head.weight.T``, without bias, scaling or soft-capping.
+
+    Configs have many names for these, so the model itself is asked; but a cap shows only on large logits, so a config
+    that speaks of logits is believed.
+    """
+    if not isinstance(hf.get_output_embeddings(), nn.Linear) or getattr(hf, "lm_head", None) is None:
+        return False
+    config = hf.config.get_text_config()
+    if any("logit" in key and value not in (None, False, 1) for key, value in config.to_dict().items()):
+        return False
+    probe = torch.arange(4, device=hf.device)[None] % config.vocab_size
+    hidden = hf.base_model(input_ids=probe, use_cache=False).last_hidden_state
+    return torch.allclose(
+        hidden @ hf.lm_head.weight.T, hf(input_ids=probe, use_cache=False).logits, rtol=1e-3, atol=1e-3
+    )
