@@ -1,0 +1,159 @@
+"""One request to the critic server: sessions per thread, finite timeouts, bounded retries, errors that say where and what."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import requests
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+from tenacity.nap import sleep_using_event
+from tenacity.stop import stop_any, stop_when_event_set
+
+from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
+from nemo_style_rlhf.critic_service.protocol import Array, Code, Endpoint, ProtocolError
+from nemo_style_rlhf.errors import UserError
+
+LOGGER = logging.getLogger(__name__)
+CONNECT_TIMEOUT_S = 10.0
+FIRST_RETRY_S = 0.5
+LONGEST_RETRY_WAIT_S = 10.0
+
+
+class ServerRestarted(Exception):
+    """The server process is another one than before: its critic is back at the start until a checkpoint is restored."""
+
+
+class LeaseLost(Exception):
+    """Another actor acquired the lease: this one may not change the critic any more."""
+
+
+class ServerUnreachable(UserError):
+    """No answer came, after all retries."""
+
+
+class _NotReady(Exception):
+    """A Triton server answers at the address, but the endpoint is not loaded yet."""
+
+
+_TRANSIENT = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError, _NotReady)
+
+
+class Connection:
+    """``call`` one endpoint after the other at ``host:port``; thread-safe."""
+
+    def __init__(self, host: str, port: int, *, token: str | None, retries: int) -> None:
+        self.address = f"{host}:{port}"
+        self.boot_id: str | None = None
+        """Once set, requests to another process are refused with :class:`ServerRestarted`."""
+        self._token = token
+        self._retries = retries
+        self._closing = threading.Event()
+        self._threads = threading.local()
+        self._sessions: list[requests.Session] = []
+        self._sessions_lock = threading.Lock()
+
+    def stop_retrying(self) -> None:
+        """From now on a failed attempt is the last one."""
+        self._closing.set()
+
+    def close(self) -> None:
+        with self._sessions_lock:
+            for session in self._sessions:
+                session.close()
+            self._sessions.clear()
+
+    def call(
+        self, endpoint: Endpoint, inputs: Mapping[str, Array], *, timeout_s: float, retry: bool = True
+    ) -> dict[str, Array]:
+        """The outputs of one request. Every endpoint may be repeated safely, so a broken connection or a timeout is retried.
+
+        Raises:
+            ProtocolError: the server refused.
+            ServerRestarted, LeaseLost: see there.
+            ServerUnreachable: no connection or no answer in time, ``retries`` times.
+            UserError: a wrong token, no critic server at this address, or the server's disk is full.
+        """
+        body, head_length = encode_request(endpoint, inputs)
+        attempts = Retrying(
+            retry=retry_if_exception_type(_TRANSIENT),
+            stop=stop_any(stop_after_attempt(1 + (self._retries if retry else 0)), stop_when_event_set(self._closing)),
+            sleep=sleep_using_event(self._closing),
+            wait=wait_exponential(multiplier=FIRST_RETRY_S, max=LONGEST_RETRY_WAIT_S),
+            before_sleep=self._tell,
+            reraise=True,
+        )
+        started = time.monotonic()
+        try:
+            return attempts(self._post, endpoint, body, head_length, timeout_s)
+        except requests.ReadTimeout as error:
+            raise ServerUnreachable(
+                f"the critic server at {self.address} did not answer {endpoint.name} within {timeout_s:.0f} s "
+                f"({time.monotonic() - started:.0f} s with retries): look at its log, or raise the timeout in remote_critic_rm"
+            ) from error
+        except _NotReady as error:
+            raise ServerUnreachable(
+                f"{error}: wait until the server has loaded, or correct remote_critic_rm.host and remote_critic_rm.port"
+            ) from error
+        except requests.RequestException as error:
+            raise ServerUnreachable(
+                f"no critic server answers at {self.address}: start servers/serve_ppo_critic.py there, "
+                "or correct remote_critic_rm.host and remote_critic_rm.port"
+            ) from error
+
+    def _post(self, endpoint: Endpoint, body: bytes, head_length: int, timeout_s: float) -> dict[str, Array]:
+        headers = {
+            HEAD_LENGTH_HEADER: str(head_length),
+            "Content-Type": "application/octet-stream",
+            "Accept-Encoding": "identity",  # gzip costs ten times the round trip
+        }
+        if self._token is not None:
+            headers[protocol.TOKEN_HEADER] = self._token
+        if self.boot_id is not None and endpoint is not protocol.STATUS:
+            headers[protocol.BOOT_HEADER] = self.boot_id
+        url = f"http://{self.address}/v2/models/{endpoint.name}/infer"
+        response = self._session().post(url, data=body, headers=headers, timeout=(CONNECT_TIMEOUT_S, timeout_s))
+        if response.status_code != requests.codes.ok:
+            self._raise(endpoint, response)
+        return decode_response(response.content, int(response.headers.get(HEAD_LENGTH_HEADER, len(response.content))))
+
+    def _raise(self, endpoint: Endpoint, response: requests.Response) -> None:
+        try:
+            text = response.json()["error"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"what answers at {self.address} is not a critic server (HTTP {response.status_code}): "
+                "correct remote_critic_rm.host and remote_critic_rm.port"
+            ) from error
+        refusal = ProtocolError.parse(str(text))
+        if refusal.code is Code.UNAUTHORIZED:
+            raise UserError(
+                f"the critic server at {self.address} refused the token ({refusal.message}): give this process the same secret "
+                "as the server, in remote_critic_rm.token.token_file or the environment variable remote_critic_rm.token.token_env"
+            )
+        if refusal.code is Code.STORAGE:
+            raise UserError(f"the critic server at {self.address}: {refusal.message}")
+        if refusal.code is Code.RESTARTED:
+            raise ServerRestarted(f"{self.address}: {refusal.message}")
+        if refusal.code is Code.LEASE_LOST:
+            raise LeaseLost(f"{self.address}: {refusal.message}")
+        if refusal.code is Code.INVALID and ("unknown model" in str(text) or "is not ready" in str(text)):
+            raise _NotReady(f"{endpoint.name} is not served at {self.address}")
+        raise ProtocolError(refusal.code, f"{endpoint.name} at {self.address}: {refusal.message}")
+
+    def _session(self) -> requests.Session:
+        if not hasattr(self._threads, "session"):
+            self._threads.session = requests.Session()
+            self._threads.session.trust_env = False  # no proxy and no .netrc between the two processes
+            with self._sessions_lock:
+                self._sessions.append(self._threads.session)
+        session: requests.Session = self._threads.session
+        return session
+
+    def _tell(self, state: RetryCallState) -> None:
+        assert state.outcome is not None and state.next_action is not None
+        reason: Callable[[], BaseException | None] = state.outcome.exception
+        LOGGER.warning(
+            "%s: %s; attempt %d in %.1f s", self.address, reason(), state.attempt_number + 1, state.next_action.sleep
+        )

@@ -1,0 +1,109 @@
+"""Who may write, and what was already done: rules 2 and 3 of the protocol, without a model in sight."""
+
+import secrets
+import threading
+from typing import Any
+
+from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError, TrainPart
+
+Answer = dict[str, Any]
+
+
+class Ledger:
+    """The lease, the train steps counted so far, the parts staged for the next one and the answers given for the last.
+
+    Thread-safe. A step is applied by whoever staged its last missing part and then calls :meth:`applied` or :meth:`drop`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._lease: str | None = None
+        self._holder: str | None = None
+        self._step = 0
+        self._staged: dict[int, TrainPart] = {}
+        self._answered: dict[tuple[int, int], tuple[str, Answer]] = {}
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @property
+    def holder(self) -> str | None:
+        return self._holder
+
+    def acquire(self, run_id: str) -> str:
+        """A new lease; everything staged or answered under the old one is forgotten."""
+        with self._lock:
+            self._lease, self._holder = secrets.token_hex(16), run_id
+            self._forget()
+            return self._lease
+
+    def check(self, lease: str) -> None:
+        """Raise LEASE_LOST unless ``lease`` is the current one."""
+        with self._lock:
+            if self._lease is None or not secrets.compare_digest(lease.encode(), self._lease.encode()):
+                owner = (
+                    f"run {self._holder!r} holds it now"
+                    if self._holder
+                    else "nobody acquired one since the server started"
+                )
+                raise ProtocolError(Code.LEASE_LOST, f"the lease is not valid: {owner}; acquire a new one to go on")
+
+    def stage(self, part: TrainPart) -> tuple[Answer, list[TrainPart] | None]:
+        """Take in a part: the answer for it, and all parts in order when it was the last one missing.
+
+        A part that was answered before gets the same answer again and stages nothing.
+
+        Raises:
+            ProtocolError: LEASE_LOST, WRONG_STEP with both numbers, or CONFLICT for another content under a known number.
+        """
+        with self._lock:
+            self.check(part.lease)
+            digest = part.digest()
+            if (known := self._answered.get((part.step, part.part))) is not None:
+                if known[0] != digest:
+                    raise ProtocolError(
+                        Code.CONFLICT, f"part {part.part} of step {part.step} was answered before with other content"
+                    )
+                return known[1], None
+            if part.step != self._step + 1:
+                raise ProtocolError(
+                    Code.WRONG_STEP, f"train step {part.step} does not follow: the critic is at step {self._step}"
+                )
+            for other in self._staged.values():
+                if other.parts != part.parts:
+                    raise ProtocolError(
+                        Code.CONFLICT,
+                        f"step {part.step} was begun with {other.parts} parts, this one says {part.parts}",
+                    )
+            if (same := self._staged.get(part.part)) is not None and same.digest() != digest:
+                raise ProtocolError(
+                    Code.CONFLICT, f"part {part.part} of step {part.step} was staged with other content"
+                )
+            self._staged[part.part] = part.owned()
+            answer = {"staged": len(self._staged), "parts": part.parts}
+            if len(self._staged) < part.parts:
+                return answer, None
+            return answer, [self._staged[number] for number in range(1, part.parts + 1)]
+
+    def applied(self, parts: list[TrainPart], answer: Answer) -> None:
+        """The step of ``parts`` changed the weights; repeating any of its parts returns ``answer``."""
+        with self._lock:
+            self._forget()
+            self._step += 1
+            if parts[0].lease == self._lease:  # else it was lost while the step ran, and its answers are nobody's
+                self._answered = {(part.step, part.part): (part.digest(), answer) for part in parts}
+
+    def drop(self) -> None:
+        """Forget the staged parts: they do not make a step."""
+        with self._lock:
+            self._staged = {}
+
+    def restored(self, step: int) -> None:
+        """The weights are now those after ``step``."""
+        with self._lock:
+            self._forget()
+            self._step = step
+
+    def _forget(self) -> None:
+        self._staged, self._answered = {}, {}

@@ -1,0 +1,170 @@
+"""The critic's checkpoint halves on disk: written beside and renamed, digested, committed, pruned (rule 4).
+
+``<output_dir>/checkpoints/<checkpoint_id>/critic/`` holds a half, ``critic.json`` in it its step and digests;
+``<output_dir>/checkpoints/critic_committed.json`` lists the committed ids, oldest first. The actor may keep its own half
+in the same ``<checkpoint_id>`` folder: only ``critic`` is ever touched.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nemo_style_rlhf.checkpoint.files import damaged_files, file_digests, fsync_tree, storage_failure, write_atomically
+from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+
+RECORD = "critic.json"
+TORCH_WRITE_FAILURES = ("inline_container", "iostream error", "PytorchStreamWriter")
+"""How torch.save reports a full disk: as RuntimeErrors of its C++ file writer."""
+
+
+@dataclass
+class Half:
+    """What ``critic.json`` says."""
+
+    critic_step: int
+    digests: dict[str, str]
+    """SHA-256 of every other file, by path relative to the half."""
+
+
+class HalfStore:
+    """All halves below one output directory."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._checkpoints = output_dir.resolve() / "checkpoints"
+        self._exports = output_dir.resolve() / "exports"
+        self._committed_file = self._checkpoints / "critic_committed.json"
+        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        self.committed: list[str] = (
+            json.loads(self._committed_file.read_bytes()) if self._committed_file.exists() else []
+        )
+        for left_over in self._checkpoints.glob("*/critic.tmp"):
+            shutil.rmtree(left_over)
+        for replaced in self._checkpoints.glob("*/critic.old"):  # a crash between the two renames of _publish
+            if replaced.with_name("critic").exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(replaced.with_name("critic"))
+
+    @property
+    def last_committed(self) -> str | None:
+        return self.committed[-1] if self.committed else None
+
+    def save(self, checkpoint_id: str, critic_step: int, write: Callable[[Path], None]) -> Half:
+        """Make a half durable; ``write`` fills a directory. An earlier half of that id is replaced.
+
+        Raises:
+            ProtocolError: STORAGE when the disk refuses; what was there before is whole.
+        """
+
+        def write_half(directory: Path) -> None:
+            write(directory)
+            half = Half(critic_step, file_digests(directory))
+            (directory / RECORD).write_text(json.dumps(asdict(half), indent=1))
+
+        target = self._half(checkpoint_id)
+        _publish(target, write_half)
+        return _read(target)
+
+    def export(self, checkpoint_id: str, write: Callable[[Path], None]) -> Path:
+        """A directory for other programs; never pruned."""
+        _publish(self._exports / checkpoint_id / "critic", write)
+        return self._exports / checkpoint_id / "critic"
+
+    def verified(self, checkpoint_id: str, digests: dict[str, str] | None) -> tuple[Path, Half]:
+        """The directory of a half whose files are what they were when saved, and what ``digests`` says.
+
+        Raises:
+            ProtocolError: NOT_FOUND or CONFLICT.
+        """
+        directory = self._require(checkpoint_id)
+        half = _read(directory)
+        if digests is not None and digests != half.digests:
+            differing = sorted(
+                name for name in {*digests, *half.digests} if digests.get(name) != half.digests.get(name)
+            )
+            raise ProtocolError(
+                Code.CONFLICT, f"checkpoint {checkpoint_id} is not the one asked for: {', '.join(differing[:3])} differ"
+            )
+        if damaged := damaged_files(directory, half.digests):
+            raise ProtocolError(Code.CONFLICT, f"checkpoint {checkpoint_id} is damaged: {', '.join(damaged[:3])}")
+        return directory, half
+
+    def commit(self, checkpoint_id: str, keep: int | None) -> list[str]:
+        """Record that the pair is whole; with ``keep``, remove every half of the run but its last ``keep`` committed ones.
+
+        A run's ids share what stands before their last "-"; halves of other runs in the folder are left alone.
+
+        Returns:
+            The ids that were pruned.
+        """
+        self._require(checkpoint_id)
+        run = _run_of(checkpoint_id)
+        others = [known for known in self.committed if _run_of(known) != run]
+        mine = [known for known in self.committed if _run_of(known) == run and known != checkpoint_id] + [checkpoint_id]
+        committed = others + (mine[-keep:] if keep is not None else mine)
+        try:
+            write_atomically(self._committed_file, json.dumps(committed).encode())
+        except OSError as error:
+            raise _storage_error(error) from error
+        self.committed = committed
+        if keep is None:
+            return []
+        pruned = [
+            half.parent
+            for half in sorted(self._checkpoints.glob("*/critic"))
+            if _run_of(half.parent.name) == run and half.parent.name not in committed
+        ]
+        for folder in pruned:
+            shutil.rmtree(folder / "critic")
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        return [folder.name for folder in pruned]
+
+    def _half(self, checkpoint_id: str) -> Path:
+        return self._checkpoints / checkpoint_id / "critic"
+
+    def _require(self, checkpoint_id: str) -> Path:
+        directory = self._half(checkpoint_id)
+        if not (directory / RECORD).exists():
+            raise ProtocolError(
+                Code.NOT_FOUND,
+                f"this server has no checkpoint {checkpoint_id}: start it with the run.output_dir that holds it",
+            )
+        return directory
+
+
+def _run_of(checkpoint_id: str) -> str:
+    return checkpoint_id.rpartition("-")[0]
+
+
+def _read(directory: Path) -> Half:
+    return Half(**json.loads((directory / RECORD).read_bytes()))
+
+
+def _publish(target: Path, write: Callable[[Path], None]) -> None:
+    """Fill ``target`` so that a crash leaves the old directory or the new one, whole."""
+    beside, replaced = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        write(beside)
+        fsync_tree(beside)
+        if target.exists():
+            target.rename(replaced)
+        beside.rename(target)
+        fsync_tree(target.parent)
+    except (OSError, RuntimeError) as error:
+        if storage_failure(error) is None:
+            raise
+        shutil.rmtree(beside, ignore_errors=True)
+        raise _storage_error(error) from error
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _storage_error(error: OSError | RuntimeError) -> ProtocolError:
+    return ProtocolError(
+        Code.STORAGE,
+        f"the checkpoint could not be saved ({storage_failure(error)}): make room; checkpoints saved before are whole",
+    )

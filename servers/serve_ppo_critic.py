@@ -1,0 +1,19 @@
+"""The critic process: python servers/serve_ppo_critic.py --help"""
+
+from nemo_style_rlhf.launch.entry import entry_point
+from nemo_style_rlhf.schema.critic import PPOCriticConfig
+
+
+@entry_point(PPOCriticConfig, config_name="ppo_critic")
+def main(config: PPOCriticConfig) -> None:
+    """Refuse a locked or unlocked door before torch is even imported; everything else is in critic_service/process.py."""
+    from nemo_style_rlhf.critic_service.triton import preflight
+
+    token = preflight(config.server)
+    from nemo_style_rlhf.critic_service.process import serve
+
+    serve(config, token)
+
+
+if __name__ == "__main__":
+    main()
