@@ -1,0 +1,139 @@
+"""transformers as a generator: slow and obvious, the oracle for vLLM and the way out where vLLM lacks a model."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
+from nemo_style_rlhf.generation.transfer import Manifest
+from nemo_style_rlhf.schema.generation import GenerationConfig
+
+
+class HFGenerator:
+    """Samples with its own copy of the policy, one batch of left-padded prompts at a time."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: GenerationConfig, *, device: torch.device, eos_token_ids: Sequence[int],
+        weight_shapes: dict[str, tuple[int, ...]],
+    ) -> None:  # fmt: skip
+        """``model`` is owned from here on; ``weight_shapes`` names the tensors every later transfer must bring."""
+        self._model = model.to(device).eval().requires_grad_(False)
+        self._config = config
+        self._device = device
+        self._stop = {*config.stop_token_ids, *(() if config.ignore_eos else eos_token_ids)}
+        self._queue: list[GenerationRequest] = []
+        self._paused = False
+        self.weights_version = 0
+        self.transport = _CopyTransport(self, Manifest(weight_shapes))
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._queue.extend(requests)
+
+    def completed(self) -> Iterator[Completion]:
+        while self._queue and not self._paused:
+            batch = self._queue[: self._config.max_num_seqs]
+            del self._queue[: len(batch)]
+            yield from self._generate(batch)
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    @torch.no_grad()
+    def sequence_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        results = []
+        for sequence in sequences:
+            ids = torch.tensor([list(sequence)], device=self._device)
+            logprobs = self._model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+            results.append(logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1).cpu())
+        return results
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
+        return (logits.float() / self._config.temperature).log_softmax(-1)
+
+    @torch.no_grad()
+    def _generate(self, batch: Sequence[GenerationRequest]) -> list[Completion]:
+        generators = [torch.Generator().manual_seed(request.seed) for request in batch]
+        tokens: list[list[int]] = [[] for _ in batch]
+        logprobs: list[list[float]] = [[] for _ in batch]
+        active = set(range(len(batch)))
+        longest = max(len(request.prompt) for request in batch)
+        ids = torch.tensor([[0] * (longest - len(r.prompt)) + list(r.prompt) for r in batch], device=self._device)
+        attention = torch.tensor(
+            [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch], device=self._device
+        )
+        cache = None
+        while active:
+            output = self._model(
+                input_ids=ids,
+                attention_mask=attention,
+                position_ids=(attention.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache = output.past_key_values
+            distribution = self._log_softmax(output.logits[:, -1]).cpu()
+            ids = torch.zeros(len(batch), 1, dtype=torch.long)
+            for row in sorted(active):
+                token = self._pick(distribution[row], batch[row], generators[row], len(tokens[row]))
+                ids[row] = token
+                tokens[row].append(token)
+                logprobs[row].append(float(distribution[row, token]))
+                if token in self._stop or len(tokens[row]) == batch[row].max_tokens:
+                    active.remove(row)
+            ids = ids.to(self._device)
+            attention = torch.cat([attention, attention.new_ones(len(batch), 1)], dim=1)
+        return [
+            Completion(
+                request=request,
+                token_ids=tokens[row],
+                logprobs=torch.tensor(logprobs[row]),
+                finish_reason="stop" if tokens[row][-1] in self._stop else "length",
+                weights_version=self.weights_version,
+            )
+            for row, request in enumerate(batch)
+        ]
+
+    def _pick(self, logprobs: Tensor, request: GenerationRequest, generator: torch.Generator, produced: int) -> int:
+        logprobs = logprobs.clone()
+        if produced < self._config.min_length:
+            logprobs[list(self._stop)] = -torch.inf
+        if request.greedy:
+            return int(logprobs.argmax())
+        if self._config.top_k > 0:
+            logprobs[logprobs < logprobs.topk(self._config.top_k).values[-1]] = -torch.inf
+        if self._config.top_p < 1:
+            ordered, order = logprobs.sort(descending=True)
+            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+            logprobs[order[before >= self._config.top_p]] = -torch.inf
+        return int(logprobs.exp().multinomial(1, generator=generator))
+
+
+class _CopyTransport:
+    """Copies each tensor into the model under the same name."""
+
+    def __init__(self, generator: HFGenerator, manifest: Manifest) -> None:
+        self._generator = generator
+        self._manifest = manifest
+        self._version = 0
+
+    def begin(self, version: int) -> None:
+        self._version = version
+        self._manifest.begin()
+
+    def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        state = self._generator._model.state_dict()
+        with self._manifest.receiving(bucket):
+            for name, tensor in bucket:
+                state[name].copy_(tensor)
+
+    def finish(self, digest: str) -> None:
+        self._manifest.finish(digest)
+        self._generator.weights_version = self._version

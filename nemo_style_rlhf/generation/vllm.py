@@ -1,0 +1,229 @@
+"""vLLM inside the trainer's process."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
+from nemo_style_rlhf.generation.transfer import Manifest
+from nemo_style_rlhf.schema.generation import GenerationConfig
+
+
+class VLLMGenerator:
+    """A `vllm.LLM` that streams finished samples and takes new weights.
+
+    Build it after DeepSpeed's process group and engine exist.
+    """
+
+    def __init__(
+        self, model_path: str, config: GenerationConfig, *, dtype: str, seed: int, max_model_len: int,
+        eos_token_ids: Sequence[int], weight_shapes: dict[str, tuple[int, ...]],
+    ) -> None:  # fmt: skip
+        """Load ``model_path``; ``weight_shapes`` names the tensors every later transfer must bring."""
+        from vllm import LLM  # type: ignore[import-not-found]
+
+        try:
+            self._llm = LLM(
+                model=model_path,
+                dtype=dtype,
+                seed=seed,
+                max_model_len=max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                gpu_memory_utilization=config.gpu_memory_utilization,
+                kv_cache_memory_bytes=_kv_cache_bytes(config),
+                # Its CPU attention computes whole blocks: the default of 128 is mostly padding for short sequences.
+                block_size=None if torch.cuda.is_available() else 32,
+                tensor_parallel_size=config.tensor_parallel_size,
+                enforce_eager=config.enforce_eager,
+                logprobs_mode="processed_logprobs",  # of the distribution sampled from, after the temperature
+                generation_config="vllm",  # not the checkpoint's own sampling defaults
+                disable_log_stats=True,
+                skip_tokenizer_init=not config.stop,  # token ids in, token ids out; stop strings need text
+                async_scheduling=False,
+            )
+        except Exception as error:
+            raise _explain(error, model_path) from error
+        _require_attention_kernel(self._llm, model_path)
+        self._config = config
+        # Without a tokenizer vLLM knows no end-of-sequence token.
+        self._stop_token_ids = [*config.stop_token_ids, *([] if config.ignore_eos else eos_token_ids)]
+        self._engine = self._llm.llm_engine
+        self._requests: dict[str, GenerationRequest] = {}
+        self._paused = False
+        self.weights_version = 0
+        self.transport = _InProcessTransport(self, Manifest(weight_shapes))
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        from vllm import TokensPrompt
+
+        if not self._engine.has_unfinished_requests():
+            # What an earlier rollout left in the cache would change this one's bits, and a resumed run has no such cache.
+            self._engine.reset_prefix_cache()
+        for request in requests:
+            sample = request.sample
+            name = f"{sample.step}/{sample.prompt_id}/{sample.index}"
+            self._requests[name] = request
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
+            self._engine.add_request(name, prompt, self._sampling(request))
+
+    def completed(self) -> Iterator[Completion]:
+        while self._engine.has_unfinished_requests() and not self._paused:
+            for output in self._step():
+                if output.finished:
+                    yield self._completion(output)
+
+    def _step(self) -> list[Any]:
+        if not self._config.enforce_eager:
+            return list(self._engine.step())
+        # vLLM's sampler compiles a small function even in eager mode: 2 to 15 s at every start.
+        with torch.compiler.set_stance("force_eager"):
+            return list(self._engine.step())
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def sequence_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        from vllm import SamplingParams, TokensPrompt
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        prompts = [TokensPrompt(prompt_token_ids=list(sequence)) for sequence in sequences]
+        for index, prompt in enumerate(prompts):
+            self._engine.add_request(f"probe/{index}", prompt, params)
+        logprobs: dict[str, Tensor] = {}
+        while self._engine.has_unfinished_requests():
+            for output in self._step():
+                if output.finished:
+                    logprobs[output.request_id] = _token_logprobs(output.prompt_logprobs, output.prompt_token_ids[1:])
+        return [logprobs[f"probe/{index}"] for index in range(len(prompts))]
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    def _sampling(self, request: GenerationRequest) -> Any:
+        from vllm import SamplingParams
+
+        config = self._config
+        return SamplingParams(
+            temperature=0.0 if request.greedy else config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_tokens=request.max_tokens,
+            min_tokens=config.min_length,
+            stop=list(config.stop) or None,
+            stop_token_ids=self._stop_token_ids or None,
+            ignore_eos=config.ignore_eos,
+            seed=request.seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(config.stop),
+            include_stop_str_in_output=True,
+        )
+
+    def _completion(self, output: Any) -> Completion:
+        (result,) = output.outputs
+        token_ids = list(result.token_ids)
+        return Completion(
+            request=self._requests.pop(output.request_id),
+            token_ids=token_ids,
+            logprobs=_token_logprobs(result.logprobs, token_ids),
+            finish_reason="length" if result.finish_reason == "length" else "stop",
+            weights_version=self.weights_version,
+        )
+
+
+def _kv_cache_bytes(config: GenerationConfig) -> int | None:
+    gib = config.kv_cache_gib or (None if torch.cuda.is_available() else 1.0)
+    return None if gib is None else int(gib * 2**30)
+
+
+def _token_logprobs(flat: Any, token_ids: Sequence[int]) -> Tensor:
+    """The entries of vLLM's ``FlatLogprobs`` that belong to ``token_ids``, one per position."""
+    offset = len(flat.start_indices) - len(token_ids)  # prompt log-probabilities begin with an empty position
+    logprobs = []
+    for position, token_id in enumerate(token_ids, start=offset):
+        entry = flat.token_ids.index(token_id, flat.start_indices[position], flat.end_indices[position])
+        logprobs.append(flat.logprobs[entry])
+    return torch.tensor(logprobs, dtype=torch.float32)
+
+
+class _InProcessTransport:
+    """Buckets go straight into the loader of vLLM's model, layer by layer; kernels repack each layer when it is whole."""
+
+    def __init__(self, generator: VLLMGenerator, manifest: Manifest) -> None:
+        self._generator = generator
+        self._manifest = manifest
+        self._version = 0
+
+    def begin(self, version: int) -> None:
+        self._version = version
+        self._manifest.begin()
+        self._generator._llm.collective_rpc(_begin_reload)
+
+    def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        with self._manifest.receiving(bucket):
+            self._generator._llm.collective_rpc(_load_bucket, args=(list(bucket),))
+
+    def finish(self, digest: str) -> None:
+        self._manifest.finish(digest)
+        self._generator._llm.collective_rpc(_finish_reload)
+        self._generator._engine.reset_prefix_cache()  # cached keys and values are of the old weights
+        self._generator.weights_version = self._version
+
+
+def _begin_reload(worker: Any) -> None:
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # type: ignore[import-not-found]
+
+    with _vllm_config(worker):
+        initialize_layerwise_reload(worker.model_runner.get_model())
+
+
+def _load_bucket(worker: Any, bucket: list[tuple[str, Tensor]]) -> None:
+    model = worker.model_runner.get_model()
+    # Models that are always tied (Gemma 2) compute logits with the embedding and know no head of their own.
+    known = [pair for pair in bucket if pair[0] != "lm_head.weight" or hasattr(model, "lm_head")]
+    with _vllm_config(worker), torch.no_grad():
+        model.load_weights(iter(known))
+
+
+def _finish_reload(worker: Any) -> None:
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    with _vllm_config(worker):
+        finalize_layerwise_reload(worker.model_runner.get_model(), worker.vllm_config.model_config)
+
+
+def _vllm_config(worker: Any) -> Any:
+    from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+
+    return set_current_vllm_config(worker.vllm_config)
+
+
+def _require_attention_kernel(llm: Any, model_path: str) -> None:
+    """On CPU vLLM finds out only in the first forward, with an error that names no remedy."""
+    if torch.cuda.is_available():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # type: ignore[import-not-found]
+
+    head_size = llm.llm_engine.model_config.get_head_size()
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size not in supported:
+        raise UserError(
+            f"{model_path} has attention heads of size {head_size} but vLLM on CPU knows {', '.join(map(str, supported))}: "
+            "use generation.backend=hf"
+        )
+
+
+def _explain(error: Exception, model_path: str) -> Exception:
+    """A sentence for what users meet; anything else as it is."""
+    text = str(error)
+    if "head_size" in text and "not supported" in text:
+        return UserError(f"vLLM has no attention kernel for the head size of {model_path}: use generation.backend=hf")
+    if "architectures" in text.lower() and "not supported" in text:
+        return UserError(f"vLLM does not know the architecture of {model_path}: use generation.backend=hf")
+    return error

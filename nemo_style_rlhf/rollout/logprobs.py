@@ -1,0 +1,78 @@
+"""Log-probabilities of a ragged batch, micro-batch by micro-batch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.data.ragged import micro_batches, pad, round_up
+from nemo_style_rlhf.models.policy import ActionLogprobs
+from nemo_style_rlhf.schema.common import EngineConfig
+
+
+class PolicyForward(Protocol):
+    def __call__(self, input_ids: Tensor, action_mask: Tensor, with_entropy: bool = False) -> ActionLogprobs: ...
+
+
+@dataclass
+class MicroBatch:
+    """Rows of a ragged batch, padded for one forward."""
+
+    positions: Tensor
+    """[n] where the selected actions are in the flat tensors of the batch, row by row."""
+    input_ids: Tensor
+    """[rows, T] int64 on the device."""
+    action_mask: Tensor
+    """[rows, T] on the device."""
+
+
+def micro_batch_iterator(
+    tokens: Tensor, lengths: Sequence[int], mask: Tensor, config: EngineConfig, device: torch.device,
+    rows: Sequence[int] | None = None,
+) -> Iterator[MicroBatch]:  # fmt: skip
+    """Split the sequences ``rows`` (default all) of a flat batch under the engine's token budget.
+
+    A pure function of lengths and row order. Rows are padded to a multiple of ``config.row_multiple``, time to one of 8;
+    padding selects no action and so adds nothing to any sum.
+
+    Args:
+        tokens, mask: [N], see :class:`Experience`.
+    """
+    rows = range(len(lengths)) if rows is None else rows
+    offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    for indices in micro_batches([lengths[row] for row in rows], token_budget=config.micro_batch_tokens):
+        chosen = [rows[index] for index in indices]
+        part_lengths = [lengths[row] for row in chosen]
+        flat = torch.cat([torch.arange(offsets[row], offsets[row + 1]) for row in chosen])
+        padded_rows = round_up(len(chosen), config.row_multiple)
+        time_padding = (0, round_up(max(part_lengths), 8) - max(part_lengths))
+        input_ids = torch.nn.functional.pad(pad(tokens[flat], part_lengths, rows=padded_rows), time_padding)
+        action_mask = torch.nn.functional.pad(pad(mask[flat], part_lengths, rows=padded_rows), time_padding)
+        yield MicroBatch(flat[mask[flat].bool()], input_ids.to(device), action_mask.to(device))
+
+
+@torch.no_grad()
+def batch_logprobs(
+    forward: PolicyForward,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    mask: Tensor,
+    config: EngineConfig,
+    device: torch.device,
+) -> Tensor:
+    """[N] float32 on the CPU: log-probabilities where ``mask`` is 1, else 0.
+
+    Policy and reference see the same micro-batches, so their KL is exactly 0 while their weights are equal.
+    """
+    logprobs = torch.zeros(len(tokens))
+    for batch in micro_batch_iterator(tokens, lengths, mask, config, device):
+        logprobs[batch.positions] = forward(batch.input_ids, batch.action_mask).logprobs.cpu()
+    return logprobs
+
+
+def action_mask(rollouts: Sequence[Any]) -> Tensor:
+    """[N] float32: 1 at entry t of a sequence where token t+1 is the policy's."""
+    shifted = [torch.cat([rollout.response_mask[1:], torch.zeros(1, dtype=torch.bool)]) for rollout in rollouts]
+    return torch.cat(shifted).float()
