@@ -1,0 +1,61 @@
+"""Durable files: written beside, flushed to disk, renamed; digests that prove they are whole."""
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def storage_failure(error: OSError | RuntimeError) -> str | None:
+    """Why the disk refused, in the system's words; None where the error is another fault.
+
+    torch's file writer tells of a full disk in one of several RuntimeErrors.
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    from_writer = any(mark in str(error) for mark in ("PytorchStreamWriter", "inline_container", "iostream"))
+    return "the file could not be written whole" if from_writer else None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` by ``content`` so that a crash leaves the old or the new file, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    _fsync(path.parent)
+
+
+def fsync_tree(directory: Path) -> None:
+    """Flush every file and folder below ``directory`` to disk."""
+    for path in sorted(directory.rglob("*")):
+        _fsync(path)
+    _fsync(directory)
+
+
+def file_digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file below ``directory``, keyed by relative POSIX path."""
+    return {
+        path.relative_to(directory).as_posix(): _sha256(path) for path in sorted(directory.rglob("*")) if path.is_file()
+    }
+
+
+def damaged_files(directory: Path, digests: dict[str, str]) -> list[str]:
+    """The files of ``digests`` that are missing below ``directory`` or differ."""
+    found = file_digests(directory)
+    return [name for name, digest in sorted(digests.items()) if found.get(name) != digest]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,131 @@
+"""Checkpoints of a run: folders that count only once a manifest, written last, names every file of both halves."""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_style_rlhf.checkpoint.files import (
+    damaged_files,
+    file_digests,
+    fsync_tree,
+    storage_failure,
+    write_atomically,
+)
+from nemo_style_rlhf.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+ACTOR_HALF = "actor"
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Manifest:
+    """What ``step_XXXXXX/manifest.json`` says."""
+
+    format: int
+    step: int
+    """PPO steps done."""
+    run_id: str
+    actor: dict[str, str]
+    """SHA-256 of the actor's files, by path below ``actor/`` (``rng.pt`` holds the RNG states)."""
+    critic: dict[str, Any]
+    """The critic's half as the server described it: its step, files and their digests."""
+    state: dict[str, Any]
+    """Counters of the training loop: data position, weights version, ..."""
+    versions: dict[str, str]
+    """Of the packages whose change may change results."""
+
+
+def checkpoint_id(run_id: str, step: int) -> str:
+    """The name both halves of a checkpoint go by."""
+    return f"{run_id}-step_{step:06d}"
+
+
+class CheckpointStore:
+    """The actor's folder of checkpoints, ``<output_dir>/checkpoints``."""
+
+    def __init__(self, root: Path, keep_last: int) -> None:
+        self._root = root
+        self._keep_last = keep_last
+
+    def save(
+        self, step: int, run_id: str, *, write_actor: Callable[[Path], None], save_critic: Callable[[str], dict[str, Any]],
+        state: dict[str, Any], versions: dict[str, str],
+    ) -> Path:  # fmt: skip
+        """Make a checkpoint whole or not at all.
+
+        The critic's half is durable first, then the actor's; the manifest that names both appears by rename.
+
+        Args:
+            write_actor: writes the actor's half into an empty folder.
+            save_critic: makes the critic's half durable under a checkpoint id and returns its description.
+
+        Raises:
+            UserError: the disk refused; checkpoints committed before are whole.
+        """
+        critic = save_critic(checkpoint_id(run_id, step))
+        folder = self._folder(step)
+        try:
+            self._write(folder, Manifest(FORMAT, step, run_id, {}, critic, state, versions), write_actor)
+        except (OSError, RuntimeError) as error:
+            if (reason := storage_failure(error)) is None:
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
+            committed = self.committed_steps()
+            resume = f"it resumes from step {committed[-1]}" if committed else "there is no earlier one"
+            raise UserError(
+                f"the checkpoint of step {step} could not be saved in {self._root} ({reason}): "
+                f"make room and start again, {resume}"
+            ) from error
+        return folder
+
+    def _write(self, folder: Path, manifest: Manifest, write_actor: Callable[[Path], None]) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that never got a manifest, or of a damaged checkpoint
+        half = folder / ACTOR_HALF
+        half.mkdir(parents=True)
+        write_actor(half)
+        fsync_tree(folder)
+        manifest.actor = file_digests(half)
+        write_atomically(folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+
+    def prune(self) -> None:
+        """Delete what is older than the newest ``keep_last`` committed checkpoints."""
+        committed = self.committed_steps()
+        if len(committed) > self._keep_last:
+            for step in self._steps():
+                if step < committed[-self._keep_last]:
+                    (self._folder(step) / MANIFEST).unlink(missing_ok=True)  # first: half a folder is no checkpoint
+                    shutil.rmtree(self._folder(step))
+
+    def latest(self, below: int | None = None) -> Manifest | None:
+        """The newest committed checkpoint (before step ``below``) whose files are all there and undamaged."""
+        for step in reversed(self.committed_steps()):
+            if below is not None and step >= below:
+                continue
+            manifest = Manifest(**json.loads((self._folder(step) / MANIFEST).read_bytes()))
+            if damaged := damaged_files(self.actor_half(step), manifest.actor):
+                log.warning("checkpoint step_%06d is damaged (%s): falling back to the one before it", step, damaged[0])
+                continue
+            return manifest
+        return None
+
+    def actor_half(self, step: int) -> Path:
+        return self._folder(step) / ACTOR_HALF
+
+    def committed_steps(self) -> list[int]:
+        return [step for step in self._steps() if (self._folder(step) / MANIFEST).is_file()]
+
+    def _steps(self) -> list[int]:
+        if not self._root.is_dir():
+            return []
+        matches = (re.fullmatch(r"step_(\d{6,})", path.name) for path in self._root.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def _folder(self, step: int) -> Path:
+        return self._root / f"step_{step:06d}"

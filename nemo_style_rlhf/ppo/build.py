@@ -1,0 +1,201 @@
+"""From a checked configuration to a running trainer: loads everything in the order the libraries demand."""
+
+import importlib.metadata
+import logging
+import uuid
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nemo_style_rlhf.checkpoint.files import write_atomically
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
+from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.data.prompts import Prompt, load_prompts
+from nemo_style_rlhf.data.templates import check_template
+from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.hf import HFGenerator
+from nemo_style_rlhf.generation.interface import Generator
+from nemo_style_rlhf.generation.transfer import policy_weights
+from nemo_style_rlhf.generation.vllm import VLLMGenerator
+from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
+from nemo_style_rlhf.models.digests import tokenizer_digest
+from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
+from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.ppo.audit import MAX_GAP, Probe
+from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
+from nemo_style_rlhf.rollout.collector import Collector
+from nemo_style_rlhf.rollout.reference import Reference
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.scoring.remote import RemoteCriticScorer
+from nemo_style_rlhf.tracking.metrics import MetricsWriter
+
+log = logging.getLogger(__name__)
+PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
+
+
+def build_trainer(config: PPOActorConfig) -> PPOTrainer:
+    """Load data and models, meet the critic server, start DeepSpeed, then vLLM.
+
+    What can be refused cheaply is refused first: data, checkpoints and the server before any engine starts.
+    """
+    device = setup(config.run)
+    output_dir = Path(config.run.output_dir)
+    store = CheckpointStore(output_dir / "checkpoints", config.checkpoint.keep_last)
+    run_id = _run_id(config, store)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = _load(config.data.train_path, config, tokenizer)
+    val_prompts = _load(config.data.val_path, config, tokenizer) if config.data.val_path else []
+    total_steps = _total_steps(config, len(prompts))
+    policy = load_causal_lm(config.model)
+    max_length = _max_sequence_length(config, [*prompts, *val_prompts], policy)
+    critic = _meet_critic(config, tokenizer, policy, max_length)
+    init_distributed(device)
+    reference = _policy_model(config, load_causal_lm(config.model))
+    optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
+    engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
+    engine.eval()
+    generator = _generator(config, engine, tokenizer, max_length, device)
+    resolved = OmegaConf.to_container(OmegaConf.structured(config))
+    write_atomically(output_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
+    assert isinstance(resolved, dict)
+    parts = Parts(
+        engine=engine,
+        generator=generator,
+        collector=Collector(
+            generator,
+            RemoteCriticScorer(critic),
+            engine,
+            Reference(reference, config.engine, device, cpu_offload=config.model.reference == "cpu_offload"),
+            algorithm=config.algorithm,
+            engine=config.engine,
+            device=device,
+        ),
+        critic=critic,
+        prompts=prompts,
+        val_prompts=val_prompts,
+        tokenizer=tokenizer,
+        probe=Probe(
+            prompts,
+            policy.config.get_text_config().vocab_size,
+            max_length=max_length,
+            max_gap=config.audit.max_probe_gap or MAX_GAP[config.model.dtype],
+        ),
+        store=store,
+        metrics=MetricsWriter(output_dir, config.tracking, {str(key): value for key, value in resolved.items()}),
+        versions={name: importlib.metadata.version(name) for name in PACKAGES},
+    )
+    return PPOTrainer(config, parts, run_id=run_id, total_steps=total_steps)
+
+
+def _run_id(config: PPOActorConfig, store: CheckpointStore) -> str:
+    """The id in the newest checkpoint, or a fresh one; both halves file their checkpoints under it."""
+    committed = store.committed_steps()
+    if committed and config.run.resume == "never":
+        raise UserError(
+            f"run.resume=never but {config.run.output_dir} holds checkpoints: give another run.output_dir, or run.resume=auto"
+        )
+    manifest = store.latest()
+    if manifest is None:
+        if config.run.resume == "must":
+            raise UserError(
+                f"run.resume=must but {config.run.output_dir} holds no undamaged checkpoint: use run.resume=auto"
+            )
+        return uuid.uuid4().hex[:12]
+    return manifest.run_id
+
+
+def _load(path: str, config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    prompts, report = load_prompts(path, config.data, tokenizer)
+    log.info("%s", report)
+    return prompts
+
+
+def _total_steps(config: PPOActorConfig, num_prompts: int) -> int:
+    if config.algorithm.max_steps > 0:
+        return config.algorithm.max_steps
+    per_step = config.algorithm.num_rollout_samples // config.algorithm.samples_per_prompt
+    steps = num_prompts * config.algorithm.max_epochs // per_step
+    if steps == 0:
+        raise UserError(
+            f"{num_prompts} prompts are fewer than one rollout takes ({per_step}): set algorithm.max_steps, or a smaller "
+            "algorithm.num_rollout_samples"
+        )
+    return steps
+
+
+def _optimizer_steps_per_rollout(config: PPOActorConfig) -> int:
+    return config.algorithm.ppo_epochs * config.algorithm.mini_batches
+
+
+def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: PreTrainedModel) -> int:
+    """Tokens of the longest prompt with a full response."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    needed = longest + config.generation.max_length
+    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)  # ALiBi models have none
+    if limit is not None and needed > limit:
+        raise UserError(
+            f"a prompt of {longest} tokens and generation.max_length={config.generation.max_length} make {needed}, more than the "
+            f"{limit} positions of {config.model.path}: lower data.max_prompt_length or generation.max_length"
+        )
+    return needed
+
+
+def _meet_critic(
+    config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, max_length: int
+) -> RemoteCritic:
+    if warning := check_template(
+        config.model.path,
+        config.data.prompt_template,
+        tokenizer,
+        chat_template=config.data.chat_template,
+        on_mismatch=config.data.on_template_mismatch,
+    ):
+        log.warning("%s", warning)
+    critic = RemoteCritic(config.remote_critic_rm)
+    critic.wait_until_ready(log.info)
+    status = critic.handshake(
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        vocab_size=policy.config.get_text_config().vocab_size,
+        needs_rewards=True,
+    )
+    if status.max_length < max_length:
+        raise UserError(
+            f"sequences may reach {max_length} tokens but the critic server takes at most {status.max_length}: lower "
+            "data.max_prompt_length or generation.max_length, or serve a reward model with more positions"
+        )
+    return critic
+
+
+def _policy_model(config: PPOActorConfig, model: PreTrainedModel) -> PolicyModel:
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return PolicyModel(model, temperature=config.generation.temperature, compile_backbone=config.model.compile)
+
+
+def _generator(
+    config: PPOActorConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase, max_length: int, device: torch.device
+) -> Generator:
+    shapes = {name: tuple(tensor.shape) for name, tensor in policy_weights(engine)}
+    eos = _eos_token_ids(engine.module.hf, tokenizer)
+    if config.generation.backend == "hf":
+        model = load_causal_lm(config.model)
+        return HFGenerator(model, config.generation, device=device, eos_token_ids=eos, weight_shapes=shapes)
+    return VLLMGenerator(
+        config.model.path,
+        config.generation,
+        dtype=config.model.dtype,
+        seed=config.run.seed,
+        max_model_len=max_length,
+        eos_token_ids=eos,
+        weight_shapes=shapes,
+    )
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """End-of-sequence ids of tokenizer and generation config: chat models end a turn with one the tokenizer does not name."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})

@@ -1,0 +1,43 @@
+"""What `trainers/train_ppo_actor.py` does once its configuration is checked."""
+
+import copy
+import logging
+import shutil
+from pathlib import Path
+
+from nemo_style_rlhf.ppo.build import build_trainer
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+
+log = logging.getLogger(__name__)
+
+
+def run(config: PPOActorConfig) -> None:
+    """Train, or with ``run.dry_run`` go through every phase once and leave no trace."""
+    if not config.run.dry_run:
+        build_trainer(config).fit()
+        return
+    tiny = tiny_run(config)
+    shutil.rmtree(tiny.run.output_dir, ignore_errors=True)
+    try:
+        trainer = build_trainer(tiny)
+        trainer.fit()
+        trainer.undo()
+    finally:
+        shutil.rmtree(tiny.run.output_dir, ignore_errors=True)
+    log.info("dry run: every phase ran once")
+
+
+def tiny_run(config: PPOActorConfig) -> PPOActorConfig:
+    """One small PPO step with validation, checkpoint and export, in a folder of its own."""
+    tiny = copy.deepcopy(config)
+    tiny.run.output_dir = str(Path(config.run.output_dir) / "dry_run")
+    tiny.algorithm.max_steps = 1
+    tiny.algorithm.critic_warmup_steps = 0
+    tiny.algorithm.num_rollout_samples = 4 * config.algorithm.samples_per_prompt
+    tiny.algorithm.mini_batches = min(config.algorithm.mini_batches, 2)
+    tiny.algorithm.num_val_samples = 2
+    tiny.algorithm.val_check_interval = 1 if config.data.val_path else 0
+    tiny.generation.max_length = min(config.generation.max_length, 8)
+    tiny.generation.min_length = min(config.generation.min_length, tiny.generation.max_length)
+    tiny.tracking.wandb.enabled = False
+    return tiny

@@ -1,0 +1,274 @@
+"""The training loop of the actor process."""
+
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
+from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic, ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.data.sampling import PromptSampler
+from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.interface import Generator
+from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
+from nemo_style_rlhf.models.export import export_model
+from nemo_style_rlhf.ppo.audit import Probe
+from nemo_style_rlhf.ppo.metrics import rollout_metrics, rollout_rows, validation_metrics
+from nemo_style_rlhf.ppo.rng import load_rng, save_rng
+from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
+from nemo_style_rlhf.rollout.collector import Collector, Timers, make_requests
+from nemo_style_rlhf.rollout.types import Experience
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.tracking.metrics import MetricsWriter, write_jsonl
+from nemo_style_rlhf.tracking.progress import StepProgress
+
+log = logging.getLogger(__name__)
+VALIDATION_SEED_OFFSET = 2**32
+"""Validation samples have seeds of their own, the same ones every time."""
+
+
+@dataclass
+class Progress:
+    """Where the run stands; part of every checkpoint."""
+
+    step: int = 0
+    """PPO steps done."""
+    data_position: int = 0
+    """Prompts taken from the sampler."""
+    critic_step: int = 0
+    """Train steps the critic has done."""
+
+
+@dataclass
+class Parts:
+    """What the loop connects."""
+
+    engine: Engine
+    generator: Generator
+    collector: Collector
+    critic: RemoteCritic
+    prompts: list[Prompt]
+    val_prompts: list[Prompt]
+    tokenizer: PreTrainedTokenizerBase
+    probe: Probe
+    store: CheckpointStore
+    metrics: MetricsWriter
+    versions: dict[str, str]
+
+
+class PPOTrainer:
+    def __init__(self, config: PPOActorConfig, parts: Parts, *, run_id: str, total_steps: int) -> None:
+        self._config = config
+        self._parts = parts
+        self._run_id = run_id
+        self._total_steps = total_steps
+        self._output_dir = Path(config.run.output_dir)
+        self._sampler = PromptSampler(len(parts.prompts), config.run.seed, config.data.shuffle)
+        self._prompts = {prompt.prompt_id: prompt for prompt in parts.prompts}
+        self._val_prompts = {prompt.prompt_id: prompt for prompt in parts.val_prompts}
+        self._probe_gap = 0.0
+        self.progress = Progress()
+
+    def fit(self) -> None:
+        """Run to the last step from wherever the last committed checkpoint stands, and export the policy.
+
+        A server that dies or restarts on the way is waited for; then both halves go back to their last common checkpoint.
+        """
+        in_step_with_server = False
+        with StepProgress(self._total_steps, enabled=self._config.tracking.progress) as bar:
+            while self.progress.step < self._total_steps or not in_step_with_server:
+                started = perf_counter()
+                try:
+                    if not in_step_with_server:
+                        self._restore()
+                        in_step_with_server = True
+                        continue
+                    metrics = self.train_step()
+                    self._commit_if_due()
+                except (ServerRestarted, ServerUnreachable) as event:
+                    log.warning("%s; both halves go back to their last common checkpoint", event)
+                    in_step_with_server = False
+                    continue
+                bar.show(
+                    self.progress.step,
+                    reward=metrics["train_rollouts/rewards"],
+                    kl=metrics["train_rollouts/init_policy_kl"],
+                    tokens_per_second=metrics["timers/tokens_per_second"],
+                    seconds_per_step=perf_counter() - started,
+                )
+        self._export()
+        self._parts.metrics.close()
+
+    def undo(self) -> None:
+        """Put the critic server back to where this run found it (dry runs)."""
+        first = self._parts.store.committed_steps()[0]
+        self._parts.critic.restore(checkpoint_id(self._run_id, first), None)
+
+    def train_step(self) -> dict[str, float]:
+        """One PPO step: prompts, rollout and scores, both updates, weights to the generator, metrics.
+
+        The critic trains in the other process while the actor trains here; its errors are raised here.
+        """
+        config, parts, timers = self._config, self._parts, Timers()
+        step = self.progress.step + 1
+        prompts = self._next_prompts()
+        requests = make_requests(
+            prompts,
+            step=step,
+            samples_per_prompt=config.algorithm.samples_per_prompt,
+            max_tokens=config.generation.max_length,
+            run_seed=config.run.seed,
+        )
+        experience = parts.collector.collect(requests, self._prompts, timers)
+        plan = mini_batch_plan(experience, config.algorithm, seed=config.run.seed, step=step)
+        critic_update = parts.critic.train(critic_batch(experience, plan), step=self.progress.critic_step + 1)
+        warming_up = step <= config.algorithm.critic_warmup_steps
+        actor_metrics = {} if warming_up else update_actor(parts.engine, experience, plan, config.algorithm)
+        timers.lap("actor_update")
+        critic_metrics = critic_update.result()
+        timers.lap("wait_for_critic")
+        critic_seconds = critic_metrics.pop("seconds")
+        if not warming_up:
+            self._send_weights(step, timers)
+        self.progress = Progress(step, self.progress.data_position + len(prompts), self.progress.critic_step + 1)
+        metrics = {
+            **rollout_metrics(experience),
+            **actor_metrics,
+            **{f"critic/{name}": value for name, value in critic_metrics.items()},
+            "train_rollouts/transfer_probe_gap": self._probe_gap,
+            "train_rollouts/epoch": self._sampler.epoch(self.progress.data_position),
+        }
+        if self._validation_due(step):
+            metrics |= self._validate()
+            timers.lap("validation")
+        if config.tracking.save_rollouts:
+            rows = rollout_rows(experience, parts.tokenizer)
+            write_jsonl(self._output_dir / "rollouts" / f"step_{step:06d}.jsonl", rows)
+        timers.lap("tracking")
+        metrics |= {**_timer_metrics(timers, experience), "timers/critic_train": critic_seconds}
+        parts.metrics.write(step, metrics)
+        return metrics
+
+    def _next_prompts(self) -> list[Prompt]:
+        algorithm = self._config.algorithm
+        count = algorithm.num_rollout_samples // algorithm.samples_per_prompt
+        return [self._parts.prompts[index] for index in self._sampler.take(self.progress.data_position, count)]
+
+    def _send_weights(self, version: int, timers: Timers) -> None:
+        parts = self._parts
+        send_weights(parts.generator.transport, policy_weights(parts.engine), version)
+        timers.lap("weight_transfer")
+        self._probe_gap = parts.probe.check(parts.generator, parts.engine)
+        timers.lap("transfer_probe")
+
+    def _validation_due(self, step: int) -> bool:
+        interval = self._config.algorithm.val_check_interval
+        return interval > 0 and (step % interval == 0 or step == self._total_steps)
+
+    def _validate(self) -> dict[str, float]:
+        config = self._config
+        requests = make_requests(
+            self._parts.val_prompts[: config.algorithm.num_val_samples],
+            step=0,
+            samples_per_prompt=1,
+            max_tokens=config.generation.max_length,
+            run_seed=config.run.seed + VALIDATION_SEED_OFFSET,
+        )
+        return validation_metrics(self._parts.collector.generate_scored(requests, self._val_prompts, Timers()))
+
+    def _commit_if_due(self) -> None:
+        step = self.progress.step
+        if step % self._config.checkpoint.save_interval == 0 or step == self._total_steps:
+            self._commit()
+
+    def _commit(self) -> None:
+        """Save both halves, name them in one manifest, then let both sides prune."""
+        parts, config = self._parts, self._config.checkpoint
+        last = self.progress.step == self._total_steps
+        parts.store.save(
+            self.progress.step,
+            self._run_id,
+            write_actor=self._write_half,
+            save_critic=lambda name: parts.critic.save(name, export=last and config.export_critic),
+            state=asdict(self.progress),
+            versions=parts.versions,
+        )
+        parts.critic.commit(checkpoint_id(self._run_id, self.progress.step), config.keep_last)
+        parts.store.prune()
+
+    def _write_half(self, directory: Path) -> None:
+        self._parts.engine.save(directory / "engine")
+        save_rng(directory / "rng.pt")
+
+    def _restore(self) -> None:
+        """Bring both halves to the last common checkpoint; a run without one starts, and commits its step 0."""
+        parts = self._parts
+        parts.critic.wait_until_ready(log.info)
+        parts.critic.acquire(self._run_id)
+        manifest = parts.store.latest()
+        if manifest is None:
+            self._start()
+            return
+        parts.critic.restore(checkpoint_id(manifest.run_id, manifest.step), manifest.critic["files"])
+        half = parts.store.actor_half(manifest.step)
+        parts.engine.load(half / "engine")
+        load_rng(half / "rng.pt")
+        self.progress = Progress(**manifest.state)
+        self._send_weights(self.progress.step, Timers())
+        parts.metrics.rewind(self.progress.step)
+        if self.progress.step == 0:
+            self._log_step_zero()
+        log.info("resumed from step %d", self.progress.step)
+
+    def _start(self) -> None:
+        critic_step = self._parts.critic.status().critic_step
+        if critic_step != 0:
+            raise UserError(
+                f"the critic server has already trained {critic_step} steps but {self._output_dir} holds no checkpoint to resume "
+                "from: restart the server, or give the run.output_dir of the run it belongs to"
+            )
+        self._send_weights(0, Timers())
+        self._commit()
+        self._log_step_zero()
+
+    def _log_step_zero(self) -> None:
+        self._parts.metrics.rewind(-1)
+        if self._config.algorithm.val_check_interval:
+            self._parts.metrics.write(0, self._validate())
+
+    def _export(self) -> None:
+        directory = self._output_dir / "export"
+        export_model(self._parts.engine.module.hf, directory, source=self._config.model.path)
+        log.info("exported the policy to %s", directory)
+
+
+def critic_batch(experience: Experience, plan: list[list[int]]) -> CriticTrainBatch:
+    """What the critic needs of an experience, in the wire's dtypes."""
+
+    def split(flat: Tensor) -> list[Any]:
+        return [part.numpy() for part in flat.split(experience.lengths)]
+
+    return CriticTrainBatch(
+        sequences=split(experience.tokens.int()),
+        returns=split(experience.returns.float()),
+        old_values=split(experience.values.float()),
+        masks=split(experience.mask.float()),
+        mini_batches=plan,
+    )
+
+
+def _timer_metrics(timers: Timers, experience: Experience) -> dict[str, float]:
+    total = sum(timers.seconds.values())
+    tokens = float(sum(len(rollout.response_tokens) for rollout in experience.rollouts))
+    return {
+        **{f"timers/{phase}": seconds for phase, seconds in timers.seconds.items()},
+        "timers/step": total,
+        "timers/tokens_per_second": tokens / total,
+        "timers/samples_per_second": len(experience.rollouts) / total,
+    }

@@ -1,0 +1,130 @@
+"""The actor's update on one rollout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.algorithms.masking import aggregate
+from nemo_style_rlhf.algorithms.policy_loss import policy_loss
+from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.rollout.logprobs import MicroBatch, micro_batch_iterator
+from nemo_style_rlhf.rollout.types import Experience
+from nemo_style_rlhf.schema.actor import PPOConfig
+
+
+def mini_batch_plan(experience: Experience, config: PPOConfig, *, seed: int, step: int) -> list[list[int]]:
+    """Which samples each optimizer step sees: ``ppo_epochs`` shuffled passes, each cut into ``mini_batches`` parts.
+
+    A pure function of seed, step and mask; actor and critic follow the same plan. Samples without an action are left
+    out, since an optimizer step on nothing would still move the weights.
+    """
+    offsets = torch.tensor([0, *experience.lengths]).cumsum(0).tolist()
+    useful = [row for row in range(len(experience.lengths)) if experience.mask[offsets[row] : offsets[row + 1]].any()]
+    plan = []
+    for epoch in range(config.ppo_epochs):
+        order = np.random.default_rng((seed, step, epoch)).permutation(len(useful))
+        parts = np.array_split(order, min(config.mini_batches, len(useful)))
+        plan += [[useful[index] for index in part.tolist()] for part in parts]
+    return plan
+
+
+@dataclass
+class TokenMeans:
+    """Running means of per-token statistics over micro-batches of unequal size."""
+
+    totals: dict[str, float] = field(default_factory=dict)
+    tokens: float = 0.0
+
+    def add(self, tokens: float, **means: Tensor) -> None:
+        self.tokens += tokens
+        for name, mean in means.items():
+            self.totals[name] = self.totals.get(name, 0.0) + float(mean) * tokens
+
+    def mean(self, name: str) -> float:
+        return self.totals[name] / max(self.tokens, 1.0)
+
+
+def update_actor(
+    engine: Engine, experience: Experience, plan: Sequence[Sequence[int]], config: PPOConfig
+) -> dict[str, float]:
+    """One optimizer step for each entry of ``plan``; metrics averaged over tokens, of the last step where noted.
+
+    Every loss is a sum over tokens divided by the token count of its whole optimizer step, so the split into
+    micro-batches does not change the gradient.
+
+    Raises:
+        NonFiniteError: a loss or gradient is not finite.
+    """
+    engine.train()
+    means, first = TokenMeans(), TokenMeans()
+    grad_norms = []
+    lr = 0.0
+    for number, rows in enumerate(plan):
+        batches = list(
+            micro_batch_iterator(
+                experience.tokens, experience.lengths, experience.mask, engine.config, engine.device, rows
+            )
+        )
+        normalizer = float(sum(len(batch.positions) for batch in batches))
+        for batch in batches:
+            loss, statistics = _loss(engine, experience, batch, config, normalizer)
+            engine.backward(loss)
+            means.add(len(batch.positions), **statistics)
+            if number == 0:
+                first.add(len(batch.positions), **statistics)
+        stats = engine.step()
+        grad_norms.append(stats.grad_norm)
+        lr = stats.lr
+    engine.eval()
+    return {
+        "train_optim/loss": means.mean("loss"),
+        "train_optim/ppo_ratio": means.mean("ratio"),
+        "train_optim/ppo_ratio_first_mini_batch": first.mean("ratio"),
+        "train_optim/ratio_error_first_mini_batch": first.mean("ratio_error"),
+        "train_optim/clip_fraction": means.mean("clip_fraction"),
+        "train_optim/approx_kl": means.mean("approx_kl"),
+        "train_optim/grad_norm": sum(grad_norms) / len(grad_norms),
+        "train_optim/lr": lr,
+        "train_optim/optimizer_steps": len(plan),
+    }
+
+
+def _loss(
+    engine: Engine, experience: Experience, batch: MicroBatch, config: PPOConfig, normalizer: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This micro-batch's share of the optimizer step's loss, and means over its tokens."""
+    mask = batch.action_mask
+
+    def rows(flat: Tensor) -> Tensor:
+        """[n] at the selected actions to [rows, T]."""
+        return torch.zeros_like(mask).masked_scatter(mask.bool(), flat.to(mask.device))
+
+    with_entropy = config.entropy_bonus != 0
+    result = engine(batch.input_ids, mask, with_entropy=with_entropy)
+    old = experience.logprobs[batch.positions]
+    surrogate = policy_loss(
+        rows(result.logprobs),
+        rows(old),
+        rows(experience.advantages[batch.positions]),
+        mask,
+        clip_low=config.ratio_eps,
+        clip_high=config.ratio_eps,
+        normalizer=normalizer,
+    )
+    loss = surrogate.loss
+    if with_entropy:
+        loss = loss - config.entropy_bonus * aggregate(
+            rows(result.entropy), mask, mode="token_mean", normalizer=normalizer
+        )
+    tokens = max(len(batch.positions), 1)
+    statistics = {
+        "loss": loss.detach() * normalizer / tokens,
+        "ratio": surrogate.ratio,
+        "ratio_error": (result.logprobs.detach() - old.to(mask.device)).expm1().abs().mean(),
+        "clip_fraction": surrogate.clip_fraction,
+        "approx_kl": surrogate.approx_kl,
+    }
+    return loss, statistics
