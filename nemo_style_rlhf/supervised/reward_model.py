@@ -1,0 +1,49 @@
+"""The reward model: a scalar score that prefers the chosen response (Bradley-Terry)."""
+
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.algorithms.preference_loss import reward_model_loss
+from nemo_style_rlhf.data.supervised import load_pairs
+from nemo_style_rlhf.models.loading import load_reward_model
+from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores
+from nemo_style_rlhf.schema.supervised import RewardModelConfig, SupervisedEngineConfig
+from nemo_style_rlhf.supervised.batches import PairBatch, collate_pairs
+from nemo_style_rlhf.supervised.module import SupervisedModule
+from nemo_style_rlhf.supervised.stage import Stage, training_precision
+
+
+class RewardModelModule(SupervisedModule):
+    """Scores both responses of a pair in one forward."""
+
+    def __init__(self, model: ScalarModel, config: SupervisedEngineConfig, total_steps: int, loss: str) -> None:
+        super().__init__(config, total_steps)
+        self.model = model
+        self.loss = loss
+
+    def losses(self, batch: PairBatch) -> tuple[Tensor, int, dict[str, Tensor]]:
+        positions = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device)
+        attention_mask = (positions < batch.lengths[:, None]).long()
+        token_scores = self.model(batch.input_ids, attention_mask)
+        scores = sequence_scores(token_scores, batch.input_ids, batch.lengths, self.model.hf.config.pad_token_id)
+        chosen, rejected = scores.chunk(2)
+        loss = reward_model_loss(chosen, rejected, margin=batch.margins, kind=self.loss) * len(chosen)
+        with torch.no_grad():
+            means = {
+                "pair_accuracy": (chosen > rejected).float().sum(),
+                "margin": (chosen - rejected).sum(),
+                "score": scores.sum() / 2,
+            }
+        return loss, len(chosen), means
+
+
+def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
+    """Train, validate and export; the validation metrics."""
+    stage = Stage(config, config.data, load_pairs, collate_pairs)
+    model = load_reward_model(training_precision(config.model), new_head=True)
+    if model.hf.config.pad_token_id is None:
+        model.hf.config.pad_token_id = stage.tokenizer.pad_token_id  # transformers pools by it
+    if config.model.compile:
+        model.hf.base_model.compile(dynamic=True)
+    module = RewardModelModule(model, config.engine, stage.total_steps, config.loss)
+    return stage.fit(module, model.hf)

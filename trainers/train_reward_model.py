@@ -1,0 +1,16 @@
+"""Train a reward model on preference pairs: python trainers/train_reward_model.py --help"""
+
+from nemo_style_rlhf.launch.entry import entry_point
+from nemo_style_rlhf.schema.supervised import RewardModelConfig
+
+
+@entry_point(RewardModelConfig, config_name="reward_model")
+def main(config: RewardModelConfig) -> None:
+    """Everything else is in supervised/reward_model.py."""
+    from nemo_style_rlhf.supervised.reward_model import train_reward_model
+
+    train_reward_model(config)
+
+
+if __name__ == "__main__":
+    main()
