@@ -1,0 +1,176 @@
+"""Bare compute: the parts of a PPO step without PPO, server, protocol or DeepSpeed; prints one JSON line of seconds.
+
+    .venv-actor/bin/python benchmarks/bare.py --models outputs/benchmarks/models/19m
+
+Everything runs alone on the machine, on sequences of the benchmark's shape. What a phase of benchmarks/ppo_step.py takes
+beyond the sum of its parts here is overhead: of streaming, DeepSpeed, HTTP, and of two processes sharing the cores.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_style_rlhf.generation.interface import GenerationRequest, SampleId
+from nemo_style_rlhf.generation.transfer import send_weights
+from nemo_style_rlhf.generation.vllm import VLLMGenerator
+from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
+from nemo_style_rlhf.models.loading import load_causal_lm, load_reward_model, load_tokenizer
+from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
+from nemo_style_rlhf.schema.generation import GenerationConfig
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=Path, required=True, help="folder made by benchmarks/models.py")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--response-length", type=int, default=64)
+    parser.add_argument("--mini-batches", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    init_distributed(setup(RunConfig(output_dir="", num_threads=arguments.threads)))
+    policy_config = ModelConfig(str(arguments.models / "policy"), dtype=arguments.dtype, compile=arguments.compile)
+    policy = PolicyModel(load_causal_lm(policy_config), temperature=1.0, compile_backbone=arguments.compile)
+    critic = load_reward_model(ModelConfig(str(arguments.models / "reward"), dtype=arguments.dtype))
+    if arguments.compile:
+        critic.hf.base_model.compile(dynamic=True)
+    prompts = read_prompts(arguments)
+    generator = vllm_generator(arguments, policy)
+    batch = Batch(prompts, arguments.response_length, arguments.mini_batches)
+    measured = {
+        **generation(generator, prompts, arguments),
+        **transfer(generator, policy, arguments.repeats),
+        **compute("policy", policy, batch.policy_inputs, lambda output: output.logprobs, arguments.repeats),
+        **compute("critic", critic, batch.critic_inputs, lambda output: output, arguments.repeats),
+    }
+    generator.close()
+    print(json.dumps(measured))
+
+
+class Batch:
+    """Sequences of the benchmark's shape, in the mini-batches of one update."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], response_length: int, mini_batches: int) -> None:
+        start = len(prompts[0])
+        response = torch.randint(
+            len(prompts), (len(prompts), response_length), generator=torch.Generator().manual_seed(0)
+        )
+        self._tokens = torch.cat([torch.tensor(prompts), response], dim=1)
+        positions = torch.arange(self._tokens.shape[1])
+        actions = (positions >= start - 1) & (positions < self._tokens.shape[1] - 1)
+        self._action_mask = actions.float().expand(len(prompts), -1)
+        self._parts = mini_batches
+
+    def policy_inputs(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self._tokens.chunk(self._parts), self._action_mask.chunk(self._parts), strict=True))
+
+    def critic_inputs(self) -> list[tuple[Tensor, Tensor]]:
+        return [(tokens, torch.ones_like(tokens)) for tokens in self._tokens.chunk(self._parts)]
+
+
+def generation(
+    generator: VLLMGenerator, prompts: Sequence[Sequence[int]], arguments: argparse.Namespace
+) -> dict[str, float]:
+    """vLLM's own `generate` without seeds and log-probabilities, against our stream of requests with both."""
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(max_tokens=arguments.response_length, ignore_eos=True, detokenize=False)
+    inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+
+    def bare() -> None:
+        generator._llm.generate(inputs, params, use_tqdm=False)
+
+    steps = iter(range(10**6))
+
+    def streamed() -> None:
+        step = next(steps)
+        requests = [
+            GenerationRequest(SampleId(step, index, 0), tuple(prompt), index, arguments.response_length)
+            for index, prompt in enumerate(prompts)
+        ]
+        generator.submit(requests)
+        assert sum(1 for _ in generator.completed()) == len(prompts)
+
+    return alternate({"generate_bare": bare, "generate_streamed": streamed}, arguments.repeats)
+
+
+def transfer(generator: VLLMGenerator, policy: PolicyModel, repeats: int) -> dict[str, float]:
+    """vLLM's own `reload_weights` against the transfer that is verified by digest."""
+    versions = iter(range(1, 10**6))
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in policy.hf.state_dict().items())
+
+    def bare() -> None:
+        generator._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+
+    def verified() -> None:
+        send_weights(generator.transport, weights(), next(versions))
+
+    return alternate({"reload_weights_bare": bare, "transfer_verified": verified}, 2 * repeats)
+
+
+def compute(
+    name: str,
+    model: nn.Module,
+    inputs: Callable[[], list[tuple[Tensor, Tensor]]],
+    output: Callable[[Any], Tensor],
+    repeats: int,
+) -> dict[str, float]:
+    """Forward of the whole rollout without a gradient; forward and backward of all its mini-batches."""
+
+    @torch.no_grad()
+    def forward() -> None:
+        for each in inputs():
+            model(*each)
+
+    def forward_backward() -> None:
+        for each in inputs():
+            output(model(*each)).mean().backward()
+            model.zero_grad()
+
+    functions = {f"{name}_forward": forward, f"{name}_forward_backward": forward_backward}
+    return alternate(functions, repeats)
+
+
+def alternate(functions: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Median seconds of each function, called in turn, after one round that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats + 1):
+        for name, function in functions.items():
+            began = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+
+
+def vllm_generator(arguments: argparse.Namespace, policy: PolicyModel) -> VLLMGenerator:
+    return VLLMGenerator(
+        str(arguments.models / "policy"),
+        GenerationConfig(max_length=arguments.response_length, ignore_eos=True),
+        dtype=arguments.dtype,
+        seed=0,
+        max_model_len=128 + arguments.response_length,
+        eos_token_ids=[],
+        weight_shapes={name: tuple(tensor.shape) for name, tensor in policy.hf.state_dict().items()},
+    )
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
+    tokenizer = load_tokenizer(str(arguments.models / "policy"))
+    rows = (arguments.models / "prompts.jsonl").read_text().splitlines()[: arguments.samples]
+    return [list(tokenizer(json.loads(row)["prompt"])["input_ids"]) for row in rows]
+
+
+if __name__ == "__main__":
+    main()
