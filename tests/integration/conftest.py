@@ -1,0 +1,49 @@
+"""Critic servers: one that most tests share, and a factory for those that must break one."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_style_rlhf.critic_service.client import RemoteCritic
+from tests.integration.critic_server import START, CriticServer
+from tests.models import save_reward_model
+
+
+@pytest.fixture(scope="session")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama reward model, 64 ids, 128 positions; pad is end-of-text."""
+    return save_reward_model(tmp_path_factory.mktemp("reward_model"), pad_token_id=0)
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[CriticServer]:
+    """For tests that leave it serving. Its checkpoint ``START`` is the untrained critic: the fixture ``critic`` restores it."""
+    server = CriticServer(tmp_path_factory.mktemp("shared_server"), reward_model).start()
+    with server.client() as critic:
+        critic.save(START)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def critic(shared_server: CriticServer) -> Iterator[RemoteCritic]:
+    """The lease of the shared server, its critic at step 0."""
+    with shared_server.client() as client:
+        client.restore(START, None)
+        yield client
+
+
+@pytest.fixture
+def make_server(tmp_path: Path, reward_model: Path) -> Iterator[Callable[..., CriticServer]]:
+    """``make_server(*overrides, environment=...)``: a server of the test's own, not started yet."""
+    made: list[CriticServer] = []
+
+    def make(*overrides: str, environment: dict[str, str] | None = None) -> CriticServer:
+        made.append(CriticServer(tmp_path / f"server{len(made)}", reward_model, list(overrides), environment or {}))
+        return made[-1]
+
+    yield make
+    for server in made:
+        if hasattr(server, "process"):
+            server.close()

@@ -1,0 +1,146 @@
+"""A real critic server process for tests, started as a user starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
+from nemo_style_rlhf.critic_service.protocol import Array, Status
+from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-server" / "bin" / "python"
+START_TIMEOUT_S = 120.0
+VOCABULARY = 64
+TOKEN_ENV = "NSR_CRITIC_TOKEN"
+START = "start"
+"""Checkpoint id of the untrained critic on the shared server."""
+
+
+@dataclass
+class CriticServer:
+    """One server process; ``overrides`` are Hydra overrides on top of a small fp32 model."""
+
+    output_dir: Path
+    model: Path
+    overrides: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        self.ready_file = self.output_dir / "ready.json"
+        self.log = self.output_dir / "server.log"
+
+    def command(self, *extra: str) -> list[str]:
+        return [
+            str(PYTHON),
+            "servers/serve_ppo_critic.py",
+            f"run.output_dir={self.output_dir}",
+            f"model.path={self.model}",
+            "model.dtype=float32",
+            "engine.zero_stage=0",
+            "engine.optim.lr=1e-3",
+            "run.num_threads=1",
+            f"server.port={self.port}",
+            f"server.ready_file={self.ready_file}",
+            *self.overrides,
+            *extra,
+        ]
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        self.ready_file.unlink(missing_ok=True)
+        environment = {name: value for name, value in os.environ.items() if name != TOKEN_ENV} | self.environment
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self.command(), cwd=ROOT, env=environment, stdout=log, stderr=log)
+        return self.process
+
+    def start(self) -> "CriticServer":
+        self.spawn()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.ready_file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.1)
+        self.port = json.loads(self.ready_file.read_text())["port"]
+        return self
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until its Triton has gone too."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.wait()
+        while any(map(runs, children)):
+            time.sleep(0.1)
+
+    def terminate(self, timeout_s: float = 60) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.terminate()
+
+    def tritonserver(self) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if child.name() == "tritonserver")
+
+    def config(self, **changes: object) -> RemoteCriticConfig:
+        settings = {"port": self.port, "wait_for_server_s": 60.0, "retries": 3, **changes}
+        return RemoteCriticConfig(**settings)  # type: ignore[arg-type]
+
+    def client(self, run_id: str = "test", **changes: object) -> RemoteCritic:
+        """Connected, with the lease."""
+        critic = RemoteCritic(self.config(**changes))
+        status = critic.wait_until_ready(lambda line: None)
+        agree(critic, status)
+        critic.acquire(run_id)
+        return critic
+
+
+def runs(process: psutil.Process) -> bool:
+    """False for zombies too: nobody may reap the orphans of a killed server."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def agree(critic: RemoteCritic, status: Status) -> None:
+    critic.handshake(tokenizer_digest=status.tokenizer_digest, vocab_size=status.vocab_size, needs_rewards=False)
+
+
+def sequences(seed: int, count: int = 7, longest: int = 40) -> list[Array]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, VOCABULARY, random.integers(2, longest + 1)).astype(np.int32) for _ in range(count)]
+
+
+def train_batch(seed: int, count: int = 7, mini_batches: list[list[int]] | None = None) -> CriticTrainBatch:
+    """Random returns, old values and masks over random sequences; two mini-batches unless told otherwise."""
+    random = np.random.default_rng(seed)
+    tokens = sequences(seed, count)
+
+    def noise(sequence: Array) -> Array:
+        return random.normal(size=len(sequence)).astype(np.float32)
+
+    def mask(sequence: Array) -> Array:
+        ones = (random.random(len(sequence)) < 0.7).astype(np.float32)
+        ones[0], ones[-1] = 1, 0
+        return ones
+
+    halves = [list(range(0, count, 2)), list(range(1, count, 2))]
+    return CriticTrainBatch(
+        sequences=tokens,
+        returns=[noise(sequence) for sequence in tokens],
+        old_values=[0.1 * noise(sequence) for sequence in tokens],
+        masks=[mask(sequence) for sequence in tokens],
+        mini_batches=mini_batches or halves,
+    )

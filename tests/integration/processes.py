@@ -1,0 +1,121 @@
+"""The real server and the real actor as child processes, and a proxy between them that can pull the plug."""
+
+import contextlib
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import requests
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVER_PYTHON = ROOT / ".venv-server" / "bin" / "python"
+READY_TIMEOUT_S = 120
+
+
+class Process:
+    """A child in its own process group, its output in a file."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self._child = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+
+    def terminate(self) -> int:
+        self._child.terminate()
+        return self.wait(60)
+
+    def poll(self) -> int | None:
+        return self._child.poll()
+
+    def wait(self, timeout: float) -> int:
+        return self._child.wait(timeout)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def start_server(directory: Path, *overrides: str) -> tuple[Process, int]:
+    """`servers/serve_ppo_critic.py` on a free port; returns when it answers."""
+    ready = directory / "ready.json"
+    ready.unlink(missing_ok=True)
+    process = Process(
+        [
+            str(SERVER_PYTHON), "servers/serve_ppo_critic.py", f"run.output_dir={directory}", "server.port=0",
+            f"server.ready_file={ready}", *overrides,
+        ],
+        directory / "server.log",
+    )  # fmt: skip
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not ready.exists():
+        assert process.poll() is None, process.output()
+        assert time.monotonic() < deadline, process.output()
+        time.sleep(0.1)
+    return process, int(json.loads(ready.read_text())["port"])
+
+
+def start_actor(directory: Path, port: int, *overrides: str) -> Process:
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable,
+        "trainers/train_ppo_actor.py",
+        f"run.output_dir={directory}",
+        f"remote_critic_rm.port={port}",
+    ]
+    return Process([*command, *overrides], directory / "actor.log")
+
+
+Watcher = Callable[[str, str], None]
+"""Called as watcher("request" or "response", endpoint) before the message is passed on."""
+
+
+@contextlib.contextmanager
+def proxy(target_port: Callable[[], int], watcher: Watcher) -> Iterator[int]:
+    """An HTTP proxy on a free port that shows every message to ``watcher``; whatever it raises breaks the connection."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            endpoint = self.path.split("/")[3]
+            try:
+                watcher("request", endpoint)
+                url = f"http://127.0.0.1:{target_port()}{self.path}"
+                answer = requests.post(url, data=body, headers=dict(self.headers), timeout=60)
+                watcher("response", endpoint)
+                self.send_response(answer.status_code)
+                for name, value in answer.headers.items():
+                    if name.lower() not in ("transfer-encoding", "connection"):
+                        self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(answer.content)
+            except (ConnectionError, requests.RequestException):
+                self.close_connection = True
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()

@@ -1,0 +1,142 @@
+"""What the critic server computes equals what plain transformers and torch compute."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
+from nemo_style_rlhf.critic_service.protocol import Array
+from nemo_style_rlhf.data.supervised import load_pairs
+from nemo_style_rlhf.models.loading import load_tokenizer
+from nemo_style_rlhf.schema.supervised import PreferenceDataConfig
+from tests.integration.critic_server import CriticServer, sequences, train_batch
+
+CLIP = 0.2
+LEARNING_RATE = 1e-3
+
+
+def plain_values(model: torch.nn.Module, tokens: Array) -> torch.Tensor:
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    return model.score(model.base_model(input_ids=ids).last_hidden_state)[0, :, 0]
+
+
+def test_rewards_are_the_logits_of_transformers(critic: RemoteCritic, reward_model: Path) -> None:
+    """Sequences that end in end-of-text, which is the pad token too, included: pooling must be the same."""
+    tokens = sequences(1, count=12)
+    for sequence in tokens[::3]:
+        sequence[-1] = 0
+    answer = critic.infer(tokens).result()
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
+    with torch.no_grad():
+        expected = [float(model(torch.from_numpy(s.astype(np.int64))[None]).logits[0, 0]) for s in tokens]
+    assert answer.rewards is not None
+    np.testing.assert_allclose(answer.rewards, expected, atol=2e-6)
+
+
+def texts(seed: int, count: int) -> tuple[list[str], list[str]]:
+    """Prompts and responses."""
+    words = [" ".join(f"w{token % 62}" for token in sequence) for sequence in sequences(seed, 2 * count)]
+    return words[:count], words[count:]
+
+
+def test_rewards_of_texts_are_the_logits_of_what_the_trainer_reads(
+    critic: RemoteCritic, reward_model: Path, tmp_path: Path
+) -> None:
+    """Also the very bits of critic_infer's rewards on these tokens."""
+    prompts, responses = texts(21, count=12)
+    rows = zip(prompts, responses, strict=True)
+    lines = [json.dumps({"prompt": prompt, "chosen": response, "rejected": "w1"}) for prompt, response in rows]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    config = PreferenceDataConfig(train_path=str(tmp_path / "pairs.jsonl"))
+    pairs, _ = load_pairs(config.train_path, config, load_tokenizer(str(reward_model)))
+    rewards = critic.score_text(prompts, responses).result()
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
+    with torch.no_grad():
+        expected = [float(model(torch.tensor([pair.chosen])).logits[0, 0]) for pair in pairs]
+    assert rewards.dtype == np.float32
+    np.testing.assert_allclose(rewards, expected, atol=2e-6)
+    same_tokens = critic.infer([np.array(pair.chosen, dtype=np.int32) for pair in pairs]).result()
+    np.testing.assert_array_equal(rewards, same_tokens.rewards)
+
+
+def test_split_texts_keep_their_order_and_need_no_lease(shared_server: CriticServer) -> None:
+    prompts, responses = texts(22, count=200)
+    with (
+        RemoteCritic(shared_server.config()) as whole,
+        RemoteCritic(shared_server.config(max_request_bytes=4096)) as split,
+    ):
+        expected, rewards = (critic.score_text(prompts, responses).result() for critic in (whole, split))
+        assert whole.score_text([], []).result().shape == (0,)
+    np.testing.assert_allclose(rewards, expected, atol=2e-6)
+    assert len(np.unique(rewards)) > 190
+
+
+def test_an_answer_does_not_depend_on_what_else_is_in_the_request(critic: RemoteCritic) -> None:
+    tokens = sequences(2, count=9)
+    together = critic.infer(tokens).result()
+    alone = [critic.infer([sequence]).result() for sequence in tokens]
+    for row, single in enumerate(alone):
+        np.testing.assert_allclose(together.values[row], single.values[0], atol=2e-6)
+
+
+def test_a_split_request_keeps_its_order(shared_server: CriticServer) -> None:
+    tokens = sequences(3, count=200)
+    with shared_server.client() as whole, shared_server.client(max_request_bytes=4096) as split:
+        expected, answer = whole.infer(tokens).result(), split.infer(tokens).result()
+    np.testing.assert_allclose(np.concatenate(answer.values), np.concatenate(expected.values), atol=2e-6)
+    assert [len(values) for values in answer.values] == [len(sequence) for sequence in tokens]
+
+
+def train_plainly(model: torch.nn.Module, batches: list[CriticTrainBatch]) -> list[float]:
+    """The textbook loop: one sequence at a time, torch.optim.AdamW, gradient clipped to norm 1."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for batch in batches:
+        step_losses = []
+        for rows in batch.mini_batches:
+            count = sum(float(batch.masks[row].sum()) for row in rows)
+            loss = torch.zeros(())
+            for row in rows:
+                values = plain_values(model, batch.sequences[row])
+                old, target, mask = (
+                    torch.from_numpy(field[row]) for field in (batch.old_values, batch.returns, batch.masks)
+                )
+                clipped = old + (values - old).clamp(-CLIP, CLIP)
+                error = torch.maximum((values - target) ** 2, (clipped - target) ** 2)
+                loss = loss + 0.5 * (error * mask).sum() / count
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            step_losses.append(loss.item())
+        losses.append(float(np.mean(step_losses)))
+    return losses
+
+
+def test_training_equals_a_plain_torch_loop(critic: RemoteCritic, reward_model: Path) -> None:
+    """Losses and exported weights after three train steps of two optimizer steps each, fp32."""
+    batches = [train_batch(seed) for seed in (11, 12, 13)]
+    metrics = [critic.train(batch, step=step).result() for step, batch in enumerate(batches, start=1)]
+    exported = critic.save("final", export=True)["export"]
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
+    losses = train_plainly(model, batches)
+    np.testing.assert_allclose([step["loss"] for step in metrics], losses, atol=1e-6)
+    trained = AutoModelForSequenceClassification.from_pretrained(exported)
+    for (name, expected), actual in zip(model.named_parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0, msg=name)
+    assert (
+        AutoTokenizer.from_pretrained(exported).get_vocab() == AutoTokenizer.from_pretrained(reward_model).get_vocab()
+    )
+    assert metrics[0]["tokens"] == sum(mask.sum() for mask in batches[0].masks)
+    assert metrics[0]["lr"] == LEARNING_RATE
+    assert metrics[0]["seconds"] > 0 and metrics[0]["grad_norm"] > 0
+
+
+def test_training_in_bfloat16_learns(make_server) -> None:
+    server = make_server("model.dtype=bfloat16", "engine.zero_stage=2").start()
+    with server.client() as critic:
+        losses = [critic.train(train_batch(5), step=step).result()["loss"] for step in range(1, 9)]
+    assert losses[-1] < 0.9 * losses[0]

@@ -1,0 +1,203 @@
+"""Rules 7 to 9: a locked door, an honest death, one rank; and what the command line refuses."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
+from nemo_style_rlhf.critic_service.protocol import ProtocolError
+from nemo_style_rlhf.errors import UserError
+from tests.integration.critic_server import ROOT, TOKEN_ENV, CriticServer, runs, sequences, train_batch
+from tests.integration.test_critic_protocol import long_batch, wait_until_busy
+from tests.models import save_reward_model
+
+TOKEN = "b2d1-a-shared-secret"
+
+
+def refusal(server: CriticServer, *extra: str, environment: dict[str, str] | None = None) -> str:
+    """What a server that must not start prints: one line, exit code 2."""
+    process = subprocess.run(
+        server.command(*extra),
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 2, process.stderr[-2000:]
+    lines = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in process.stderr
+    return lines[0]
+
+
+# --- rule 7: locked by default ----------------------------------------------------------------------------------------
+
+
+def test_rule_7_listens_on_loopback_only_and_keeps_tritons_own_doors_shut(shared_server: CriticServer) -> None:
+    tree = [
+        psutil.Process(shared_server.process.pid),
+        *psutil.Process(shared_server.process.pid).children(recursive=True),
+    ]
+    addresses = {
+        connection.laddr.ip
+        for process in tree
+        for connection in process.net_connections("tcp")
+        if connection.status == "LISTEN"
+    }
+    assert addresses == {"127.0.0.1"}
+    base = f"http://127.0.0.1:{shared_server.port}/v2"
+    for path in ("/repository/index", "/repository/models/critic_infer/unload"):
+        assert requests.post(base + path, timeout=10).status_code == 403
+    for path in ("/systemsharedmemory/status", "/trace/setting", "/logging"):
+        assert requests.get(base + path, timeout=10).status_code == 403
+
+
+@pytest.fixture(scope="module")
+def open_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[CriticServer]:
+    """Bound to every address, with a token from a file, serving values only."""
+    directory = tmp_path_factory.mktemp("open_server")
+    (directory / "secret").write_text(TOKEN + "\n")
+    overrides = ["server.host=0.0.0.0", f"server.token.token_file={directory}/secret"]
+    server = CriticServer(directory, reward_model, [*overrides, "critic.combine_rm_and_critic_server=false"]).start()
+    yield server
+    server.close()
+
+
+def test_rule_7_a_token_is_wanted_before_anything_else(
+    open_server: CriticServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is in no process's arguments."""
+    for environment in (None, "wrong"):
+        if environment is not None:
+            monkeypatch.setenv(TOKEN_ENV, environment)
+        with (
+            RemoteCritic(open_server.config()) as critic,
+            pytest.raises(UserError, match=rf"127\.0\.0\.1:{open_server.port} refused the token"),
+        ):
+            critic.wait_until_ready(lambda line: None)
+    monkeypatch.setenv(TOKEN_ENV, TOKEN)
+    with open_server.client() as critic:
+        critic.infer(sequences(1)).result()
+    for process in psutil.Process(open_server.process.pid).children(recursive=True):
+        assert TOKEN not in " ".join(process.cmdline())
+
+
+def test_critic_only_serves_no_rewards(open_server: CriticServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_ENV, TOKEN)
+    with open_server.client() as critic:
+        assert critic.infer(sequences(1)).result().rewards is None
+        status = critic.status()
+        assert status.roles == ["critic"]
+        with pytest.raises(UserError, match="serves critic, the actor needs reward too"):
+            critic.handshake(tokenizer_digest=status.tokenizer_digest, vocab_size=status.vocab_size, needs_rewards=True)
+        with pytest.raises(UserError, match="serves critic, the actor needs reward too"):
+            critic.score_text(["w1"], ["w2"]).result()
+
+
+def test_rule_7_refuses_to_open_wider_without_a_token(make_server) -> None:
+    assert "server.host=0.0.0.0 would open the server to the network without a token" in refusal(
+        make_server("server.host=0.0.0.0")
+    )
+
+
+# --- rule 8: dies honestly --------------------------------------------------------------------------------------------
+
+
+def test_rule_8_sigterm_lets_a_running_call_finish(make_server) -> None:
+    server = make_server().start()
+    with server.client() as critic:
+        training = critic.train(long_batch(60), step=1)
+        wait_until_busy(critic)
+        server.process.send_signal(signal.SIGTERM)
+        assert training.result()["optimizer_steps"] == 60
+        assert server.process.wait(30) == 0
+    assert not server.ready_file.exists()
+
+
+def test_rule_8_sigterm_abandons_a_call_that_takes_too_long(make_server) -> None:
+    server = make_server("server.shutdown_grace_s=1").start()
+    with server.client(retries=1) as critic:
+        critic.save("before")
+        training = critic.train(long_batch(5000), step=1)
+        wait_until_busy(critic)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        started = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - started < 20
+        with pytest.raises((UserError, ProtocolError)):
+            training.result()
+    time.sleep(3)
+    assert not any(map(runs, children))
+    assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))
+
+
+def test_rule_8_a_dead_tritonserver_is_noticed(make_server) -> None:
+    server = make_server().start()
+    server.tritonserver().kill()
+    assert server.process.wait(15) == 1
+    assert "tritonserver died" in server.log.read_text()
+
+
+def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_server) -> None:
+    server = make_server().start()
+    with server.client(retries=2) as critic:
+        good = critic.save("good")
+        batch = train_batch(1)
+        for returns in batch.returns:
+            returns[:] = 1e30
+        with pytest.raises(ProtocolError, match=r"\[non_finite\].*train step 1 failed because the loss is inf"):
+            critic.train(batch, step=1).result()
+        assert server.process.wait(20) == 1
+        with pytest.raises(ServerUnreachable):
+            critic.status()
+    server.start()
+    with server.client() as critic:
+        assert critic.restore("good", good["files"]) == 0
+
+
+def test_rule_8_the_actors_shutdown_ends_it_with_0(make_server) -> None:
+    server = make_server().start()
+    with server.client() as critic:
+        critic.shutdown()
+    assert server.process.wait(30) == 0
+
+
+# --- rule 9: one rank for now -----------------------------------------------------------------------------------------
+
+
+def test_rule_9_more_than_one_rank_is_refused_in_one_sentence(make_server) -> None:
+    sentence = refusal(make_server(), environment={"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
+    assert "runs with one rank, WORLD_SIZE is 2" in sentence
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_passes_and_leaves_nothing(make_server) -> None:
+    server = make_server()
+    process = subprocess.run(server.command("--dry-run"), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "dry run passed: critic and reward" in process.stderr
+    assert list(server.output_dir.iterdir()) == []
+
+
+def test_wrong_use_is_one_sentence(make_server, tmp_path: Path) -> None:
+    server = make_server()
+    two_labels = save_reward_model(tmp_path / "two_labels", num_labels=2)
+    assert "has 2 labels, expected 1" in refusal(server, f"model.path={two_labels}")
+    assert "server.prot" in refusal(server, "server.prot=1")
+    assert "no Hugging Face model at" in refusal(server, f"model.path={tmp_path}/nowhere")
+
+
+def test_a_port_in_use_is_one_sentence(make_server, shared_server: CriticServer) -> None:
+    server = make_server()
+    server.port = shared_server.port
+    assert f"server.port={shared_server.port} on 127.0.0.1 cannot be bound" in refusal(server)

@@ -1,0 +1,307 @@
+"""Rules 1 to 5 of the wire protocol, against the real server process."""
+
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service.client import CriticTrainBatch, LeaseLost, RemoteCritic, ServerRestarted, parse_json
+from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from tests.integration.critic_server import START, CriticServer, agree, sequences, train_batch
+
+
+def long_batch(optimizer_steps: int = 60) -> CriticTrainBatch:
+    """Some seconds of training."""
+    return train_batch(0, count=64, mini_batches=[list(range(64))] * optimizer_steps)
+
+
+def wait_until_busy(critic: RemoteCritic) -> str:
+    for _ in range(100):
+        if (busy := critic.status().busy) and busy.startswith("train"):
+            return busy
+        time.sleep(0.02)
+    raise AssertionError("the server never trained")
+
+
+@pytest.fixture(scope="module")
+def scratch_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[CriticServer]:
+    """May be killed, frozen and restarted, if it serves again afterwards."""
+    server = CriticServer(tmp_path_factory.mktemp("scratch_server"), reward_model).start()
+    yield server
+    server.close()
+
+
+# --- rule 1: handshake first ------------------------------------------------------------------------------------------
+
+
+def test_rule_1_handshake_refuses_other_tokenizers_and_vocabularies(shared_server: CriticServer) -> None:
+    with RemoteCritic(shared_server.config()) as critic:
+        status = critic.status()
+        with pytest.raises(UserError, match=rf"has the tokenizer {status.tokenizer_digest[:16]}, the policy abcdef"):
+            critic.handshake(tokenizer_digest="abcdef", vocab_size=status.vocab_size, needs_rewards=True)
+        with pytest.raises(
+            UserError, match=rf"127\.0\.0\.1:{shared_server.port} has a vocabulary of 64 ids, the policy 65"
+        ):
+            critic.handshake(tokenizer_digest=status.tokenizer_digest, vocab_size=65, needs_rewards=True)
+
+
+def test_rule_1_handshake_refuses_another_protocol_version(
+    shared_server: CriticServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RemoteCritic(shared_server.config()) as critic:
+        status = critic.status()
+        monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 7)
+        with pytest.raises(UserError, match="protocol version 1, this client 7"):
+            agree(critic, status)
+
+
+def test_rule_1_client_waits_for_a_loading_server(scratch_server: CriticServer) -> None:
+    """The server is started again at the same port; the client asks before it has loaded."""
+    scratch_server.terminate()
+    scratch_server.spawn()
+    lines: list[str] = []
+    with RemoteCritic(scratch_server.config()) as critic:
+        assert critic.wait_until_ready(lines.append).roles == ["critic", "reward"]
+    assert f"127.0.0.1:{scratch_server.port}" in lines[0]
+
+
+def test_rule_1_no_server_is_one_sentence_with_the_address() -> None:
+    with RemoteCritic(RemoteCriticConfig(port=9, wait_for_server_s=0.0)) as critic:
+        with pytest.raises(UserError, match=r"no critic server answers at 127\.0\.0\.1:9: start servers"):
+            critic.wait_until_ready(lambda line: None)
+
+
+def test_rule_1_status_answers_while_a_train_call_runs(critic: RemoteCritic) -> None:
+    training = critic.train(long_batch(), step=1)
+    busy = wait_until_busy(critic)
+    started = time.monotonic()
+    assert critic.status().critic_step == 0
+    assert time.monotonic() - started < 1.0
+    assert "train step 1" in busy
+    training.result()
+    assert critic.status().critic_step == 1
+
+
+# --- rule 2: one writer -----------------------------------------------------------------------------------------------
+
+
+def test_rule_2_a_new_lease_invalidates_the_old_one(shared_server: CriticServer, critic: RemoteCritic) -> None:
+    with shared_server.client("second actor") as second:
+        for refused in (
+            lambda: critic.train(train_batch(1), step=1).result(),
+            lambda: critic.save("stale"),
+            lambda: critic.commit(START, keep=100),
+            lambda: critic.restore(START, None),
+            critic.shutdown,
+        ):
+            with pytest.raises(LeaseLost, match="second actor"):
+                refused()
+        assert second.status().lease_holder == "second actor"
+        assert second.status().critic_step == 0
+
+
+def test_rule_2_running_work_ends_before_the_new_holder_may_begin(
+    shared_server: CriticServer, critic: RemoteCritic
+) -> None:
+    training = critic.train(long_batch(), step=1)
+    wait_until_busy(critic)
+    with shared_server.client("second actor") as second:  # acquire() returns only when the train call has ended
+        status = second.status()
+        assert status.busy is None
+        assert status.critic_step == 1
+        assert training.result()["optimizer_steps"] == 60
+        second.train(train_batch(2), step=2).result()
+
+
+# --- rule 3: exactly once ---------------------------------------------------------------------------------------------
+
+
+def parts_of(critic: RemoteCritic, step: int, parts: int = 2) -> list[dict]:
+    """The requests of one train step, as the client would send them."""
+    batch = train_batch(3, count=8)
+    rows = np.array_split(np.arange(8), parts)
+    arrays = [
+        (
+            *protocol.ragged([batch.sequences[row] for row in group]).values(),
+            *(
+                np.concatenate([field[row] for row in group])
+                for field in (batch.returns, batch.old_values, batch.masks)
+            ),
+        )
+        for group in rows
+    ]
+    normalizers = [sum(float(batch.masks[row].sum()) for row in rows) for rows in batch.mini_batches]
+    requests = []
+    for number in range(1, parts + 1):
+        plan = protocol.part_plan(
+            lease=critic._require_lease(),
+            step=step,
+            part=number,
+            parts=arrays,
+            mini_batches=batch.mini_batches,
+            normalizers=normalizers,
+        )
+        tensors = (*arrays[number - 1], protocol.json_tensor(plan))
+        requests.append({spec.name: tensor for spec, tensor in zip(protocol.TRAIN.inputs, tensors, strict=True)})
+    return requests
+
+
+def send(critic: RemoteCritic, request: dict) -> dict:
+    return parse_json(critic._connection.call(protocol.TRAIN, request, timeout_s=60))
+
+
+def test_rule_3_a_step_in_parts_equals_a_step_in_one(shared_server: CriticServer, critic: RemoteCritic) -> None:
+    """The same metrics and the same bits of weights and optimizer state."""
+    batch = train_batch(4, count=100)
+    whole = critic.train(batch, step=1).result()
+    expected = critic.save("whole")["state_digest"]
+    critic.restore(START, None)
+    with shared_server.client(max_request_bytes=8192) as splitting:
+        in_parts = splitting.train(batch, step=1).result()
+        assert splitting.save("parts")["state_digest"] == expected
+    assert {**in_parts, "seconds": 0} == {**whole, "seconds": 0}
+
+
+def test_rule_3_repeated_parts_return_the_stored_answer_and_train_nothing(critic: RemoteCritic) -> None:
+    first, second = parts_of(critic, step=1)
+    assert send(critic, first) == {"staged": 1, "parts": 2}
+    assert send(critic, first) == {"staged": 1, "parts": 2}
+    assert critic.status().critic_step == 0
+    answer = send(critic, second)
+    digest = critic.save("once")["state_digest"]
+    assert send(critic, second) == answer
+    assert send(critic, first) == answer
+    assert critic.status().critic_step == 1
+    assert critic.save("twice")["state_digest"] == digest
+
+
+def test_rule_3_a_step_that_does_not_follow_is_refused_with_both_numbers(critic: RemoteCritic) -> None:
+    with pytest.raises(ProtocolError, match="train step 5 does not follow: the critic is at step 0") as refusal:
+        critic.train(train_batch(1), step=5).result()
+    assert refusal.value.code is Code.WRONG_STEP
+
+
+def test_rule_3_incomplete_parts_are_dropped_with_the_lease(shared_server: CriticServer, critic: RemoteCritic) -> None:
+    first, _ = parts_of(critic, step=1)
+    send(critic, first)
+    with shared_server.client("next") as successor:
+        _, second = parts_of(successor, step=1)
+        assert send(successor, second) == {"staged": 1, "parts": 2}
+
+
+def test_rule_3_a_damaged_part_is_noticed_by_the_digest(critic: RemoteCritic) -> None:
+    first, second = parts_of(critic, step=1)
+    send(critic, {**first, "returns": first["returns"] + 1})
+    with pytest.raises(ProtocolError, match="digest does not fit the 2 parts"):
+        send(critic, second)
+    assert critic.status().critic_step == 0
+    send(critic, first)  # the damaged set is gone
+    assert send(critic, second)["critic_step"] == 1
+
+
+def test_rule_3_a_restarted_server_is_noticed(scratch_server: CriticServer) -> None:
+    """An answer of the new process, which is back at the start, is never taken for one of the old."""
+    server = scratch_server
+    with server.client(retries=20) as critic:
+        step = critic.status().critic_step + 1
+        critic.train(train_batch(6), step=step).result()
+        critic.save("trained")
+        expected = critic.infer(sequences(1)).result()
+        server.kill()
+        waiting = critic.infer(sequences(1))  # sent while nobody listens
+        server.start()
+        with pytest.raises(ServerRestarted):
+            waiting.result()
+        with pytest.raises(ServerRestarted):
+            critic.train(train_batch(7), step=step + 1).result()
+        assert critic.acquire("again") == 0
+        assert critic.restore("trained", None) == step
+        restored = critic.infer(sequences(1)).result()
+        np.testing.assert_array_equal(np.concatenate(restored.values), np.concatenate(expected.values))
+        assert restored.critic_step == step
+
+
+# --- rule 4: paired commits -------------------------------------------------------------------------------------------
+
+
+def test_rule_4_restore_is_exact_to_the_last_bit(critic: RemoteCritic) -> None:
+    """Weights, optimizer and schedule: the steps after a restore equal the steps that were made before."""
+    critic.train(train_batch(1), step=1).result()
+    saved = critic.save("one")
+    then = [critic.train(train_batch(seed), step=seed).result() for seed in (2, 3)]
+    digest = critic.save("three")["state_digest"]
+    assert critic.restore("one", saved["files"]) == 1
+    again = [critic.train(train_batch(seed), step=seed).result() for seed in (2, 3)]
+    assert critic.save("three-again")["state_digest"] == digest
+    assert [{**step, "seconds": 0} for step in again] == [{**step, "seconds": 0} for step in then]
+
+
+def test_rule_4_commit_keeps_the_last_ones(scratch_server: CriticServer) -> None:
+    server = scratch_server
+    with server.client() as critic:
+        for name in ("a", "b", "crashed", "c"):
+            critic.save(name)
+            if name != "crashed":
+                pruned = critic.commit(name, keep=2)
+        assert {"a", "crashed"} <= set(pruned)
+        assert critic.status().last_committed == "c"
+        assert critic.restore("b", None) == critic.status().critic_step
+        with pytest.raises(ProtocolError, match="no checkpoint a") as refusal:
+            critic.restore("a", None)
+        assert refusal.value.code is Code.NOT_FOUND
+
+
+def test_rule_4_a_half_that_is_not_the_manifests_is_refused(shared_server: CriticServer, critic: RemoteCritic) -> None:
+    files = critic.save("damaged")["files"]
+    name = next(iter(files))
+    with pytest.raises(ProtocolError, match="not the one asked for"):
+        critic.restore("damaged", {**files, name: "0" * 64})
+    with (shared_server.output_dir / "checkpoints" / "damaged" / "critic" / name).open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(ProtocolError, match="damaged"):
+        critic.restore("damaged", files)
+    assert critic.restore(START, None) == 0
+
+
+def test_rule_4_a_full_disk_spares_the_last_good_checkpoint(scratch_server: CriticServer) -> None:
+    """A file-size limit on the live process stands in for the full disk."""
+    server = scratch_server
+    with server.client() as critic:
+        good = critic.save("good")
+        critic.train(train_batch(1), step=good["critic_step"] + 1).result()
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        for name in ("good", "next"):
+            with pytest.raises(UserError, match="could not be saved") as refusal:
+                critic.save(name)
+            assert str(server.output_dir) not in str(refusal.value)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert critic.restore("good", good["files"]) == good["critic_step"]
+
+
+# --- rule 5: nothing is lost in silence -------------------------------------------------------------------------------
+
+
+def test_rule_5_timeouts_are_finite_and_a_retry_of_a_late_train_call_trains_once(scratch_server: CriticServer) -> None:
+    """The server is frozen while it holds a train call; the client gives up, retries, and gets the one answer."""
+    server = scratch_server
+    with server.client(train_timeout_base_s=2.0, train_timeout_per_1k_tokens_s=0.0, retries=6) as critic:
+        step = critic.status().critic_step + 1
+        server.process.send_signal(signal.SIGSTOP)
+        training = critic.train(train_batch(1), step=step)
+        thaw = threading.Timer(5.0, lambda: server.process.send_signal(signal.SIGCONT))
+        thaw.start()
+        assert training.result()["optimizer_steps"] == 2
+        assert critic.status().critic_step == step
+    with server.client(infer_timeout_s=1.0, retries=1) as critic:
+        server.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(UserError, match=rf"127\.0\.0\.1:{server.port} did not answer critic_infer within 1 s"):
+            critic.infer(sequences(1)).result()
+        server.process.send_signal(signal.SIGCONT)

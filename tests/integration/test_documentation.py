@@ -1,0 +1,115 @@
+"""Every command in README.md and docs/ is run; every key they name exists."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from string import Template
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from tests.integration.processes import ROOT, start_server
+from tests.models import save_policy, save_reward_model
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of a page's ```bash blocks, continuation lines joined."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+README = commands(ROOT / "README.md")
+STARTS_PYTHON = [command for command in README if ".venv-" in command]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> dict[str, str]:
+    """What the README's variables stand for."""
+    folder = tmp_path_factory.mktemp("world")
+    prompts = [
+        {"prompt": f"w{i} w{i + 1}", "response": "w3 w4", "chosen": " w5 w6", "rejected": " w7"} for i in range(40)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    rows = str(folder / "rows.jsonl")
+    policy, reward = str(save_policy(folder / "policy")), str(save_reward_model(folder / "reward"))
+    return {
+        "POLICY": policy, "BASE_MODEL": policy, "REWARD_MODEL": reward, "PROMPTS": rows, "SFT_ROWS": rows,
+        "PREFERENCE_PAIRS": rows, "NODE_A": "127.0.0.1",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def token(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("token") / "critic.token"
+    make_token = next(command for command in README if "critic.token" in command and "urandom" in command)
+    subprocess.run(["bash", "-c", make_token], cwd=path.parent, check=True)
+    assert oct(path.stat().st_mode & 0o777) == "0o600"
+    return path
+
+
+@pytest.fixture(scope="module")
+def port(world, token, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("critic")
+    server, port = start_server(folder, f"model.path={world['REWARD_MODEL']}", f"server.token.token_file={token}")
+    yield port
+    server.terminate()
+
+
+@pytest.mark.parametrize("command", STARTS_PYTHON)
+def test_a_command_of_the_readme_runs(command, world, port, token, tmp_path):
+    """As it stands, but in a folder of its own and, where it would train for hours, with --dry-run."""
+    words = shlex.split(Template(command).substitute(world))
+    words = [word.replace("=critic.token", f"={token}").replace("outputs/", f"{tmp_path}/") for word in words]
+    if "--dry-run" not in words and "--cfg" not in words:
+        words.append("--dry-run")
+    if "train_ppo_actor" in command:
+        overrides = [f"remote_critic_rm.port={port}", "generation.kv_cache_gib=0.1"]
+        overrides += [] if "token_file" in command else [f"remote_critic_rm.token.token_file={token}"]
+        words[2:2] = overrides
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_make_targets_of_the_documentation_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    named = {
+        match for page in PAGES for match in re.findall(r"(?:^|`)make ([a-z][a-z-]*)\b", page.read_text(), re.MULTILINE)
+    }
+    assert {"envs", "quickstart", "test"} <= named
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+
+
+def test_every_key_of_the_right_hand_columns_exists():
+    known = {}
+    for schema in (PPOActorConfig, PPOCriticConfig):
+        known.update(dict.fromkeys(_keys(OmegaConf.structured(schema))))
+    sections = {key.split(".")[0] for key in known}
+    for page in (ROOT / "README.md", ROOT / "docs" / "migrating.md"):
+        cells = [cell for line in page.read_text().splitlines() if line.startswith("|") for cell in line.split("|")[2:]]
+        cells = cells if page.name == "migrating.md" else [line for line in page.read_text().splitlines()]
+        for name in re.findall(r"`([a-z_]+\.[a-z_.]+)(?:=[^`]*)?`", "\n".join(cells)):
+            if name.split(".")[0] in sections:
+                assert name in known, f"{page.name} names {name}"
+
+
+def _keys(config, prefix=""):
+    for key in config:
+        yield prefix + key
+        child = OmegaConf.to_container(config).get(key)
+        if isinstance(child, dict):
+            yield from _keys(config[key], f"{prefix}{key}.")
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page.name}: {link}"

@@ -1,0 +1,241 @@
+"""Real vLLM beside real DeepSpeed in one process: it samples from the trainer's policy, and knows when it does not."""
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.generation.hf import HFGenerator
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
+from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
+from nemo_style_rlhf.generation.vllm import VLLMGenerator
+from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
+from nemo_style_rlhf.models.loading import load_causal_lm
+from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.ppo.audit import Probe
+from nemo_style_rlhf.rollout.collector import Timers, generate_and_score, make_requests
+from nemo_style_rlhf.rollout.logprobs import action_mask, batch_logprobs
+from nemo_style_rlhf.rollout.types import Rollout
+from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, OptimizerConfig, RunConfig
+from nemo_style_rlhf.schema.generation import GenerationConfig
+from nemo_style_rlhf.scoring.interface import Scores
+from tests.models import save_policy
+
+EOS = 0
+
+
+@pytest.fixture(scope="module")
+def device():
+    device = setup(RunConfig(output_dir="unused", device="cpu"))
+    init_distributed(device)
+    return device
+
+
+class Pair:
+    """A trainer and a generator of one policy."""
+
+    def __init__(self, path: Path, device: torch.device, backend: str, temperature: float = 1.0, **generation: object):
+        self.config = GenerationConfig(
+            backend=backend, temperature=temperature, max_length=12, kv_cache_gib=0.1, **generation
+        )
+        model_config = ModelConfig(path=str(path), dtype="float32")
+        policy = PolicyModel(load_causal_lm(model_config), temperature=temperature)
+        self.engine = Engine(policy, EngineConfig(optim=OptimizerConfig(lr=0.02)), device=device)
+        self.engine.eval()
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.weights()}
+        if backend == "hf":
+            model = load_causal_lm(model_config)
+            self.generator = HFGenerator(model, self.config, device=device, eos_token_ids=[EOS], weight_shapes=shapes)
+        else:
+            self.generator = VLLMGenerator(
+                str(path),
+                self.config,
+                dtype="float32",
+                seed=0,
+                max_model_len=40,
+                eos_token_ids=[EOS],
+                weight_shapes=shapes,
+            )
+
+    def weights(self):
+        return policy_weights(self.engine)
+
+    def sample(self, count=40, step=0) -> list[Completion]:
+        samples = [SampleId(step, index % 5, index) for index in range(count)]
+        prompts = [tuple(range(2 + index % 5, 12 + 2 * (index % 5))) for index in range(count)]
+        self.generator.submit(
+            [GenerationRequest(s, p, sample_seed(7, s), self.config.max_length) for s, p in zip(samples, prompts)]
+        )
+        return sorted(self.generator.completed(), key=lambda completion: completion.request.sample)
+
+    def gap(self, completions: list[Completion]) -> float:
+        """The largest difference between the sampler's and the trainer's log-probabilities."""
+        rollouts = [Rollout.from_completion(completion, "", None, {}) for completion in completions]
+        mask = action_mask(rollouts)
+        tokens = torch.cat([rollout.tokens for rollout in rollouts])
+        lengths = [len(rollout.tokens) for rollout in rollouts]
+        trained = batch_logprobs(self.engine, tokens, lengths, mask, EngineConfig(), self.engine.device)
+        sampled = torch.cat([torch.cat([rollout.sampler_logprobs[1:], torch.zeros(1)]) for rollout in rollouts])
+        return float((trained - sampled).abs().max())
+
+    def train(self) -> None:
+        """Move every weight, the embeddings of all tokens included."""
+        ids = torch.arange(64).view(4, 16)
+        mask = torch.ones(4, 16)
+        mask[:, -1] = 0
+        self.engine.backward(self.engine(ids, mask).logprobs.mean())
+        self.engine.step()
+
+    def probe(self) -> Probe:
+        prompts = [Prompt(0, [3, 4, 5, 6], ""), Prompt(1, [7, 8, 9], "")]
+        return Probe(prompts, 64, max_length=40, max_gap=1e-3)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("backend", ["vllm", "hf"])
+def test_sampler_and_trainer_agree_after_every_transfer(tmp_path, device, backend, temperature, tied):
+    pair = Pair(save_policy(tmp_path, tie_word_embeddings=tied), device, backend, temperature)
+    for step in range(3):
+        assert pair.gap(pair.sample(step=step)) < 1e-3
+        pair.train()
+        assert pair.gap(pair.sample(step=step)) > 1e-2  # the old weights are recognisable
+        send_weights(pair.generator.transport, pair.weights(), step + 1)
+        assert pair.probe().check(pair.generator, pair.engine) < 1e-3
+        assert pair.generator.weights_version == step + 1
+    assert pair.gap(pair.sample(step=9)) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def vllm_pair(tmp_path_factory, device):
+    return Pair(save_policy(tmp_path_factory.mktemp("policy")), device, "vllm")
+
+
+def test_samples_depend_on_their_seeds_not_on_who_runs_beside_them(vllm_pair):
+    forty, again, eight = vllm_pair.sample(40), vllm_pair.sample(40), vllm_pair.sample(8)
+    tokens = {completion.request.sample: completion.token_ids for completion in forty}
+    assert all(tokens[completion.request.sample] == completion.token_ids for completion in eight)
+    assert all(torch.equal(first.logprobs, second.logprobs) for first, second in zip(forty, again))
+    assert len(set(map(tuple, tokens.values()))) > 30
+
+
+def test_completions_stream_out_with_reason_and_version(vllm_pair):
+    for completion in vllm_pair.sample(40):
+        ended = completion.token_ids[-1] == EOS
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert ended or len(completion.token_ids) == 12
+        assert EOS not in completion.token_ids[:-1]
+        assert completion.weights_version == vllm_pair.generator.weights_version
+    assert {c.finish_reason for c in vllm_pair.sample(40)} == {"stop", "length"}
+
+
+def test_pause_keeps_what_is_queued(vllm_pair):
+    generator = vllm_pair.generator
+    sample = SampleId(0, 0, 0)
+    generator.submit([GenerationRequest(sample, (3, 4), 1, 5)])
+    generator.pause()
+    assert list(generator.completed()) == []
+    generator.resume()
+    assert [completion.request.sample for completion in generator.completed()] == [sample]
+
+
+DAMAGE = {
+    r"1 tensors are missing, model\.norm\.weight": lambda weights: [w for w in weights if w[0] != "model.norm.weight"],
+    r"model\.norm\.bias is unknown": lambda weights: [("model.norm.bias", weights[0][1]), *weights],
+    r"model\.norm\.weight arrived twice": lambda weights: [
+        *weights,
+        *(w for w in weights if w[0] == "model.norm.weight"),
+    ],
+    r"has shape \(5, 64\), expected \(64, 64\)": lambda weights: [(weights[0][0], weights[0][1][:5]), *weights[1:]],
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_a_transfer_that_is_not_whole_is_refused(tmp_path, device, message):
+    pair = Pair(save_policy(tmp_path), device, "vllm")
+    with pytest.raises(TransferError, match=message):
+        send_weights(pair.generator.transport, DAMAGE[message](list(pair.weights())), 1)
+
+
+class DamagingTransport:
+    """A wire that flips one bit of one tensor."""
+
+    def __init__(self, inner: object) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def send(self, bucket: list[tuple[str, Tensor]]) -> None:
+        name, tensor = bucket[0]
+        damaged = tensor.clone()
+        damaged.view(-1).view(torch.int32)[3] ^= 1
+        self._inner.send([(name, damaged), *bucket[1:]])
+
+
+def test_a_tensor_damaged_on_the_way_is_caught_by_the_digest(tmp_path, device):
+    pair = Pair(save_policy(tmp_path), device, "vllm")
+    with pytest.raises(TransferError, match="stale or damaged"):
+        send_weights(DamagingTransport(pair.generator.transport), pair.weights(), 1)
+
+
+def send_one_stale(pair: Pair, stale: str) -> None:
+    old = {name: tensor.clone() for name, tensor in pair.weights()}
+    pair.train()
+    current = [(name, old[name] if name == stale else tensor) for name, tensor in pair.weights()]
+    send_weights(pair.generator.transport, current, 5)
+
+
+@pytest.mark.parametrize(
+    "stale",
+    ["lm_head.weight", "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"],
+)
+def test_a_tensor_the_trainer_sends_stale_is_caught_by_the_probe(vllm_pair, stale):
+    send_one_stale(vllm_pair, stale)
+    with pytest.raises(TransferError, match="does not hold the trainer's weights"):
+        vllm_pair.probe().check(vllm_pair.generator, vllm_pair.engine)
+    send_weights(vllm_pair.generator.transport, vllm_pair.weights(), 6)
+    assert vllm_pair.probe().check(vllm_pair.generator, vllm_pair.engine) < 1e-3
+
+
+def test_a_stale_head_of_a_tied_model_is_caught_by_the_probe(tmp_path, device):
+    pair = Pair(save_policy(tmp_path, tie_word_embeddings=True), device, "vllm")
+    send_one_stale(pair, "lm_head.weight")
+    with pytest.raises(TransferError, match="does not hold the trainer's weights"):
+        pair.probe().check(pair.generator, pair.engine)
+
+
+class RecordingScorer:
+    """Answers at once and notes how many samples were still being decoded when a group was handed in."""
+
+    def __init__(self, generator: VLLMGenerator) -> None:
+        self._engine = generator._engine
+        self.groups: list[tuple[list[list[int]], int]] = []
+
+    def score(self, sequences: list[Tensor]) -> Future:
+        tokens = [sequence.tolist() for sequence in sequences]
+        self.groups.append((tokens, self._engine.get_num_unfinished_requests()))
+        future: Future = Future()
+        future.set_result(Scores(torch.zeros(len(sequences)), torch.zeros(sum(map(len, tokens)))))
+        return future
+
+
+def test_a_group_is_scored_while_others_are_still_decoded(tmp_path, device):
+    pair = Pair(save_policy(tmp_path), device, "vllm", max_num_seqs=32)
+    scorer = RecordingScorer(pair.generator)
+    prompts = [Prompt(index, [2 + index % 60, 3], "") for index in range(128)]
+    requests = make_requests(prompts, step=1, samples_per_prompt=1, max_tokens=12, run_seed=1)
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    rollouts, futures = generate_and_score(pair.generator, scorer, requests, by_id, Timers())
+    assert len(scorer.groups) == len(futures) == 4
+    assert [unfinished for _, unfinished in scorer.groups[:3]] == sorted(
+        (unfinished for _, unfinished in scorer.groups[:3]), reverse=True
+    )
+    assert scorer.groups[0][1] > 0
+    # Groups are neighbours in request order, whoever finished first.
+    expected = [[rollout.tokens.tolist() for rollout in rollouts[start : start + 32]] for start in range(0, 128, 32)]
+    assert sorted(tokens for tokens, _ in scorer.groups) == sorted(expected)

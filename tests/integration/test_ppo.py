@@ -1,0 +1,203 @@
+"""Two real processes over real HTTP: what a run shows, and that killing it changes nothing."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.integration.processes import proxy, start_actor, start_server
+from tests.models import save_policy, save_reward_model
+
+STEPS = 6
+SERVER = [
+    "model.dtype=float32", "run.num_threads=1", "engine.optim.lr=1e-3",
+    "engine.scheduler.name=linear", "engine.scheduler.total_steps=24",
+]  # fmt: skip
+ACTOR = [
+    "model=fp32", "run.num_threads=1", "engine.optim.lr=2e-3", "engine.scheduler.name=cosine", "engine.micro_batch_tokens=256",
+    f"algorithm.max_steps={STEPS}", "algorithm.num_rollout_samples=48", "algorithm.samples_per_prompt=2",
+    "algorithm.mini_batches=2", "algorithm.ppo_epochs=2", "algorithm.critic_warmup_steps=1",
+    "algorithm.val_check_interval=3", "algorithm.num_val_samples=8", "algorithm.entropy_bonus=0.001",
+    "generation.max_length=12", "generation.kv_cache_gib=0.1", "checkpoint.save_interval=2", "checkpoint.keep_last=2",
+    "checkpoint.export_critic=true", "remote_critic_rm.max_request_bytes=4096", "tracking.tensorboard=true",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """A policy with dropout in its config, a reward model, prompts."""
+    folder = tmp_path_factory.mktemp("inputs")
+    save_policy(folder / "policy", attention_dropout=0.1)
+    save_reward_model(folder / "reward")
+    for name, start in (("train", 2), ("val", 30)):
+        rows = [{"prompt": " ".join(f"w{(start + 7 * i + j) % 62}" for j in range(2 + i % 5))} for i in range(30)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def server_overrides(inputs: Path) -> list[str]:
+    return [*SERVER, f"model.path={inputs / 'reward'}"]
+
+
+def actor_overrides(inputs: Path) -> list[str]:
+    return [*ACTOR, f"model.path={inputs / 'policy'}", *(f"data.{n}_path={inputs / n}.jsonl" for n in ("train", "val"))]
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_timers(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{key: value for key, value in row.items() if not key.startswith("timers/")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory) -> Path:
+    """One run from start to end, nobody in its way."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "critic").mkdir()
+    server, port = start_server(folder / "critic", *server_overrides(inputs))
+    actor = start_actor(folder / "actor", port, *actor_overrides(inputs))
+    try:
+        assert actor.wait(240) == 0, actor.output()
+    finally:
+        actor.kill()
+        assert server.terminate() == 0
+    return folder
+
+
+def test_a_run_logs_every_step_with_the_documented_names(finished):
+    rows = metrics(finished / "actor")
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    for row in rows[1:]:
+        assert all(math.isfinite(value) for value in row.values())
+        assert {
+            "train_rollouts/rewards", "train_rollouts/init_policy_kl", "train_rollouts/response_lengths",
+            "train_rollouts/truncated_fraction", "train_rollouts/sampler_logprob_gap_max", "critic/loss",
+            "critic/explained_variance", "timers/generate", "timers/step",
+        } <= row.keys()  # fmt: skip
+    for row in rows[2:]:
+        assert {"train_optim/ppo_ratio", "train_optim/clip_fraction", "train_optim/approx_kl"} <= row.keys()
+    assert [row["step"] for row in rows if "val_rollouts/rewards" in row] == [0, 3, 6]
+    assert list((finished / "actor" / "tensorboard").glob("events.*"))
+
+
+def test_nothing_has_moved_before_the_first_update(finished):
+    rows = metrics(finished / "actor")
+    assert abs(rows[1]["train_rollouts/init_policy_kl"]) < 1e-4
+    assert abs(rows[2]["train_rollouts/init_policy_kl"]) < 1e-4  # step 1 warmed the critic up and left the policy alone
+    assert "train_optim/ppo_ratio" not in rows[1]
+    for row in rows[2:]:
+        assert abs(row["train_optim/ppo_ratio_first_mini_batch"] - 1) < 1e-5
+        assert row["train_optim/ratio_error_first_mini_batch"] < 1e-5
+    assert rows[-1]["train_rollouts/init_policy_kl"] > 1e-4
+
+
+def test_sampler_and_trainer_agree_at_every_step(finished):
+    for row in metrics(finished / "actor")[1:]:
+        assert row["train_rollouts/sampler_logprob_gap_max"] < 1e-3
+        assert row["train_rollouts/transfer_probe_gap"] < 1e-3
+
+
+def test_rollouts_can_be_read(finished):
+    files = sorted((finished / "actor" / "rollouts").iterdir())
+    assert [file.name for file in files] == [f"step_{step:06d}.jsonl" for step in range(1, STEPS + 1)]
+    rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert len(rows) == 48
+    assert {"prompt", "response", "reward", "kl"} <= rows[0].keys()
+    assert sum(row["reward"] for row in rows) / 48 == pytest.approx(
+        metrics(finished / "actor")[1]["train_rollouts/rewards"]
+    )
+
+
+def test_checkpoints_name_both_halves_and_old_ones_are_gone(finished):
+    folders = sorted((finished / "actor" / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["step_000004", "step_000006"]
+    manifest = json.loads((folders[-1] / "manifest.json").read_text())
+    assert manifest["step"] == STEPS
+    assert manifest["critic"]["critic_step"] == STEPS
+    assert manifest["state"]["data_position"] == STEPS * 24
+    assert manifest["actor"]["rng.pt"]
+    assert manifest["critic"]["files"]
+    assert manifest["versions"]["torch"] == torch.__version__
+
+
+def test_the_export_is_a_plain_checkpoint_that_equals_the_sft_model_but_for_its_weights(finished, inputs):
+    export, source = finished / "actor" / "export", inputs / "policy"
+    policy = AutoModelForCausalLM.from_pretrained(export)
+    assert policy.config.attention_dropout == 0.1
+    tokenizer, original = AutoTokenizer.from_pretrained(export), AutoTokenizer.from_pretrained(source)
+    assert tokenizer.get_vocab() == original.get_vocab()
+    assert tokenizer.chat_template == original.chat_template
+    assert tokenizer.pad_token == original.pad_token
+    assert tokenizer("w3 w4")["input_ids"] == original("w3 w4")["input_ids"]
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, export))
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    critic_export = json.loads((finished / "actor/checkpoints/step_000006/manifest.json").read_text())["critic"][
+        "export"
+    ]
+    critic = AutoModelForSequenceClassification.from_pretrained(critic_export)
+    assert critic.config.num_labels == 1
+
+
+class Plug:
+    """Kills both processes at the n-th message of a kind, once."""
+
+    def __init__(self) -> None:
+        self.processes: list = []
+        self.pulled = False
+        self._armed: tuple[str, str] | None = None
+        self._remaining = 0
+
+    def arm(self, direction: str, endpoint: str, count: int) -> None:
+        self._armed, self._remaining, self.pulled = (direction, endpoint), count, False
+
+    def __call__(self, direction: str, endpoint: str) -> None:
+        if self._armed != (direction, endpoint):
+            return
+        self._remaining -= 1
+        if self._remaining == 0:
+            self._armed, self.pulled = None, True
+            for process in self.processes:
+                process.kill()
+            raise ConnectionError
+
+
+MOMENTS = [
+    ("mid-rollout", "request", "critic_infer", 2 * 2 + 2),  # two requests a rollout: in the third
+    ("mid-train-part", "request", "critic_train", 8),  # several parts a step: some are staged
+    ("between the two saves", "response", "critic_save", 1),  # the critic's half is durable, the actor's is not
+]
+
+
+def test_killing_both_processes_changes_nothing(finished, inputs, tmp_path):
+    """SIGKILL in mid-rollout, in mid-train-part and between the two saves, in one run: same metrics, same weights."""
+    (tmp_path / "critic").mkdir()
+    plug = Plug()
+    port = 0
+    with proxy(lambda: port, plug) as proxy_port:
+        for name, direction, endpoint, count in [*MOMENTS, ("never", "", "", 0)]:
+            plug.arm(direction, endpoint, count)
+            server, port = start_server(tmp_path / "critic", *server_overrides(inputs))
+            actor = start_actor(tmp_path / "actor", proxy_port, *actor_overrides(inputs))
+            plug.processes = [server, actor]
+            try:
+                code = actor.wait(240)
+                assert (name == "never") == (code == 0), actor.output()
+                assert plug.pulled == (name != "never")
+            finally:
+                actor.kill()
+                server.kill()
+    assert actor.output().count("resumed from step") == 3
+    assert without_timers(metrics(tmp_path / "actor")) == without_timers(metrics(finished / "actor"))
+    for name in ("actor/export/model.safetensors",):
+        assert (tmp_path / name).read_bytes() == (finished / name).read_bytes()
+    critics = [
+        sorted((folder / "critic" / "exports").glob("*/critic/model.safetensors")) for folder in (tmp_path, finished)
+    ]
+    assert critics[0][-1].read_bytes() == critics[1][-1].read_bytes()

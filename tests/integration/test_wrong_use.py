@@ -1,0 +1,195 @@
+"""A user's mistake gets one clear sentence and a non-zero exit, and nothing is lost."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.integration.processes import ROOT, start_actor, start_server
+from tests.models import save_policy, save_reward_model
+
+PYTHON = {"server": ROOT / ".venv-server/bin/python", "actor": ROOT / ".venv-actor/bin/python"}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    save_policy(folder / "policy")
+    save_reward_model(folder / "reward")
+    save_reward_model(folder / "two_labels", num_labels=2)
+    save_reward_model(folder / "other_tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "reward")
+    tokenizer.add_tokens(["w62"])
+    tokenizer.save_pretrained(folder / "other_tokenizer")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(40)))
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "w1 " * 50}) + "\n")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "broken.jsonl").write_text('{"prompt": "w1"}\n{"prompt": \n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server_port(inputs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("critic")
+    server, port = start_server(folder, "model.dtype=float32", f"model.path={inputs / 'reward'}")
+    yield port
+    server.terminate()
+
+
+def actor_arguments(inputs: Path, output_dir: Path) -> list[str]:
+    return [
+        f"run.output_dir={output_dir}", f"model.path={inputs / 'policy'}", "model=fp32",
+        f"data.train_path={inputs / 'prompts.jsonl'}", "algorithm.max_steps=1", "algorithm.num_rollout_samples=8",
+        "generation.max_length=8", "generation.kv_cache_gib=0.1", "remote_critic_rm.wait_for_server_s=0",
+    ]  # fmt: skip
+
+
+def refusal(script: str, arguments: list[str], capsys, monkeypatch) -> str:
+    """Run an entry point in this process; its only line of error output."""
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert exit_info.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0].removeprefix("error: ")
+
+
+ACTOR_MISTAKES = {
+    "no server": (["remote_critic_rm.port=9"], r"no critic server answers at 127\.0\.0\.1:9: start servers/serve_ppo_critic\.py"),
+    "missing prompts": (["data.train_path={inputs}/none.jsonl"], r"none\.jsonl"),
+    "empty data set": (["data.train_path={inputs}/empty.jsonl"], r"empty\.jsonl.*(empty|no rows)"),
+    "broken JSON": (["data.train_path={inputs}/broken.jsonl"], r"broken\.jsonl.*line 2"),
+    "prompts all too long": (["data.train_path={inputs}/long.jsonl", "data.max_prompt_length=10"], r"longer than 10 tokens"),
+    "wrong key": (["data.prompt_key=question"], r"question.*prompt"),
+    "missing model": (["model.path={inputs}/none"], r"no Hugging Face model at .*none"),
+    "unknown key": (["algorithm.ppo_epoch=2"], r"ppo_epoch"),
+    "wrong type": (["algorithm.ppo_epochs=many"], r"algorithm\.ppo_epochs.*many"),
+    "out of range": (["algorithm.gae_lambda=1.5"], r"algorithm\.gae_lambda=1\.5 is not possible: expected 0 to 1"),
+    "not a choice": (["algorithm.kl_estimator=k4"], r"kl_estimator=k4 is not possible: expected one of k1, k2, k3, abs"),
+    "impossible combination": (["algorithm.val_check_interval=5"],
+        r"val_check_interval=5 needs validation prompts: set data\.val_path"),
+    "too long for the model": (["generation.max_length=500"], r"make 502, more than the 128 positions"),
+    "bf16 without masters": (["engine=zero0", "model.dtype=bfloat16", "remote_critic_rm.port={port}"],
+        r"zero_stage=0 with model\.dtype=bfloat16"),
+    "must resume nothing": (["run.resume=must"], r"run\.resume=must but .* holds no undamaged checkpoint"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", ACTOR_MISTAKES)
+def test_the_actor_refuses(mistake, inputs, server_port, tmp_path, capsys, monkeypatch):
+    overrides, sentence = ACTOR_MISTAKES[mistake]
+    overrides = [override.format(inputs=inputs, port=server_port) for override in overrides]
+    arguments = actor_arguments(inputs, tmp_path)
+    if not any("port" in override for override in overrides):
+        arguments.append(f"remote_critic_rm.port={server_port}")
+    error = refusal("trainers/train_ppo_actor.py", [*arguments, *overrides], capsys, monkeypatch)
+    assert re.search(sentence, error), error
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin", **environment}
+    )
+
+
+def one_sentence(done: subprocess.CompletedProcess) -> str:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_the_server_refuses_a_reward_model_with_two_labels(inputs, tmp_path):
+    command = [str(PYTHON["server"]), "servers/serve_ppo_critic.py", f"run.output_dir={tmp_path}"]
+    done = run([*command, f"model.path={inputs / 'two_labels'}", "server.port=0"])
+    assert re.search(r"two_labels has 2 labels, expected 1: .*num_labels=1", one_sentence(done))
+
+
+def test_the_actor_refuses_a_server_with_another_tokenizer(inputs, tmp_path, capsys, monkeypatch):
+    (tmp_path / "critic").mkdir()
+    server, port = start_server(tmp_path / "critic", "model.dtype=float32", f"model.path={inputs / 'other_tokenizer'}")
+    arguments = [*actor_arguments(inputs, tmp_path / "actor"), f"remote_critic_rm.port={port}"]
+    error = refusal("trainers/train_ppo_actor.py", arguments, capsys, monkeypatch)
+    server.terminate()
+    assert re.search(rf"127\.0\.0\.1:{port} has the tokenizer [0-9a-f]{{16}}, the policy [0-9a-f]{{16}}: serve", error)
+
+
+def test_a_wrong_token_and_a_wrong_port_are_told_apart(inputs, tmp_path, capsys, monkeypatch):
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "token").write_text("right")
+    server, port = start_server(
+        tmp_path / "critic",
+        "model.dtype=float32",
+        f"model.path={inputs / 'reward'}",
+        f"server.token.token_file={tmp_path / 'token'}",
+    )
+    arguments = [*actor_arguments(inputs, tmp_path / "actor"), f"remote_critic_rm.port={port}"]
+    monkeypatch.setenv("NSR_CRITIC_TOKEN", "sesame")
+    wrong_token = refusal("trainers/train_ppo_actor.py", arguments, capsys, monkeypatch)
+    server.terminate()
+    assert "refused the token" in wrong_token
+    assert "sesame" not in wrong_token
+    stopped = refusal("trainers/train_ppo_actor.py", arguments, capsys, monkeypatch)
+    assert f"no critic server answers at 127.0.0.1:{port}" in stopped
+
+
+def test_an_unsupported_head_size_gets_one_sentence_and_the_way_out_works(inputs, server_port, tmp_path):
+    policy = save_policy(tmp_path / "policy", hidden_size=32, num_attention_heads=4)
+    arguments = [*actor_arguments(inputs, tmp_path), f"model.path={policy}"]
+    refused = start_actor(tmp_path / "vllm", server_port, *arguments)
+    assert refused.wait(120) == 2, refused.output()
+    assert re.search(r"heads of size 8 but vLLM on CPU knows 32, 64, .* use generation\.backend=hf", refused.output())
+    way_out = start_actor(tmp_path / "hf", server_port, *arguments, "generation=hf", "--dry-run")
+    assert way_out.wait(120) == 0, way_out.output()
+
+
+FULL_DISK = """
+set -eu
+mount -t tmpfs -o size={size} tmpfs {folder}/checkpoints
+{actor} checkpoint.save_interval=1 algorithm.max_steps=3 && exit 1 || echo "exit $?"
+ls {folder}/checkpoints
+mount -o remount,size=64m {folder}/checkpoints
+{actor} checkpoint.save_interval=1 algorithm.max_steps=3 run.resume=must
+ls {folder}/checkpoints
+"""
+
+
+def test_a_full_disk_is_one_sentence_and_the_last_good_checkpoint_survives(inputs, tmp_path):
+    """The disk is a real, small one: it holds two checkpoints and not a third."""
+    (tmp_path / "critic").mkdir()
+    server, port = start_server(tmp_path / "critic", "model.dtype=float32", f"model.path={inputs / 'reward'}")
+    folder = tmp_path / "actor"
+    (folder / "checkpoints").mkdir(parents=True)
+    arguments = [*actor_arguments(inputs, folder), f"remote_critic_rm.port={port}"]
+    actor = " ".join([str(PYTHON["actor"]), "trainers/train_ppo_actor.py", *arguments])
+    script = FULL_DISK.format(size="2m", folder=folder, actor=actor)
+    done = run(["unshare", "--mount", "--map-root-user", "bash", "-c", script])
+    server.terminate()
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, _, after = done.stdout.partition("exit 2\n")
+    folders = [line for line in after.splitlines() if line.startswith("step_")]
+    assert folders == ["step_000000", "step_000001", "step_000002", "step_000003"]
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert re.search(r"step 2 could not be saved in .* make room and start again, it resumes from step 1", sentence)
+    assert "resumed from step 1" in done.stderr
+
+
+def test_a_used_server_and_a_new_run_do_not_mix(inputs, tmp_path):
+    (tmp_path / "critic").mkdir()
+    server, port = start_server(tmp_path / "critic", "model.dtype=float32", f"model.path={inputs / 'reward'}")
+    first = start_actor(tmp_path / "first", port, *actor_arguments(inputs, tmp_path / "first"))
+    assert first.wait(120) == 0, first.output()
+    second = start_actor(tmp_path / "second", port, *actor_arguments(inputs, tmp_path / "second"))
+    assert second.wait(120) == 2
+    again = start_actor(tmp_path / "first", port, *actor_arguments(inputs, tmp_path / "first"), "run.resume=never")
+    assert again.wait(120) == 2
+    server.terminate()
+    assert "has already trained 1 steps but" in second.output()
+    assert "run.resume=never but" in again.output()

@@ -1,0 +1,51 @@
+"""Tiny models and tokenizers made on the spot."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+WORDS = ["<eos>", "<unk>", *(f"w{index}" for index in range(62))]
+SHAPE = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Words w0..w61, an end-of-text token, no pad token."""
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(directory)
+
+
+def save_policy(directory: Path, *, seed: int = 0, **overrides: object) -> Path:
+    """A random Llama with peaked enough predictions to tell weights apart."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **overrides}))
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def save_reward_model(directory: Path, *, seed: int = 1, num_labels: int = 1, **overrides: object) -> Path:
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{**SHAPE, "num_labels": num_labels, **overrides})
+    LlamaForSequenceClassification(config).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory

@@ -1,0 +1,30 @@
+"""A policy remembers the templates it was trained with."""
+
+import pytest
+
+from nemo_style_rlhf.data.templates import check_template, write_template
+from nemo_style_rlhf.errors import UserError
+
+TEMPLATE = "Question: {prompt}\nAnswer:"
+
+
+def test_the_same_template_passes_and_a_model_without_a_note_is_not_judged(tmp_path, tokenizer):
+    assert check_template(str(tmp_path), None, tokenizer) is None
+    write_template(tmp_path, TEMPLATE, tokenizer)
+    assert check_template(str(tmp_path), TEMPLATE, tokenizer) is None
+
+
+@pytest.mark.parametrize("given", [None, "{prompt}", TEMPLATE + " "])
+def test_another_prompt_template_is_refused_or_warned_about(tmp_path, tokenizer, given):
+    write_template(tmp_path, TEMPLATE, tokenizer)
+    with pytest.raises(UserError, match=r"set data\.prompt_template"):
+        check_template(str(tmp_path), given, tokenizer)
+    assert "was trained with" in check_template(str(tmp_path), given, tokenizer, on_mismatch="warn")
+
+
+def test_another_chat_template_is_refused(tmp_path, tokenizer):
+    tokenizer.chat_template = "{{ messages }}"
+    write_template(tmp_path, None, tokenizer)
+    tokenizer.chat_template = "{{ messages }}."
+    with pytest.raises(UserError, match="chat template"):
+        check_template(str(tmp_path), None, tokenizer)

@@ -1,0 +1,240 @@
+"""PPO's mathematics against loop-written float64 references and numbers derived by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nemo_style_rlhf.algorithms.advantages import discounted_returns, gae
+from nemo_style_rlhf.algorithms.kl import kl_estimate
+from nemo_style_rlhf.algorithms.masking import AGGREGATIONS, aggregate, masked_mean, masked_whiten
+from nemo_style_rlhf.algorithms.policy_loss import policy_loss
+from nemo_style_rlhf.algorithms.reward_shaping import place_rewards, truncation_penalty
+from nemo_style_rlhf.algorithms.value_loss import value_loss
+
+from . import reference
+from .reference import masks, noise, selected
+
+many = settings(max_examples=200, deadline=None)
+seeds = st.integers(0, 2**31)
+unit = st.floats(0, 1)
+
+
+def close(left: Tensor | float, right: object) -> None:
+    torch.testing.assert_close(
+        torch.as_tensor(left, dtype=torch.float64), torch.as_tensor(right, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
+
+
+@many
+@given(mask=masks(), seed=seeds, gamma=unit, lam=unit)
+def test_gae_is_the_discounted_sum_of_residuals_over_response_tokens(mask, seed, gamma, lam):
+    rewards, values = noise(mask, seed), noise(mask, seed + 1)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    close(advantages, reference.gae(rewards, values, mask, gamma, lam))
+    close(returns, advantages + values.nan_to_num())
+
+
+def test_gae_by_hand():
+    # gamma 0.5, lambda 0.5; delta = [0 + .5*2 - 1, 4 - 2] = [0, 2]; A_1 = 2, A_0 = 0 + .25*2 = .5
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    advantages, returns = gae(torch.tensor([[0.0, 4, 9]]), torch.tensor([[1.0, 2, 9]]), mask, gamma=0.5, lam=0.5)
+    close(advantages, [[0.5, 2, 0]])
+    close(returns, [[1.5, 4, 0]])
+
+
+def test_gae_skips_a_gap_instead_of_decaying_through_it():
+    # lambda .95, a reward of 1 behind a gap of 4 tokens: one decay, .95, not .95^5 = .774
+    mask = torch.tensor([[1.0, 0, 0, 0, 0, 1]])
+    rewards = torch.tensor([[0.0, 0, 0, 0, 0, 1]])
+    advantages, _ = gae(rewards, torch.zeros(1, 6), mask, gamma=1.0, lam=0.95)
+    torch.testing.assert_close(advantages[0, 0], torch.tensor(0.95))
+
+
+@many
+@given(mask=masks(), seed=seeds, gamma=unit)
+def test_discounted_returns_follow_their_recursion(mask, seed, gamma):
+    rewards = noise(mask, seed)
+    expected = torch.zeros_like(mask)
+    for row in range(len(mask)):
+        following = 0.0
+        for t in reversed(range(mask.shape[1])):
+            if mask[row, t]:
+                following = float(rewards[row, t]) + gamma * following
+                expected[row, t] = following
+    close(discounted_returns(rewards, mask, gamma=gamma), expected)
+
+
+@many
+@given(mask=masks(), seed=seeds)
+def test_masked_mean_and_whitening_see_unmasked_elements_only(mask, seed):
+    x = noise(mask, seed)
+    values = selected(x, mask)
+    mean = reference.mean(values)
+    close(masked_mean(x, mask), mean)
+    variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
+    expected = [(value - mean) / math.sqrt(variance + 1e-8) for value in values]
+    close(selected(masked_whiten(x, mask), mask), expected)
+    close(selected(masked_whiten(x, mask, shift_mean=False), mask), [value + mean for value in expected])
+    assert (masked_whiten(x, mask)[mask == 0] == 0).all()
+
+
+@many
+@given(mask=masks(), seed=seeds, mode=st.sampled_from(AGGREGATIONS))
+def test_aggregate_matches_its_definition(mask, seed, mode):
+    x = noise(mask, seed)
+    rows = [selected(x[row : row + 1], mask[row : row + 1]) for row in range(len(mask))]
+    rows = [row for row in rows if row]
+    tokens = sum(map(len, rows))
+    expected = {
+        "token_mean": sum(map(sum, rows)) / tokens,
+        "seq_mean_token_mean": sum(map(reference.mean, rows)) / len(rows),
+        "seq_mean_token_sum": sum(map(sum, rows)) / len(rows),
+        "seq_sum_constant": sum(map(sum, rows)) / mask.numel(),
+    }[mode]
+    close(aggregate(x, mask, mode=mode), expected)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_with_the_steps_normalizer_micro_batches_add_up_to_the_whole(mode):
+    mask = torch.tensor([[1.0, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]], dtype=torch.float64)
+    x = noise(mask, 3)
+    normalizer = {"token_mean": mask.sum(), "seq_sum_constant": 12.0}.get(mode, 4.0)
+    whole = aggregate(x, mask, mode=mode, normalizer=normalizer)
+    parts = sum(aggregate(x[row : row + 1], mask[row : row + 1], mode=mode, normalizer=normalizer) for row in range(4))
+    close(parts, whole)
+
+
+def test_unknown_names_are_refused():
+    mask = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="aggregation 'mean'"):
+        aggregate(mask, mask, mode="mean")
+    with pytest.raises(ValueError, match="KL estimator 'k9'"):
+        kl_estimate(mask, mask, kind="k9")
+    with pytest.raises(ValueError, match="level 'word'"):
+        policy_loss(mask, mask, mask, mask, clip_low=0.2, clip_high=0.2, level="word")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    # x = .5: k1 = .5; k2 = .125; k3 = exp(-.5) - 1 + .5 = .10653; abs = .5
+    [("k1", 0.5), ("k2", 0.125), ("k3", 0.1065306597126334), ("abs", 0.5)],
+)
+def test_kl_estimators_by_hand(kind, expected):
+    close(
+        kl_estimate(torch.tensor(-1.0, dtype=torch.float64), torch.tensor(-1.5, dtype=torch.float64), kind=kind),
+        expected,
+    )
+
+
+def test_k1_and_k3_are_unbiased():
+    # p = (.5, .3, .2), q = (.2, .5, .3): the expectation under p is the KL divergence itself.
+    p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
+    divergence = float((p * (p / q).log()).sum())
+    for kind in ("k1", "k3"):
+        close((p * kl_estimate(p.log(), q.log(), kind=kind)).sum(), divergence)
+
+
+@many
+@given(
+    mask=masks(),
+    seed=seeds,
+    low=st.floats(0.05, 0.9),
+    high=st.floats(0.05, 2),
+    dual=st.none() | st.floats(1.1, 4),
+    level=st.sampled_from(["token", "sequence"]),
+    mode=st.sampled_from(AGGREGATIONS),
+)
+def test_policy_loss_matches_a_loop(mask, seed, low, high, dual, level, mode):
+    logprobs, old, advantages = (noise(mask, seed + k) for k in range(3))
+    result = policy_loss(
+        logprobs, old, advantages, mask, clip_low=low, clip_high=high, dual_clip=dual, level=level, aggregation=mode
+    )
+    losses, ratios, clipped, kls = torch.zeros_like(mask), [], [], []
+    for row in range(len(mask)):
+        steps = [t for t in range(mask.shape[1]) if mask[row, t]]
+        for t in steps:
+            log_ratio = float(logprobs[row, t] - old[row, t])
+            if level == "sequence":
+                log_ratio = reference.mean([float(logprobs[row, k] - old[row, k]) for k in steps])
+            ratio, advantage = math.exp(log_ratio), float(advantages[row, t])
+            free = -ratio * advantage
+            bounded = -min(max(ratio, 1 - low), 1 + high) * advantage
+            loss = max(free, bounded)
+            cut = bounded > free
+            if dual is not None and advantage < 0 and loss > -dual * advantage:
+                loss, cut = -dual * advantage, True
+            losses[row, t] = loss
+            ratios.append(ratio)
+            clipped.append(float(cut))
+            kls.append(ratio - 1 - log_ratio)
+    close(result.loss, aggregate(losses, mask, mode=mode))
+    close(result.ratio, reference.mean(ratios))
+    close(result.clip_fraction, reference.mean(clipped))
+    close(result.approx_kl, reference.mean(kls))
+
+
+def test_before_the_first_update_the_policy_gradient_is_the_advantage():
+    # ratio 1, so d loss / d logp = -A / tokens
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
+    advantages, mask = torch.tensor([[1.0, -2.0, 5.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    result = policy_loss(logprobs, logprobs.detach(), advantages, mask, clip_low=0.2, clip_high=0.2)
+    result.loss.backward()
+    close(result.ratio, 1.0)
+    close(logprobs.grad, [[-0.5, 1.0, 0.0]])
+
+
+def test_nan_under_the_mask_reaches_no_gradient():
+    mask = torch.tensor([[1.0, 0.0]])
+    for loss in (
+        lambda x: policy_loss(x, mask, mask, mask, clip_low=0.2, clip_high=0.2).loss,
+        lambda x: value_loss(x, mask, mask, mask, clip=0.2).loss,
+        lambda x: masked_whiten(x, mask).sum(),
+    ):
+        x = torch.tensor([[0.3, math.nan]], requires_grad=True)
+        loss(x).backward()
+        assert torch.isfinite(x.grad).all()
+
+
+@many
+@given(mask=masks(), seed=seeds, clip=st.none() | st.floats(0.01, 2))
+def test_value_loss_matches_a_loop(mask, seed, clip):
+    values, old, returns = (noise(mask, seed + k) for k in range(3))
+    result = value_loss(values, old, returns, mask, clip=clip)
+    losses, cuts = [], []
+    for v, o, r in zip(selected(values, mask), selected(old, mask), selected(returns, mask)):
+        squared = (v - r) ** 2
+        bounded = squared if clip is None else (o + min(max(v - o, -clip), clip) - r) ** 2
+        losses.append(0.5 * max(squared, bounded))
+        cuts.append(float(bounded > squared))
+    close(result.loss, reference.mean(losses))
+    close(result.clip_fraction, reference.mean(cuts))
+    returns_list = selected(returns, mask)
+    residual = [r - v for r, v in zip(returns_list, selected(values, mask))]
+    total = reference.mean([(r - reference.mean(returns_list)) ** 2 for r in returns_list])
+    if total > 0:
+        spread = reference.mean([(x - reference.mean(residual)) ** 2 for x in residual])
+        close(result.explained_variance, 1 - spread / total)
+
+
+def test_value_loss_by_hand():
+    # V 3, V_old 1, R 0, clip .5: squared 9, clipped (1.5)^2 = 2.25; the larger counts: 4.5
+    one = torch.ones(1, 1)
+    result = value_loss(3 * one, one, 0 * one, one, clip=0.5)
+    close(result.loss, 4.5)
+    close(result.clip_fraction, 0.0)
+
+
+def test_the_score_lands_on_the_last_response_token_beside_the_kl_penalty():
+    mask = torch.tensor([[0.0, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
+    kl = torch.tensor([[math.nan, 2, 7, 3, 1]], dtype=torch.float64).repeat(2, 1)
+    rewards = place_rewards(torch.tensor([10.0, 5.0]), kl, mask, kl_coef=0.1)
+    close(rewards, [[0, -0.2, 0, 9.7, 0], [0, 0, 0, 0, 0]])
+
+
+def test_truncated_samples_pay():
+    scores = truncation_penalty(torch.tensor([1.0, 2.0]), torch.tensor([True, False]), coef=-1.0)
+    close(scores, [0.0, 2.0])

@@ -1,0 +1,99 @@
+"""A checkpoint is whole or it is not one."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nemo_style_rlhf.checkpoint.files import write_atomically
+from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
+from nemo_style_rlhf.errors import UserError
+
+
+def save(store, step, content="weights"):
+    return store.save(
+        step,
+        "run",
+        write_actor=lambda half: (half / "w.bin").write_text(f"{content} {step}"),
+        save_critic=lambda name: {"checkpoint_id": name, "files": {}},
+        state={"step": step},
+        versions={},
+    )
+
+
+def test_latest_is_the_newest_whole_one(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    assert store.latest() is None
+    save(store, 1)
+    save(store, 2)
+    manifest = store.latest()
+    assert manifest is not None
+    assert (manifest.step, manifest.state) == (2, {"step": 2})
+    assert manifest.critic["checkpoint_id"] == checkpoint_id("run", 2) == "run-step_000002"
+
+
+def test_an_attempt_that_died_before_its_manifest_does_not_count_and_can_be_repeated(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 1)
+
+    def no_space(half):
+        (half / "w.bin").write_text("hal")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(
+        UserError, match=r"step 2 could not be saved .*\(No space left on device\).* resumes from step 1"
+    ):
+        store.save(2, "run", write_actor=no_space, save_critic=lambda name: {}, state={}, versions={})
+    assert store.latest().step == 1
+    save(store, 2)
+    assert store.latest().step == 2
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_text("weights 3"), lambda path: path.unlink()])
+def test_a_damaged_one_falls_back_to_the_one_before_and_says_so(tmp_path, caplog, damage):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 1)
+    folder = save(store, 2)
+    damage(folder / "actor" / "w.bin")
+    assert store.latest().step == 1
+    assert "step_000002 is damaged (w.bin)" in caplog.text
+
+
+def test_prune_keeps_the_last_committed_ones_and_clears_attempts_before_them(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        save(store, step)
+    (tmp_path / "step_000000").mkdir()
+    (tmp_path / "notes").mkdir()
+    store.prune()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000002", "step_000003"]
+
+
+def test_a_manifest_names_every_file_with_its_digest(tmp_path):
+    folder = save(CheckpointStore(tmp_path, keep_last=1), 7)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["actor"] == {"w.bin": hashlib.sha256(b"weights 7").hexdigest()}
+
+
+def test_write_atomically_survives_a_kill_at_any_moment(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, b"a" * 1_000_000)
+    script = (
+        "import sys; from pathlib import Path; from nemo_style_rlhf.checkpoint.files import write_atomically\n"
+        "print('go', flush=True)\n"
+        "while True:\n"
+        "    for byte in (b'b', b'a'): write_atomically(Path(sys.argv[1]), byte * 1_000_000)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    time.sleep(0.3)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    content = path.read_bytes()
+    assert len(content) == 1_000_000
+    assert len(set(content)) == 1

@@ -1,0 +1,179 @@
+"""The wire contract, the ledger of leases and steps, and the store of halves: no process, no network, no torch."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_style_rlhf.critic_service import protocol, validation
+from nemo_style_rlhf.critic_service.kserve import decode_response, encode_request
+from nemo_style_rlhf.critic_service.ledger import Ledger
+from nemo_style_rlhf.critic_service.protocol import Code, Limits, ProtocolError
+from nemo_style_rlhf.critic_service.secret import read_token
+from nemo_style_rlhf.critic_service.store import HalfStore
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.common import TokenConfig
+
+LIMITS = Limits(vocab_size=10, max_length=8, max_request_bytes=4096)
+
+
+def train_inputs(lease: str = "L", step: int = 1, part: int = 1, parts: int = 1, **changes: np.ndarray) -> dict:
+    arrays = (
+        np.array([1, 2, 3, 4, 5], np.int32),
+        np.array([2, 3], np.int32),
+        np.zeros(5, np.float32),
+        np.zeros(5, np.float32),
+        np.array([1, 0, 0, 1, 0], np.float32),
+    )
+    plan = protocol.part_plan(
+        lease=lease, step=step, part=part, parts=[arrays] * parts, mini_batches=[[0, 1]], normalizers=[2]
+    )
+    tensors = (*arrays, protocol.json_tensor(plan))
+    return {spec.name: tensor for spec, tensor in zip(protocol.TRAIN.inputs, tensors, strict=True)} | changes
+
+
+def test_to_actions_moves_a_token_s_entry_to_the_state_before_it() -> None:
+    """Tokens p0 p1 r2 r3: the policy produced 2 and 3, so the states after tokens 1 and 2 are trained."""
+    np.testing.assert_array_equal(protocol.to_actions(np.array([0, 0, 1, 1])), [0, 1, 1, 0])
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+def test_ragged_is_undone_by_unragged(lengths: list[int]) -> None:
+    sequences = [np.arange(length, dtype=np.int32) for length in lengths]
+    flat = protocol.ragged(sequences)
+    back = protocol.unragged(flat["tokens"], flat["sequence_lengths"])
+    assert [sequence.tolist() for sequence in back] == [sequence.tolist() for sequence in sequences]
+
+
+def test_a_train_part_is_read_whole() -> None:
+    part = validation.read_train(train_inputs(), LIMITS)
+    assert (part.lease, part.step, part.part, part.parts) == ("L", 1, 1, 1)
+    assert part.plan is not None
+    assert part.plan.mini_batches == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"tokens": np.array([1, 2, 3, 4, 10], np.int32)}, r"tokens\[4\] is 10, outside the vocabulary 0\.\.9"),
+        ({"sequence_lengths": np.array([2, 2], np.int32)}, "sequence_lengths add up to 4 but tokens has 5"),
+        ({"returns": np.zeros(4, np.float32)}, "returns has 4 entries but tokens has 5"),
+        ({"old_values": np.array([0, 0, np.inf, 0, 0], np.float32)}, r"old_values\[2\] is NaN or infinite"),
+        ({"mask": np.array([1, 1, 0, 1, 0], np.float32)}, "mask is 1 at the last token of sequence 0"),
+        ({"mask": np.array([1, 0, 0, 2, 0], np.float32)}, r"mask\[3\] is neither 0 nor 1"),
+        ({"plan": protocol.json_tensor({"lease": "L"})}, "plan.step is missing"),
+        ({"plan": protocol.bytes_tensor(b'{"lease": NaN}')}, "plan contains NaN"),
+        ({"tokens": np.zeros(2000, np.int32)}, "expected at most 4096"),
+    ],
+)
+def test_a_bad_part_is_refused_with_the_tensor_and_the_rule(changes: dict, sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=sentence) as refusal:
+        validation.read_train(train_inputs(**changes), LIMITS)
+    assert refusal.value.code is Code.INVALID
+
+
+def test_errors_survive_the_wire() -> None:
+    for code in Code:
+        parsed = ProtocolError.parse(str(ProtocolError(code, "a sentence")))
+        assert (parsed.code, parsed.message) == (code, "a sentence")
+    assert ProtocolError.parse("what Triton says").code is Code.INVALID
+
+
+def test_the_digest_of_a_step_does_not_depend_on_its_parts() -> None:
+    whole = tuple(train_inputs()[spec.name] for spec in protocol.TRAIN.inputs[:5])
+    first = tuple(array[:size] for array, size in zip(whole, (2, 1, 2, 2, 2), strict=True))
+    second = tuple(array[size:] for array, size in zip(whole, (2, 1, 2, 2, 2), strict=True))
+    digest = protocol.train_digest([whole], [[0, 1]], [2])
+    assert protocol.train_digest([first, second], [[0, 1]], [2]) == digest
+    assert protocol.train_digest([second, first], [[0, 1]], [2]) != digest
+    assert protocol.train_digest([whole], [[1, 0]], [2]) != digest
+
+
+def test_kserve_bodies_round_trip() -> None:
+    body, head_length = encode_request(protocol.TRAIN, train_inputs())
+    head = json.loads(body[:head_length])
+    assert [entry["name"] for entry in head["inputs"]] == [spec.name for spec in protocol.TRAIN.inputs]
+    answer = json.dumps({"outputs": head["inputs"]}).encode()  # an echo has the same form
+    outputs = decode_response(answer + body[head_length:], len(answer))
+    for name, tensor in train_inputs().items():
+        np.testing.assert_array_equal(outputs[name], tensor)
+
+
+def test_the_ledger_counts_every_step_once() -> None:
+    ledger = Ledger()
+    lease = ledger.acquire("run")
+    one, two = (validation.read_train(train_inputs(lease, 1, part, 2), LIMITS) for part in (1, 2))
+    assert ledger.stage(one) == ({"staged": 1, "parts": 2}, None)
+    complete = ledger.stage(two)[1]
+    assert complete is not None
+    assert [part.part for part in complete] == [1, 2]
+    ledger.applied([one, two], {"answer": 1})
+    assert ledger.stage(two) == ({"answer": 1}, None)
+    assert ledger.step == 1
+    with pytest.raises(ProtocolError, match="train step 3 does not follow: the critic is at step 1"):
+        ledger.stage(validation.read_train(train_inputs(lease, 3), LIMITS))
+
+
+def test_an_answer_of_a_lost_lease_is_nobodys() -> None:
+    """The step ran while the lease was lost: it counts, but the new holder does not get the old one's answer."""
+    ledger = Ledger()
+    old = ledger.acquire("old")
+    part = validation.read_train(train_inputs(old), LIMITS)
+    ledger.stage(part)
+    new = ledger.acquire("new")
+    ledger.applied([part], {"answer": 1})
+    with pytest.raises(ProtocolError, match="does not follow: the critic is at step 1"):
+        ledger.stage(validation.read_train(train_inputs(new), LIMITS))
+    with pytest.raises(ProtocolError, match="run 'new' holds it now"):
+        ledger.check(old)
+
+
+def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
+    store = HalfStore(tmp_path)
+    store.save("a", 3, lambda directory: (directory / "weights").write_text("old"))
+    (tmp_path / "checkpoints/a/critic").rename(tmp_path / "checkpoints/a/critic.old")
+    (tmp_path / "checkpoints/a/critic.tmp").mkdir()
+    directory, half = HalfStore(tmp_path).verified("a", None)
+    assert half.critic_step == 3
+    assert (directory / "weights").read_text() == "old"
+    assert not (tmp_path / "checkpoints/a/critic.tmp").exists()
+
+
+def test_pruning_leaves_the_actors_half_alone(tmp_path: Path) -> None:
+    store = HalfStore(tmp_path)
+    for name in ("a", "b"):
+        store.save(name, 1, lambda directory: (directory / "weights").write_text("w"))
+        (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
+        pruned = store.commit(name, keep=1)
+    assert pruned == ["a"]
+    assert (tmp_path / "checkpoints/a/manifest.json").exists()
+    assert not (tmp_path / "checkpoints/a/critic").exists()
+
+
+def test_pruning_leaves_other_runs_alone(tmp_path: Path) -> None:
+    store = HalfStore(tmp_path)
+    for name in ("old-step_000001", "new-step_000001", "new-step_000002"):
+        store.save(name, 1, lambda directory: (directory / "weights").write_text("w"))
+        pruned = store.commit(name, keep=1)
+    assert pruned == ["new-step_000001"]
+    assert HalfStore(tmp_path).committed == ["old-step_000001", "new-step_000002"]
+    assert store.verified("old-step_000001", None)
+
+
+def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TokenConfig(token_env="SOME_TOKEN")
+    assert read_token(config) is None
+    monkeypatch.setenv("SOME_TOKEN", "from the environment")
+    assert read_token(config) == "from the environment"
+    (tmp_path / "token").write_text("from the file\n")
+    config.token_file = str(tmp_path / "token")
+    assert read_token(config) == "from the file"
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(UserError, match="holds no usable token"):
+        read_token(config)
+    config.token_file = str(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="does not exist"):
+        read_token(config)

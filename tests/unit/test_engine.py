@@ -1,0 +1,105 @@
+"""The DeepSpeed wrapper, one process on CPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_style_rlhf.engine.engine import Engine, NonFiniteError
+from nemo_style_rlhf.engine.schedule import lr_factor
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.bootstrap import init_distributed
+from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, SchedulerConfig
+
+CPU = torch.device("cpu")
+X = torch.linspace(-1, 1, 24).view(8, 3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _process_group():
+    init_distributed(CPU)
+
+
+def make_engine(zero_stage=1, dtype=torch.float32, **overrides):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+    optim = OptimizerConfig(lr=0.05, weight_decay=0.1)
+    scheduler = SchedulerConfig(name="cosine", warmup_steps=2, total_steps=10)
+    return Engine(
+        module, EngineConfig(zero_stage=zero_stage, optim=optim, scheduler=scheduler, **overrides), device=CPU
+    )
+
+
+def take_steps(engine, count, micro_batches=2):
+    stats = []
+    for _ in range(count):
+        for part in X.chunk(micro_batches):
+            engine.backward(engine(part.to(next(engine.module.parameters()).dtype)).float().square().sum() / len(X))
+        stats.append(engine.step())
+    return stats
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_equals_plain_torch_adamw(zero_stage):
+    engine = make_engine(zero_stage, gradient_clip_val=0.3)
+    stats = take_steps(engine, 3)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.05 * lr_factor(step, engine.config.scheduler, 10)
+        module(X).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+        assert stats[step].grad_norm == pytest.approx(float(norm), rel=1e-5)
+        assert stats[step].lr == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+    for left, right in zip(engine.module.parameters(), module.parameters()):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+def test_the_number_of_micro_batches_does_not_change_the_step():
+    one, four = make_engine(), make_engine()
+    take_steps(one, 2, micro_batches=1)
+    take_steps(four, 2, micro_batches=4)
+    for left, right in zip(one.module.parameters(), four.module.parameters()):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "dtype"), [(0, torch.float32), (1, torch.float32), (1, torch.bfloat16), (2, torch.bfloat16)]
+)
+def test_load_brings_back_every_bit_also_on_a_used_engine(tmp_path, zero_stage, dtype):
+    engine = make_engine(zero_stage, dtype)
+    take_steps(engine, 2)
+    saved = engine.digest()
+    engine.save(tmp_path)
+    first = take_steps(engine, 2)
+    ahead = engine.digest()
+    assert ahead != saved
+    engine.load(tmp_path)
+    assert engine.digest() == saved
+    assert take_steps(engine, 2) == first
+    assert engine.digest() == ahead
+
+
+def test_a_nan_loss_stops_before_it_touches_the_weights():
+    engine = make_engine()
+    before = engine.digest()
+    with pytest.raises(NonFiniteError, match="loss is nan"):
+        engine.backward(engine(X).sum() * float("nan"))
+    assert engine.digest() == before
+
+
+def test_bf16_without_masters_and_a_decay_without_an_end_are_refused():
+    with pytest.raises(UserError, match=r"engine\.zero_stage=0"):
+        make_engine(0, torch.bfloat16)
+    with pytest.raises(UserError, match=r"engine\.scheduler\.total_steps"):
+        Engine(nn.Linear(1, 1), EngineConfig(scheduler=SchedulerConfig(name="linear")), device=CPU)
+
+
+def test_schedule_by_hand():
+    linear = SchedulerConfig(name="linear", warmup_steps=1, min_lr_ratio=0.1)
+    # warmup 1/2; then from 1 to .1 over steps 1..5
+    assert [lr_factor(step, linear, 5) for step in (0, 1, 3, 5, 9)] == pytest.approx([0.5, 1.0, 0.55, 0.1, 0.1])
+    cosine = SchedulerConfig(name="cosine")
+    assert [lr_factor(step, cosine, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.5, 0.0])

@@ -1,0 +1,28 @@
+"""What must be true of every entry point's process before it does anything."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY_POINTS = [*sorted((ROOT / "trainers").glob("*.py")), *sorted((ROOT / "servers").glob("*.py"))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
+@pytest.mark.parametrize("script", ENTRY_POINTS, ids=lambda script: script.name)
+def test_openmp_threads_sleep_while_they_wait(script: Path) -> None:
+    """libgomp prints the settings it was loaded with: the entry point chose before it imported torch."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    code = f"import runpy; runpy.run_path({str(script)!r}, run_name='imported'); import torch"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**environment, "OMP_DISPLAY_ENV": "true"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in result.stderr

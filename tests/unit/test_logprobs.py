@@ -1,0 +1,84 @@
+"""Chunked log-probabilities equal the naive ones, forward and gradient, and any causal LM's own logits."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, LlamaConfig, Qwen2Config
+
+from nemo_style_rlhf.models.logprobs import logits_logprobs, token_logprobs
+from nemo_style_rlhf.models.policy import PolicyModel
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_tokens", [None, 50, 1])
+def test_equal_to_the_naive_result_forward_and_gradient(temperature, chunk_tokens):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 128, 32, generator=generator, requires_grad=True)
+    weight = (torch.randn(1000, 32, generator=generator) * 0.3).requires_grad_()
+    token_ids = torch.randint(1000, (2, 128), generator=generator)
+    upstream = torch.randn(2, 2, 128, generator=generator)
+    ours = token_logprobs(
+        hidden, weight, token_ids, temperature=temperature, with_entropy=True, chunk_tokens=chunk_tokens
+    )
+    naive = logits_logprobs(hidden @ weight.T, token_ids, temperature=temperature)
+    for left, right in zip(ours, naive):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+    gradients = [
+        torch.autograd.grad((result[0] * upstream[0] + result[1] * upstream[1]).sum(), (hidden, weight))
+        for result in (ours, naive)
+    ]
+    for left, right in zip(*gradients):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=2e-5)
+
+
+def test_without_entropy_the_gradient_is_that_of_the_logprobs_alone():
+    hidden = torch.randn(3, 8, requires_grad=True)
+    weight = torch.randn(5, 8, requires_grad=True)
+    ids = torch.tensor([0, 4, 2])
+    torch.testing.assert_close(
+        torch.autograd.grad(token_logprobs(hidden, weight, ids).sum(), (hidden, weight)),
+        torch.autograd.grad(logits_logprobs(hidden @ weight.T, ids)[0].sum(), (hidden, weight)),
+    )
+
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL),
+    "tied": Qwen2Config(**SMALL, num_key_value_heads=1, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=64),
+    # Its logits are soft-capped after the head: a bare matrix product would be wrong.
+    "soft_capped": Gemma2Config(**SMALL, head_dim=16, num_key_value_heads=1, final_logit_softcapping=2.0),
+    "capped_far_above": Gemma2Config(**SMALL, head_dim=16, num_key_value_heads=1, final_logit_softcapping=30.0),
+    "scaled": CohereConfig(**SMALL, num_key_value_heads=1, logit_scale=0.5),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_policys_logprobs_are_those_of_its_logits_at_the_next_token(name):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(3)  # far enough from uniform for capping to matter
+    policy = PolicyModel(model, temperature=0.7)
+    ids = torch.randint(1, 97, (3, 9))
+    mask = (torch.rand(3, 9) < 0.6).float()
+    mask[:, -1] = 0
+    result = policy(ids, mask, with_entropy=True)
+    logprobs = (model(ids).logits.float() / 0.7).log_softmax(-1)
+    expected = logprobs[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)[mask[:, :-1].bool()]
+    torch.testing.assert_close(result.logprobs, expected, rtol=1e-5, atol=1e-5)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)[mask.bool()]
+    torch.testing.assert_close(result.entropy, entropy, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_is_followed_forward_and_backward(dtype):
+    hidden = torch.randn(3, 8).to(dtype).requires_grad_()
+    weight = torch.randn(5, 8, requires_grad=True)
+    ids = torch.tensor([0, 4, 2])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = token_logprobs(hidden, weight, ids).sum()
+    loss.backward()
+    expected = torch.autograd.grad(token_logprobs(hidden.float(), weight, ids).sum(), (hidden, weight))
+    assert (hidden.grad.dtype, weight.grad.dtype) == (dtype, torch.float32)
+    torch.testing.assert_close(weight.grad, expected[1], rtol=0.05, atol=0.1)
+    torch.testing.assert_close(hidden.grad.float(), expected[0].float(), rtol=0.05, atol=0.1)

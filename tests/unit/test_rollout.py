@@ -1,0 +1,177 @@
+"""From samples to experience: alignment, masks, plans and seeds."""
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.generation.hf import HFGenerator
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
+from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.ppo.metrics import rollout_metrics
+from nemo_style_rlhf.ppo.update import mini_batch_plan
+from nemo_style_rlhf.rollout.collector import Collector, NothingToLearnError, Timers, make_requests
+from nemo_style_rlhf.rollout.logprobs import action_mask, micro_batch_iterator
+from nemo_style_rlhf.rollout.reference import Reference
+from nemo_style_rlhf.rollout.types import Rollout
+from nemo_style_rlhf.schema.actor import PPOConfig
+from nemo_style_rlhf.schema.common import EngineConfig
+from nemo_style_rlhf.schema.generation import GenerationConfig
+from nemo_style_rlhf.scoring.interface import Scores
+from tests.models import SHAPE
+
+CPU = torch.device("cpu")
+PROMPTS = [Prompt(index, list(range(2, 4 + index)), f"prompt {index}", label=str(index)) for index in range(4)]
+BY_ID = {prompt.prompt_id: prompt for prompt in PROMPTS}
+
+
+def rollout(prompt_length: int, response_length: int, finish_reason: str = "stop") -> Rollout:
+    request = GenerationRequest(SampleId(1, 0, 0), tuple(range(prompt_length)), 5, 9)
+    tokens = list(range(100, 100 + response_length))
+    completion = Completion(request, tokens, -torch.arange(1.0, response_length + 1), finish_reason, 3)
+    return Rollout.from_completion(completion, "text", None, {})
+
+
+def test_a_rollout_marks_what_the_policy_produced():
+    sample = rollout(2, 3)
+    assert sample.tokens.tolist() == [0, 1, 100, 101, 102]
+    assert sample.response_mask.tolist() == [False, False, True, True, True]
+    assert sample.sampler_logprobs.tolist() == [0, 0, -1, -2, -3]
+    assert sample.weights_version.tolist() == [-1, -1, 3, 3, 3]
+    assert sample.response_tokens == [100, 101, 102]
+
+
+def test_the_action_mask_is_one_where_the_next_token_is_the_policys():
+    assert action_mask([rollout(2, 2), rollout(1, 1)]).tolist() == [0, 1, 1, 0, 1, 0]
+
+
+def test_seeds_are_a_function_of_run_step_prompt_and_index_alone():
+    seeds = {
+        sample_seed(run, SampleId(step, prompt, index))
+        for run in (1, 2)
+        for step in range(5)
+        for prompt in range(5)
+        for index in range(5)
+    }
+    assert len(seeds) == 250
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    # the first 4 bytes of sha256("7/1/2/3"), shifted right by one: printf 7/1/2/3 | sha256sum
+    assert sample_seed(7, SampleId(1, 2, 3)) == 189544295
+
+
+def test_a_prompt_that_occurs_twice_in_a_step_gets_new_samples():
+    requests = make_requests(
+        [PROMPTS[0], PROMPTS[1], PROMPTS[0]], step=4, samples_per_prompt=2, max_tokens=9, run_seed=1
+    )
+    assert [(r.sample.prompt_id, r.sample.index) for r in requests] == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3)]
+    assert len({request.seed for request in requests}) == 6
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=20), st.integers(10, 100))
+def test_micro_batches_select_every_action_once_and_in_its_place(shapes, budget):
+    samples = [rollout(prompt, response) for prompt, response in shapes]
+    lengths = [len(sample.tokens) for sample in samples]
+    tokens, mask = torch.cat([sample.tokens for sample in samples]), action_mask(samples)
+    config = EngineConfig(micro_batch_tokens=budget, row_multiple=4)
+    seen = []
+    for batch in micro_batch_iterator(tokens, lengths, mask, config, CPU):
+        assert batch.input_ids.shape[0] % 4 == 0
+        assert torch.equal(batch.input_ids[batch.action_mask.bool()], tokens[batch.positions])
+        seen += batch.positions.tolist()
+    assert sorted(seen) == mask.nonzero().squeeze(1).tolist()
+
+
+class LengthScorer:
+    """Scores a sequence by its number of tokens; values are all 0.5."""
+
+    def score(self, sequences):
+        future = Future()
+        lengths = [float(len(sequence)) for sequence in sequences]
+        future.set_result(Scores(rewards=torch.tensor(lengths), values=torch.full((int(sum(lengths)),), 0.5)))
+        return future
+
+
+def collect(max_length=6, stop=range(24), **algorithm):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # 24 of 64 tokens end a response, so both kinds of samples occur.
+    config = GenerationConfig(backend="hf", max_length=max_length, stop_token_ids=list(stop))
+    generator = HFGenerator(model, config, device=CPU, eos_token_ids=[], weight_shapes=shapes)
+    engine = EngineConfig(row_multiple=1)
+    policy = PolicyModel(model, temperature=1.0).eval()
+    collector = Collector(
+        generator,
+        LengthScorer(),
+        policy,
+        Reference(policy, engine, CPU, cpu_offload=False),
+        algorithm=PPOConfig(num_rollout_samples=40, **algorithm),
+        engine=engine,
+        device=CPU,
+    )
+    requests = make_requests(PROMPTS, step=1, samples_per_prompt=10, max_tokens=max_length, run_seed=3)
+    return collector.collect(requests, BY_ID, Timers())
+
+
+def test_an_experience_lists_samples_in_the_order_of_their_requests():
+    experience = collect()
+    expected = [(prompt.prompt_id, index) for prompt in PROMPTS for index in range(10)]
+    assert [(sample.sample.prompt_id, sample.sample.index) for sample in experience.rollouts] == expected
+    assert [sample.label for sample in experience.rollouts[::10]] == ["0", "1", "2", "3"]
+    assert experience.scores.tolist() == [float(length) for length in experience.lengths]
+    assert torch.equal(experience.kl, torch.zeros_like(experience.kl))
+    gap = (experience.logprobs - experience.sampler_logprobs)[experience.mask.bool()].abs().max()
+    assert gap < 1e-5
+    counted = experience.mask.bool()
+    assert experience.advantages[counted].mean().abs() < 1e-5
+    assert experience.advantages[counted].std() == pytest.approx(1, abs=1e-4)
+
+
+def test_without_whitening_returns_are_the_scores_where_gamma_and_lambda_are_one():
+    experience = collect(normalize_advantages=False, gae_lambda=1.0)
+    parts = zip(
+        experience.returns.split(experience.lengths), experience.mask.split(experience.lengths), experience.scores
+    )
+    for returns, mask, score in parts:
+        torch.testing.assert_close(returns[mask.bool()], score.expand(int(mask.sum())))
+
+
+def test_truncated_samples_are_kept_masked_or_penalised():
+    kept, masked = collect(), collect(truncated_samples="mask")
+    penalised = collect(
+        truncated_samples="penalise", truncation_penalty=-3.0, normalize_advantages=False, gae_lambda=1.0
+    )
+    truncated = torch.tensor([sample.truncated for sample in kept.rollouts])
+    assert 0 < int(truncated.sum()) < 40
+    for keep, mask, cut in zip(kept.mask.split(kept.lengths), masked.mask.split(masked.lengths), truncated):
+        assert torch.equal(mask, keep * float(not cut))
+    returns = torch.stack([part[mask.bool()][0] for part, mask in zip(
+        penalised.returns.split(penalised.lengths), penalised.mask.split(penalised.lengths))])  # fmt: skip
+    torch.testing.assert_close(returns, penalised.scores - 3.0 * truncated)
+    assert rollout_metrics(kept)["train_rollouts/truncated_fraction"] == pytest.approx(float(truncated.float().mean()))
+
+
+def test_a_rollout_with_nothing_to_learn_from_stops_the_run():
+    with pytest.raises(
+        NothingToLearnError, match=r"all 40 samples of this step were truncated .* raise generation\.max_length"
+    ):
+        collect(stop=[], truncated_samples="mask")
+
+
+def test_a_plan_shuffles_every_useful_sample_into_each_epoch_once():
+    experience = collect(truncated_samples="mask")
+    useful = {index for index, sample in enumerate(experience.rollouts) if not sample.truncated}
+    config = PPOConfig(num_rollout_samples=40, ppo_epochs=3, mini_batches=4)
+    plan = mini_batch_plan(experience, config, seed=1, step=2)
+    assert len(plan) == 12
+    for epoch in range(3):
+        batches = plan[4 * epoch : 4 * epoch + 4]
+        assert sorted(index for batch in batches for index in batch) == sorted(useful)
+        assert max(map(len, batches)) - min(map(len, batches)) <= 1
+    assert plan == mini_batch_plan(experience, config, seed=1, step=2)
+    assert plan != mini_batch_plan(experience, config, seed=1, step=3)
+    assert plan[:4] != plan[4:8]
