@@ -65,6 +65,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peer", action="store_true", help="alternate with TRL's PPOTrainer and print the ratio")
     parser.add_argument("--compile", action="store_true", help="torch.compile on our side")
     parser.add_argument("--peer-compile", action="store_true", help="torch.compile on the peer's side")
+    parser.add_argument(
+        "--old-logprobs",
+        choices=["sampler", "trainer"],
+        default="sampler",
+        help="sampler is what TRL's PPOTrainer does; trainer, our default, is one forward pass more",
+    )
     parser.add_argument("--no-bare", action="store_true", help="leave bare compute out")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of a run")
@@ -110,6 +116,7 @@ def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:
         "generation.ignore_eos=true",
         f"algorithm.num_rollout_samples={arguments.samples}",
         f"algorithm.mini_batches={arguments.mini_batches}",
+        f"algorithm.old_logprobs={arguments.old_logprobs}",
         f"algorithm.max_steps={arguments.warmup + arguments.steps}",
         *arguments.actor,
     ]

@@ -1,27 +1,24 @@
 """Prompt and response as the token ids a reward model was trained on."""
 
-import json
-from pathlib import Path
-
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.encoding import Encoder
-from nemo_style_rlhf.data.templates import TEMPLATE_FILE, render
+from nemo_style_rlhf.data.templates import read_template, render
 
 
 class RewardText:
     """Forms sequences as ``data/supervised.py`` forms its preference pairs: template, prompt, response, end-of-text."""
 
-    def __init__(self, model_dir: str, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool) -> None:
-        """The prompt template is the one noted beside the model, none where there is no note.
+    def __init__(self, model_dir: str, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool | None) -> None:
+        """Template and end-of-text are as noted beside the model; without a note, no template and an end-of-text.
 
         Args:
-            append_eos: ``data.append_eos`` of the training; a tokenizer without EOS was trained with false, since the
-                trainer refuses true.
+            append_eos: overrides the note. A tokenizer without EOS was trained without, since the trainer refuses true.
         """
-        note = Path(model_dir) / TEMPLATE_FILE
-        self._template: str | None = json.loads(note.read_text())["template"] if note.is_file() else None
+        note = read_template(model_dir)
+        self._template: str | None = note.get("template")
         self._encoder = Encoder(tokenizer)
+        append_eos = note.get("append_eos", True) if append_eos is None else append_eos
         self._append_eos = append_eos and tokenizer.eos_token_id is not None
 
     def token_ids(self, prompt: str, response: str) -> list[int]:

@@ -30,17 +30,29 @@ def digest(template: str | None) -> str | None:
 def describe(
     template: str | None, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
 ) -> dict[str, Any]:
-    """The contents of ``prompt_template.json``; ``chat_template`` overrides the tokenizer's."""
+    """A template and the digests that are compared; ``chat_template`` overrides the tokenizer's."""
     if chat_template is None and isinstance(tokenizer.chat_template, str):
         chat_template = tokenizer.chat_template
     return {"template": template, "template_sha256": digest(template), "chat_template_sha256": digest(chat_template)}
 
 
 def write_template(
-    model_dir: Path, template: str | None, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
+    model_dir: Path,
+    template: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None = None,
+    *,
+    append_eos: bool,
 ) -> None:
-    """Note in ``model_dir`` which prompt and chat template the model was trained with."""
-    (model_dir / TEMPLATE_FILE).write_text(json.dumps(describe(template, tokenizer, chat_template), indent=2) + "\n")
+    """Note in ``model_dir`` which templates the model was trained with, and whether its responses ended with EOS."""
+    note = {**describe(template, tokenizer, chat_template), "append_eos": append_eos}
+    (model_dir / TEMPLATE_FILE).write_text(json.dumps(note, indent=2) + "\n")
+
+
+def read_template(model_dir: str) -> dict[str, Any]:
+    """What :func:`write_template` noted in ``model_dir``; empty for a model that was not trained here."""
+    note = Path(model_dir) / TEMPLATE_FILE
+    return json.loads(note.read_text()) if note.is_file() else {}
 
 
 def check_template(
@@ -64,10 +76,9 @@ def check_template(
     Raises:
         UserError: they differ and ``on_mismatch`` is ``refuse``.
     """
-    note = Path(model_dir) / TEMPLATE_FILE
-    if not note.is_file():
+    trained, given = read_template(model_dir), describe(template, tokenizer, chat_template)
+    if not trained:
         return None
-    trained, given = json.loads(note.read_text()), describe(template, tokenizer, chat_template)
     if trained["template_sha256"] != given["template_sha256"]:
         difference = (
             f"data.prompt_template is {template!r} but {model_dir} was trained with {trained['template']!r}: "

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.cpu_linear import use_fp32_products
 from nemo_style_rlhf.models.scalar import ScalarModel
 from nemo_style_rlhf.schema.common import ModelConfig
 
@@ -118,6 +119,7 @@ def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (
     if config.disable_dropout:
         _switch_off_dropout(model)
     model.config.use_cache = False
+    use_fp32_products(model)
     return model.eval()
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_style_rlhf.models.cpu_linear import matmul_dtype
+
 CHUNK_ELEMENTS = 2**25  # logits of one chunk: 128 MiB in fp32
 
 
@@ -24,7 +26,8 @@ def token_logprobs(
 
     Args:
         hidden: [..., H], aligned with ``token_ids``: the state from which each token was drawn.
-        lm_head_weight: [V, H]; both are cast to autocast's dtype where that is on, else to that of ``hidden``.
+        lm_head_weight: [V, H]; both are cast to autocast's dtype where that is on, else to that of ``hidden`` or, where a CPU
+            would only emulate its products, to fp32.
         token_ids: [...] int64.
         with_entropy: also return the entropy of the whole distribution, in nats.
         chunk_tokens: tokens per chunk; by default as many as make 2^25 logits.
@@ -35,7 +38,7 @@ def token_logprobs(
     chunk = chunk_tokens or max(1, CHUNK_ELEMENTS // lm_head_weight.shape[0])
     # Autocast would reach the forward pass only: the backward of a custom function runs outside of it.
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else matmul_dtype(hidden)
     flat, weight = hidden.reshape(-1, hidden.shape[-1]).to(dtype), lm_head_weight.to(dtype)
     logprobs, entropy = _TokenLogprobs.apply(flat, weight, token_ids.reshape(-1), temperature, with_entropy, chunk)
     logprobs = logprobs.view(token_ids.shape)

@@ -21,6 +21,7 @@ from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import policy_weights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
+from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.digests import tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.policy import PolicyModel
@@ -186,7 +187,7 @@ def _generator(
     return VLLMGenerator(
         config.model.path,
         config.generation,
-        dtype=config.model.dtype,
+        dtype=str(matmul_dtype(next(engine.module.parameters()))).removeprefix("torch."),
         seed=config.run.seed,
         max_model_len=max_length,
         eos_token_ids=eos,

@@ -16,7 +16,7 @@ from nemo_style_rlhf.algorithms.reward_shaping import place_rewards, truncation_
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ragged import pad, unpad
 from nemo_style_rlhf.generation.interface import GenerationRequest, Generator, SampleId, sample_seed
-from nemo_style_rlhf.rollout.logprobs import PolicyForward, action_mask, batch_logprobs
+from nemo_style_rlhf.rollout.logprobs import PolicyForward, action_aligned, action_mask, batch_logprobs
 from nemo_style_rlhf.rollout.reference import Reference
 from nemo_style_rlhf.rollout.types import Experience, Rollout
 from nemo_style_rlhf.schema.actor import PPOConfig
@@ -142,13 +142,19 @@ class Collector:
         lengths = [len(rollout.tokens) for rollout in rollouts]
         tokens = torch.cat([rollout.tokens for rollout in rollouts])
         mask = self._mask(rollouts, lengths)
-        logprobs = batch_logprobs(self._policy, tokens, lengths, mask, self._engine, self._device)
+        sampler_logprobs = torch.cat([action_aligned(rollout.sampler_logprobs) for rollout in rollouts]) * mask
+        if self._algorithm.old_logprobs == "sampler":
+            logprobs = sampler_logprobs
+        else:
+            logprobs = batch_logprobs(self._policy, tokens, lengths, mask, self._engine, self._device)
         timers.lap("logprobs")
         ref_logprobs = self._reference.logprobs(tokens, lengths, mask)
         timers.lap("reference_logprobs")
         scores, values = await_scores(futures)
         timers.lap("wait_for_scores")
-        return self._experience(rollouts, lengths, tokens, mask, logprobs, ref_logprobs, scores, values)
+        return self._experience(
+            rollouts, lengths, tokens, mask, sampler_logprobs, logprobs, ref_logprobs, scores, values
+        )
 
     def generate_scored(
         self, requests: Sequence[GenerationRequest], prompts: dict[int, Prompt], timers: Timers
@@ -170,8 +176,8 @@ class Collector:
         return mask
 
     def _experience(
-        self, rollouts: list[Rollout], lengths: list[int], tokens: Tensor, mask: Tensor, logprobs: Tensor,
-        ref_logprobs: Tensor, scores: Tensor, values: Tensor,
+        self, rollouts: list[Rollout], lengths: list[int], tokens: Tensor, mask: Tensor, sampler_logprobs: Tensor,
+        logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, values: Tensor,
     ) -> Experience:  # fmt: skip
         algorithm = self._algorithm
         kl = kl_estimate(logprobs, ref_logprobs, kind=algorithm.kl_estimator)
@@ -186,13 +192,12 @@ class Collector:
         )
         if algorithm.normalize_advantages:
             advantages = masked_whiten(advantages, padded_mask)
-        sampler = [torch.cat([rollout.sampler_logprobs[1:], torch.zeros(1)]) for rollout in rollouts]
         return Experience(
             rollouts=rollouts,
             lengths=lengths,
             tokens=tokens,
             mask=mask,
-            sampler_logprobs=torch.cat(sampler),
+            sampler_logprobs=sampler_logprobs,
             logprobs=logprobs,
             ref_logprobs=ref_logprobs,
             scores=scores,

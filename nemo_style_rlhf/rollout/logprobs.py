@@ -74,5 +74,9 @@ def batch_logprobs(
 
 def action_mask(rollouts: Sequence[Any]) -> Tensor:
     """[N] float32: 1 at entry t of a sequence where token t+1 is the policy's."""
-    shifted = [torch.cat([rollout.response_mask[1:], torch.zeros(1, dtype=torch.bool)]) for rollout in rollouts]
-    return torch.cat(shifted).float()
+    return torch.cat([action_aligned(rollout.response_mask) for rollout in rollouts]).float()
+
+
+def action_aligned(per_token: Tensor) -> Tensor:
+    """[T] of tokens to [T] of actions: entry t becomes that of token t+1, the last one 0."""
+    return torch.cat([per_token[1:], per_token.new_zeros(1)])

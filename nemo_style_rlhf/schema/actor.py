@@ -67,6 +67,10 @@ class PPOConfig:
     ratio_eps: float = 0.2
     """PPO clips the probability ratio to 1 - ratio_eps .. 1 + ratio_eps."""
     entropy_bonus: float = 0.0
+    old_logprobs: str = "trainer"
+    """What the ratio's denominator and the KL penalty use. trainer: the training engine's own log-probabilities, so that the
+    first ratio is exactly 1 and KL at the start exactly 0 (NeMo-Aligner, OpenRLHF, verl). sampler: those the generator sampled
+    with (TRL's PPOTrainer): a forward pass less per step, off by the gap between both engines."""
     truncated_samples: str = "keep"
     """Responses that reached generation.max_length: keep, mask (they train nothing) or penalise."""
     truncation_penalty: float = -1.0
@@ -74,6 +78,7 @@ class PPOConfig:
 
     def validate(self) -> None:
         key = "algorithm.{}".format
+        require_choice(key("old_logprobs"), self.old_logprobs, ("trainer", "sampler"))
         require(
             self.max_steps >= -1 and self.max_steps != 0, key("max_steps"), self.max_steps, "a number of steps, or -1"
         )
@@ -136,4 +141,9 @@ class PPOActorConfig:
             raise UserError(
                 f"algorithm.val_check_interval={self.algorithm.val_check_interval} needs validation prompts: set data.val_path, "
                 "or val_check_interval=0"
+            )
+        if self.algorithm.old_logprobs == "sampler" and not self.generation.samples_whole_distribution:
+            raise UserError(
+                "algorithm.old_logprobs=sampler needs log-probabilities of the whole distribution: use generation.top_p=1, "
+                "top_k=0 and min_length=0, or algorithm.old_logprobs=trainer"
             )

@@ -38,7 +38,8 @@ class ModelConfig:
     path: str = MISSING
     """A local Hugging Face directory or a hub name."""
     dtype: str = "bfloat16"
-    """bfloat16 or float32: the dtype of weights and activations (the optimizer keeps fp32 masters)."""
+    """bfloat16 or float32: the dtype of weights and activations (the optimizer keeps fp32 masters). A CPU without bf16
+    instructions multiplies bf16 in fp32, vLLM's whole forward included: float32 is then faster still."""
     attn_implementation: str = "auto"
     """auto (flash_attention_2 or sdpa on CUDA, eager on CPU, where it trains faster), eager, sdpa, flash_attention_2."""
     compile: bool = False

@@ -16,8 +16,8 @@ class CriticConfig:
     """Serve the frozen reward model in this process too; false serves values only."""
     max_length: int = 0
     """Longest sequence accepted, in tokens; 0 takes the model's max_position_embeddings."""
-    append_eos: bool = True
-    """reward_infer ends every response with the end-of-text token: data.append_eos of the reward model's training."""
+    append_eos: bool | None = None
+    """Whether reward_infer ends every response with the end-of-text token; null does as the reward model's training noted."""
     offload_reward_model: bool = False
     """Keep the reward model's weights in host memory while the critic trains (CUDA only; no effect on CPU)."""
 

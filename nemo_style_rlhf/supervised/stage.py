@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pytorch_lightning as pl
 import torch
@@ -18,6 +18,7 @@ from nemo_style_rlhf.data.records import DropReport
 from nemo_style_rlhf.data.templates import write_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.bootstrap import setup
+from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.schema.common import ModelConfig
@@ -104,13 +105,19 @@ class Stage:
     def _validates_within_fit(self) -> bool:
         return 0 < self.config.trainer.val_interval < self.total_steps
 
+    @property
+    def _precision(self) -> Literal["bf16-mixed", "32-true"]:
+        if self.device.type == "cpu" and CPU_EMULATES_BF16:
+            return "32-true"  # the mixed one would compute less precisely, and four times slower
+        return "bf16-mixed" if self.config.model.dtype == "bfloat16" else "32-true"
+
     def _trainer(self) -> pl.Trainer:
         config, fit = self.config, self.config.trainer
         accumulate = fit.batch_size // (fit.micro_batch_size or fit.batch_size)
         return pl.Trainer(
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
             devices=1,
-            precision="bf16-mixed" if config.model.dtype == "bfloat16" else "32-true",
+            precision=self._precision,
             max_epochs=1,  # the data set is the whole run
             accumulate_grad_batches=accumulate,
             val_check_interval=fit.val_interval * accumulate if self._validates_within_fit else None,
@@ -142,7 +149,8 @@ class Stage:
         try:
             hf.to(getattr(torch, model.dtype))
             export_model(hf, target, source=model.path, config_source=model.config_path)
-            write_template(target, self.data.prompt_template, self.tokenizer, self.data.chat_template)
+            data = self.data
+            write_template(target, data.prompt_template, self.tokenizer, data.chat_template, append_eos=data.append_eos)
         except OSError as error:
             raise UserError(
                 f"the model cannot be written to {target} ({error}): make room or change export_dir"

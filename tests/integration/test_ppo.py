@@ -145,6 +145,28 @@ def test_the_export_is_a_plain_checkpoint_that_equals_the_sft_model_but_for_its_
     assert critic.config.num_labels == 1
 
 
+def test_both_exports_start_the_next_round_which_logs_to_wandb_offline(finished, inputs, tmp_path):
+    """The policy goes through vLLM, the probe and the export check once more; the critic serves as reward model."""
+    manifest = json.loads((finished / "actor/checkpoints/step_000006/manifest.json").read_text())
+    reward_model = f"model.path={manifest['critic']['export']}"
+    (tmp_path / "critic").mkdir()
+    server, port = start_server(tmp_path / "critic", *server_overrides(inputs), reward_model)
+    next_round = [
+        f"model.path={finished / 'actor' / 'export'}", "algorithm.max_steps=2", "algorithm.val_check_interval=0",
+        "tracking.wandb.enabled=true", "tracking.wandb.offline=true",
+    ]  # fmt: skip
+    actor = start_actor(tmp_path / "actor", port, *actor_overrides(inputs), *next_round)
+    try:
+        assert actor.wait(120) == 0, actor.output()
+    finally:
+        actor.kill()
+        assert server.terminate() == 0
+    first = metrics(tmp_path / "actor")[0]
+    assert first["train_rollouts/init_policy_kl"] == pytest.approx(0, abs=1e-4)
+    assert first["train_rollouts/sampler_logprob_gap_max"] < 1e-3
+    assert list((tmp_path / "actor" / "wandb").glob("offline-run-*/*.wandb"))
+
+
 class Plug:
     """Kills both processes at the n-th message of a kind, once."""
 

@@ -24,8 +24,8 @@ def test_serving_forms_the_sequences_of_training(
     path.write_text("\n".join(map(json.dumps, rows)))
     config = PreferenceDataConfig(train_path=str(path), prompt_template=template, append_eos=append_eos)
     pairs, _ = load_pairs(str(path), config, tokenizer)
-    write_template(tmp_path, template, tokenizer)
-    text = RewardText(str(tmp_path), tokenizer, append_eos=append_eos)
+    write_template(tmp_path, template, tokenizer, append_eos=append_eos)
+    text = RewardText(str(tmp_path), tokenizer, append_eos=None)
     assert len(pairs) == len(rows)
     for row, pair in zip(rows, pairs, strict=True):
         assert text.token_ids(row["prompt"], row["chosen"]) == pair.chosen
@@ -33,5 +33,5 @@ def test_serving_forms_the_sequences_of_training(
 
 
 def test_without_a_note_or_an_end_of_text_token_the_texts_stay_as_they_are(tmp_path: Path) -> None:
-    text = RewardText(str(tmp_path), letter_tokenizer(None, eos=None), append_eos=True)
+    text = RewardText(str(tmp_path), letter_tokenizer(None, eos=None), append_eos=None)
     assert text.token_ids("ab", "c") == [2, 3, 4]

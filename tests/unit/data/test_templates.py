@@ -10,13 +10,13 @@ TEMPLATE = "Question: {prompt}\nAnswer:"
 
 def test_the_same_template_passes_and_a_model_without_a_note_is_not_judged(tmp_path, tokenizer):
     assert check_template(str(tmp_path), None, tokenizer) is None
-    write_template(tmp_path, TEMPLATE, tokenizer)
+    write_template(tmp_path, TEMPLATE, tokenizer, append_eos=True)
     assert check_template(str(tmp_path), TEMPLATE, tokenizer) is None
 
 
 @pytest.mark.parametrize("given", [None, "{prompt}", TEMPLATE + " "])
 def test_another_prompt_template_is_refused_or_warned_about(tmp_path, tokenizer, given):
-    write_template(tmp_path, TEMPLATE, tokenizer)
+    write_template(tmp_path, TEMPLATE, tokenizer, append_eos=True)
     with pytest.raises(UserError, match=r"set data\.prompt_template"):
         check_template(str(tmp_path), given, tokenizer)
     assert "was trained with" in check_template(str(tmp_path), given, tokenizer, on_mismatch="warn")
@@ -24,7 +24,7 @@ def test_another_prompt_template_is_refused_or_warned_about(tmp_path, tokenizer,
 
 def test_another_chat_template_is_refused(tmp_path, tokenizer):
     tokenizer.chat_template = "{{ messages }}"
-    write_template(tmp_path, None, tokenizer)
+    write_template(tmp_path, None, tokenizer, append_eos=True)
     tokenizer.chat_template = "{{ messages }}."
     with pytest.raises(UserError, match="chat template"):
         check_template(str(tmp_path), None, tokenizer)
