@@ -21,6 +21,7 @@ from nemo_style_rlhf.generation.interface import GenerationRequest, SampleId
 from nemo_style_rlhf.generation.transfer import send_weights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
+from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.loading import load_causal_lm, load_reward_model, load_tokenizer
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
@@ -158,7 +159,7 @@ def vllm_generator(arguments: argparse.Namespace, policy: PolicyModel) -> VLLMGe
     return VLLMGenerator(
         str(arguments.models / "policy"),
         GenerationConfig(max_length=arguments.response_length, ignore_eos=True),
-        dtype=arguments.dtype,
+        dtype=str(matmul_dtype(policy.hf.lm_head.weight)).removeprefix("torch."),
         seed=0,
         max_model_len=128 + arguments.response_length,
         eos_token_ids=[],

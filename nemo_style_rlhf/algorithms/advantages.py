@@ -1,6 +1,6 @@
-"""Advantages and returns from per-token rewards and values.
+"""Advantages and returns: from per-token rewards and values, or from the scores of a group of responses.
 
-All tensors are [batch, time], aligned to actions: entry t is the state before the action whose ``mask`` entry is 1.
+Per-token tensors are [batch, time], aligned to actions: entry t is the state before the action whose ``mask`` entry is 1.
 Entries under mask 0 (prompt, padding, text an environment inserted) are skipped, not stepped through: the value after a
 gap is that of the next unmasked entry, as in verl.
 """
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.masking import zero_masked
+
+GROUP_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -37,3 +39,38 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
     """G_t = r_t + gamma * G_{t+1} over the unmasked entries; 0 under mask 0."""
     returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
     return returns
+
+
+def group_advantages(
+    scores: Tensor, group_size: int, *, kind: str, eps: float = 1e-6, keep: Tensor | None = None
+) -> Tensor:
+    """Each score against those of the other responses to the same prompt, neighbours in ``scores`` [n].
+
+    ``grpo``: (r - mean) / (std + eps) with the unbiased standard deviation (arXiv 2402.03300, section 4.1.2); eps is
+    1e-6 in verl and slime, 1e-4 in TRL, 1e-9 in OpenRLHF. ``dr_grpo`` (arXiv 2503.20783, eq. 4) and
+    ``reinforce_baseline`` (REINFORCE++-baseline, arXiv 2501.03262): r - mean. ``rloo``: r minus the mean of the others
+    (arXiv 2402.14740, eq. 6).
+
+    Args:
+        keep: [n], 0 for a sample that has no score: it gets 0 and is no part of its group. A sample left alone gets 0.
+
+    Returns:
+        [n].
+
+    Raises:
+        ValueError: an unknown kind, or n is no multiple of ``group_size``.
+    """
+    if kind not in GROUP_KINDS:
+        raise ValueError(f"group advantage {kind!r} is unknown: expected one of {', '.join(GROUP_KINDS)}")
+    if group_size < 1 or len(scores) % group_size:
+        raise ValueError(f"{len(scores)} scores cannot be split into groups of {group_size}")
+    grouped = scores.view(-1, group_size)
+    kept = torch.ones_like(grouped) if keep is None else keep.to(scores.dtype).view(-1, group_size)
+    count = kept.sum(-1, keepdim=True)
+    centred = zero_masked(grouped - zero_masked(grouped, kept).sum(-1, keepdim=True) / count.clamp(min=1), kept)
+    if kind == "rloo":
+        centred = centred * count / (count - 1).clamp(min=1)
+    elif kind == "grpo":
+        variance = centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + eps)
+    return centred.flatten()

@@ -35,6 +35,7 @@ def policy_loss(
     level: str = "token",
     aggregation: str = "token_mean",
     normalizer: float | Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> PolicyLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), all tensors [batch, time] (arXiv 1707.06347, eq. 7).
 
@@ -45,6 +46,7 @@ def policy_loss(
             sequence with the gradient through every token (GSPO, arXiv 2507.18071, eq. 7), usually with
             ``seq_mean_token_mean``. Any aggregation may be paired with either level.
         aggregation, normalizer: see :func:`masking.aggregate`.
+        weights: [batch, time] on every token's loss, see :func:`corrections.importance_weights`.
     """
     log_ratio = zero_masked(logprobs, mask) - zero_masked(old_logprobs, mask)
     if level == "sequence":
@@ -62,6 +64,8 @@ def policy_loss(
         bound = -advantages * dual_clip
         removed = removed | ((advantages < 0) & (per_token > bound))
         per_token = torch.where(advantages < 0, torch.minimum(per_token, bound), per_token)
+    if weights is not None:
+        per_token = per_token * zero_masked(weights, mask)
     loss = aggregate(per_token, mask, mode=aggregation, normalizer=normalizer)
     with torch.no_grad():
         return PolicyLoss(

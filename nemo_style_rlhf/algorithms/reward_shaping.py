@@ -23,3 +23,58 @@ def place_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
 def truncation_penalty(scores: Tensor, truncated: Tensor, *, coef: float) -> Tensor:
     """Scores [batch] with ``coef`` added where ``truncated`` [batch] bool: -1 in arXiv 2403.17031, detail 3."""
     return scores + coef * truncated.to(scores.dtype)
+
+
+def clip_scores(scores: Tensor, *, low: float | None, high: float | None) -> Tensor:
+    """Scores [batch] clamped to low..high; null leaves a side open."""
+    return scores if low is None and high is None else scores.clamp(low, high)
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
+    """0 up to max_length - buffer tokens, then falling linearly to -factor at max_length (DAPO, arXiv 2503.14476, eq. 13).
+
+    Args:
+        lengths: [batch] response tokens.
+
+    Returns:
+        [batch] float32, to add to the scores.
+    """
+    excess = lengths.float() - (max_length - buffer)
+    return -factor * (excess / buffer).clamp(0, 1)
+
+
+class RunningNormalizer:
+    """Mean and variance of every score seen so far (Welford, merged batch by batch), to normalise scores with."""
+
+    def __init__(self, eps: float = 1e-8) -> None:
+        self.eps = eps
+        self.count = 0
+        self.mean = 0.0
+        self._squares = 0.0
+        """Sum of squared deviations from the mean."""
+
+    @property
+    def variance(self) -> float:
+        """Unbiased; 1 before the second score."""
+        return self._squares / (self.count - 1) if self.count > 1 else 1.0
+
+    def update(self, scores: Tensor) -> None:
+        """Take the scores [batch] in."""
+        batch = scores.double()
+        if len(batch) == 0:
+            return
+        mean, total = float(batch.mean()), self.count + len(batch)
+        delta = mean - self.mean
+        self._squares += float((batch - mean).square().sum()) + delta**2 * self.count * len(batch) / total
+        self.mean += delta * len(batch) / total
+        self.count = total
+
+    def normalize(self, scores: Tensor) -> Tensor:
+        """(scores - mean) / sqrt(variance + eps), [batch]."""
+        return (scores - self.mean) / (self.variance + self.eps) ** 0.5
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self._squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self._squares = int(state["count"]), state["mean"], state["squares"]

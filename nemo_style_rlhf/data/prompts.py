@@ -11,6 +11,7 @@ from nemo_style_rlhf.data.records import DropReport, Record, read_records
 from nemo_style_rlhf.data.templates import render
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.data import PromptDataConfig
+from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Prompt:
     """Reference answer for reward functions."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The other fields of the row."""
+    sampling: SamplingOverrides = NO_OVERRIDES
 
 
 def load_prompts(
@@ -53,7 +55,8 @@ def load_prompts(
         elif len(token_ids) > config.max_prompt_length:
             report.drop(f"longer than {config.max_prompt_length} tokens", record)
         else:
-            prompts.append(Prompt(record.index, token_ids, text, _label(record, config), _metadata(record, config)))
+            label, metadata = _label(record, config), _metadata(record, config)
+            prompts.append(Prompt(record.index, token_ids, text, label, metadata, _sampling(record, config)))
     report.kept = len(prompts)
     report.require_kept("check the file, or raise data.max_prompt_length")
     return prompts, report
@@ -77,5 +80,11 @@ def _label(record: Record, config: PromptDataConfig) -> str | None:
 
 
 def _metadata(record: Record, config: PromptDataConfig) -> dict[str, Any]:
-    used = {config.key, config.label_key} | ({"rejected"} if config.format == "hh" else set())
+    used = {config.key, config.label_key, config.sampling_key} | ({"rejected"} if config.format == "hh" else set())
     return {key: value for key, value in record.fields.items() if key not in used}
+
+
+def _sampling(record: Record, config: PromptDataConfig) -> SamplingOverrides:
+    """The row's own settings, where it has any."""
+    given = record.fields.get(config.sampling_key) if config.sampling_key else None
+    return NO_OVERRIDES if given is None else SamplingOverrides.parse(given, record.where)

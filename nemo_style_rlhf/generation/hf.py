@@ -55,9 +55,6 @@ class HFGenerator:
     def close(self) -> None:
         self._queue.clear()
 
-    def _log_softmax(self, logits: Tensor) -> Tensor:
-        return (logits.float() / self._config.temperature).log_softmax(-1)
-
     @torch.no_grad()
     def _generate(self, batch: Sequence[GenerationRequest]) -> list[Completion]:
         generators = [torch.Generator().manual_seed(request.seed) for request in batch]
@@ -69,6 +66,10 @@ class HFGenerator:
         attention = torch.tensor(
             [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch], device=self._device
         )
+        temperatures = torch.tensor(
+            [[r.sampling.temperature or self._config.temperature] for r in batch], device=self._device
+        )
+        stop = [self._stop | set(request.sampling.stop_token_ids or ()) for request in batch]
         cache = None
         while active:
             output = self._model(
@@ -79,14 +80,14 @@ class HFGenerator:
                 use_cache=True,
             )
             cache = output.past_key_values
-            distribution = self._log_softmax(output.logits[:, -1]).cpu()
+            distribution = (output.logits[:, -1].float() / temperatures).log_softmax(-1).cpu()
             ids = torch.zeros(len(batch), 1, dtype=torch.long)
             for row in sorted(active):
                 token = self._pick(distribution[row], batch[row], generators[row], len(tokens[row]))
                 ids[row] = token
                 tokens[row].append(token)
                 logprobs[row].append(float(distribution[row, token]))
-                if token in self._stop or len(tokens[row]) == batch[row].max_tokens:
+                if token in stop[row] or len(tokens[row]) == batch[row].max_tokens:
                     active.remove(row)
             ids = ids.to(self._device)
             attention = torch.cat([attention, attention.new_ones(len(batch), 1)], dim=1)
@@ -95,7 +96,7 @@ class HFGenerator:
                 request=request,
                 token_ids=tokens[row],
                 logprobs=torch.tensor(logprobs[row]),
-                finish_reason="stop" if tokens[row][-1] in self._stop else "length",
+                finish_reason="stop" if tokens[row][-1] in stop[row] else "length",
                 weights_version=self.weights_version,
             )
             for row, request in enumerate(batch)
@@ -103,16 +104,17 @@ class HFGenerator:
 
     def _pick(self, logprobs: Tensor, request: GenerationRequest, generator: torch.Generator, produced: int) -> int:
         logprobs = logprobs.clone()
-        if produced < self._config.min_length:
+        config, own = self._config, request.sampling
+        top_k = config.top_k if own.top_k is None else own.top_k
+        top_p = config.top_p if own.top_p is None else own.top_p
+        if produced < (config.min_length if own.min_length is None else own.min_length):
             logprobs[list(self._stop)] = -torch.inf
-        if request.greedy:
-            return int(logprobs.argmax())
-        if self._config.top_k > 0:
-            logprobs[logprobs < logprobs.topk(self._config.top_k).values[-1]] = -torch.inf
-        if self._config.top_p < 1:
+        if top_k > 0:
+            logprobs[logprobs < logprobs.topk(top_k).values[-1]] = -torch.inf
+        if top_p < 1:
             ordered, order = logprobs.sort(descending=True)
             before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-            logprobs[order[before >= self._config.top_p]] = -torch.inf
+            logprobs[order[before >= top_p]] = -torch.inf
         return int(logprobs.exp().multinomial(1, generator=generator))
 
 
@@ -130,9 +132,9 @@ class _CopyTransport:
 
     def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         state = self._generator._model.state_dict()
-        with self._manifest.receiving(bucket):
-            for name, tensor in bucket:
-                state[name].copy_(tensor)
+        self._manifest.receive(bucket)
+        for name, tensor in bucket:
+            state[name].copy_(tensor)
 
     def finish(self, digest: str) -> None:
         self._manifest.finish(digest)

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
+
 
 @dataclass(frozen=True, order=True)
 class SampleId:
@@ -34,8 +36,7 @@ class GenerationRequest:
     """Token ids."""
     seed: int
     max_tokens: int
-    greedy: bool = False
-    """Take the likeliest token instead of sampling (validation)."""
+    sampling: SamplingOverrides = NO_OVERRIDES
 
 
 @dataclass

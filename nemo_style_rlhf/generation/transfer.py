@@ -1,10 +1,8 @@
 """Sending the trainer's weights in buckets, and the receiver's bookkeeping that no tensor is lost or stale."""
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 
+import xxhash
 from torch import Tensor
 
 from nemo_style_rlhf.engine.engine import Engine
@@ -12,34 +10,23 @@ from nemo_style_rlhf.generation.interface import TransferError, WeightTransport
 from nemo_style_rlhf.models.digests import tensor_bytes
 
 BUCKET_BYTES = 256 * 2**20
-_HASHERS = ThreadPoolExecutor(max_workers=4, thread_name_prefix="weight-digest")
 
 
 class StreamDigest:
-    """SHA-256 over the names, dtypes, shapes and bits of a stream of tensors; both ends keep one.
+    """XXH3 over the names, dtypes, shapes and bits of a stream of tensors; both ends keep one.
 
-    Tensors are hashed by threads, each for itself: :meth:`settle` before their memory changes.
+    It guards against mistakes, not against people: SHA-256 would take as long as the transfer itself.
     """
 
     def __init__(self) -> None:
-        self._tensors: list[Future[bytes]] = []
+        self._digest = xxhash.xxh3_128()
 
     def update(self, name: str, tensor: Tensor) -> None:
-        header = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
-        self._tensors.append(_HASHERS.submit(_sha256, header, tensor_bytes(tensor)))
-
-    def settle(self) -> None:
-        """Wait until everything is hashed."""
-        wait(self._tensors)
+        self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        self._digest.update(tensor_bytes(tensor))
 
     def hexdigest(self) -> str:
-        return hashlib.sha256(b"".join(tensor.result() for tensor in self._tensors)).hexdigest()
-
-
-def _sha256(header: bytes, content: memoryview) -> bytes:
-    digest = hashlib.sha256(header)
-    digest.update(content)  # releases the GIL
-    return digest.digest()
+        return self._digest.hexdigest()
 
 
 class Manifest:
@@ -54,9 +41,8 @@ class Manifest:
         self._missing = set(self._shapes)
         self._digest = StreamDigest()
 
-    @contextmanager
-    def receiving(self, bucket: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
-        """Count a bucket in before the caller loads it, since a failed load can kill the engine; hash it meanwhile."""
+    def receive(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Count a bucket in; before the caller loads it, since a failed load can kill the engine."""
         for name, tensor in bucket:
             if name not in self._missing:
                 reason = "arrived twice" if name in self._shapes else "is unknown to the generator"
@@ -68,8 +54,6 @@ class Manifest:
             self._missing.remove(name)
         for name, tensor in bucket:
             self._digest.update(name, tensor)
-        yield
-        self._digest.settle()
 
     def finish(self, digest: str) -> None:
         if self._missing:
@@ -94,7 +78,6 @@ def send_weights(transport: WeightTransport, weights: Iterable[tuple[str, Tensor
     for bucket in buckets(weights, BUCKET_BYTES):
         for name, tensor in bucket:
             digest.update(name, tensor)
-        digest.settle()
         transport.send(bucket)
     transport.finish(digest.hexdigest())
 

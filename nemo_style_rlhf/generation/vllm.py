@@ -20,9 +20,13 @@ class VLLMGenerator:
 
     def __init__(
         self, model_path: str, config: GenerationConfig, *, dtype: str, seed: int, max_model_len: int,
-        eos_token_ids: Sequence[int], weight_shapes: dict[str, tuple[int, ...]],
+        eos_token_ids: Sequence[int], weight_shapes: dict[str, tuple[int, ...]], stop_strings: bool = False,
     ) -> None:  # fmt: skip
-        """Load ``model_path``; ``weight_shapes`` names the tensors every later transfer must bring."""
+        """Load ``model_path``; ``weight_shapes`` names the tensors every later transfer must bring.
+
+        Args:
+            stop_strings: prompts may have stop strings of their own.
+        """
         from vllm import LLM  # type: ignore[import-not-found]
 
         try:
@@ -41,7 +45,9 @@ class VLLMGenerator:
                 logprobs_mode="processed_logprobs",  # of the distribution sampled from, after the temperature
                 generation_config="vllm",  # not the checkpoint's own sampling defaults
                 disable_log_stats=True,
-                skip_tokenizer_init=not config.stop,  # token ids in, token ids out; stop strings need text
+                skip_tokenizer_init=not (
+                    config.stop or stop_strings
+                ),  # token ids in, token ids out; stop strings need text
                 async_scheduling=False,
             )
         except Exception as error:
@@ -108,20 +114,22 @@ class VLLMGenerator:
     def _sampling(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams
 
-        config = self._config
+        config, own = self._config, request.sampling
+        stop = config.stop if own.stop is None else own.stop
+        stop_token_ids = {*self._stop_token_ids, *(own.stop_token_ids or ())}
         return SamplingParams(
-            temperature=0.0 if request.greedy else config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
+            temperature=config.temperature if own.temperature is None else own.temperature,
+            top_p=config.top_p if own.top_p is None else own.top_p,
+            top_k=config.top_k if own.top_k is None else own.top_k,
             max_tokens=request.max_tokens,
-            min_tokens=config.min_length,
-            stop=list(config.stop) or None,
-            stop_token_ids=self._stop_token_ids or None,
+            min_tokens=min(config.min_length if own.min_length is None else own.min_length, request.max_tokens),
+            stop=list(stop) or None,
+            stop_token_ids=sorted(stop_token_ids) or None,
             ignore_eos=config.ignore_eos,
             seed=request.seed,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=bool(config.stop),
+            detokenize=bool(stop),
             include_stop_str_in_output=True,
         )
 
@@ -166,8 +174,8 @@ class _InProcessTransport:
         self._generator._llm.collective_rpc(_begin_reload)
 
     def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        with self._manifest.receiving(bucket):
-            self._generator._llm.collective_rpc(_load_bucket, args=(list(bucket),))
+        self._manifest.receive(bucket)
+        self._generator._llm.collective_rpc(_load_bucket, args=(list(bucket),))
 
     def finish(self, digest: str) -> None:
         self._manifest.finish(digest)

@@ -15,7 +15,7 @@ def token_logprobs(
     lm_head_weight: Tensor,
     token_ids: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     with_entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -29,6 +29,7 @@ def token_logprobs(
         lm_head_weight: [V, H]; both are cast to autocast's dtype where that is on, else to that of ``hidden`` or, where a CPU
             would only emulate its products, to fp32.
         token_ids: [...] int64.
+        temperature: one for all, or [...] one for each token.
         with_entropy: also return the entropy of the whole distribution, in nats.
         chunk_tokens: tokens per chunk; by default as many as make 2^25 logits.
 
@@ -40,28 +41,37 @@ def token_logprobs(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else matmul_dtype(hidden)
     flat, weight = hidden.reshape(-1, hidden.shape[-1]).to(dtype), lm_head_weight.to(dtype)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1, 1)
     logprobs, entropy = _TokenLogprobs.apply(flat, weight, token_ids.reshape(-1), temperature, with_entropy, chunk)
     logprobs = logprobs.view(token_ids.shape)
     return (logprobs, entropy.view(token_ids.shape)) if with_entropy else logprobs
 
 
-def logits_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def logits_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """The same from logits [..., V], for models whose head is more than one matrix product: (log-probabilities, entropies)."""
-    logprobs = (logits.float() / temperature).log_softmax(-1)
+    scale = temperature[..., None] if isinstance(temperature, Tensor) else temperature
+    logprobs = (logits.float() / scale).log_softmax(-1)
     return logprobs.gather(-1, token_ids[..., None]).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, with_entropy: bool, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        token_ids: Tensor,
+        temperature: float | Tensor,
+        with_entropy: bool,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         logsumexp = hidden.new_empty(len(hidden), dtype=torch.float32)
         logprobs, entropy = torch.empty_like(logsumexp), torch.zeros_like(logsumexp)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             product = hidden[part] @ weight.T
-            logits = _logits(product, temperature)
+            logits = _logits(product, _of_part(temperature, part))
             logsumexp[part] = logits.logsumexp(-1)
             logprobs[part] = logits.gather(-1, token_ids[part, None]).squeeze(-1) - logsumexp[part]
             if with_entropy:
@@ -92,10 +102,14 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _logits(product: Tensor, temperature: float) -> Tensor:
-    """fp32 logits of a matrix product that must stay as it is."""
+def _of_part(temperature: float | Tensor, part: slice) -> float | Tensor:
+    return temperature[part] if isinstance(temperature, Tensor) else temperature
+
+
+def _logits(product: Tensor, temperature: float | Tensor) -> Tensor:
+    """fp32 logits of a matrix product that must stay as it is; one temperature, or [tokens, 1]."""
     logits = product.float()
-    return logits if temperature == 1.0 else logits / temperature
+    return logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
 
 
 def _grad_logits(
@@ -107,10 +121,11 @@ def _grad_logits(
     With l the logits over temperature, p their softmax and H their entropy: d logp_y / d l_j = [j = y] - p_j and
     d H / d l_j = -p_j (log p_j + H).
     """
-    log_p = _logits(product, ctx.temperature) - logsumexp[part, None]
+    temperature = _of_part(ctx.temperature, part)
+    log_p = _logits(product, temperature) - logsumexp[part, None]
     p = log_p.exp()
     grad = p * -grad_logprobs[part, None]
     if ctx.with_entropy:
         grad -= p.mul_(log_p.add_(entropy[part, None])).mul_(grad_entropy[part, None])
     grad.scatter_add_(-1, token_ids[part, None], grad_logprobs[part, None])
-    return grad.div_(ctx.temperature).to(product.dtype)
+    return grad.div_(temperature).to(product.dtype)

@@ -32,15 +32,21 @@ class PolicyModel(nn.Module):
             hf.base_model.compile(dynamic=True)
 
     def forward(
-        self, input_ids: Tensor, action_mask: Tensor, with_entropy: bool = False, temperature: float | None = None
+        self,
+        input_ids: Tensor,
+        action_mask: Tensor,
+        with_entropy: bool = False,
+        temperature: float | Tensor | None = None,
     ) -> ActionLogprobs:
         """Log-probabilities of token t+1 at every entry t where ``action_mask`` [B, T] is 1.
 
         ``input_ids`` [B, T] int64 is padded on the right, so causal attention needs no padding mask. ``temperature``
-        overrides that of the sampler.
+        overrides that of the sampler, for all or for each row [B].
         """
         temperature = self.temperature if temperature is None else temperature
         selected = action_mask.bool()
+        if isinstance(temperature, Tensor):
+            temperature = temperature[:, None].expand_as(selected)[selected]
         targets = input_ids.roll(-1, dims=1)[selected]
         if not self._plain_head:
             logits = self.hf(input_ids=input_ids, use_cache=False).logits[selected]

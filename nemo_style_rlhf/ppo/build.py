@@ -3,6 +3,7 @@
 import importlib.metadata
 import logging
 import uuid
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,11 @@ from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
 from nemo_style_rlhf.rollout.collector import Collector
 from nemo_style_rlhf.rollout.reference import Reference
 from nemo_style_rlhf.schema.actor import PPOActorConfig
-from nemo_style_rlhf.scoring.remote import RemoteCriticScorer
+from nemo_style_rlhf.scoring.combined import CombinedScorer
+from nemo_style_rlhf.scoring.endpoints import EndpointScorer
+from nemo_style_rlhf.scoring.function import FunctionScorer
+from nemo_style_rlhf.scoring.interface import Scorer
+from nemo_style_rlhf.scoring.remote import RemoteCriticScorer, RewardServerScorer
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
@@ -52,13 +57,19 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     total_steps = _total_steps(config, len(prompts))
     policy = load_causal_lm(config.model)
     max_length = _max_sequence_length(config, [*prompts, *val_prompts], policy)
-    critic = _meet_critic(config, tokenizer, policy, max_length)
+    _check_template(config, tokenizer)
+    critic = _meet_critic(config, tokenizer, policy, max_length) if uses_critic_process(config) else None
+    scorer = _scorer(config, critic)
     init_distributed(device)
-    reference = _policy_model(config, load_causal_lm(config.model))
+    reference = None
+    if config.algorithm.needs_reference:
+        model = _policy_model(config, load_causal_lm(config.model))
+        reference = Reference(model, config.engine, device, cpu_offload=config.model.reference == "cpu_offload")
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
     engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
     engine.eval()
-    generator = _generator(config, engine, tokenizer, max_length, device)
+    own_stop_strings = any(prompt.sampling.stop for prompt in [*prompts, *val_prompts])
+    generator = _generator(config, engine, tokenizer, max_length, device, own_stop_strings)
     resolved = OmegaConf.to_container(OmegaConf.structured(config))
     write_atomically(output_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
     assert isinstance(resolved, dict)
@@ -67,12 +78,16 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
         generator=generator,
         collector=Collector(
             generator,
-            RemoteCriticScorer(critic),
+            scorer,
             engine,
-            Reference(reference, config.engine, device, cpu_offload=config.model.reference == "cpu_offload"),
+            reference,
+            decode=partial(_decode, tokenizer),
             algorithm=config.algorithm,
             engine=config.engine,
             device=device,
+            max_length=config.generation.max_length,
+            temperature=config.generation.temperature,
+            run_seed=config.run.seed,
         ),
         critic=critic,
         prompts=prompts,
@@ -144,9 +159,34 @@ def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: 
     return needed
 
 
-def _meet_critic(
-    config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, max_length: int
-) -> RemoteCritic:
+def uses_critic_process(config: PPOActorConfig) -> bool:
+    """For the values of gae, for its reward model, or both."""
+    return config.algorithm.uses_critic or config.reward.critic.weight != 0
+
+
+def _scorer(config: PPOActorConfig, critic: RemoteCritic | None) -> Scorer:
+    """The reward sources in use, and the critic's values."""
+    reward = config.reward
+    sources: dict[str, tuple[Scorer, float]] = {}
+    if critic is not None:
+        weight = reward.critic.weight
+        sources["critic"] = RemoteCriticScorer(critic, with_rewards=weight != 0), weight
+    if reward.server.weight != 0:
+        server = RemoteCritic(reward.server)
+        server.wait_until_ready(log.info)
+        sources["server"] = RewardServerScorer(server), reward.server.weight
+    if reward.function.weight != 0:
+        sources["function"] = FunctionScorer(reward.function), reward.function.weight
+    if reward.endpoints.weight != 0:
+        sources["endpoints"] = EndpointScorer(reward.endpoints), reward.endpoints.weight
+    return CombinedScorer(sources, on_error=reward.on_error)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def _check_template(config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     if warning := check_template(
         config.model.path,
         config.data.prompt_template,
@@ -155,12 +195,17 @@ def _meet_critic(
         on_mismatch=config.data.on_template_mismatch,
     ):
         log.warning("%s", warning)
+
+
+def _meet_critic(
+    config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, max_length: int
+) -> RemoteCritic:
     critic = RemoteCritic(config.remote_critic_rm)
     critic.wait_until_ready(log.info)
     status = critic.handshake(
         tokenizer_digest=tokenizer_digest(tokenizer),
         vocab_size=policy.config.get_text_config().vocab_size,
-        needs_rewards=True,
+        needs_rewards=config.reward.critic.weight != 0,
     )
     if status.max_length < max_length:
         raise UserError(
@@ -177,11 +222,18 @@ def _policy_model(config: PPOActorConfig, model: PreTrainedModel) -> PolicyModel
 
 
 def _generator(
-    config: PPOActorConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase, max_length: int, device: torch.device
+    config: PPOActorConfig,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    device: torch.device,
+    own_stop_strings: bool,
 ) -> Generator:
     shapes = {name: tuple(tensor.shape) for name, tensor in policy_weights(engine)}
     eos = _eos_token_ids(engine.module.hf, tokenizer)
     if config.generation.backend == "hf":
+        if own_stop_strings:
+            raise UserError("generation.backend=hf knows no stop strings, but prompts bring their own: use vllm")
         model = load_causal_lm(config.model)
         return HFGenerator(model, config.generation, device=device, eos_token_ids=eos, weight_shapes=shapes)
     return VLLMGenerator(
@@ -192,6 +244,7 @@ def _generator(
         max_model_len=max_length,
         eos_token_ids=eos,
         weight_shapes=shapes,
+        stop_strings=own_stop_strings,
     )
 
 

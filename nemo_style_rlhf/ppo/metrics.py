@@ -1,14 +1,19 @@
 """What a rollout looks like in numbers, and on disk."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.algorithms.masking import masked_mean
-from nemo_style_rlhf.rollout.collector import Scored
+from nemo_style_rlhf.rollout.sampling import Sampled
 from nemo_style_rlhf.rollout.types import Experience, Rollout
+
+REPEATED_NGRAM = 4
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
@@ -16,49 +21,92 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     mask = experience.mask
     gap = (experience.sampler_logprobs - experience.logprobs).abs()[mask.bool()]
     kl_sums = torch.stack([part.sum() for part in (experience.kl * mask).split(experience.lengths)])
+    metrics = {
+        **_sample_metrics(experience.rollouts),
+        "rewards": _mean(experience.scores),
+        "rewards_std": float(experience.scores[~experience.failed].std(correction=0)),
+        "rewards_with_kl": float((experience.rewards * mask).sum() / len(experience.lengths)),
+        "reward_failures": float(experience.failed.sum()),
+        "init_policy_kl": float(masked_mean(experience.kl, mask)),
+        "init_policy_kl_per_sample": float(kl_sums.mean()),
+        "kl_coef": experience.kl_coef,
+        "entropy": float(-masked_mean(experience.logprobs, mask)),
+        "sampler_logprob_gap_max": float(gap.max()),
+        "sampler_logprob_gap_mean": float(gap.mean()),
+        "learned_tokens": float(mask.sum()),
+        **{name: _mean(values) for name, values in experience.extra.items()},
+        **experience.counts,
+    }
+    if experience.values is not None:
+        metrics["values"] = float(masked_mean(experience.values, mask))
+    if experience.returns is not None:
+        metrics["returns"] = float(masked_mean(experience.returns, mask))
+    if experience.correction is not None:
+        metrics["correction_weight"] = float(masked_mean(experience.correction, mask))
+    return {f"train_rollouts/{name}": value for name, value in metrics.items()}
+
+
+def validation_metrics(sampled: Sampled, *, pass_score: float | None) -> dict[str, float]:
+    """`val_rollouts/*`; with ``pass_score`` also the share of samples, and of prompts with any sample, that reach it.
+
+    ``pass@k`` is over the k samples each prompt has (arXiv 2107.03374, section 2.1, with n = k).
+    """
+    scores = sampled.scores.rewards
+    metrics = {
+        **_sample_metrics(sampled.rollouts),
+        "rewards": _mean(scores),
+        "reward_failures": float(sampled.scores.failures.sum()),
+        **{name: _mean(values) for name, values in sampled.scores.extra.items()},
+    }
+    if pass_score is not None:
+        passed: dict[int, list[bool]] = defaultdict(list)
+        for rollout, score in zip(sampled.rollouts, scores.tolist(), strict=True):
+            passed[rollout.sample.prompt_id].append(score >= pass_score)
+        k = max(map(len, passed.values()))
+        metrics["pass@1"] = sum(sum(each) / len(each) for each in passed.values()) / len(passed)
+        if k > 1:
+            metrics[f"pass@{k}"] = sum(any(each) for each in passed.values()) / len(passed)
+    return {f"val_rollouts/{name}": value for name, value in metrics.items()}
+
+
+def _sample_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    responses = [rollout.response_tokens for rollout in rollouts]
+    lengths = [len(response) for response in responses]
+    bigrams = [pair for response in responses for pair in pairwise(response)]
     return {
-        **_sample_metrics("train_rollouts", experience.rollouts),
-        "train_rollouts/rewards": float(experience.scores.mean()),
-        "train_rollouts/rewards_std": float(experience.scores.std(correction=0)),
-        "train_rollouts/rewards_with_kl": float((experience.rewards * mask).sum() / len(experience.lengths)),
-        "train_rollouts/init_policy_kl": float(masked_mean(experience.kl, mask)),
-        "train_rollouts/init_policy_kl_per_sample": float(kl_sums.mean()),
-        "train_rollouts/entropy": float(-masked_mean(experience.logprobs, mask)),
-        "train_rollouts/values": float(masked_mean(experience.values, mask)),
-        "train_rollouts/returns": float(masked_mean(experience.returns, mask)),
-        "train_rollouts/sampler_logprob_gap_max": float(gap.max()),
-        "train_rollouts/sampler_logprob_gap_mean": float(gap.mean()),
-        "train_rollouts/learned_tokens": float(mask.sum()),
+        "response_lengths": sum(lengths) / len(lengths),
+        "response_lengths_max": float(max(lengths)),
+        "truncated_fraction": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+        "distinct_fraction": len(set(map(tuple, responses))) / len(rollouts),
+        "distinct_2": len(set(bigrams)) / max(len(bigrams), 1),
+        "repetition": sum(map(repetition, responses)) / len(responses),
     }
 
 
-def validation_metrics(scored: Scored) -> dict[str, float]:
-    """`val_rollouts/*`."""
-    return {**_sample_metrics("val_rollouts", scored.rollouts), "val_rollouts/rewards": float(scored.scores.mean())}
+def repetition(tokens: Sequence[int]) -> float:
+    """Share of the 4-grams of a response that occurred in it before; 0 without any."""
+    ngrams = [tuple(tokens[start : start + REPEATED_NGRAM]) for start in range(len(tokens) - REPEATED_NGRAM + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
-def _sample_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    lengths = [len(rollout.response_tokens) for rollout in rollouts]
-    return {
-        f"{prefix}/response_lengths": sum(lengths) / len(lengths),
-        f"{prefix}/response_lengths_max": float(max(lengths)),
-        f"{prefix}/truncated_fraction": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-        f"{prefix}/distinct_fraction": len({tuple(rollout.response_tokens) for rollout in rollouts}) / len(rollouts),
-    }
+def _mean(values: Tensor) -> float:
+    """Of the samples that have a number."""
+    return float(values.nanmean())
 
 
 def rollout_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
     """One object per sample for `rollouts/step_XXXXXX.jsonl`; ``kl`` is summed over the response, in nats."""
     kl = (experience.kl * experience.mask).split(experience.lengths)
-    for rollout, score, sample_kl in zip(experience.rollouts, experience.scores.tolist(), kl, strict=True):
+    for index, (rollout, sample_kl) in enumerate(zip(experience.rollouts, kl, strict=True)):
         yield {
             "prompt_id": rollout.sample.prompt_id,
             "index": rollout.sample.index,
             "prompt": rollout.prompt_text,
             "response": tokenizer.decode(rollout.response_tokens, skip_special_tokens=False),
-            "reward": score,
+            "reward": None if experience.failed[index] else float(experience.scores[index]),
             "kl": float(sample_kl.sum()),
             "response_tokens": len(rollout.response_tokens),
             "finish_reason": rollout.finish_reason,
             "label": rollout.label,
+            **{name: float(values[index]) for name, values in experience.extra.items()},
         }

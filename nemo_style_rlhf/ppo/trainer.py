@@ -1,7 +1,9 @@
 """The training loop of the actor process."""
 
+import json
 import logging
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.data.prompts import Prompt
@@ -18,11 +21,12 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
 from nemo_style_rlhf.models.export import export_model
-from nemo_style_rlhf.ppo.audit import Probe
+from nemo_style_rlhf.ppo.audit import Probe, audit_gap, audit_signs
 from nemo_style_rlhf.ppo.metrics import rollout_metrics, rollout_rows, validation_metrics
 from nemo_style_rlhf.ppo.rng import load_rng, save_rng
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
-from nemo_style_rlhf.rollout.collector import Collector, Timers, make_requests
+from nemo_style_rlhf.rollout.collector import Collector, CollectorState
+from nemo_style_rlhf.rollout.sampling import Timers
 from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.tracking.metrics import MetricsWriter, write_jsonl
@@ -43,6 +47,10 @@ class Progress:
     """Prompts taken from the sampler."""
     critic_step: int = 0
     """Train steps the critic has done."""
+    collector: dict[str, Any] = field(default_factory=dict)
+    """KL coefficient and running reward statistics."""
+    best_reward: float | None = None
+    """Of validation, where checkpoint.keep_best is on."""
 
 
 @dataclass
@@ -52,7 +60,8 @@ class Parts:
     engine: Engine
     generator: Generator
     collector: Collector
-    critic: RemoteCritic
+    critic: RemoteCritic | None
+    """None for algorithms without one."""
     prompts: list[Prompt]
     val_prompts: list[Prompt]
     tokenizer: PreTrainedTokenizerBase
@@ -70,8 +79,6 @@ class PPOTrainer:
         self._total_steps = total_steps
         self._output_dir = Path(config.run.output_dir)
         self._sampler = PromptSampler(len(parts.prompts), config.run.seed, config.data.shuffle)
-        self._prompts = {prompt.prompt_id: prompt for prompt in parts.prompts}
-        self._val_prompts = {prompt.prompt_id: prompt for prompt in parts.val_prompts}
         self._probe_gap = 0.0
         self.progress = Progress()
 
@@ -102,13 +109,15 @@ class PPOTrainer:
                     tokens_per_second=metrics["timers/tokens_per_second"],
                     seconds_per_step=perf_counter() - started,
                 )
-        self._export()
+        self._export("export")
+        self._parts.collector.close()
         self._parts.metrics.close()
 
     def undo(self) -> None:
         """Put the critic server back to where this run found it (dry runs)."""
-        first = self._parts.store.committed_steps()[0]
-        self._parts.critic.restore(checkpoint_id(self._run_id, first), None)
+        if self._parts.critic is not None:
+            first = self._parts.store.committed_steps()[0]
+            self._parts.critic.restore(checkpoint_id(self._run_id, first), None)
 
     def train_step(self) -> dict[str, float]:
         """One PPO step: prompts, rollout and scores, both updates, weights to the generator, metrics.
@@ -117,32 +126,42 @@ class PPOTrainer:
         """
         config, parts, timers = self._config, self._parts, Timers()
         step = self.progress.step + 1
-        prompts = self._next_prompts()
-        requests = make_requests(
-            prompts,
-            step=step,
-            samples_per_prompt=config.algorithm.samples_per_prompt,
-            max_tokens=config.generation.max_length,
-            run_seed=config.run.seed,
-        )
-        experience = parts.collector.collect(requests, self._prompts, timers)
+        position = self.progress.data_position
+
+        def take(count: int) -> list[Prompt]:
+            nonlocal position
+            indices = self._sampler.take(position, count)
+            position += count
+            return [parts.prompts[index] for index in indices]
+
+        experience = parts.collector.collect(take, step=step, timers=timers)
+        metrics = rollout_metrics(experience)
+        audit_gap(config.audit, metrics)
         plan = mini_batch_plan(experience, config.algorithm, seed=config.run.seed, step=step)
-        critic_update = parts.critic.train(critic_batch(experience, plan), step=self.progress.critic_step + 1)
+        critic_update = self._train_critic(experience, plan)
         warming_up = step <= config.algorithm.critic_warmup_steps
-        actor_metrics = {} if warming_up else update_actor(parts.engine, experience, plan, config.algorithm)
+        if not warming_up:
+            metrics |= update_actor(
+                parts.engine, experience, plan, config.algorithm, max_length=config.generation.max_length
+            )
         timers.lap("actor_update")
-        critic_metrics = critic_update.result()
-        timers.lap("wait_for_critic")
-        critic_seconds = critic_metrics.pop("seconds")
+        if critic_update is not None:
+            critic_metrics = critic_update.result()
+            timers.lap("wait_for_critic")
+            metrics["timers/critic_train"] = critic_metrics.pop("seconds")
+            metrics |= {f"critic/{name}": value for name, value in critic_metrics.items()}
         if not warming_up:
             self._send_weights(step, timers)
-        self.progress = Progress(step, self.progress.data_position + len(prompts), self.progress.critic_step + 1)
-        metrics = {
-            **rollout_metrics(experience),
-            **actor_metrics,
-            **{f"critic/{name}": value for name, value in critic_metrics.items()},
+        self.progress = replace(
+            self.progress,
+            step=step,
+            data_position=position,
+            critic_step=self.progress.critic_step + (critic_update is not None),
+            collector=asdict(parts.collector.state),
+        )
+        metrics |= {
             "train_rollouts/transfer_probe_gap": self._probe_gap,
-            "train_rollouts/epoch": self._sampler.epoch(self.progress.data_position),
+            "train_rollouts/epoch": self._sampler.epoch(position),
         }
         if self._validation_due(step):
             metrics |= self._validate()
@@ -151,14 +170,16 @@ class PPOTrainer:
             rows = rollout_rows(experience, parts.tokenizer)
             write_jsonl(self._output_dir / "rollouts" / f"step_{step:06d}.jsonl", rows)
         timers.lap("tracking")
-        metrics |= {**_timer_metrics(timers, experience), "timers/critic_train": critic_seconds}
+        metrics |= _timer_metrics(timers, experience)
         parts.metrics.write(step, metrics)
+        audit_signs(config.audit, metrics)
         return metrics
 
-    def _next_prompts(self) -> list[Prompt]:
-        algorithm = self._config.algorithm
-        count = algorithm.num_rollout_samples // algorithm.samples_per_prompt
-        return [self._parts.prompts[index] for index in self._sampler.take(self.progress.data_position, count)]
+    def _train_critic(self, experience: Experience, plan: list[list[int]]) -> "Future[dict[str, float]] | None":
+        """Start the critic's update in the other process."""
+        if self._parts.critic is None:
+            return None
+        return self._parts.critic.train(critic_batch(experience, plan), step=self.progress.critic_step + 1)
 
     def _send_weights(self, version: int, timers: Timers) -> None:
         parts = self._parts
@@ -172,15 +193,20 @@ class PPOTrainer:
         return interval > 0 and (step % interval == 0 or step == self._total_steps)
 
     def _validate(self) -> dict[str, float]:
-        config = self._config
-        requests = make_requests(
-            self._parts.val_prompts[: config.algorithm.num_val_samples],
-            step=0,
-            samples_per_prompt=1,
-            max_tokens=config.generation.max_length,
-            run_seed=config.run.seed + VALIDATION_SEED_OFFSET,
+        algorithm = self._config.algorithm
+        sampled = self._parts.collector.sample(
+            self._parts.val_prompts[: algorithm.num_val_samples],
+            samples_per_prompt=algorithm.val_samples_per_prompt,
+            run_seed=self._config.run.seed + VALIDATION_SEED_OFFSET,
         )
-        return validation_metrics(self._parts.collector.generate_scored(requests, self._val_prompts, Timers()))
+        metrics = validation_metrics(sampled, pass_score=algorithm.val_pass_score)
+        reward, best = metrics["val_rollouts/rewards"], self.progress.best_reward
+        if self._config.checkpoint.keep_best and (best is None or reward > best):
+            self.progress = replace(self.progress, best_reward=reward)
+            self._export("best")
+            note = {"step": self.progress.step, "val_rollouts/rewards": reward}
+            write_atomically(self._output_dir / "best" / "best.json", json.dumps(note).encode())
+        return metrics
 
     def _commit_if_due(self) -> None:
         step = self.progress.step
@@ -190,16 +216,18 @@ class PPOTrainer:
     def _commit(self) -> None:
         """Save both halves, name them in one manifest, then let both sides prune."""
         parts, config = self._parts, self._config.checkpoint
+        critic = parts.critic
         last = self.progress.step == self._total_steps
         parts.store.save(
             self.progress.step,
             self._run_id,
             write_actor=self._write_half,
-            save_critic=lambda name: parts.critic.save(name, export=last and config.export_critic),
+            save_critic=lambda name: {} if critic is None else critic.save(name, export=last and config.export_critic),
             state=asdict(self.progress),
             versions=parts.versions,
         )
-        parts.critic.commit(checkpoint_id(self._run_id, self.progress.step), config.keep_last)
+        if critic is not None:
+            critic.commit(checkpoint_id(self._run_id, self.progress.step), config.keep_last)
         parts.store.prune()
 
     def _write_half(self, directory: Path) -> None:
@@ -209,17 +237,21 @@ class PPOTrainer:
     def _restore(self) -> None:
         """Bring both halves to the last common checkpoint; a run without one starts, and commits its step 0."""
         parts = self._parts
-        parts.critic.wait_until_ready(log.info)
-        parts.critic.acquire(self._run_id)
+        if parts.critic is not None:
+            parts.critic.wait_until_ready(log.info)
+            parts.critic.acquire(self._run_id)
         manifest = parts.store.latest()
         if manifest is None:
             self._start()
             return
-        parts.critic.restore(checkpoint_id(manifest.run_id, manifest.step), manifest.critic["files"])
+        if parts.critic is not None:
+            parts.critic.restore(checkpoint_id(manifest.run_id, manifest.step), manifest.critic["files"])
         half = parts.store.actor_half(manifest.step)
         parts.engine.load(half / "engine")
         load_rng(half / "rng.pt")
         self.progress = Progress(**manifest.state)
+        if self.progress.collector:
+            parts.collector.state = CollectorState(**self.progress.collector)
         self._send_weights(self.progress.step, Timers())
         parts.metrics.rewind(self.progress.step)
         if self.progress.step == 0:
@@ -227,8 +259,8 @@ class PPOTrainer:
         log.info("resumed from step %d", self.progress.step)
 
     def _start(self) -> None:
-        critic_step = self._parts.critic.status().critic_step
-        if critic_step != 0:
+        critic = self._parts.critic
+        if critic is not None and (critic_step := critic.status().critic_step) != 0:
             raise UserError(
                 f"the critic server has already trained {critic_step} steps but {self._output_dir} holds no checkpoint to resume "
                 "from: restart the server, or give the run.output_dir of the run it belongs to"
@@ -242,8 +274,8 @@ class PPOTrainer:
         if self._config.algorithm.val_check_interval:
             self._parts.metrics.write(0, self._validate())
 
-    def _export(self) -> None:
-        directory = self._output_dir / "export"
+    def _export(self, name: str) -> None:
+        directory = self._output_dir / name
         export_model(self._parts.engine.module.hf, directory, source=self._config.model.path)
         log.info("exported the policy to %s", directory)
 
@@ -254,6 +286,7 @@ def critic_batch(experience: Experience, plan: list[list[int]]) -> CriticTrainBa
     def split(flat: Tensor) -> list[Any]:
         return [part.numpy() for part in flat.split(experience.lengths)]
 
+    assert experience.returns is not None and experience.values is not None  # the estimator has a critic
     return CriticTrainBatch(
         sequences=split(experience.tokens.int()),
         returns=split(experience.returns.float()),

@@ -7,15 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_style_rlhf.algorithms.kl import kl_loss
 from nemo_style_rlhf.algorithms.masking import aggregate
 from nemo_style_rlhf.algorithms.policy_loss import policy_loss
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.rollout.logprobs import MicroBatch, micro_batch_iterator
 from nemo_style_rlhf.rollout.types import Experience
-from nemo_style_rlhf.schema.actor import PPOConfig
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 
 
-def mini_batch_plan(experience: Experience, config: PPOConfig, *, seed: int, step: int) -> list[list[int]]:
+def mini_batch_plan(experience: Experience, config: AlgorithmConfig, *, seed: int, step: int) -> list[list[int]]:
     """Which samples each optimizer step sees: ``ppo_epochs`` shuffled passes, each cut into ``mini_batches`` parts.
 
     A pure function of seed, step and mask; actor and critic follow the same plan. Samples without an action are left
@@ -48,12 +49,20 @@ class TokenMeans:
 
 
 def update_actor(
-    engine: Engine, experience: Experience, plan: Sequence[Sequence[int]], config: PPOConfig
+    engine: Engine,
+    experience: Experience,
+    plan: Sequence[Sequence[int]],
+    config: AlgorithmConfig,
+    *,
+    max_length: int,
 ) -> dict[str, float]:
     """One optimizer step for each entry of ``plan``; metrics averaged over tokens, of the last step where noted.
 
-    Every loss is a sum over tokens divided by the token count of its whole optimizer step, so the split into
-    micro-batches does not change the gradient.
+    Every loss is divided by the token or sequence count of its whole optimizer step, so the split into micro-batches does
+    not change the gradient.
+
+    Args:
+        max_length: tokens a response may have, the constant of ``seq_sum_constant``.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite.
@@ -61,17 +70,24 @@ def update_actor(
     engine.train()
     means, first = TokenMeans(), TokenMeans()
     grad_norms = []
-    lr = 0.0
+    lr = losses = 0.0
     for number, rows in enumerate(plan):
         batches = list(
             micro_batch_iterator(
-                experience.tokens, experience.lengths, experience.mask, engine.config, engine.device, rows
+                experience.tokens,
+                experience.lengths,
+                experience.mask,
+                engine.config,
+                engine.device,
+                rows,
+                experience.temperatures,
             )
         )
-        normalizer = float(sum(len(batch.positions) for batch in batches))
+        normalizer = loss_normalizer(batches, config.loss_aggregation, max_length=max_length)
         for batch in batches:
             loss, statistics = _loss(engine, experience, batch, config, normalizer)
             engine.backward(loss)
+            losses += float(loss.detach())
             means.add(len(batch.positions), **statistics)
             if number == 0:
                 first.add(len(batch.positions), **statistics)
@@ -80,20 +96,29 @@ def update_actor(
         lr = stats.lr
     engine.eval()
     return {
-        "train_optim/loss": means.mean("loss"),
+        "train_optim/loss": losses / len(plan),
         "train_optim/ppo_ratio": means.mean("ratio"),
         "train_optim/ppo_ratio_first_mini_batch": first.mean("ratio"),
         "train_optim/ratio_error_first_mini_batch": first.mean("ratio_error"),
         "train_optim/clip_fraction": means.mean("clip_fraction"),
         "train_optim/approx_kl": means.mean("approx_kl"),
         "train_optim/grad_norm": sum(grad_norms) / len(grad_norms),
+        **({"train_optim/kl_loss": means.mean("kl_loss")} if config.kl_in == "loss" else {}),
         "train_optim/lr": lr,
         "train_optim/optimizer_steps": len(plan),
     }
 
 
+def loss_normalizer(batches: Sequence[MicroBatch], aggregation: str, *, max_length: int) -> float:
+    """What the losses of the micro-batches of one optimizer step are divided by: its tokens or its sequences."""
+    if aggregation == "token_mean":
+        return float(sum(len(batch.positions) for batch in batches))
+    sequences = float(sum(int(batch.action_mask.bool().any(-1).sum()) for batch in batches))
+    return sequences * max_length if aggregation == "seq_sum_constant" else sequences
+
+
 def _loss(
-    engine: Engine, experience: Experience, batch: MicroBatch, config: PPOConfig, normalizer: float
+    engine: Engine, experience: Experience, batch: MicroBatch, config: AlgorithmConfig, normalizer: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """This micro-batch's share of the optimizer step's loss, and means over its tokens."""
     mask = batch.action_mask
@@ -103,7 +128,7 @@ def _loss(
         return torch.zeros_like(mask).masked_scatter(mask.bool(), flat.to(mask.device))
 
     with_entropy = config.entropy_bonus != 0
-    result = engine(batch.input_ids, mask, with_entropy=with_entropy)
+    result = engine(batch.input_ids, mask, with_entropy=with_entropy, temperature=batch.temperature)
     old = experience.logprobs[batch.positions]
     surrogate = policy_loss(
         rows(result.logprobs),
@@ -111,20 +136,29 @@ def _loss(
         rows(experience.advantages[batch.positions]),
         mask,
         clip_low=config.ratio_eps,
-        clip_high=config.ratio_eps,
+        clip_high=config.ratio_eps if config.ratio_eps_high is None else config.ratio_eps_high,
+        dual_clip=config.dual_clip,
+        level=config.ratio_level,
+        aggregation=config.loss_aggregation,
         normalizer=normalizer,
+        weights=None if experience.correction is None else rows(experience.correction[batch.positions]),
     )
     loss = surrogate.loss
+
+    def aggregated(per_action: Tensor) -> Tensor:
+        return aggregate(rows(per_action), mask, mode=config.loss_aggregation, normalizer=normalizer)
+
     if with_entropy:
-        loss = loss - config.entropy_bonus * aggregate(
-            rows(result.entropy), mask, mode="token_mean", normalizer=normalizer
-        )
-    tokens = max(len(batch.positions), 1)
+        loss = loss - config.entropy_bonus * aggregated(result.entropy)
     statistics = {
-        "loss": loss.detach() * normalizer / tokens,
         "ratio": surrogate.ratio,
         "ratio_error": (result.logprobs.detach() - old.to(mask.device)).expm1().abs().mean(),
         "clip_fraction": surrogate.clip_fraction,
         "approx_kl": surrogate.approx_kl,
     }
+    if config.kl_in == "loss":
+        reference = experience.ref_logprobs[batch.positions].to(mask.device)
+        kl = kl_loss(result.logprobs, reference, kind=config.kl_estimator, unbiased=config.kl_gradient == "unbiased")
+        loss = loss + experience.kl_coef * aggregated(kl)
+        statistics["kl_loss"] = kl.detach().mean()
     return loss, statistics

@@ -1,30 +1,37 @@
-"""One rollout: generate, score while decoding goes on, compute log-probabilities, shape rewards."""
+"""One rollout: generate, score while decoding goes on, compute log-probabilities, turn scores into advantages."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from nemo_style_rlhf.algorithms.advantages import gae
-from nemo_style_rlhf.algorithms.kl import kl_estimate
-from nemo_style_rlhf.algorithms.masking import masked_whiten
-from nemo_style_rlhf.algorithms.reward_shaping import place_rewards, truncation_penalty
+from nemo_style_rlhf.algorithms.corrections import importance_weights
+from nemo_style_rlhf.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from nemo_style_rlhf.algorithms.masking import masked_mean
+from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ragged import pad, unpad
-from nemo_style_rlhf.generation.interface import GenerationRequest, Generator, SampleId, sample_seed
+from nemo_style_rlhf.generation.interface import GenerationRequest, Generator
 from nemo_style_rlhf.rollout.logprobs import PolicyForward, action_aligned, action_mask, batch_logprobs
 from nemo_style_rlhf.rollout.reference import Reference
+from nemo_style_rlhf.rollout.sampling import (
+    Decode,
+    Sampled,
+    Timers,
+    generate_and_score,
+    joined,
+    make_requests,
+)
+from nemo_style_rlhf.rollout.signal import estimate, shape_scores
 from nemo_style_rlhf.rollout.types import Experience, Rollout
-from nemo_style_rlhf.schema.actor import PPOConfig
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig
 from nemo_style_rlhf.scoring.interface import Scorer, Scores
 
-SCORING_GROUP = 32
-"""Samples per scoring request: small enough that scoring starts early, large enough that the server's batches are full."""
+CORRECTIONS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "sequence_mask": ("sequence", "mask")}
 
 
 class NothingToLearnError(RuntimeError):
@@ -32,140 +39,183 @@ class NothingToLearnError(RuntimeError):
 
 
 @dataclass
-class Scored:
-    """Finished samples in the order of their requests, with their scores."""
+class CollectorState:
+    """What later rollouts depend on; part of every checkpoint."""
 
-    rollouts: list[Rollout]
-    scores: Tensor
-    """[B] float32."""
-    values: Tensor
-    """[N] float32, action-aligned."""
+    kl_coef: float
+    normalizer: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
-class Timers:
-    """Seconds spent waiting for each phase of one step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=perf_counter)
-
-    def lap(self, phase: str) -> None:
-        """Charge the time since the last lap to ``phase``."""
-        now = perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now
-
-
-def make_requests(
-    prompts: Sequence[Prompt],
-    *,
-    step: int,
-    samples_per_prompt: int,
-    max_tokens: int,
-    run_seed: int,
-    greedy: bool = False,
-) -> list[GenerationRequest]:
-    """``samples_per_prompt`` requests for each prompt; a prompt that occurs again counts its samples on."""
-    seen: Counter[int] = Counter()
-    requests = []
-    for prompt in prompts:
-        for _ in range(samples_per_prompt):
-            sample = SampleId(step, prompt.prompt_id, seen[prompt.prompt_id])
-            seen[prompt.prompt_id] += 1
-            requests.append(
-                GenerationRequest(sample, tuple(prompt.token_ids), sample_seed(run_seed, sample), max_tokens, greedy)
-            )
-    return requests
-
-
-def generate_and_score(
-    generator: Generator,
-    scorer: Scorer,
-    requests: Sequence[GenerationRequest],
-    prompts: dict[int, Prompt],
-    timers: Timers,
-) -> tuple[list[Rollout], list[Future[Scores]]]:
-    """Generate every request; a group of ``SCORING_GROUP`` neighbours is sent to be scored as soon as it is complete.
-
-    Groups are cut by position in ``requests``, never by who finished first, so the scorer's batches are repeatable.
-
-    Returns:
-        Rollouts in the order of ``requests``, and the futures of the groups in order.
-    """
-    slots = {request.sample: slot for slot, request in enumerate(requests)}
-    rollouts: list[Rollout | None] = [None] * len(requests)
-    starts = range(0, len(requests), SCORING_GROUP)
-    missing = [len(requests[start : start + SCORING_GROUP]) for start in starts]
-    futures: dict[int, Future[Scores]] = {}
-    generator.submit(requests)
-    for completion in generator.completed():
-        slot = slots[completion.request.sample]
-        prompt = prompts[completion.request.sample.prompt_id]
-        rollouts[slot] = Rollout.from_completion(completion, prompt.text, prompt.label, prompt.metadata)
-        group = slot // SCORING_GROUP
-        missing[group] -= 1
-        if missing[group] == 0:
-            members = rollouts[group * SCORING_GROUP : (group + 1) * SCORING_GROUP]
-            futures[group] = scorer.score([rollout.tokens for rollout in members if rollout is not None])
-    timers.lap("generate")
-    return [rollout for rollout in rollouts if rollout is not None], [futures[group] for group in range(len(starts))]
-
-
-def await_scores(futures: Sequence[Future[Scores]]) -> tuple[Tensor, Tensor]:
-    """Scores [B] and values [N]; raises what a scoring request raised."""
-    results = [future.result() for future in futures]
-    return torch.cat([result.rewards for result in results]), torch.cat([result.values for result in results])
-
-
 class Collector:
-    """Makes the Experience of a step from its requests."""
+    """Makes the Experience of a step."""
 
-    def __init__(
-        self, generator: Generator, scorer: Scorer, policy: PolicyForward, reference: Reference, *,
-        algorithm: PPOConfig, engine: EngineConfig, device: torch.device,
-    ) -> None:  # fmt: skip
-        self._generator = generator
-        self._scorer = scorer
-        self._policy = policy
-        self._reference = reference
-        self._algorithm = algorithm
-        self._engine = engine
-        self._device = device
+    generator: Generator
+    scorer: Scorer
+    policy: PolicyForward
+    reference: Reference | None
+    """None where nothing needs KL; it then counts as 0."""
+    decode: Decode
+    algorithm: AlgorithmConfig
+    engine: EngineConfig
+    device: torch.device
+    max_length: int
+    temperature: float
+    """Of generation's config."""
+    run_seed: int
 
-    def collect(self, requests: Sequence[GenerationRequest], prompts: dict[int, Prompt], timers: Timers) -> Experience:
-        """Steps 2 to 4 of a PPO step; scoring overlaps decoding and the log-probabilities.
+    def __post_init__(self) -> None:
+        algorithm = self.algorithm
+        self._kl: FixedKLController | AdaptiveKLController = FixedKLController(algorithm.initial_policy_kl_penalty)
+        if algorithm.kl_target:
+            self._kl = AdaptiveKLController(
+                algorithm.initial_policy_kl_penalty, algorithm.kl_target, algorithm.kl_horizon
+            )
+        self._normalizer = RunningNormalizer()
+
+    @property
+    def state(self) -> CollectorState:
+        return CollectorState(self._kl.coef, self._normalizer.state_dict())
+
+    @state.setter
+    def state(self, state: CollectorState) -> None:
+        self._kl.coef = state.kl_coef
+        if state.normalizer:
+            self._normalizer.load_state_dict(state.normalizer)
+
+    @property
+    def kl_coef(self) -> float:
+        return self._kl.coef
+
+    def collect(self, take: Callable[[int], list[Prompt]], *, step: int, timers: Timers) -> Experience:
+        """Steps 1 to 4 of a PPO step; scoring overlaps decoding and the log-probabilities.
+
+        Args:
+            take: hands out the next n training prompts.
 
         Raises:
             NothingToLearnError: no sample has an action to learn from.
         """
-        rollouts, futures = generate_and_score(self._generator, self._scorer, requests, prompts, timers)
+        rollouts, pending, counts = self._rollouts(take, step, timers)
         lengths = [len(rollout.tokens) for rollout in rollouts]
         tokens = torch.cat([rollout.tokens for rollout in rollouts])
         mask = self._mask(rollouts, lengths)
+        temperatures = self._temperatures(rollouts)
         sampler_logprobs = torch.cat([action_aligned(rollout.sampler_logprobs) for rollout in rollouts]) * mask
-        if self._algorithm.old_logprobs == "sampler":
+        if self.algorithm.old_logprobs == "sampler":
             logprobs = sampler_logprobs
         else:
-            logprobs = batch_logprobs(self._policy, tokens, lengths, mask, self._engine, self._device)
+            logprobs = batch_logprobs(self.policy, tokens, lengths, mask, self.engine, self.device, temperatures)
         timers.lap("logprobs")
-        ref_logprobs = self._reference.logprobs(tokens, lengths, mask)
+        ref_logprobs = (
+            logprobs if self.reference is None else self.reference.logprobs(tokens, lengths, mask, temperatures)
+        )
         timers.lap("reference_logprobs")
-        scores, values = await_scores(futures)
+        scores = joined([group.result() for group in pending])
         timers.lap("wait_for_scores")
-        return self._experience(
-            rollouts, lengths, tokens, mask, sampler_logprobs, logprobs, ref_logprobs, scores, values
+        experience = Experience(
+            rollouts=rollouts,
+            lengths=lengths,
+            temperatures=temperatures,
+            tokens=tokens,
+            mask=mask,
+            sampler_logprobs=sampler_logprobs,
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            scores=scores.rewards,
+            failed=scores.failures,
+            extra=scores.extra,
+            values=scores.values,
+            kl=kl_estimate(logprobs, ref_logprobs, kind=self.algorithm.kl_estimator),
+            kl_coef=self._kl.coef,
+            counts=counts,
+        )
+        self._learn_from(experience)
+        self._kl.update(float(masked_mean(experience.kl, experience.mask)), len(rollouts))
+        return experience
+
+    def sample(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, run_seed: int) -> Sampled:
+        """Generate and score only: validation."""
+        rollouts, pending = self._generate(
+            self._requests(prompts, 0, samples_per_prompt, run_seed, Counter()), {p.prompt_id: p for p in prompts}
+        )
+        return Sampled(rollouts, joined([group.result() for group in pending]))
+
+    def close(self) -> None:
+        self.scorer.close()
+
+    # --- rollouts -----------------------------------------------------------------------------------------------------
+
+    def _rollouts(
+        self, take: Callable[[int], list[Prompt]], step: int, timers: Timers
+    ) -> tuple[list[Rollout], list[Future[Scores]], dict[str, float]]:
+        """The step's samples and their scores to come; with a filter, after as many rollouts as it takes."""
+        algorithm = self.algorithm
+        wanted = algorithm.num_rollout_samples // algorithm.samples_per_prompt
+        seen: Counter[int] = Counter()
+        kept: list[Sampled] = []
+        found = dropped = rounds = 0
+        while found < wanted and rounds < algorithm.filter.max_rounds:
+            rounds += 1
+            prompts = take(wanted if rounds == 1 else max(1, wanted - found))
+            requests = self._requests(prompts, step, algorithm.samples_per_prompt, self.run_seed, seen)
+            rollouts, pending = self._generate(requests, {prompt.prompt_id: prompt for prompt in prompts})
+            timers.lap("generate")
+            if not algorithm.filter.enabled:
+                return rollouts, pending, {}
+            sampled = Sampled(rollouts, joined([group.result() for group in pending]))
+            timers.lap("wait_for_scores")
+            rows = self._rows_that_teach(sampled)
+            kept.append(sampled.select(rows))
+            found += len(rows) // algorithm.samples_per_prompt
+            dropped += len(prompts) - len(rows) // algorithm.samples_per_prompt
+        if found == 0:
+            raise NothingToLearnError(
+                f"algorithm.filter dropped all {dropped} prompts of {rounds} rollouts: widen algorithm.filter.low and high, "
+                "or raise max_rounds"
+            )
+        scores: Future[Scores] = Future()
+        scores.set_result(joined([part.scores for part in kept if part.rollouts]))
+        counts = {"filtered_prompts": float(dropped), "rounds": float(rounds)}
+        return [rollout for part in kept for rollout in part.rollouts], [scores], counts
+
+    def _rows_that_teach(self, sampled: Sampled) -> list[int]:
+        """Rows of the prompts whose mean filtering score lies strictly between the bounds."""
+        bounds, size = self.algorithm.filter, self.algorithm.samples_per_prompt
+        scores = sampled.scores.rewards if sampled.scores.filter_scores is None else sampled.scores.filter_scores
+        means = scores.view(-1, size).nanmean(-1).tolist()  # a prompt all of whose samples failed has NaN and goes
+        low = -torch.inf if bounds.low is None else bounds.low
+        high = torch.inf if bounds.high is None else bounds.high
+        return [group * size + index for group, mean in enumerate(means) if low < mean < high for index in range(size)]
+
+    def _requests(
+        self, prompts: Sequence[Prompt], step: int, samples_per_prompt: int, run_seed: int, seen: Counter[int]
+    ) -> list[GenerationRequest]:
+        return make_requests(
+            prompts,
+            step=step,
+            samples_per_prompt=samples_per_prompt,
+            max_tokens=self.max_length,
+            run_seed=run_seed,
+            seen=seen,
         )
 
-    def generate_scored(
-        self, requests: Sequence[GenerationRequest], prompts: dict[int, Prompt], timers: Timers
-    ) -> Scored:
-        """Generate and score only: validation."""
-        rollouts, futures = generate_and_score(self._generator, self._scorer, requests, prompts, timers)
-        return Scored(rollouts, *await_scores(futures))
+    def _generate(
+        self, requests: Sequence[GenerationRequest], prompts: dict[int, Prompt]
+    ) -> tuple[list[Rollout], list[Future[Scores]]]:
+        return generate_and_score(self.generator, self.scorer, requests, prompts, self.decode)
+
+    # --- what they teach ----------------------------------------------------------------------------------------------
+
+    def _temperatures(self, rollouts: Sequence[Rollout]) -> Tensor | None:
+        """[B], where a prompt has its own; the run's for the others."""
+        if all(rollout.temperature is None for rollout in rollouts):
+            return None
+        return torch.tensor([rollout.temperature or self.temperature for rollout in rollouts])
 
     def _mask(self, rollouts: Sequence[Rollout], lengths: Sequence[int]) -> Tensor:
         mask = action_mask(rollouts)
-        if self._algorithm.truncated_samples == "mask":
+        if self.algorithm.truncated_samples == "mask":
             kept = torch.tensor([float(not rollout.truncated) for rollout in rollouts])
             mask *= kept.repeat_interleave(torch.tensor(lengths))
         if not mask.any():
@@ -175,35 +225,35 @@ class Collector:
             )
         return mask
 
-    def _experience(
-        self, rollouts: list[Rollout], lengths: list[int], tokens: Tensor, mask: Tensor, sampler_logprobs: Tensor,
-        logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, values: Tensor,
-    ) -> Experience:  # fmt: skip
-        algorithm = self._algorithm
-        kl = kl_estimate(logprobs, ref_logprobs, kind=algorithm.kl_estimator)
-        shaped = scores
-        if algorithm.truncated_samples == "penalise":
-            truncated = torch.tensor([rollout.truncated for rollout in rollouts])
-            shaped = truncation_penalty(scores, truncated, coef=algorithm.truncation_penalty)
-        padded_mask = pad(mask, lengths)
-        rewards = place_rewards(shaped, pad(kl, lengths), padded_mask, kl_coef=algorithm.initial_policy_kl_penalty)
-        advantages, returns = gae(
-            rewards, pad(values, lengths), padded_mask, gamma=algorithm.discount_factor, lam=algorithm.gae_lambda
+    def _learn_from(self, experience: Experience) -> None:
+        """Fill in rewards, advantages, returns and corrections."""
+        algorithm, lengths = self.algorithm, experience.lengths
+        experience.mask *= (~experience.failed).float().repeat_interleave(torch.tensor(lengths))
+        if not experience.mask.any():
+            raise NothingToLearnError(
+                f"every sample of this step was truncated or has no reward ({int(experience.failed.sum())} of "
+                f"{len(lengths)} failed, reward.on_error=mask): nothing would be learned"
+            )
+        mask = pad(experience.mask, lengths)
+        scores = shape_scores(
+            experience.scores,
+            experience.failed,
+            torch.tensor([len(rollout.response_tokens) for rollout in experience.rollouts]),
+            torch.tensor([rollout.truncated for rollout in experience.rollouts]),
+            algorithm,
+            max_length=self.max_length,
+            normalizer=self._normalizer,
         )
-        if algorithm.normalize_advantages:
-            advantages = masked_whiten(advantages, padded_mask)
-        return Experience(
-            rollouts=rollouts,
-            lengths=lengths,
-            tokens=tokens,
-            mask=mask,
-            sampler_logprobs=sampler_logprobs,
-            logprobs=logprobs,
-            ref_logprobs=ref_logprobs,
-            scores=scores,
-            values=values,
-            kl=kl,
-            rewards=unpad(rewards, lengths),
-            advantages=unpad(advantages, lengths),
-            returns=unpad(returns, lengths),
-        )
+        values = None if experience.values is None else pad(experience.values, lengths)
+        signal = estimate(scores, pad(experience.kl, lengths), values, mask, algorithm, kl_coef=self._kl.coef)
+        experience.rewards = unpad(signal.rewards, lengths)
+        experience.advantages = unpad(signal.advantages, lengths)
+        experience.returns = None if signal.returns is None else unpad(signal.returns, lengths)
+        correction = algorithm.correction
+        if correction.kind != "none":
+            level, mode = CORRECTIONS[correction.kind]
+            trainer, sampler = (pad(x, lengths) for x in (experience.logprobs, experience.sampler_logprobs))
+            weights = importance_weights(
+                trainer, sampler, mask, level=level, mode=mode, low=correction.low, high=correction.high
+            )
+            experience.correction = unpad(weights, lengths)

@@ -13,7 +13,13 @@ from nemo_style_rlhf.schema.common import EngineConfig
 
 
 class PolicyForward(Protocol):
-    def __call__(self, input_ids: Tensor, action_mask: Tensor, with_entropy: bool = False) -> ActionLogprobs: ...
+    def __call__(
+        self,
+        input_ids: Tensor,
+        action_mask: Tensor,
+        with_entropy: bool = False,
+        temperature: float | Tensor | None = None,
+    ) -> ActionLogprobs: ...
 
 
 @dataclass
@@ -26,11 +32,13 @@ class MicroBatch:
     """[rows, T] int64 on the device."""
     action_mask: Tensor
     """[rows, T] on the device."""
+    temperature: Tensor | None
+    """[rows] on the device, where prompts have their own."""
 
 
 def micro_batch_iterator(
     tokens: Tensor, lengths: Sequence[int], mask: Tensor, config: EngineConfig, device: torch.device,
-    rows: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None, temperatures: Tensor | None = None,
 ) -> Iterator[MicroBatch]:  # fmt: skip
     """Split the sequences ``rows`` (default all) of a flat batch under the engine's token budget.
 
@@ -38,7 +46,7 @@ def micro_batch_iterator(
     padding selects no action and so adds nothing to any sum.
 
     Args:
-        tokens, mask: [N], see :class:`Experience`.
+        tokens, mask, temperatures: [N], [N] and [B], see :class:`Experience`.
     """
     rows = range(len(lengths)) if rows is None else rows
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -50,7 +58,12 @@ def micro_batch_iterator(
         time_padding = (0, round_up(max(part_lengths), 8) - max(part_lengths))
         input_ids = torch.nn.functional.pad(pad(tokens[flat], part_lengths, rows=padded_rows), time_padding)
         action_mask = torch.nn.functional.pad(pad(mask[flat], part_lengths, rows=padded_rows), time_padding)
-        yield MicroBatch(flat[mask[flat].bool()], input_ids.to(device), action_mask.to(device))
+        temperature = None
+        if temperatures is not None:
+            temperature = torch.ones(padded_rows)
+            temperature[: len(chosen)] = temperatures[chosen]
+            temperature = temperature.to(device)
+        yield MicroBatch(flat[mask[flat].bool()], input_ids.to(device), action_mask.to(device), temperature)
 
 
 @torch.no_grad()
@@ -61,14 +74,16 @@ def batch_logprobs(
     mask: Tensor,
     config: EngineConfig,
     device: torch.device,
+    temperatures: Tensor | None = None,
 ) -> Tensor:
     """[N] float32 on the CPU: log-probabilities where ``mask`` is 1, else 0.
 
     Policy and reference see the same micro-batches, so their KL is exactly 0 while their weights are equal.
     """
     logprobs = torch.zeros(len(tokens))
-    for batch in micro_batch_iterator(tokens, lengths, mask, config, device):
-        logprobs[batch.positions] = forward(batch.input_ids, batch.action_mask).logprobs.cpu()
+    for batch in micro_batch_iterator(tokens, lengths, mask, config, device, temperatures=temperatures):
+        result = forward(batch.input_ids, batch.action_mask, temperature=batch.temperature)
+        logprobs[batch.positions] = result.logprobs.cpu()
     return logprobs
 
 

@@ -22,11 +22,13 @@ class Reference:
         if not self._cpu_offload:
             self._model.to(device)
 
-    def logprobs(self, tokens: Tensor, lengths: Sequence[int], mask: Tensor) -> Tensor:
+    def logprobs(
+        self, tokens: Tensor, lengths: Sequence[int], mask: Tensor, temperatures: Tensor | None = None
+    ) -> Tensor:
         """[N] float32, see :func:`batch_logprobs`."""
         if self._cpu_offload:
             self._model.to(self._device)
-        result = batch_logprobs(self._model, tokens, lengths, mask, self._config, self._device)
+        result = batch_logprobs(self._model, tokens, lengths, mask, self._config, self._device, temperatures)
         if self._cpu_offload:
             self._model.to("cpu")
         return result

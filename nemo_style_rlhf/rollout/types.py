@@ -26,6 +26,8 @@ class Rollout:
     finish_reason: str
     """``stop`` or ``length``."""
     prompt_text: str
+    temperature: float | None = None
+    """The prompt's own; None for the run's."""
     label: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
@@ -55,6 +57,7 @@ class Rollout:
             weights_version=torch.where(response_mask, completion.weights_version, -1),
             finish_reason=completion.finish_reason,
             prompt_text=prompt_text,
+            temperature=completion.request.sampling.temperature,
             label=label,
             metadata=metadata,
         )
@@ -71,6 +74,8 @@ class Experience:
     rollouts: list[Rollout]
     lengths: list[int]
     """[B] tokens per sequence."""
+    temperatures: Tensor | None
+    """[B] float32, where prompts have their own."""
     tokens: Tensor
     """[N] int64."""
     mask: Tensor
@@ -82,13 +87,23 @@ class Experience:
     ref_logprobs: Tensor
     """Nats, of the frozen reference."""
     scores: Tensor
-    """[B] sequence rewards as the reward model gave them."""
-    values: Tensor
-    """Of the critic before its update."""
+    """[B] sequence rewards as their sources gave them; NaN where ``failed``."""
+    failed: Tensor
+    """[B] bool: no source could score it, so it is masked."""
+    values: Tensor | None
+    """Of the critic before its update; None without a critic."""
     kl: Tensor
     """Per-token estimate of KL(policy || reference), nats."""
-    rewards: Tensor
-    """Per token: KL penalty, and the score at the last action."""
-    advantages: Tensor
-    returns: Tensor
-    """Advantages, before whitening, plus values: what the critic learns."""
+    kl_coef: float
+    """Of this step's KL term."""
+    rewards: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Per token: KL penalty where it is part of the reward, and the shaped score at the last action."""
+    advantages: Tensor = field(default_factory=lambda: torch.empty(0))
+    returns: Tensor | None = None
+    """Advantages, before whitening, plus values: what the critic learns; None without a critic."""
+    correction: Tensor | None = None
+    """Importance weights trainer / sampler on the policy loss; None for none."""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """[B] each: further numbers of the reward sources."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Of how the batch came about: prompts filtered out, rollouts it took."""

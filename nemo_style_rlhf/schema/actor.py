@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 
-from nemo_style_rlhf.algorithms.kl import KL_KINDS
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, RunConfig
 from nemo_style_rlhf.schema.data import PromptDataConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from nemo_style_rlhf.schema.reward import RewardConfig
 from nemo_style_rlhf.schema.tracking import TrackingConfig
 
 
@@ -35,76 +36,13 @@ class PolicyConfig(ModelConfig):
 
 
 @dataclass
-class PPOConfig:
-    """The algorithm. Names are NeMo-Aligner's where it has one."""
-
-    max_steps: int = -1
-    """PPO steps (rollout, then update); -1: as many as max_epochs over the prompts give."""
-    max_epochs: int = 1
-    """Passes over the training prompts when max_steps is -1."""
-    num_rollout_samples: int = 512
-    """Responses per PPO step."""
-    samples_per_prompt: int = 1
-    """Responses to each prompt; divides num_rollout_samples."""
-    ppo_epochs: int = 1
-    """Passes over one rollout."""
-    mini_batches: int = 1
-    """Optimizer steps per pass."""
-    critic_warmup_steps: int = 0
-    """First PPO steps that train the critic alone: it starts as a reward model and must learn to predict returns."""
-    val_check_interval: int = 0
-    """PPO steps between validation rollouts, before the first step and after the last included; 0 turns them off."""
-    num_val_samples: int = 128
-    """Responses per validation, one each for the first prompts of data.val_path."""
-    initial_policy_kl_penalty: float = 0.01
-    """Coefficient of the KL penalty in the reward."""
-    kl_estimator: str = "k1"
-    """k1, k2, k3 or abs (NeMo-Aligner's default), for the penalty and for the metric it controls."""
-    discount_factor: float = 1.0
-    gae_lambda: float = 0.95
-    normalize_advantages: bool = True
-    """Whiten advantages over all response tokens of the rollout."""
-    ratio_eps: float = 0.2
-    """PPO clips the probability ratio to 1 - ratio_eps .. 1 + ratio_eps."""
-    entropy_bonus: float = 0.0
-    old_logprobs: str = "trainer"
-    """What the ratio's denominator and the KL penalty use. trainer: the training engine's own log-probabilities, so that the
-    first ratio is exactly 1 and KL at the start exactly 0 (NeMo-Aligner, OpenRLHF, verl). sampler: those the generator sampled
-    with (TRL's PPOTrainer): a forward pass less per step, off by the gap between both engines."""
-    truncated_samples: str = "keep"
-    """Responses that reached generation.max_length: keep, mask (they train nothing) or penalise."""
-    truncation_penalty: float = -1.0
-    """Added to the score of truncated samples (penalise)."""
-
-    def validate(self) -> None:
-        key = "algorithm.{}".format
-        require_choice(key("old_logprobs"), self.old_logprobs, ("trainer", "sampler"))
-        require(
-            self.max_steps >= -1 and self.max_steps != 0, key("max_steps"), self.max_steps, "a number of steps, or -1"
-        )
-        require(self.num_rollout_samples > 0, key("num_rollout_samples"), self.num_rollout_samples, "a number above 0")
-        require(
-            self.samples_per_prompt > 0 and self.num_rollout_samples % self.samples_per_prompt == 0,
-            key("samples_per_prompt"), self.samples_per_prompt, f"a divisor of num_rollout_samples={self.num_rollout_samples}",
-        )  # fmt: skip
-        require(
-            1 <= self.mini_batches <= self.num_rollout_samples,
-            key("mini_batches"), self.mini_batches, f"1 to num_rollout_samples={self.num_rollout_samples}",
-        )  # fmt: skip
-        require(self.ppo_epochs > 0, key("ppo_epochs"), self.ppo_epochs, "a number of passes from 1 up")
-        require_choice(key("kl_estimator"), self.kl_estimator, KL_KINDS)
-        require_choice(key("truncated_samples"), self.truncated_samples, ("keep", "mask", "penalise"))
-        require(0 <= self.gae_lambda <= 1, key("gae_lambda"), self.gae_lambda, "0 to 1")
-        require(0 <= self.discount_factor <= 1, key("discount_factor"), self.discount_factor, "0 to 1")
-        require(self.ratio_eps > 0, key("ratio_eps"), self.ratio_eps, "a number above 0")
-
-
-@dataclass
 class CheckpointConfig:
     save_interval: int = 50
     """PPO steps between checkpoints; the last step is always saved."""
     keep_last: int = 2
     """Committed checkpoints kept, on both sides."""
+    keep_best: bool = False
+    """After each validation that has the highest val_rollouts/rewards so far, export the policy to <run.output_dir>/best."""
     export_critic: bool = False
     """At the end, write the critic as a Hugging Face sequence-classification directory, too (on the server)."""
 
@@ -114,11 +52,49 @@ class CheckpointConfig:
 
 
 @dataclass
+class SignsConfig:
+    """Signs of reward hacking and collapse, in the units of the metrics they are compared with; null looks away."""
+
+    max_response_lengths: float | None = None
+    """Mean tokens."""
+    min_response_lengths: float | None = None
+    max_repetition: float | None = None
+    """Share of a response's 4-grams that occurred before in it."""
+    min_distinct_2: float | None = None
+    """Different bigrams over bigrams, of the whole rollout."""
+    min_entropy: float | None = None
+    """Nats per token."""
+    max_init_policy_kl: float | None = None
+    """Nats per token."""
+
+    def limits(self) -> dict[str, tuple[float | None, float | None]]:
+        """Metric of `train_rollouts/` to (lowest, highest) allowed value."""
+        return {
+            "response_lengths": (self.min_response_lengths, self.max_response_lengths),
+            "repetition": (None, self.max_repetition),
+            "distinct_2": (self.min_distinct_2, None),
+            "entropy": (self.min_entropy, None),
+            "init_policy_kl": (None, self.max_init_policy_kl),
+        }
+
+
+@dataclass
 class AuditConfig:
-    """Sampler against trainer log-probabilities: shows at once that weights did not arrive."""
+    """What a run checks about itself: did the weights arrive, does the sampler still agree, is the reward being gamed."""
 
     max_probe_gap: float = 0.0
     """Largest |difference| on a fixed probe after a weight transfer before the run stops; 0: 1e-3 in fp32, 1.0 in bf16."""
+    max_logprob_gap: float | None = None
+    """Largest mean |sampler - trainer| log-probability of a rollout, nats (train_rollouts/sampler_logprob_gap_mean)."""
+    on_logprob_gap: str = "warn"
+    """warn, or stop before the update."""
+    signs: SignsConfig = field(default_factory=SignsConfig)
+    on_sign: str = "warn"
+    """warn, or stop after the step's metrics are written."""
+
+    def validate(self) -> None:
+        require_choice("audit.on_logprob_gap", self.on_logprob_gap, ("warn", "stop"))
+        require_choice("audit.on_sign", self.on_sign, ("warn", "stop"))
 
 
 @dataclass
@@ -128,7 +104,8 @@ class PPOActorConfig:
     run: ActorRunConfig = field(default_factory=ActorRunConfig)
     model: PolicyConfig = field(default_factory=PolicyConfig)
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
-    algorithm: PPOConfig = field(default_factory=PPOConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     remote_critic_rm: RemoteCriticConfig = field(default_factory=RemoteCriticConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

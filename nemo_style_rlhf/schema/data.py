@@ -45,6 +45,9 @@ class PromptDataConfig(PromptTemplateConfig):
     """Where the prompt is in a row; null is `prompt` for text, `messages` for messages, `chosen` for hh."""
     label_key: str | None = None
     """Where the reference answer is, handed to reward functions; null for none."""
+    sampling_key: str | None = None
+    """Where a row's own sampling settings are: an object of temperature, top_p, top_k, min_length, max_length, stop and
+    stop_token_ids, each in place of generation's; null for none."""
     max_prompt_length: int = 1024
     """Tokens; longer prompts are dropped and counted, never cut."""
     shuffle: bool = True

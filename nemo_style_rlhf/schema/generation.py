@@ -1,9 +1,49 @@
 """Sampling responses."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
+
+
+@dataclass(frozen=True)
+class SamplingOverrides:
+    """A prompt's own sampling settings; None takes the run's."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_length: int | None = None
+    """At most the run's."""
+    min_length: int | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+
+    @staticmethod
+    def parse(given: object, where: str) -> "SamplingOverrides":
+        """From a JSON object of a data row.
+
+        Raises:
+            UserError: an unknown name or an impossible value.
+        """
+        known = {field.name for field in fields(SamplingOverrides)}
+        if not isinstance(given, dict) or not given.keys() <= known:
+            raise UserError(
+                f"{where}: sampling settings {given!r} are not possible: expected some of {', '.join(sorted(known))}"
+            )
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+        }
+        overrides = SamplingOverrides(**values)
+        for name in ("temperature", "top_p", "max_length"):
+            value = getattr(overrides, name)
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise UserError(f"{where}: {name}={value!r} is not possible: expected a number above 0")
+        return overrides
+
+
+NO_OVERRIDES = SamplingOverrides()
 
 
 @dataclass

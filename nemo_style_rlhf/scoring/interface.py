@@ -2,22 +2,56 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from nemo_style_rlhf.errors import UserError
+
+
+@dataclass
+class ScoringSample:
+    """What a source may look at."""
+
+    tokens: Tensor
+    """[L] int64, prompt and response, in the policy's tokenizer."""
+    prompt: str
+    response: str
+    """Without special tokens."""
+    label: str | None = None
 
 
 @dataclass
 class Scores:
-    """Of one group of B sequences with N tokens in all."""
+    """Of a group of B samples with N tokens in all."""
 
     rewards: Tensor
-    """[B] float32."""
-    values: Tensor
-    """[N] float32, action-aligned."""
+    """[B] float32; NaN where ``failed``."""
+    filter_scores: Tensor | None = None
+    """[B] float32: what algorithm.filter looks at, where that is not the reward."""
+    values: Tensor | None = None
+    """[N] float32, action-aligned: of the critic process."""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """More metrics, [B] each."""
+    failed: Tensor | None = None
+    """[B] bool: samples a source could not score."""
+    reasons: list["RewardError"] = field(default_factory=list)
+    """Why, for those that failed one by one."""
+
+    @property
+    def failures(self) -> Tensor:
+        return torch.zeros(len(self.rewards), dtype=torch.bool) if self.failed is None else self.failed
+
+
+class RewardError(UserError):
+    """A source failed on a whole group; the sentence says which and how."""
 
 
 class Scorer(Protocol):
-    def score(self, sequences: Sequence[Tensor]) -> Future[Scores]:
-        """Start scoring a group of [L] int64 token sequences; the future carries every error."""
+    def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
+        """Start scoring a group; the future carries every error."""
+
+    def close(self) -> None:
+        """Let go of processes and connections."""

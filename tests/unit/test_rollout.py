@@ -14,11 +14,12 @@ from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, 
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.metrics import rollout_metrics
 from nemo_style_rlhf.ppo.update import mini_batch_plan
-from nemo_style_rlhf.rollout.collector import Collector, NothingToLearnError, Timers, make_requests
+from nemo_style_rlhf.rollout.collector import Collector, NothingToLearnError
 from nemo_style_rlhf.rollout.logprobs import action_mask, micro_batch_iterator
 from nemo_style_rlhf.rollout.reference import Reference
+from nemo_style_rlhf.rollout.sampling import Timers, make_requests
 from nemo_style_rlhf.rollout.types import Rollout
-from nemo_style_rlhf.schema.actor import PPOConfig
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 from nemo_style_rlhf.scoring.interface import Scores
@@ -88,9 +89,9 @@ def test_micro_batches_select_every_action_once_and_in_its_place(shapes, budget)
 class LengthScorer:
     """Scores a sequence by its number of tokens; values are all 0.5."""
 
-    def score(self, sequences):
+    def score(self, samples):
         future = Future()
-        lengths = [float(len(sequence)) for sequence in sequences]
+        lengths = [float(len(sample.tokens)) for sample in samples]
         future.set_result(Scores(rewards=torch.tensor(lengths), values=torch.full((int(sum(lengths)),), 0.5)))
         return future
 
@@ -109,12 +110,15 @@ def collect(max_length=6, stop=range(24), **algorithm):
         LengthScorer(),
         policy,
         Reference(policy, engine, CPU, cpu_offload=False),
-        algorithm=PPOConfig(num_rollout_samples=40, **algorithm),
+        decode=str,
+        algorithm=AlgorithmConfig(num_rollout_samples=40, samples_per_prompt=10, **algorithm),
         engine=engine,
         device=CPU,
+        max_length=max_length,
+        temperature=1.0,
+        run_seed=3,
     )
-    requests = make_requests(PROMPTS, step=1, samples_per_prompt=10, max_tokens=max_length, run_seed=3)
-    return collector.collect(requests, BY_ID, Timers())
+    return collector.collect(lambda count: PROMPTS[:count], step=1, timers=Timers())
 
 
 def test_an_experience_lists_samples_in_the_order_of_their_requests():
@@ -165,7 +169,7 @@ def test_a_rollout_with_nothing_to_learn_from_stops_the_run():
 def test_a_plan_shuffles_every_useful_sample_into_each_epoch_once():
     experience = collect(truncated_samples="mask")
     useful = {index for index, sample in enumerate(experience.rollouts) if not sample.truncated}
-    config = PPOConfig(num_rollout_samples=40, ppo_epochs=3, mini_batches=4)
+    config = AlgorithmConfig(num_rollout_samples=40, ppo_epochs=3, mini_batches=4)
     plan = mini_batch_plan(experience, config, seed=1, step=2)
     assert len(plan) == 12
     for epoch in range(3):

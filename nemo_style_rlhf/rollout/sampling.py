@@ -1,0 +1,145 @@
+"""From prompts to finished samples whose scores are on their way."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.generation.interface import GenerationRequest, Generator, SampleId, sample_seed
+from nemo_style_rlhf.rollout.types import Rollout
+from nemo_style_rlhf.scoring.interface import Scorer, Scores, ScoringSample
+
+SCORING_GROUP = 32
+"""Samples per scoring request: small enough that scoring starts early, large enough that the server's batches are full."""
+
+Decode = Callable[[list[int]], str]
+"""Token ids of a response to text without special tokens."""
+
+
+@dataclass
+class Timers:
+    """Seconds spent waiting for each phase of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=perf_counter)
+
+    def lap(self, phase: str) -> None:
+        """Charge the time since the last lap to ``phase``."""
+        now = perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+def make_requests(
+    prompts: Sequence[Prompt],
+    *,
+    step: int,
+    samples_per_prompt: int,
+    max_tokens: int,
+    run_seed: int,
+    seen: Counter[int] | None = None,
+) -> list[GenerationRequest]:
+    """``samples_per_prompt`` requests for each prompt; a prompt that occurs again counts its samples on, in ``seen``."""
+    seen = Counter() if seen is None else seen
+    requests = []
+    for prompt in prompts:
+        for _ in range(samples_per_prompt):
+            sample = SampleId(step, prompt.prompt_id, seen[prompt.prompt_id])
+            seen[prompt.prompt_id] += 1
+            limit = min(max_tokens, prompt.sampling.max_length or max_tokens)
+            requests.append(
+                GenerationRequest(
+                    sample, tuple(prompt.token_ids), sample_seed(run_seed, sample), limit, sampling=prompt.sampling
+                )
+            )
+    return requests
+
+
+@dataclass
+class Sampled:
+    """Samples in the order of their requests, and what a scorer says of them."""
+
+    rollouts: list[Rollout]
+    scores: Scores
+
+    def select(self, rows: Sequence[int]) -> "Sampled":
+        values = self.scores.values
+        if values is not None:
+            parts = values.split([len(rollout.tokens) for rollout in self.rollouts])
+            values = torch.cat([parts[row] for row in rows])
+        picked = torch.tensor(list(rows), dtype=torch.long)
+        filter_scores = self.scores.filter_scores
+        return Sampled(
+            [self.rollouts[row] for row in rows],
+            Scores(
+                rewards=self.scores.rewards[picked],
+                filter_scores=None if filter_scores is None else filter_scores[picked],
+                values=values,
+                extra={name: value[picked] for name, value in self.scores.extra.items()},
+                failed=self.scores.failures[picked],
+            ),
+        )
+
+
+def generate_and_score(
+    generator: Generator,
+    scorer: Scorer,
+    requests: Sequence[GenerationRequest],
+    prompts: dict[int, Prompt],
+    decode: Decode,
+) -> tuple[list[Rollout], list[Future[Scores]]]:
+    """Generate every request; a group of ``SCORING_GROUP`` neighbours is sent to be scored as soon as it is complete.
+
+    Groups are cut by position in ``requests``, never by who finished first, so the scorer's batches are repeatable.
+
+    Returns:
+        Rollouts in the order of ``requests``, and the futures of the groups in order.
+    """
+    slots = {request.sample: slot for slot, request in enumerate(requests)}
+    rollouts: list[Rollout | None] = [None] * len(requests)
+    starts = range(0, len(requests), SCORING_GROUP)
+    missing = [len(requests[start : start + SCORING_GROUP]) for start in starts]
+    futures: dict[int, Future[Scores]] = {}
+    generator.submit(requests)
+    for completion in generator.completed():
+        slot = slots[completion.request.sample]
+        prompt = prompts[completion.request.sample.prompt_id]
+        rollouts[slot] = Rollout.from_completion(completion, prompt.text, prompt.label, prompt.metadata)
+        group = slot // SCORING_GROUP
+        missing[group] -= 1
+        if missing[group] == 0:
+            members = rollouts[group * SCORING_GROUP : (group + 1) * SCORING_GROUP]
+            futures[group] = scorer.score([_scoring_sample(rollout, decode) for rollout in members if rollout])
+    return [rollout for rollout in rollouts if rollout is not None], [futures[group] for group in range(len(starts))]
+
+
+def joined(groups: Sequence[Scores]) -> Scores:
+    """Neighbouring groups as one; a metric that only some groups have is NaN in the others."""
+
+    def together(parts: "list[Tensor | None]") -> Tensor | None:
+        present = [part for part in parts if part is not None]
+        return torch.cat(present) if len(present) == len(parts) else None
+
+    names = sorted({name for group in groups for name in group.extra})
+    with_filter = any(group.filter_scores is not None for group in groups)
+    return Scores(
+        rewards=torch.cat([group.rewards for group in groups]),
+        filter_scores=torch.cat([g.rewards if g.filter_scores is None else g.filter_scores for g in groups])
+        if with_filter
+        else None,
+        values=together([group.values for group in groups]),
+        extra={
+            name: torch.cat([g.extra.get(name, torch.full_like(g.rewards, torch.nan)) for g in groups])
+            for name in names
+        },
+        failed=torch.cat([group.failures for group in groups]),
+    )
+
+
+def _scoring_sample(rollout: Rollout, decode: Decode) -> ScoringSample:
+    return ScoringSample(rollout.tokens, rollout.prompt_text, decode(rollout.response_tokens), rollout.label)

@@ -1,0 +1,93 @@
+"""Where rewards come from; several sources add up, each times its weight."""
+
+from dataclasses import dataclass, field
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+
+
+@dataclass
+class CriticRewardConfig:
+    """The reward model of the critic process (remote_critic_rm)."""
+
+    weight: float = 1.0
+    """0 does not ask it for rewards."""
+
+
+@dataclass
+class RewardServerConfig(RemoteCriticConfig):
+    """A reward-only server (servers/serve_reward_model.py): takes text, so its tokenizer may be another one."""
+
+    port: int = 5568
+    weight: float = 0.0
+
+
+@dataclass
+class FunctionRewardConfig:
+    """A Python function `reward_func(queries, prompts, labels)` in a file, called in worker processes.
+
+    It gets lists of equal length (queries are prompt and response together) and returns the rewards, or a dict with `rewards`,
+    optionally `scores` (for algorithm.filter) and `extra_logs` (name to one number per sample): OpenRLHF's contract. It may be
+    a coroutine function.
+    """
+
+    path: str | None = None
+    name: str = "reward_func"
+    weight: float = 0.0
+    per_sample: bool = False
+    """Call it for each sample with lists of one, so that a time limit or an error concerns that sample only."""
+    timeout_s: float = 60.0
+    """Longest run of one call; its process is killed."""
+    processes: int = 2
+
+    def validate(self) -> None:
+        if self.weight != 0 and not self.path:
+            raise UserError(f"reward.function.weight={self.weight} needs the function's file: set reward.function.path")
+        require(self.timeout_s > 0, "reward.function.timeout_s", self.timeout_s, "seconds above 0")
+        require(self.processes > 0, "reward.function.processes", self.processes, "a number above 0")
+
+
+@dataclass
+class EndpointRewardConfig:
+    """HTTP endpoints that take POST {"query": [...], "prompts": [...], "labels": [...]} and answer as reward functions do."""
+
+    urls: list[str] = field(default_factory=list)
+    """Requests go to the least busy one that is healthy."""
+    weight: float = 0.0
+    timeout_s: float = 60.0
+    """Longest wait for one answer."""
+    retries: int = 3
+    """Further attempts of a request, on another endpoint where there is one."""
+    cooldown_s: float = 10.0
+    """An endpoint that failed is left alone this long, while others answer."""
+
+    def validate(self) -> None:
+        if self.weight != 0 and not self.urls:
+            raise UserError(f"reward.endpoints.weight={self.weight} needs addresses: set reward.endpoints.urls")
+        require(self.timeout_s > 0, "reward.endpoints.timeout_s", self.timeout_s, "seconds above 0")
+        require(self.retries >= 0, "reward.endpoints.retries", self.retries, "a number from 0 up")
+
+
+@dataclass
+class RewardConfig:
+    critic: CriticRewardConfig = field(default_factory=CriticRewardConfig)
+    server: RewardServerConfig = field(default_factory=RewardServerConfig)
+    function: FunctionRewardConfig = field(default_factory=FunctionRewardConfig)
+    endpoints: EndpointRewardConfig = field(default_factory=EndpointRewardConfig)
+    on_error: str = "stop"
+    """When a source fails on samples. stop: the run ends with the reason; mask: they train nothing and are counted in
+    train_rollouts/reward_failures."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the sources in use."""
+        sources = {name: getattr(self, name).weight for name in ("critic", "server", "function", "endpoints")}
+        return {name: weight for name, weight in sources.items() if weight != 0}
+
+    def validate(self) -> None:
+        require_choice("reward.on_error", self.on_error, ("stop", "mask"))
+        if not self.weights:
+            raise UserError(
+                "no reward source is in use: give one of reward.critic, server, function or endpoints a weight other than 0"
+            )

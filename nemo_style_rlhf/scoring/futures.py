@@ -1,0 +1,36 @@
+"""Small combinators of futures."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Source = TypeVar("Source")
+Result = TypeVar("Result")
+_LOCK = threading.Lock()
+
+
+def mapped(source: "Future[Source]", function: Callable[[Source], Result]) -> "Future[Result]":
+    """A future of ``function(source.result())``; errors of both are its error."""
+    return gathered([source], lambda results: function(results[0]))
+
+
+def gathered(sources: "Sequence[Future[Any]]", function: Callable[[list[Any]], Result]) -> "Future[Result]":
+    """A future of ``function([every result])`` once all are there; the first error in order is its error."""
+    result: Future[Result] = Future()
+    missing = len(sources)
+
+    def finish(_: "Future[Any]") -> None:
+        nonlocal missing
+        with _LOCK:
+            missing -= 1
+            if missing:
+                return
+        try:
+            result.set_result(function([source.result() for source in sources]))
+        except Exception as error:  # noqa: BLE001 it is the future's to carry
+            result.set_exception(error)
+
+    for source in sources:
+        source.add_done_callback(finish)
+    return result
