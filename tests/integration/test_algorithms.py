@@ -1,0 +1,106 @@
+"""Every preset of conf/algorithm/ in a real actor process, rewarded by a function; the critic-free ones without a server."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import start_actor, start_server
+from tests.models import save_policy, save_reward_model
+
+STEPS = 3
+REWARD = """
+def reward_func(queries, prompts, labels):
+    assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts))
+    rewards = [len(set(query[len(prompt):].split())) / 12 for query, prompt in zip(queries, prompts)]
+    return {"rewards": rewards, "extra_logs": {"label": [float(label) for label in labels]}}
+"""
+COMMON = [
+    "model=fp32", "run.num_threads=1", "engine.optim.lr=2e-3", "data.label_key=label", "reward=function",
+    f"algorithm.max_steps={STEPS}", "algorithm.num_rollout_samples=32", "algorithm.mini_batches=2",
+    "generation.max_length=12", "generation.kv_cache_gib=0.1",
+]  # fmt: skip
+RUNS = {
+    "reinforce_pp": ["correction=tis", "algorithm.kl_target=0.05"],
+    "reinforce_pp_baseline": ["algorithm.shaping.normalize=running", "algorithm.shaping.overlong_buffer=4"],
+    "grpo": ["correction=sequence_mask", "algorithm.filter.low=0.05", "algorithm.filter.high=0.99"],
+    "dr_grpo": ["algorithm.ratio_eps_high=0.28", "algorithm.dual_clip=3"],
+    "rloo": ["correction=icepop", "algorithm.old_logprobs=sampler", "algorithm.entropy_bonus=0.01"],
+    "gspo": ["reward.function.per_sample=true", "data.sampling_key=sampling"],
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    save_policy(folder / "policy")
+    save_reward_model(folder / "reward")
+    (folder / "reward.py").write_text(REWARD)
+    rows = [
+        {
+            "prompt": " ".join(f"w{(2 + 7 * i + j) % 62}" for j in range(2 + i % 5)),
+            "label": str(i),
+            "sampling": {"temperature": 0.7, "max_length": 6, "stop": ["w9"]} if i % 2 else {},
+        }
+        for i in range(30)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run(inputs: Path, folder: Path, *overrides: str, port: int = 9) -> list[dict[str, float]]:
+    """The metrics of a run; without a server nothing listens on ``port``."""
+    actor = start_actor(
+        folder, port, *COMMON, f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'train'}.jsonl",
+        f"reward.function.path={inputs / 'reward.py'}", *overrides,
+    )  # fmt: skip
+    try:
+        assert actor.wait(180) == 0, actor.output()
+    finally:
+        actor.kill()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    return rows
+
+
+@pytest.mark.parametrize("preset", RUNS)
+def test_a_preset_trains_without_a_critic(preset, inputs, tmp_path):
+    rows = run(inputs, tmp_path, f"algorithm={preset}", *RUNS[preset])
+    for row in rows:
+        assert row["train_rollouts/reward_failures"] == 0
+        assert 0 <= row["train_rollouts/function/label"] < 30
+        assert row["train_optim/grad_norm"] > 0
+        assert row["train_rollouts/sampler_logprob_gap_max"] < 1e-3
+        assert row["train_optim/ratio_error_first_mini_batch"] < 1e-3
+        assert not any(name.startswith("critic/") for name in row)
+    if "correction" in " ".join(RUNS[preset]):
+        assert rows[0]["train_rollouts/correction_weight"] == pytest.approx(1, abs=1e-3)
+    if preset == "grpo":
+        assert rows[0]["train_rollouts/rounds"] >= 1
+    if preset == "reinforce_pp":
+        assert rows[1]["train_rollouts/kl_coef"] < rows[0]["train_rollouts/kl_coef"]  # KL is still below its target
+    if preset == "gspo":
+        samples = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+        own = [sample for sample in samples if int(sample["label"]) % 2]
+        assert own and all(sample["response_tokens"] <= 6 for sample in own)
+        assert max(sample["response_tokens"] for sample in samples) > 6
+        assert {sample["finish_reason"] for sample in own} == {"stop", "length"}
+
+
+def test_ppo_takes_values_from_the_critic_and_rewards_from_two_sources(inputs, tmp_path):
+    (tmp_path / "critic").mkdir()
+    server, port = start_server(
+        tmp_path / "critic", "model.dtype=float32", "run.num_threads=1", f"model.path={inputs / 'reward'}"
+    )
+    try:
+        rows = run(
+            inputs, tmp_path / "actor", "reward.critic.weight=0.5", "reward.function.weight=2", port=port
+        )  # fmt: skip
+    finally:
+        assert server.terminate() == 0
+    for row in rows:
+        parts = 0.5 * row["train_rollouts/critic/reward"] + 2 * row["train_rollouts/function/reward"]
+        assert row["train_rollouts/rewards"] == pytest.approx(parts, abs=1e-5)
+        assert row["critic/loss"] > 0
