@@ -51,7 +51,7 @@ def token_logprobs(
 def logits_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """The same from logits [..., V], for models whose head is more than one matrix product: (log-probabilities, entropies)."""
     scale = temperature[..., None] if isinstance(temperature, Tensor) else temperature
-    logprobs = (logits.float() / scale).log_softmax(-1)
+    logprobs = (logits.to(_accumulator(logits)) / scale).log_softmax(-1)
     return logprobs.gather(-1, token_ids[..., None]).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
 
 
@@ -66,7 +66,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with_entropy: bool,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        logsumexp = hidden.new_empty(len(hidden), dtype=torch.float32)
+        logsumexp = hidden.new_empty(len(hidden), dtype=_accumulator(hidden))
         logprobs, entropy = torch.empty_like(logsumexp), torch.zeros_like(logsumexp)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
@@ -89,7 +89,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, token_ids, logsumexp, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # fp32 where several chunks are summed: bf16 would round after each of them.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if len(hidden) > ctx.chunk else None
+        grad_weight = torch.zeros_like(weight, dtype=_accumulator(weight)) if len(hidden) > ctx.chunk else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             product = hidden[part] @ weight.T if kept is None else kept
@@ -106,9 +106,14 @@ def _of_part(temperature: float | Tensor, part: slice) -> float | Tensor:
     return temperature[part] if isinstance(temperature, Tensor) else temperature
 
 
+def _accumulator(tensor: Tensor) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def _logits(product: Tensor, temperature: float | Tensor) -> Tensor:
     """fp32 logits of a matrix product that must stay as it is; one temperature, or [tokens, 1]."""
-    logits = product.float()
+    logits = product.to(_accumulator(product))
     return logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
 
 

@@ -182,8 +182,13 @@ def _scorer(config: PPOActorConfig, critic: RemoteCritic | None) -> Scorer:
     return CombinedScorer(sources, on_error=reward.on_error)
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+def _decode(tokenizer: PreTrainedTokenizerBase, prompt: list[int], response: list[int]) -> str:
+    """The response as it stands behind its prompt: decoded alone, SentencePiece models lose its leading space."""
+    whole = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
+    before = str(tokenizer.decode(prompt, skip_special_tokens=True))
+    if whole.startswith(before):
+        return whole.removeprefix(before)
+    return str(tokenizer.decode(response, skip_special_tokens=True))  # the border is within a character
 
 
 def _check_template(config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -61,7 +61,7 @@ class Parts:
     generator: Generator
     collector: Collector
     critic: RemoteCritic | None
-    """None for algorithms without one."""
+    """None where neither the algorithm nor the reward needs that process."""
     prompts: list[Prompt]
     val_prompts: list[Prompt]
     tokenizer: PreTrainedTokenizerBase
@@ -177,7 +177,7 @@ class PPOTrainer:
 
     def _train_critic(self, experience: Experience, plan: list[list[int]]) -> "Future[dict[str, float]] | None":
         """Start the critic's update in the other process."""
-        if self._parts.critic is None:
+        if self._parts.critic is None or not self._config.algorithm.uses_critic:
             return None
         return self._parts.critic.train(critic_batch(experience, plan), step=self.progress.critic_step + 1)
 

@@ -11,7 +11,7 @@ from nemo_style_rlhf.algorithms.kl import kl_loss
 from nemo_style_rlhf.algorithms.masking import aggregate
 from nemo_style_rlhf.algorithms.policy_loss import policy_loss
 from nemo_style_rlhf.engine.engine import Engine
-from nemo_style_rlhf.rollout.logprobs import MicroBatch, micro_batch_iterator
+from nemo_style_rlhf.rollout.logprobs import MicroBatch, PolicyForward, micro_batch_iterator
 from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 
@@ -85,7 +85,7 @@ def update_actor(
         )
         normalizer = loss_normalizer(batches, config.loss_aggregation, max_length=max_length)
         for batch in batches:
-            loss, statistics = _loss(engine, experience, batch, config, normalizer)
+            loss, statistics = micro_batch_loss(engine, experience, batch, config, normalizer)
             engine.backward(loss)
             losses += float(loss.detach())
             means.add(len(batch.positions), **statistics)
@@ -117,18 +117,18 @@ def loss_normalizer(batches: Sequence[MicroBatch], aggregation: str, *, max_leng
     return sequences * max_length if aggregation == "seq_sum_constant" else sequences
 
 
-def _loss(
-    engine: Engine, experience: Experience, batch: MicroBatch, config: AlgorithmConfig, normalizer: float
+def micro_batch_loss(
+    policy: PolicyForward, experience: Experience, batch: MicroBatch, config: AlgorithmConfig, normalizer: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """This micro-batch's share of the optimizer step's loss, and means over its tokens."""
     mask = batch.action_mask
 
     def rows(flat: Tensor) -> Tensor:
         """[n] at the selected actions to [rows, T]."""
-        return torch.zeros_like(mask).masked_scatter(mask.bool(), flat.to(mask.device))
+        return torch.zeros_like(mask, dtype=flat.dtype).masked_scatter(mask.bool(), flat.to(mask.device))
 
     with_entropy = config.entropy_bonus != 0
-    result = engine(batch.input_ids, mask, with_entropy=with_entropy, temperature=batch.temperature)
+    result = policy(batch.input_ids, mask, with_entropy=with_entropy, temperature=batch.temperature)
     old = experience.logprobs[batch.positions]
     surrogate = policy_loss(
         rows(result.logprobs),

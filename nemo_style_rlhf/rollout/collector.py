@@ -166,7 +166,8 @@ class Collector:
             sampled = Sampled(rollouts, joined([group.result() for group in pending]))
             timers.lap("wait_for_scores")
             rows = self._rows_that_teach(sampled)
-            kept.append(sampled.select(rows))
+            if rows:
+                kept.append(sampled.select(rows))
             found += len(rows) // algorithm.samples_per_prompt
             dropped += len(prompts) - len(rows) // algorithm.samples_per_prompt
         if found == 0:
@@ -175,7 +176,7 @@ class Collector:
                 "or raise max_rounds"
             )
         scores: Future[Scores] = Future()
-        scores.set_result(joined([part.scores for part in kept if part.rollouts]))
+        scores.set_result(joined([part.scores for part in kept]))
         counts = {"filtered_prompts": float(dropped), "rounds": float(rounds)}
         return [rollout for part in kept for rollout in part.rollouts], [scores], counts
 

@@ -17,8 +17,8 @@ from nemo_style_rlhf.scoring.interface import Scorer, Scores, ScoringSample
 SCORING_GROUP = 32
 """Samples per scoring request: small enough that scoring starts early, large enough that the server's batches are full."""
 
-Decode = Callable[[list[int]], str]
-"""Token ids of a response to text without special tokens."""
+Decode = Callable[[list[int], list[int]], str]
+"""Token ids of prompt and response to the response's text, without special tokens."""
 
 
 @dataclass
@@ -142,4 +142,5 @@ def joined(groups: Sequence[Scores]) -> Scores:
 
 
 def _scoring_sample(rollout: Rollout, decode: Decode) -> ScoringSample:
-    return ScoringSample(rollout.tokens, rollout.prompt_text, decode(rollout.response_tokens), rollout.label)
+    response = decode(rollout.tokens[~rollout.response_mask].tolist(), rollout.response_tokens)
+    return ScoringSample(rollout.tokens, rollout.prompt_text, response, rollout.label)

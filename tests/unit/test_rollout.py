@@ -19,7 +19,7 @@ from nemo_style_rlhf.rollout.logprobs import action_mask, micro_batch_iterator
 from nemo_style_rlhf.rollout.reference import Reference
 from nemo_style_rlhf.rollout.sampling import Timers, make_requests
 from nemo_style_rlhf.rollout.types import Rollout
-from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, FilterConfig
 from nemo_style_rlhf.schema.common import EngineConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 from nemo_style_rlhf.scoring.interface import Scores
@@ -96,7 +96,19 @@ class LengthScorer:
         return future
 
 
-def collect(max_length=6, stop=range(24), **algorithm):
+class UnluckyScorer(LengthScorer):
+    """Cannot score the first sample of a group."""
+
+    def score(self, samples):
+        scores = super().score(samples).result()
+        scores.failed = torch.arange(len(samples)) == 0
+        scores.rewards[0] = torch.nan
+        future = Future()
+        future.set_result(scores)
+        return future
+
+
+def collect(max_length=6, stop=range(24), scorer=None, takes=None, **algorithm):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -107,10 +119,10 @@ def collect(max_length=6, stop=range(24), **algorithm):
     policy = PolicyModel(model, temperature=1.0).eval()
     collector = Collector(
         generator,
-        LengthScorer(),
+        scorer or LengthScorer(),
         policy,
         Reference(policy, engine, CPU, cpu_offload=False),
-        decode=str,
+        decode=lambda prompt, response: str(response),
         algorithm=AlgorithmConfig(num_rollout_samples=40, samples_per_prompt=10, **algorithm),
         engine=engine,
         device=CPU,
@@ -118,7 +130,13 @@ def collect(max_length=6, stop=range(24), **algorithm):
         temperature=1.0,
         run_seed=3,
     )
-    return collector.collect(lambda count: PROMPTS[:count], step=1, timers=Timers())
+
+    def take(count):
+        if takes is not None:
+            takes.append(count)
+        return PROMPTS[:count]
+
+    return collector.collect(take, step=1, timers=Timers())
 
 
 def test_an_experience_lists_samples_in_the_order_of_their_requests():
@@ -179,3 +197,35 @@ def test_a_plan_shuffles_every_useful_sample_into_each_epoch_once():
     assert plan == mini_batch_plan(experience, config, seed=1, step=2)
     assert plan != mini_batch_plan(experience, config, seed=1, step=3)
     assert plan[:4] != plan[4:8]
+
+
+def test_a_sample_without_a_score_trains_nothing_and_is_counted():
+    experience = collect(scorer=UnluckyScorer())
+    failed = experience.failed.nonzero().squeeze(1).tolist()
+    assert failed == [0, 32]  # groups of 32
+    masks = experience.mask.split(experience.lengths)
+    assert [index for index, mask in enumerate(masks) if not mask.any()] == failed
+    assert all(torch.isfinite(part).all() for part in (experience.rewards, experience.advantages, experience.returns))
+    metrics = rollout_metrics(experience)
+    assert metrics["train_rollouts/reward_failures"] == 2
+    assert metrics["train_rollouts/rewards"] == pytest.approx(float(experience.scores.nanmean()))
+
+
+def test_filtering_draws_prompts_until_enough_of_them_teach():
+    # The score is the length, so longer prompts score higher: the filter keeps some prompts and asks for the rest again.
+    means = [sum(part.tolist()) / 10 for part in collect().scores.split(10)]
+    high = sorted(means)[1] + 1e-3
+    takes = []
+    experience = collect(takes=takes, filter=FilterConfig(high=high, max_rounds=3))
+    assert takes[0] == 4 and 1 < len(takes) <= 3
+    assert all(mean < high for mean in experience.scores.view(-1, 10).mean(-1).tolist())
+    assert experience.counts["rounds"] == len(takes)
+    assert experience.counts["filtered_prompts"] == sum(takes) - len(experience.rollouts) // 10
+    assert sum(experience.lengths) == len(experience.values)
+    ids = [rollout.sample for rollout in experience.rollouts]
+    assert len(set(ids)) == len(ids)  # a prompt drawn again gives other samples
+
+
+def test_a_filter_that_nothing_passes_stops_the_run():
+    with pytest.raises(NothingToLearnError, match=r"dropped all 16 prompts of 4 rollouts: widen algorithm\.filter"):
+        collect(filter=FilterConfig(low=1000.0))

@@ -1,0 +1,120 @@
+"""From scores to advantages, audits and validation numbers, with numbers derived by hand."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
+from nemo_style_rlhf.ppo.audit import audit_gap, audit_signs
+from nemo_style_rlhf.ppo.metrics import repetition, validation_metrics
+from nemo_style_rlhf.rollout.sampling import Sampled
+from nemo_style_rlhf.rollout.signal import estimate, shape_scores
+from nemo_style_rlhf.rollout.types import Rollout
+from nemo_style_rlhf.schema.actor import AuditConfig, SignsConfig
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, ShapingConfig
+from nemo_style_rlhf.scoring.interface import Scores
+
+MASK = torch.tensor([[0.0, 1, 1, 0], [1, 0, 1, 1]])
+KL = torch.tensor([[9.0, 0.1, 0.3, 9], [0.2, 9, 0.0, 0.4]])
+SCORES = torch.tensor([1.0, 3.0])
+
+
+def config(**overrides: object) -> AlgorithmConfig:
+    return AlgorithmConfig(num_rollout_samples=2, samples_per_prompt=2, normalize_advantages=False, **overrides)
+
+
+def signal(estimator: str, **overrides: object):
+    return estimate(
+        SCORES, KL, None, MASK, config(advantage_estimator=estimator, **overrides), kl_coef=overrides.pop("coef", 1.0)
+    )
+
+
+def test_reinforce_sums_the_rewards_to_come():
+    result = signal("reinforce")
+    torch.testing.assert_close(result.rewards, torch.tensor([[0.0, -0.1, 0.7, 0], [-0.2, 0, 0.0, 2.6]]))
+    torch.testing.assert_close(result.advantages, torch.tensor([[0.0, 0.6, 0.7, 0], [2.4, 0, 2.6, 2.6]]))
+    assert result.returns is None
+
+
+def test_groups_compare_scores_with_the_whole_responses_kl():
+    # 1 - .4 = .6 against 3 - .6 = 2.4
+    result = signal("rloo")
+    torch.testing.assert_close(result.advantages, torch.tensor([[0.0, -1.8, -1.8, 0], [1.8, 0, 1.8, 1.8]]))
+
+
+def test_with_kl_in_the_loss_rewards_are_scores_alone():
+    result = signal("dr_grpo", kl_in="loss")
+    torch.testing.assert_close(result.advantages, torch.tensor([[0.0, -1, -1, 0], [1, 0, 1, 1]]))
+
+
+def test_a_sample_without_actions_is_no_part_of_its_group():
+    mask = MASK.clone()
+    mask[0] = 0
+    algorithm = config(advantage_estimator="grpo", kl_in="loss")
+    assert not estimate(SCORES, KL, None, mask, algorithm, kl_coef=1.0).advantages.any()
+
+
+def shape(scores, failed=(False, False), lengths=(4, 9), truncated=(False, False), **overrides):
+    return shape_scores(
+        torch.tensor(scores), torch.tensor(failed), torch.tensor(lengths), torch.tensor(truncated), config(**overrides),
+        max_length=10, normalizer=RunningNormalizer(),
+    )  # fmt: skip
+
+
+def test_scores_are_normalised_then_clipped_then_charged():
+    # mean 2, deviation sqrt(2): +-.7071, clipped at .5; 9 of 10 tokens with a buffer of 2: half of the factor 1; truncated: -1
+    shaping = ShapingConfig(normalize="running", clip_low=-0.5, clip_high=0.5, overlong_buffer=2)
+    result = shape([1.0, 3.0], truncated=(True, False), shaping=shaping, truncated_samples="penalise")
+    torch.testing.assert_close(result, torch.tensor([-1.5, 0.0]))
+
+
+def test_failed_samples_stay_out_of_the_statistics():
+    result = shape([math.nan, 3.0], failed=(True, False), shaping=ShapingConfig(normalize="running"))
+    torch.testing.assert_close(result, torch.tensor([0.0, 0.0]))
+
+
+def rollout(prompt: int, index: int, tokens: list[int]) -> Rollout:
+    request = GenerationRequest(SampleId(0, prompt, index), (1,), 0, 9)
+    return Rollout.from_completion(Completion(request, tokens, torch.zeros(len(tokens)), "stop", 0), "", None, {})
+
+
+def test_validation_counts_passes_per_sample_and_per_prompt():
+    rollouts = [rollout(prompt, index, [2, 3]) for prompt in range(2) for index in range(2)]
+    sampled = Sampled(rollouts, Scores(rewards=torch.tensor([1.0, 0.0, 0.2, 0.4])))
+    metrics = validation_metrics(sampled, pass_score=1.0)
+    assert (metrics["val_rollouts/pass@1"], metrics["val_rollouts/pass@2"]) == (0.25, 0.5)
+    assert metrics["val_rollouts/rewards"] == pytest.approx(0.4)
+    assert not any("pass@" in name for name in validation_metrics(sampled, pass_score=None))
+
+
+def test_repetition_is_the_share_of_4_grams_seen_before():
+    assert repetition([1, 2, 3]) == 0
+    assert repetition([1, 2, 3, 4, 5]) == 0
+    assert repetition([1] * 7) == 0.75  # four 4-grams, three of them repeated
+
+
+METRICS = {
+    "train_rollouts/sampler_logprob_gap_mean": 0.2, "train_rollouts/response_lengths": 50, "train_rollouts/repetition": 0.1,
+    "train_rollouts/distinct_2": 0.5, "train_rollouts/entropy": 1.0, "train_rollouts/init_policy_kl": 0.3,
+}  # fmt: skip
+
+
+def test_audits_warn_or_stop_beyond_their_limits(caplog):
+    audit_gap(AuditConfig(max_logprob_gap=0.3, on_logprob_gap="stop"), METRICS)
+    audit_signs(AuditConfig(signs=SignsConfig(min_entropy=0.9, max_init_policy_kl=0.4), on_sign="stop"), METRICS)
+    assert not caplog.messages
+    with caplog.at_level(logging.WARNING):
+        audit_gap(AuditConfig(max_logprob_gap=0.1), METRICS)
+        audit_signs(AuditConfig(signs=SignsConfig(min_distinct_2=0.6)), METRICS)
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "train_rollouts/sampler_logprob_gap_mean=0.2 is above audit.max_logprob_gap=0.1",
+        "train_rollouts/distinct_2=0.5 is below audit.signs.min_distinct_2=0.6",
+    ]
+    with pytest.raises(
+        UserError, match=r"response_lengths=50 is above audit\.signs\.max_response_lengths=40; the run stops"
+    ):
+        audit_signs(AuditConfig(signs=SignsConfig(max_response_lengths=40), on_sign="stop"), METRICS)
