@@ -50,21 +50,25 @@ lint: envs
 test: envs lint
 	$(ACTOR)/bin/python -m pytest
 
-# TRL's PPOTrainer, the peer of `make bench`, in an environment of its own.
-PEER := .venv-trl
-$(PEER)/.complete-%: requirements/torch-%.txt requirements/peer-trl.txt
-	$(PYTHON) -m venv $(PEER)
-	$(PEER)/bin/pip $(TORCH_INSTALL)
-	$(PEER)/bin/pip install -q -r requirements/torch-$*.txt -r requirements/peer-trl.txt
-	touch $@
+# TRL's PPOTrainer and GRPOTrainer, the peers of `make bench`, in environments of their own.
+define PEER_ENV
+$(1)/.complete-%: requirements/torch-%.txt requirements/$(2).txt
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip $$(TORCH_INSTALL)
+	$(1)/bin/pip install -q -r requirements/torch-$$*.txt -r requirements/$(2).txt
+	touch $$@
+endef
+$(eval $(call PEER_ENV,.venv-trl,peer-trl))
+$(eval $(call PEER_ENV,.venv-trl-grpo,peer-trl-grpo))
 
 .PHONY: bench-peer-env
-bench-peer-env: $(PEER)/.complete-$(ACCELERATOR)
+bench-peer-env: .venv-trl/.complete-$(ACCELERATOR) .venv-trl-grpo/.complete-$(ACCELERATOR)
 
 .PHONY: bench
 bench: envs bench-peer-env
 	$(SERVER)/bin/python benchmarks/protocol.py
 	$(ACTOR)/bin/python benchmarks/ppo_step.py --peer
+	$(ACTOR)/bin/python benchmarks/grpo_step.py --peer
 
 .PHONY: clean
 clean:

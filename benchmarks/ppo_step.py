@@ -121,12 +121,16 @@ def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:
         *arguments.actor,
     ]
     with critic_server(run_dir / "critic", critic) as (server, port):
-        child, lines = run_actor(run_dir / "actor", port, server, actor)
-    counted = lines[-arguments.steps :]
-    names = [name for name in counted[0] if name.startswith("timers/") and "_per_second" not in name]
-    phases = {name.removeprefix("timers/"): [line[name] for line in counted] for name in names}
+        child, lines = run_actor(run_dir / "actor", actor, (server, port))
     peaks = {"actor": child.peak_rss_bytes, "critic server": server.peak_rss_bytes}
-    result.add_round(phases.pop("step"), phases, peaks)
+    result.add_round(*phases_of(lines[-arguments.steps :]), peaks)
+
+
+def phases_of(lines: list[dict[str, Any]]) -> tuple[list[float], dict[str, list[float]]]:
+    """Seconds of the steps, and of their phases, in lines of metrics.jsonl."""
+    names = [name for name in lines[0] if name.startswith("timers/") and "_per_second" not in name]
+    phases = {name.removeprefix("timers/"): [line[name] for line in lines] for name in names}
+    return phases.pop("step"), phases
 
 
 def measure_peer(arguments: argparse.Namespace, result: Measured) -> None:

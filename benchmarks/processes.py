@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ACTOR_PYTHON = ROOT / ".venv-actor" / "bin" / "python"
 SERVER_PYTHON = ROOT / ".venv-server" / "bin" / "python"
 PEER_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
+PEER_GRPO_PYTHON = ROOT / ".venv-trl-grpo" / "bin" / "python"
 SAMPLE_PERIOD_S = 0.25
 READY_TIMEOUT_S = 300.0
 
@@ -107,13 +108,13 @@ def critic_server(directory: Path, overrides: Sequence[str]) -> Iterator[tuple[C
 
 
 def run_actor(
-    directory: Path, port: int, server: Child, overrides: Sequence[str]
+    directory: Path, overrides: Sequence[str], server: tuple[Child, int] | None = None
 ) -> tuple[Child, list[dict[str, Any]]]:
-    """Train to the end; the child and the lines of its metrics.jsonl."""
-    where = (f"run.output_dir={directory}", f"remote_critic_rm.port={port}")
+    """Train to the end, against a critic server and its port if there is one; the child and its metrics.jsonl."""
+    where = [f"run.output_dir={directory}", *([f"remote_critic_rm.port={server[1]}"] if server else [])]
     actor = Child([ACTOR_PYTHON, "trainers/train_ppo_actor.py", *where, *overrides], directory / "actor.log")
     try:
-        wait(actor, server)
+        wait(actor, *([server[0]] if server else []))
     finally:
         actor.stop()
     return actor, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

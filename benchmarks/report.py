@@ -34,7 +34,7 @@ def markdown(
         table(*phase_rows(ours, bare)),
         table(*summary_rows(arguments, ours, peer)),
     ]
-    if peer is not None:
+    if peer is not None and peer.phases:
         parts += [
             table(["TRL phase", "seconds"], [[name, f"{median(each):.2f}"] for name, each in peer.phases.items()])
         ]
@@ -82,7 +82,7 @@ def summary_rows(
     if peer is not None:
         ratio = median(peer.step_seconds) / median(ours.step_seconds)
         rows.append(["**samples/s over TRL's**", f"**{ratio:.2f}**", "1"])
-    return ["", "nemo_style_rlhf", *(["TRL PPOTrainer"] if peer is not None else [])], rows
+    return ["", "nemo_style_rlhf", *(["TRL"] if peer is not None else [])], rows
 
 
 def bare_sentence(bare: dict[str, Any]) -> str:

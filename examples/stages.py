@@ -21,16 +21,31 @@ def train_reward_model(pipeline: Pipeline, settings: Settings) -> float:
 
 
 def train_ppo(pipeline: Pipeline, server: Settings, actor: Settings, output_dir: Path) -> float:
-    """Start the critic server, run the actor against it, stop the server; seconds from the first to the last."""
-    ready_file = output_dir / "critic_ready.json"
+    """Start the critic server, run the actor against it, stop the server; the actor's seconds."""
+    return _train(pipeline, "serve_ppo_critic", "ppo_critic", "remote_critic_rm.port", server, actor, output_dir)
+
+
+def train_without_critic(pipeline: Pipeline, server: Settings, actor: Settings, output_dir: Path) -> float:
+    """The same against a reward-only server, for algorithms that need no critic; ``actor`` must say reward=server."""
+    return _train(pipeline, "serve_reward_model", "reward_server", "reward.server.port", server, actor, output_dir)
+
+
+def _train(
+    pipeline: Pipeline,
+    script: str,
+    config_name: str,
+    port_key: str,
+    server: Settings,
+    actor: Settings,
+    output_dir: Path,
+) -> float:
+    ready_file = output_dir / "server_ready.json"
     ready_file.unlink(missing_ok=True)
     door = {"run.output_dir": output_dir / "critic", "server.port": 0, "server.ready_file": ready_file}
-    pipeline.start(
-        "critic",
-        [SERVER_PYTHON, "servers/serve_ppo_critic.py", "--config-name=ppo_critic", *overrides({**server, **door})],
-    )
+    command = [SERVER_PYTHON, f"servers/{script}.py", f"--config-name={config_name}"]
+    pipeline.start("critic", [*command, *overrides({**server, **door})])
     port = pipeline.wait_for_server("critic", ready_file)["port"]
-    where = {"run.output_dir": output_dir / "actor", "remote_critic_rm.port": port}
+    where = {"run.output_dir": output_dir / "actor", port_key: port}
     command = [ACTOR_PYTHON, "trainers/train_ppo_actor.py", "--config-name=ppo_actor", *overrides({**actor, **where})]
     seconds = pipeline.run("ppo", command, watch=_progress(output_dir / "actor" / "metrics.jsonl"))
     pipeline.stop("critic")

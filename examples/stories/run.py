@@ -82,6 +82,49 @@ def main() -> None:
 
 def happier_stories(pipeline: Pipeline, data: Path, output_dir: Path, seed: int) -> None:
     """All stages; everything is written below ``output_dir``."""
+    policy, reward_model = data / "stories260K", output_dir / "reward_model" / "export"
+    lexicon = load_lexicon(data / "vader" / "vader_lexicon.txt")
+    held_out = make_reward_model(pipeline, data, output_dir, seed)
+
+    say("PPO: critic server and actor")
+    ppo_seconds = train_ppo(
+        pipeline,
+        {**CRITIC, "run.seed": seed, "model.path": reward_model},
+        {
+            **ACTOR,
+            "run.seed": seed,
+            "model.path": policy,
+            "data.train_path": output_dir / "data" / "prompts_train.jsonl",
+        },
+        output_dir,
+    )
+    say(f"\n  {ppo_seconds:.0f} s")
+
+    prompts = held_out * EVALUATION_ROUNDS
+    settings = {"max_new_tokens": RESPONSE_TOKENS, "seed": seed, "reward_dir": str(reward_model)}
+    before = sample(str(policy), prompts, reference_dir=str(policy), **settings)
+    after = sample(str(output_dir / "actor" / "export"), prompts, reference_dir=str(policy), **settings)
+    summary = {
+        "seed": seed,
+        "valence_before": mean_valence(before, lexicon),
+        "valence_after": mean_valence(after, lexicon),
+        "reward_before": before.mean_reward,
+        "reward_after": after.mean_reward,
+        "kl_per_token": after.kl_per_token,
+        "distinct_before": len(set(before.responses)),
+        "distinct_after": len(set(after.responses)),
+        "samples": len(prompts),
+        "ppo_seconds": ppo_seconds,
+    }
+    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot_curves(
+        read_metrics(output_dir / "actor" / "metrics.jsonl"), output_dir / "curves.png", title="stories260K: PPO"
+    )
+    show(before, after, summary)
+
+
+def make_reward_model(pipeline: Pipeline, data: Path, output_dir: Path, seed: int) -> list[str]:
+    """Prompts in ``output_dir/data`` and a reward model in ``output_dir/reward_model``; returns the held-out prompts."""
     policy, made, reward_model = data / "stories260K", output_dir / "data", output_dir / "reward_model"
     lexicon = load_lexicon(data / "vader" / "vader_lexicon.txt")
     train_prompts, held_out = cut_prompts(data / "tinystories" / "stories.jsonl", random.Random(seed), CUTS_PER_STORY)
@@ -103,37 +146,7 @@ def happier_stories(pipeline: Pipeline, data: Path, output_dir: Path, seed: int)
     seconds = train_reward_model(pipeline, {**REWARD_MODEL, **files, **where})
     accuracy = next(m["val/pair_accuracy"] for m in reversed(read_metrics(reward_model / "metrics.jsonl")))
     say(f"  {seconds:.0f} s, held-out pair accuracy {accuracy:.3f}")
-
-    say("PPO: critic server and actor")
-    ppo_seconds = train_ppo(
-        pipeline,
-        {**CRITIC, "run.seed": seed, "model.path": reward_model / "export"},
-        {**ACTOR, "run.seed": seed, "model.path": policy, "data.train_path": made / "prompts_train.jsonl"},
-        output_dir,
-    )
-    say(f"\n  {ppo_seconds:.0f} s")
-
-    prompts = held_out * EVALUATION_ROUNDS
-    settings = {"max_new_tokens": RESPONSE_TOKENS, "seed": seed, "reward_dir": str(reward_model / "export")}
-    before = sample(str(policy), prompts, reference_dir=str(policy), **settings)
-    after = sample(str(output_dir / "actor" / "export"), prompts, reference_dir=str(policy), **settings)
-    summary = {
-        "seed": seed,
-        "valence_before": mean_valence(before, lexicon),
-        "valence_after": mean_valence(after, lexicon),
-        "reward_before": before.mean_reward,
-        "reward_after": after.mean_reward,
-        "kl_per_token": after.kl_per_token,
-        "distinct_before": len(set(before.responses)),
-        "distinct_after": len(set(after.responses)),
-        "samples": len(prompts),
-        "ppo_seconds": ppo_seconds,
-    }
-    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_curves(
-        read_metrics(output_dir / "actor" / "metrics.jsonl"), output_dir / "curves.png", title="stories260K: PPO"
-    )
-    show(before, after, summary)
+    return held_out
 
 
 def mean_valence(samples: Samples, lexicon: dict[str, float]) -> float:
