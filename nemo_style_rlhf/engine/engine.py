@@ -170,6 +170,11 @@ def _update(digest: "hashlib._Hash", node: Any) -> None:
 
 
 def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]:
+    if config.zero_stage == 0 and torch.distributed.get_world_size() > 1:
+        # Before its step the gradient norm would be that of one rank.
+        raise UserError(
+            "engine.zero_stage=0 is for one rank: use engine.zero_stage=1, the same with less memory per rank"
+        )
     bf16 = next(module.parameters()).dtype == torch.bfloat16
     if bf16 and config.zero_stage == 0:
         raise UserError(

@@ -88,8 +88,9 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, token_ids, logsumexp, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
+        single = 0 < len(hidden) <= ctx.chunk
         # fp32 where several chunks are summed: bf16 would round after each of them.
-        grad_weight = torch.zeros_like(weight, dtype=_accumulator(weight)) if len(hidden) > ctx.chunk else None
+        grad_weight = None if single else torch.zeros_like(weight, dtype=_accumulator(weight))
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             product = hidden[part] @ weight.T if kept is None else kept

@@ -30,6 +30,21 @@ def test_equal_to_the_naive_result_forward_and_gradient(temperature, chunk_token
         torch.testing.assert_close(left, right, rtol=1e-4, atol=2e-5)
 
 
+def test_equal_to_the_naive_result_at_a_vocabulary_of_128k():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 128, 16, generator=generator, requires_grad=True)
+    weight = (torch.randn(128 * 1024, 16, generator=generator) * 0.3).requires_grad_()
+    token_ids = torch.randint(128 * 1024, (2, 128), generator=generator)
+    gradients = []
+    for result in (
+        token_logprobs(hidden, weight, token_ids, with_entropy=True, chunk_tokens=100),
+        logits_logprobs(hidden @ weight.T, token_ids),
+    ):
+        gradients.append((*result, *torch.autograd.grad((result[0] + result[1]).mean(), (hidden, weight))))
+    for left, right in zip(*gradients):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+
+
 def test_without_entropy_the_gradient_is_that_of_the_logprobs_alone():
     hidden = torch.randn(3, 8, requires_grad=True)
     weight = torch.randn(5, 8, requires_grad=True)
@@ -82,3 +97,9 @@ def test_autocast_is_followed_forward_and_backward(dtype):
     assert (hidden.grad.dtype, weight.grad.dtype) == (dtype, torch.float32)
     torch.testing.assert_close(weight.grad, expected[1], rtol=0.05, atol=0.1)
     torch.testing.assert_close(hidden.grad.float(), expected[0].float(), rtol=0.05, atol=0.1)
+
+
+def test_no_token_at_all_gives_zero_gradients():
+    hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long)).sum().backward()
+    assert not weight.grad.any()
