@@ -38,8 +38,9 @@ class FunctionRewardConfig:
     per_sample: bool = False
     """Call it for each sample with lists of one, so that a time limit or an error concerns that sample only."""
     timeout_s: float = 60.0
-    """Longest run of one call; its process is killed."""
+    """Longest run of one call, after the file has been imported; its process is killed."""
     processes: int = 2
+    """Calls at a time."""
 
     def validate(self) -> None:
         if self.weight != 0 and not self.path:
@@ -56,17 +57,20 @@ class EndpointRewardConfig:
     """Requests go to the least busy one that is healthy."""
     weight: float = 0.0
     timeout_s: float = 60.0
-    """Longest wait for one answer."""
+    """Longest silence of an endpoint that was asked."""
     retries: int = 3
-    """Further attempts of a request, on another endpoint where there is one."""
+    """Further attempts of a request, on another endpoint where there is one, else 0.5 s apart at first, up to 10 s."""
     cooldown_s: float = 10.0
     """An endpoint that failed is left alone this long, while others answer."""
 
     def validate(self) -> None:
         if self.weight != 0 and not self.urls:
             raise UserError(f"reward.endpoints.weight={self.weight} needs addresses: set reward.endpoints.urls")
+        for url in self.urls:
+            require(url.startswith(("http://", "https://")), "reward.endpoints.urls", url, "http://... or https://...")
         require(self.timeout_s > 0, "reward.endpoints.timeout_s", self.timeout_s, "seconds above 0")
         require(self.retries >= 0, "reward.endpoints.retries", self.retries, "a number from 0 up")
+        require(self.cooldown_s >= 0, "reward.endpoints.cooldown_s", self.cooldown_s, "seconds from 0 up")
 
 
 @dataclass

@@ -1,12 +1,16 @@
 """Several sources as one, and what happens when one fails."""
 
+import functools
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
 
-from nemo_style_rlhf.scoring.futures import gathered, mapped
+from nemo_style_rlhf.scoring.futures import caught, gathered, mapped
 from nemo_style_rlhf.scoring.interface import RewardError, Scorer, Scores, ScoringSample
+
+LOGGER = logging.getLogger(__name__)
 
 
 class CombinedScorer:
@@ -16,7 +20,7 @@ class CombinedScorer:
         """
         Args:
             sources: name to (source, weight); with weight 0 only its values count.
-            on_error: ``stop`` raises what a source raised; ``mask`` marks the samples as failed.
+            on_error: ``stop`` raises what a source raised; ``mask`` marks the samples as failed and logs why.
         """
         self._sources = dict(sources)
         self._on_error = on_error
@@ -31,25 +35,15 @@ class CombinedScorer:
 
     def _guarded(self, source: Scorer, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         """A group a source failed on, as configured; errors that are not the source's stay errors."""
-        count = len(samples)
-        guarded: Future[Scores] = Future()
+        return mapped(caught(source.score(samples), RewardError), functools.partial(self._checked, len(samples)))
 
-        def settle(done: "Future[Scores]") -> None:
-            error = done.exception()
-            if error is None:
-                guarded.set_result(done.result())
-            elif isinstance(error, RewardError) and self._on_error == "mask":
-                guarded.set_result(failure(count))
-            else:
-                guarded.set_exception(error)
-
-        mapped(source.score(samples), self._checked).add_done_callback(settle)
-        return guarded
-
-    def _checked(self, scores: Scores) -> Scores:
-        """Samples that failed one by one stop the run as well, unless they are to be masked."""
-        if self._on_error == "stop" and scores.reasons:
-            raise scores.reasons[0]
+    def _checked(self, count: int, outcome: "Scores | RewardError") -> Scores:
+        scores = failure(count, outcome) if isinstance(outcome, RewardError) else outcome
+        if scores.reasons:
+            reason = scores.reasons[0]
+            if self._on_error == "stop":
+                raise RewardError(f"{reason}, or set reward.on_error=mask to train without such samples") from reason
+            LOGGER.warning("%d of %d samples have no reward: %s", scores.failures.sum(), count, reason)
         return scores
 
     def _sum(self, parts: list[Scores]) -> Scores:
@@ -68,19 +62,21 @@ class CombinedScorer:
         assert isinstance(rewards, torch.Tensor)
         return Scores(
             rewards=rewards.masked_fill(failed, torch.nan),
-            filter_scores=sum(filter_scores[1:], filter_scores[0]) if filter_scores else None,
+            filter_scores=sum(filter_scores[1:], filter_scores[0]).masked_fill(failed, torch.nan)
+            if filter_scores
+            else None,
             values=values[0] if values else None,
             extra=extra,
             failed=failed,
         )
 
 
-def failure(count: int, reason: RewardError | None = None) -> Scores:
+def failure(count: int, reason: RewardError) -> Scores:
     """Of ``count`` samples that have no score."""
     return Scores(
         rewards=torch.full((count,), torch.nan),
         failed=torch.ones(count, dtype=torch.bool),
-        reasons=[] if reason is None else [reason],
+        reasons=[reason],
     )
 
 
@@ -92,7 +88,7 @@ def stacked(parts: "list[Scores | RewardError]") -> Scores:
     with_filter = any(part.filter_scores is not None for part in scores)
     return Scores(
         rewards=torch.cat([part.rewards for part in scores]),
-        filter_scores=torch.cat([nan if p.filter_scores is None else p.filter_scores for p in scores])
+        filter_scores=torch.cat([p.rewards if p.filter_scores is None else p.filter_scores for p in scores])
         if with_filter
         else None,
         extra={name: torch.cat([part.extra.get(name, nan) for part in scores]) for name in sorted(names)},

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
+SHOWN = 60
+"""Characters of a wrong answer in a sentence."""
+
 
 def arguments(samples: Sequence[ScoringSample]) -> dict[str, list[Any]]:
     """``queries`` (prompt and response together), ``prompts`` and ``labels``."""
@@ -28,32 +31,41 @@ def read_answer(answer: Any, count: int, source: str) -> Scores:
     if not isinstance(answer, Mapping):
         answer = {"rewards": answer}
     if "rewards" not in answer:
-        raise RewardError(f"{source} answered with the keys {sorted(map(str, answer))}, expected rewards among them")
+        raise RewardError(
+            f"{source} answered with the keys {sorted(map(str, answer))}, expected rewards among them: correct what it returns"
+        )
     scores = answer.get("scores")
-    extra = answer.get("extra_logs") or {}
-    if not isinstance(extra, Mapping):
-        raise RewardError(f"{source} answered with extra_logs of type {type(extra).__name__}, expected a dict")
+    extra = answer.get("extra_logs")
+    if not isinstance(extra, Mapping | None):
+        raise RewardError(
+            f"{source} answered with extra_logs={_short(extra)}, expected a dict of numbers: correct what it returns"
+        )
     return Scores(
         rewards=_numbers(answer["rewards"], count, source, "rewards"),
         filter_scores=None if scores is None else _numbers(scores, count, source, "scores"),
-        extra={str(name): _numbers(value, count, source, f"extra_logs[{name!r}]") for name, value in extra.items()},
+        extra={
+            str(name): _numbers(value, count, source, f"extra_logs[{name!r}]") for name, value in (extra or {}).items()
+        },
     )
 
 
 def _numbers(value: Any, count: int, source: str, what: str) -> Tensor:
-    if isinstance(value, (str, bytes)):
-        raise RewardError(f"{source} answered with a string as {what}, expected {count} numbers")
+    expected = f"expected {count} numbers, one for each query: correct what it returns"
     try:
         tensor = torch.as_tensor(value, dtype=torch.float32).flatten()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise RewardError(
-            f"{source} answered with {what} of type {type(value).__name__}, expected {count} numbers"
-        ) from error
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise RewardError(f"{source} answered with {what}={_short(value)}, {expected}") from error
     if len(tensor) != count:
-        raise RewardError(f"{source} answered with {len(tensor)} {what}, expected {count}: one for each query")
+        raise RewardError(f"{source} answered with {len(tensor)} {what}, {expected}")
     for index, number in enumerate(tensor.tolist()):
         if not math.isfinite(number):
             raise RewardError(
-                f"{source} answered with {number} as number {index + 1} of {what}, expected finite numbers"
+                f"{source} answered with {number} as number {index + 1} of {what}, expected finite numbers: "
+                "correct what it returns"
             )
     return tensor
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 Source = TypeVar("Source")
 Result = TypeVar("Result")
+Error = TypeVar("Error", bound=Exception)
 _LOCK = threading.Lock()
 
 
@@ -15,8 +16,24 @@ def mapped(source: "Future[Source]", function: Callable[[Source], Result]) -> "F
     return gathered([source], lambda results: function(results[0]))
 
 
+def caught(source: "Future[Source]", kind: type[Error]) -> "Future[Source | Error]":
+    """A future of ``source.result()``, or of its error where that is of ``kind``."""
+    result: Future[Source | Error] = Future()
+
+    def settle(_: "Future[Source]") -> None:
+        try:
+            result.set_result(source.result())
+        except kind as error:
+            result.set_result(error)
+        except BaseException as error:  # noqa: BLE001 it is the future's to carry
+            result.set_exception(error)
+
+    source.add_done_callback(settle)
+    return result
+
+
 def gathered(sources: "Sequence[Future[Any]]", function: Callable[[list[Any]], Result]) -> "Future[Result]":
-    """A future of ``function([every result])`` once all are there; the first error in order is its error."""
+    """A future of ``function([every result])`` once all of one or more are there; the first error in order is its error."""
     result: Future[Result] = Future()
     missing = len(sources)
 
@@ -28,7 +45,7 @@ def gathered(sources: "Sequence[Future[Any]]", function: Callable[[list[Any]], R
                 return
         try:
             result.set_result(function([source.result() for source in sources]))
-        except Exception as error:  # noqa: BLE001 it is the future's to carry
+        except BaseException as error:  # noqa: BLE001 it is the future's to carry
             result.set_exception(error)
 
     for source in sources:

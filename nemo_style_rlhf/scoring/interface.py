@@ -30,7 +30,7 @@ class Scores:
     rewards: Tensor
     """[B] float32; NaN where ``failed``."""
     filter_scores: Tensor | None = None
-    """[B] float32: what algorithm.filter looks at, where that is not the reward."""
+    """[B] float32: what algorithm.filter looks at, where that is not the reward; NaN where ``failed``."""
     values: Tensor | None = None
     """[N] float32, action-aligned: of the critic process."""
     extra: dict[str, Tensor] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Scores:
     failed: Tensor | None = None
     """[B] bool: samples a source could not score."""
     reasons: list["RewardError"] = field(default_factory=list)
-    """Why, for those that failed one by one."""
+    """Why they failed, one or more."""
 
     @property
     def failures(self) -> Tensor:
@@ -46,7 +46,7 @@ class Scores:
 
 
 class RewardError(UserError):
-    """A source failed on a whole group; the sentence says which and how."""
+    """A source failed on samples; the sentence says which source, how, and what to change."""
 
 
 class Scorer(Protocol):

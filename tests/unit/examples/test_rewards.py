@@ -1,0 +1,342 @@
+"""The ready-made reward functions, on real data where it is there."""
+
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_style_rlhf.schema.reward import FunctionRewardConfig
+from nemo_style_rlhf.scoring.function import FunctionScorer
+from nemo_style_rlhf.scoring.interface import ScoringSample
+
+ROOT = Path(__file__).parents[3]
+REWARDS = ROOT / "examples" / "rewards"
+DATA = ROOT.parent / "shared" / "data"
+GSM8K = DATA / "gsm8k" / "test.jsonl"
+VADER = DATA / "vader" / "vader_lexicon.txt"
+PROMPT = "Question: 7? #### 1 \\boxed{2} ```python\nadd = None\n``` "
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, REWARDS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def math_answers():
+    return load("math_answers")
+
+
+@pytest.fixture(scope="module")
+def code_tests():
+    return load("code_tests")
+
+
+@pytest.fixture
+def sentiment():
+    return load("sentiment")
+
+
+# --- mathematics ------------------------------------------------------------------------------------------------------
+
+
+def rewards_of(module, responses, labels):
+    answer = module.reward_func([PROMPT + response for response in responses], [PROMPT] * len(responses), labels)
+    return answer["rewards"] if isinstance(answer, dict) else answer
+
+
+@pytest.mark.parametrize(
+    "response, label, reward",
+    [
+        ("#### 42", "steps 3 + 39\n#### 42", 1.0),
+        ("#### 41", "steps 3 + 39\n#### 42", 0.0),
+        ("first #### 41 then #### 42", "42", 1.0),
+        ("#### $1,080.", "#### 1080", 1.0),
+        ("#### 1,080 eggs", "1080", 1.0),
+        ("#### **18**\nMore 19 words", "18", 1.0),
+        ("####", "18", 0.0),
+        ("so \\boxed{\\frac{1}{2}} of 7", "0.5", 1.0),
+        ("\\boxed{4} no, \\boxed{5}", "5", 1.0),
+        ("\\boxed{4} no, \\boxed{5}", "4", 0.0),
+        ("\\boxed{\\sqrt{12}}", "2\\sqrt{3}", 1.0),
+        ("\\boxed{x + 1}", "\\boxed{1 + x}", 1.0),
+        ("\\boxed{\\text{none}}", "3", 0.0),
+        ("12 apples and 30 pears make 42.", "42", 1.0),
+        ("12 apples and 30 pears make 42.", "30", 0.0),
+        ("that is 1,450,000 dollars", "1450000", 1.0),
+        ("it falls to -3.5 degrees", "-3.50", 1.0),
+        ("50% of them", "50", 1.0),
+        ("#### 18 or 19", "18", 0.0),
+        ("\\boxed{18, 19}", "18", 0.0),
+        ("I do not know", "7", 0.0),
+        ("", "7", 0.0),
+    ],
+)
+def test_the_final_answer_is_compared(math_answers, response, label, reward):
+    assert rewards_of(math_answers, [response], [label]) == [reward]
+
+
+def test_responses_without_an_answer_are_counted(math_answers):
+    answer = math_answers.reward_func(["p 3", "p ?"], ["p", "p"], ["3", "3"])
+    assert answer == {"rewards": [1.0, 0.0], "extra_logs": {"answered": [1.0, 0.0]}}
+
+
+@pytest.mark.parametrize("label, said", [(None, "set data.label_key"), ("####", "no answer that can be read")])
+def test_mathematics_needs_a_readable_label(math_answers, label, said):
+    with pytest.raises(ValueError, match=said):
+        rewards_of(math_answers, ["3"], [label])
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="no GSM8K here")
+def test_reference_answers_of_gsm8k_score_1_and_other_numbers_0(math_answers):
+    labels = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
+    assert rewards_of(math_answers, labels, labels) == [1.0] * len(labels)
+    labels = labels[:150]
+    finals = [label.rsplit("####", 1)[1].strip() for label in labels]
+    numbers = [int(final.replace(",", "")) for final in finals]
+    right = [lambda n, final: f"#### {final}", lambda n, final: f"It is \\boxed{{{n}}}.", lambda n, final: f"So ${n}."]
+    for write in right:
+        responses = [write(number, final) for number, final in zip(numbers, finals)]
+        assert rewards_of(math_answers, responses, labels) == [1.0] * len(labels)
+    for number_of in (lambda n: n + 1, lambda n: -n - 1, lambda n: n * 10 + 5, lambda n: n + 0.01):
+        wrong = [f"#### {number_of(number)}" for number in numbers]
+        assert rewards_of(math_answers, wrong, labels) == [0.0] * len(labels)
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
+
+ADD = "def add(a, b):\n    return a + b\n"
+TESTS = json.dumps(["assert add(1, 2) == 3", "assert add(-1, 1) == 0"])
+
+
+@pytest.mark.parametrize(
+    "response, label, reward",
+    [
+        (f"```python\n{ADD}```", TESTS, 1.0),
+        (f"First\n```python\nadd = 1\n```\nbetter:\n```py\n{ADD}```\ndone", TESTS, 1.0),
+        (f"cut off ```python\n{ADD}", TESTS, 1.0),
+        (ADD, TESTS, 1.0),
+        (ADD, "['assert add(1, 2) == 3', 'assert add(1, 2) == 4']", 0.5),
+        (ADD, "assert add(1, 2) == 3\nfor i in range(3):\n    assert add(i, 0) == i", 1.0),
+        (ADD, "assert add(1, 2) == 3\nassert add(1, 2) == 4", 0.0),
+        ("def add(a, b): return a - b", TESTS, 0.0),
+        ("def add(a, b): return 3", TESTS, 0.5),
+        ("def add(a b)", TESTS, 0.0),
+        ("I cannot write code.", TESTS, 0.0),
+        ("", TESTS, 0.0),
+        (f"import math, collections, subprocess\n{ADD}", TESTS, 1.0),
+        (f"import numpy\n{ADD}", json.dumps(["assert numpy.add(1, 2) == 3"]), 1.0),
+    ],
+)
+def test_the_share_of_passed_tests(code_tests, response, label, reward):
+    assert rewards_of(code_tests, [response], [label]) == [reward]
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "def add(a, b):\n    raise SystemExit(0)",
+        "def add(a, b):\n    import os; os._exit(0)",
+        "print('passed\\n' * 100)",
+        "import os\nfor stream in range(3, 20):\n    try: os.write(stream, b'passed')\n    except OSError: pass",
+    ],
+)
+def test_ending_early_is_not_passing(code_tests, cheat):
+    assert rewards_of(code_tests, [cheat], [TESTS]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "code", ["while True: pass", "import time; time.sleep(600)", "import threading; threading.Event().wait()"]
+)
+def test_endless_code_is_killed(code_tests, monkeypatch, code):
+    monkeypatch.setattr(code_tests, "WALL_S", 1.0)
+    started = time.monotonic()
+    assert rewards_of(code_tests, [code], [TESTS]) == [0.0]
+    assert time.monotonic() - started < 5.0
+
+
+def test_a_test_that_hangs_keeps_what_passed_before(code_tests, monkeypatch):
+    monkeypatch.setattr(code_tests, "WALL_S", 1.5)
+    assert rewards_of(code_tests, [ADD], [json.dumps(["assert add(1, 2) == 3", "while True: add(1, 1)"])]) == [0.5]
+
+
+def test_cpu_time_is_bounded(code_tests, monkeypatch):
+    monkeypatch.setattr(code_tests, "WALL_S", 100.0)
+    started = time.monotonic()
+    code = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    assert rewards_of(code_tests, [code], [TESTS]) == [0.0]
+    assert time.monotonic() - started < code_tests.WALL_S / 2
+
+
+ATTEMPTS = """
+import os, subprocess, sys
+started = 0
+def attempt(what):
+    global started
+    try:
+        what()
+        started += 1
+    except PermissionError:
+        pass
+def by_multiprocessing(method):
+    import multiprocessing
+    multiprocessing.get_context(method).Process(target=print).start()
+"""
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "[os.fork() for _ in range(6)]",
+        "subprocess.run([sys.executable, '-c', ''])",
+        "os.system('true')",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "os.execv('/bin/true', ['true'])",
+        "by_multiprocessing('fork')",
+        "by_multiprocessing('spawn')",
+        "os.kill(os.getppid(), 0)",
+        "__import__('socket').create_connection(('127.0.0.1', 9), 1)",
+    ],
+)
+def test_no_process_is_started_or_reached(code_tests, attempt):
+    code = f"{ATTEMPTS}attempt(lambda: {attempt})\n"
+    assert rewards_of(code_tests, [code], [json.dumps(["assert started == 0", "assert attempt"])]) == [1.0]
+
+
+def test_memory_is_bounded(code_tests):
+    hog = "data = []\nwhile True: data.append(bytearray(1 << 26))"
+    assert rewards_of(code_tests, [hog], [TESTS]) == [0.0]
+    kept = "try:\n    x = bytearray(4 << 30)\nexcept MemoryError:\n    x = None\n" + ADD
+    assert rewards_of(code_tests, [kept], [json.dumps(["assert x is None"])]) == [1.0]
+
+
+def test_files_outside_the_working_folder_stay_as_they_are(code_tests, tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("mine")
+    attempts = [
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        f"open({str(precious / 'file')!r}, 'a')",
+        f"os.remove({str(precious / 'file')!r})",
+        f"os.truncate({str(precious / 'file')!r}, 0)",
+        f"os.rename({str(precious)!r}, 'here')",
+        f"os.mkdir({str(tmp_path / 'new')!r})",
+        f"__import__('shutil').rmtree({str(precious)!r})",
+        f"__import__('pathlib').Path({str(precious / 'file')!r}).write_text('yours')",
+        "open('../escaped', 'w')",
+    ]
+    code = ATTEMPTS + "".join(f"attempt(lambda: {attempt})\n" for attempt in attempts)
+    assert rewards_of(code_tests, [code], [json.dumps(["assert started == 0"])]) == [1.0]
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+    assert (precious / "file").read_text() == "mine"
+
+
+def test_files_in_the_working_folder_are_fine_and_go_away(code_tests, tmp_path):
+    code = """
+import os, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    open(folder + "/a", "w").write("text")
+open("b", "w").write("text")
+here = os.getcwd()
+try:
+    open("big", "wb").write(bytes(1 << 22))
+    big = True
+except OSError:
+    big = False
+"""
+    tests = ["assert open('b').read() == 'text'", "assert not os.path.exists(folder)", "assert not big"]
+    before = set(Path("/tmp").iterdir())
+    assert rewards_of(code_tests, [code], [json.dumps(tests)]) == [1.0]
+    assert not [path for path in set(Path("/tmp").iterdir()) - before if (path / "b").exists()]
+
+
+def test_printing_a_lot_costs_nothing(code_tests):
+    code = f"import sys\nfor _ in range(200):\n    print('x' * 1_000_000)\n    print('y' * 1_000_000, file=sys.stderr)\n{ADD}"
+    assert rewards_of(code_tests, [code], [TESTS]) == [1.0]
+
+
+def test_secrets_of_the_environment_stay_outside(code_tests, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert rewards_of(code_tests, ["import os"], ["assert 'WANDB_API_KEY' not in os.environ"]) == [1.0]
+
+
+def test_code_ends_with_a_killed_worker(tmp_path):
+    """A time limit of the reward function ends what its worker had started."""
+    note = tmp_path / "pid"
+    path = tmp_path / "slow.py"
+    path.write_text(
+        f"import sys\nsys.path.append({str(REWARDS)!r})\nimport code_tests\ncode_tests.WALL_S = 600.0\n"
+        f"import subprocess, pathlib\n"
+        "class Noted(subprocess.Popen):\n"
+        "    def __init__(self, *args, **kwargs):\n"
+        "        super().__init__(*args, **kwargs)\n"
+        f"        pathlib.Path({str(note)!r}).write_text(str(self.pid))\n"
+        "subprocess.Popen = Noted\nreward_func = code_tests.reward_func\n"
+    )
+    scorer = FunctionScorer(FunctionRewardConfig(path=str(path), weight=1.0, timeout_s=2.0, processes=1))
+    try:
+        sleeper = ScoringSample(None, "p", "import time; time.sleep(600)", TESTS)
+        with pytest.raises(Exception, match="ran longer than 2 s"):
+            scorer.score([sleeper]).result(30)
+    finally:
+        scorer.close()
+    deadline = time.monotonic() + 5.0
+    while os.path.exists(f"/proc/{note.read_text()}"):
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("label", [None, ""])
+def test_code_needs_tests(code_tests, label):
+    with pytest.raises(ValueError, match=r"set data\.label_key"):
+        rewards_of(code_tests, [ADD], [label])
+
+
+# --- sentiment --------------------------------------------------------------------------------------------------------
+
+
+def test_valence_of_a_small_lexicon(sentiment, tmp_path, monkeypatch):
+    path = tmp_path / "lexicon.txt"
+    path.write_text("good\t1.5\t0.1\nbad\t-2\n7\t100\n")
+    monkeypatch.setenv("SENTIMENT_LEXICON", str(path))
+    assert rewards_of(sentiment, ["Good, GOOD day", "a bad one", "neither", ""], [None] * 4) == [3.0, -2.0, 0.0, 0.0]
+
+
+def test_a_missing_lexicon_says_what_to_set(sentiment, monkeypatch):
+    monkeypatch.setenv("SENTIMENT_LEXICON", "/nowhere/lexicon.txt")
+    with pytest.raises(FileNotFoundError, match=r"no lexicon /nowhere/lexicon\.txt: set SENTIMENT_LEXICON"):
+        rewards_of(sentiment, ["good"], [None])
+
+
+@pytest.mark.skipif(not VADER.is_file(), reason="no VADER lexicon here")
+def test_valence_of_vader(sentiment, monkeypatch):
+    monkeypatch.setenv("SENTIMENT_LEXICON", str(VADER))
+    happy, sad, plain = rewards_of(
+        sentiment, ["a wonderful, happy day", "a terrible, sad day", "the table"], [None] * 3
+    )
+    assert happy > 3 and sad < -3 and plain == 0.0
+
+
+# --- in worker processes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, response, label, reward",
+    [("math_answers", "#### 42", "42", 1.0), ("code_tests", ADD, TESTS, 1.0), ("sentiment", "good", None, 1.5)],
+)
+def test_each_runs_as_a_reward_source(tmp_path, monkeypatch, name, response, label, reward):
+    (tmp_path / "lexicon.txt").write_text("good\t1.5\n")
+    monkeypatch.setenv("SENTIMENT_LEXICON", str(tmp_path / "lexicon.txt"))
+    scorer = FunctionScorer(FunctionRewardConfig(path=str(REWARDS / f"{name}.py"), weight=1.0, processes=1))
+    try:
+        assert scorer.score([ScoringSample(None, PROMPT, response, label)]).result(60).rewards.tolist() == [reward]
+    finally:
+        scorer.close()
