@@ -1,5 +1,6 @@
 """vLLM inside the trainer's process."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
 from nemo_style_rlhf.generation.transfer import Manifest
 from nemo_style_rlhf.schema.generation import GenerationConfig
+
+log = logging.getLogger(__name__)
 
 
 class VLLMGenerator:
@@ -228,10 +231,15 @@ def _require_attention_kernel(llm: Any, model_path: str) -> None:
 
 
 def _explain(error: Exception, model_path: str) -> Exception:
-    """A sentence for what users meet; anything else as it is."""
+    """A sentence; behind vLLM's own traceback where the reason is none that users are known to meet."""
     text = str(error)
     if "head_size" in text and "not supported" in text:
         return UserError(f"vLLM has no attention kernel for the head size of {model_path}: use generation.backend=hf")
     if "architectures" in text.lower() and "not supported" in text:
         return UserError(f"vLLM does not know the architecture of {model_path}: use generation.backend=hf")
-    return error
+    log.error("vLLM failed to start", exc_info=error)
+    reason = (text.splitlines() or [""])[0]
+    return UserError(
+        f"vLLM cannot start with {model_path} ({type(error).__name__}: {reason}): see its traceback above, or use "
+        "generation.backend=hf"
+    )
