@@ -33,8 +33,7 @@ class ShapingConfig:
     """From raw scores to the rewards that train, in this order: normalise, clip, penalties."""
 
     normalize: str = "none"
-    """none, running (mean and standard deviation of every score so far; OpenRLHF's default) or model (those the reward model's
-    training stored beside it; critic process only)."""
+    """none, or running: by mean and standard deviation of every score so far (OpenRLHF's default)."""
     clip_low: float | None = None
     clip_high: float | None = None
     """Scores are clipped before any baseline or group statistics see them."""
@@ -44,7 +43,7 @@ class ShapingConfig:
     """The penalty at full length."""
 
     def validate(self) -> None:
-        require_choice("algorithm.shaping.normalize", self.normalize, ("none", "running", "model"))
+        require_choice("algorithm.shaping.normalize", self.normalize, ("none", "running"))
         if self.clip_low is not None and self.clip_high is not None:
             require(
                 self.clip_low < self.clip_high,

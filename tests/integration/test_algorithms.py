@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import start_actor, start_server
+from tests.integration.processes import Process, start_actor, start_server
 from tests.models import save_policy, save_reward_model
 
 STEPS = 3
@@ -49,12 +49,17 @@ def inputs(tmp_path_factory) -> Path:
     return folder
 
 
-def run(inputs: Path, folder: Path, *overrides: str, port: int = 9) -> list[dict[str, float]]:
-    """The metrics of a run; without a server nothing listens on ``port``."""
-    actor = start_actor(
+def start(inputs: Path, folder: Path, *overrides: str, port: int = 9, function: Path | None = None) -> Process:
+    """An actor; without a server nothing listens on ``port``."""
+    return start_actor(
         folder, port, *COMMON, f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'train'}.jsonl",
-        f"reward.function.path={inputs / 'reward.py'}", *overrides,
+        f"reward.function.path={function or inputs / 'reward.py'}", *overrides,
     )  # fmt: skip
+
+
+def run(inputs: Path, folder: Path, *overrides: str, **settings: object) -> list[dict[str, float]]:
+    """The metrics of a run to its end."""
+    actor = start(inputs, folder, *overrides, **settings)
     try:
         assert actor.wait(180) == 0, actor.output()
     finally:
@@ -104,3 +109,24 @@ def test_ppo_takes_values_from_the_critic_and_rewards_from_two_sources(inputs, t
         parts = 0.5 * row["train_rollouts/critic/reward"] + 2 * row["train_rollouts/function/reward"]
         assert row["train_rollouts/rewards"] == pytest.approx(parts, abs=1e-5)
         assert row["critic/loss"] > 0
+
+
+@pytest.mark.parametrize("on_error", ["stop", "mask"])
+def test_a_reward_function_that_fails_stops_the_run_or_masks_its_samples(on_error, inputs, tmp_path):
+    failing = tmp_path / "failing.py"
+    failing.write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    if int(labels[0]) % 3 == 0:\n"
+        "        raise ValueError('no number here')\n"
+        "    return [1.0]\n"
+    )
+    overrides = ["reward.function.per_sample=true", f"reward.on_error={on_error}", "algorithm=reinforce_pp"]
+    if on_error == "mask":
+        rows = run(inputs, tmp_path / "run", *overrides, function=failing)
+        assert all(0 < row["train_rollouts/reward_failures"] < 32 for row in rows)
+        assert all(row["train_rollouts/rewards"] == 1 for row in rows)
+        return
+    actor = start(inputs, tmp_path / "run", *overrides, function=failing)
+    assert actor.wait(120) == 2
+    (line,) = [line for line in actor.output().splitlines() if line.startswith("error: ")]
+    assert "raised ValueError: no number here" in line and "reward.on_error=mask" in line

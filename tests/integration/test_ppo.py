@@ -23,7 +23,9 @@ ACTOR = [
     "algorithm.mini_batches=2", "algorithm.ppo_epochs=2", "algorithm.critic_warmup_steps=1",
     "algorithm.val_check_interval=3", "algorithm.num_val_samples=8", "algorithm.entropy_bonus=0.001",
     "generation.max_length=12", "generation.kv_cache_gib=0.1", "checkpoint.save_interval=2", "checkpoint.keep_last=2",
-    "checkpoint.export_critic=true", "remote_critic_rm.max_request_bytes=4096", "tracking.tensorboard=true",
+    "checkpoint.export_critic=true", "checkpoint.keep_best=true", "algorithm.kl_target=0.02", "algorithm.kl_horizon=500",
+    "algorithm.shaping.normalize=running", "algorithm.val_samples_per_prompt=2", "algorithm.val_pass_score=0.0",
+    "remote_critic_rm.max_request_bytes=4096", "tracking.tensorboard=true",
 ]  # fmt: skip
 
 
@@ -165,6 +167,20 @@ def test_both_exports_start_the_next_round_which_logs_to_wandb_offline(finished,
     assert first["train_rollouts/init_policy_kl"] == pytest.approx(0, abs=1e-4)
     assert first["train_rollouts/sampler_logprob_gap_max"] < 1e-3
     assert list((tmp_path / "actor" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_validation_counts_passes_and_the_best_policy_is_kept(finished):
+    rows = [row for row in metrics(finished / "actor") if "val_rollouts/rewards" in row]
+    assert all(0 <= row["val_rollouts/pass@1"] <= row["val_rollouts/pass@2"] <= 1 for row in rows)
+    best = max(rows, key=lambda row: row["val_rollouts/rewards"])
+    note = json.loads((finished / "actor" / "best" / "best.json").read_text())
+    assert note == {"step": best["step"], "val_rollouts/rewards": best["val_rollouts/rewards"]}
+    AutoModelForCausalLM.from_pretrained(finished / "actor" / "best")
+
+
+def test_the_kl_coefficient_moves_towards_its_target(finished):
+    coefficients = [row["train_rollouts/kl_coef"] for row in metrics(finished / "actor")[1:]]
+    assert coefficients[1] < coefficients[0] == 0.01  # KL is 0 in the first step
 
 
 class Plug:

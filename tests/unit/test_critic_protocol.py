@@ -18,6 +18,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
 
 LIMITS = Limits(vocab_size=10, max_length=8, max_request_bytes=4096)
+PLAN = {"lease": "L", "step": 1, "part": 1, "parts": 1, "mini_batches": [[0, 1]], "digest": "d"}
 
 
 def train_inputs(lease: str = "L", step: int = 1, part: int = 1, parts: int = 1, **changes: np.ndarray) -> dict:
@@ -66,6 +67,10 @@ def test_a_train_part_is_read_whole() -> None:
         ({"mask": np.array([1, 0, 0, 2, 0], np.float32)}, r"mask\[3\] is neither 0 nor 1"),
         ({"plan": protocol.json_tensor({"lease": "L"})}, "plan.step is missing"),
         ({"plan": protocol.bytes_tensor(b'{"lease": NaN}')}, "plan contains NaN"),
+        (
+            {"plan": protocol.json_tensor({**PLAN, "normalizers": [10**400]})},
+            "plan.normalizers is .*expected a list of numbers",
+        ),
         ({"tokens": np.zeros(2000, np.int32)}, "expected at most 4096"),
     ],
 )
