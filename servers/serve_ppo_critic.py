@@ -1,18 +1,21 @@
 """The critic process: python servers/serve_ppo_critic.py --help"""
 
+from functools import partial
+
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
 
 @entry_point(PPOCriticConfig, config_name="ppo_critic")
 def main(config: PPOCriticConfig) -> None:
-    """Refuse a locked or unlocked door before torch is even imported; everything else is in critic_service/process.py."""
+    """Refuse a locked or unlocked door before torch is even imported; the rest is in critic_service/process.py."""
     from nemo_style_rlhf.critic_service.triton import preflight
 
     token = preflight(config.server)
     from nemo_style_rlhf.critic_service.process import serve
+    from nemo_style_rlhf.critic_service.service import load_critic_service
 
-    serve(config, token)
+    serve(config.run, config.server, token, partial(load_critic_service, config))
 
 
 if __name__ == "__main__":

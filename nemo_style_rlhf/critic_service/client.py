@@ -68,11 +68,13 @@ class CriticTrainBatch:
 
 
 class RemoteCritic:
-    """Client of one critic server. Safe to use from several threads; close it, or use it as a context manager."""
+    """Client of one server. Safe to use from several threads; close it, or use it as a context manager."""
 
     def __init__(self, config: RemoteCriticConfig) -> None:
         self._config = config
-        self._connection = Connection(config.host, config.port, token=read_token(config.token), retries=config.retries)
+        self._connection = Connection(
+            config.host, config.port, token=read_token(config.token), retries=config.retries, peer=config.peer
+        )
         self._agreement: dict[str, Any] | None = None
         self._lease: str | None = None
         self._max_request_bytes = config.max_request_bytes
@@ -100,13 +102,12 @@ class RemoteCritic:
             except ServerUnreachable as error:
                 waited = time.monotonic() - started
                 if waited >= self._config.wait_for_server_s:
-                    raise UserError(f"{error} (waited {waited:.0f} s, remote_critic_rm.wait_for_server_s)") from error
+                    limit_key = f"{self._config.peer.section}.wait_for_server_s"
+                    raise UserError(f"{error} (waited {waited:.0f} s, {limit_key})") from error
                 if waited - told >= PROGRESS_PERIOD_S:
                     told = waited
                     limit = self._config.wait_for_server_s
-                    progress(
-                        f"waiting for the critic server at {self._connection.address}: {waited:.0f} s of {limit:.0f} s"
-                    )
+                    progress(f"waiting for {self._where}: {waited:.0f} s of {limit:.0f} s")
                 time.sleep(POLL_PERIOD_S)
 
     def handshake(self, *, tokenizer_digest: str, vocab_size: int, needs_rewards: bool) -> Status:
@@ -126,11 +127,16 @@ class RemoteCritic:
             "needs_rewards": needs_rewards,
         }
         status = self._status()
-        where = f"the critic server at {self._connection.address}"
+        where = self._where
         if status.protocol_version != protocol.PROTOCOL_VERSION:
             raise UserError(
                 f"{where} speaks protocol version {status.protocol_version}, this client {protocol.PROTOCOL_VERSION}: "
                 "install the same version of nemo_style_rlhf on both sides"
+            )
+        if "critic" not in status.roles:
+            raise UserError(
+                f"{where} has no critic, it serves {', '.join(status.roles)}: start servers/serve_ppo_critic.py and give its "
+                "remote_critic_rm.host and remote_critic_rm.port"
             )
         if status.tokenizer_digest != tokenizer_digest:
             raise UserError(
@@ -288,9 +294,13 @@ class RemoteCritic:
     def _require_rewards(self, status: Status) -> None:
         if "reward" not in status.roles:
             raise UserError(
-                f"the critic server at {self._connection.address} serves {', '.join(status.roles)}, the actor needs reward "
-                "too: start it with critic.combine_rm_and_critic_server=true"
+                f"{self._where} serves {', '.join(status.roles)}, the actor needs reward too: start it with "
+                "critic.combine_rm_and_critic_server=true, or name a servers/serve_reward_model.py in reward.server"
             )
+
+    @property
+    def _where(self) -> str:
+        return f"the {self._config.peer.name} at {self._connection.address}"
 
     def _require_lease(self) -> str:
         if self._lease is None:

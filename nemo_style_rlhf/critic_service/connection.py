@@ -1,4 +1,4 @@
-"""One request to the critic server: sessions per thread, finite timeouts, bounded retries, errors that say where and what."""
+"""One request to a server: sessions per thread, finite timeouts, bounded retries, errors that say where and what."""
 
 import logging
 import threading
@@ -14,6 +14,7 @@ from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
 from nemo_style_rlhf.critic_service.protocol import Array, Code, Endpoint, ProtocolError
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.remote_critic import Peer, RemoteCriticConfig
 
 LOGGER = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
@@ -43,11 +44,14 @@ _TRANSIENT = (requests.ConnectionError, requests.Timeout, requests.exceptions.Ch
 class Connection:
     """``call`` one endpoint after the other at ``host:port``; thread-safe."""
 
-    def __init__(self, host: str, port: int, *, token: str | None, retries: int) -> None:
+    def __init__(
+        self, host: str, port: int, *, token: str | None, retries: int, peer: Peer = RemoteCriticConfig.peer
+    ) -> None:
         self.address = f"{host}:{port}"
         self.boot_id: str | None = None
         """Once set, requests to another process are refused with :class:`ServerRestarted`."""
         self._token = token
+        self._peer = peer
         self._retries = retries
         self._closing = threading.Event()
         self._threads = threading.local()
@@ -89,17 +93,18 @@ class Connection:
             return attempts(self._post, endpoint, body, head_length, timeout_s)
         except requests.ReadTimeout as error:
             raise ServerUnreachable(
-                f"the critic server at {self.address} did not answer {endpoint.name} within {timeout_s:.0f} s "
-                f"({time.monotonic() - started:.0f} s with retries): look at its log, or raise the timeout in remote_critic_rm"
+                f"the {self._peer.name} at {self.address} did not answer {endpoint.name} within {timeout_s:.0f} s "
+                f"({time.monotonic() - started:.0f} s with retries): look at its log, or raise the timeout in "
+                f"{self._peer.section}"
             ) from error
         except _NotReady as error:
             raise ServerUnreachable(
-                f"{error}: wait until the server has loaded, or correct remote_critic_rm.host and remote_critic_rm.port"
+                f"{error}: wait until the server has loaded, or correct {self._address_keys}"
             ) from error
         except requests.RequestException as error:
             raise ServerUnreachable(
-                f"no critic server answers at {self.address}: start servers/serve_ppo_critic.py there, "
-                "or correct remote_critic_rm.host and remote_critic_rm.port"
+                f"no {self._peer.name} answers at {self.address}: start {self._peer.script} there, "
+                f"or correct {self._address_keys}"
             ) from error
 
     def _post(self, endpoint: Endpoint, body: bytes, head_length: int, timeout_s: float) -> dict[str, Array]:
@@ -123,17 +128,18 @@ class Connection:
             text = response.json()["error"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"what answers at {self.address} is not a critic server (HTTP {response.status_code}): "
-                "correct remote_critic_rm.host and remote_critic_rm.port"
+                f"what answers at {self.address} is not a {self._peer.name} (HTTP {response.status_code}): "
+                f"correct {self._address_keys}"
             ) from error
         refusal = ProtocolError.parse(str(text))
         if refusal.code is Code.UNAUTHORIZED:
+            section = self._peer.section
             raise UserError(
-                f"the critic server at {self.address} refused the token ({refusal.message}): give this process the same secret "
-                "as the server, in remote_critic_rm.token.token_file or the environment variable remote_critic_rm.token.token_env"
+                f"the {self._peer.name} at {self.address} refused the token ({refusal.message}): give this process the same "
+                f"secret as the server, in {section}.token.token_file or the environment variable {section}.token.token_env"
             )
         if refusal.code is Code.STORAGE:
-            raise UserError(f"the critic server at {self.address}: {refusal.message}")
+            raise UserError(f"the {self._peer.name} at {self.address}: {refusal.message}")
         if refusal.code is Code.RESTARTED:
             raise ServerRestarted(f"{self.address}: {refusal.message}")
         if refusal.code is Code.LEASE_LOST:
@@ -141,6 +147,10 @@ class Connection:
         if refusal.code is Code.INVALID and ("unknown model" in str(text) or "is not ready" in str(text)):
             raise _NotReady(f"{endpoint.name} is not served at {self.address}")
         raise ProtocolError(refusal.code, f"{endpoint.name} at {self.address}: {refusal.message}")
+
+    @property
+    def _address_keys(self) -> str:
+        return f"{self._peer.section}.host and {self._peer.section}.port"
 
     def _session(self) -> requests.Session:
         if not hasattr(self._threads, "session"):

@@ -1,4 +1,4 @@
-"""The critic process from start to exit code (rule 8): load, serve, supervise, stop."""
+"""A server process from start to exit code (rule 8): load, serve, supervise, stop."""
 
 import json
 import logging
@@ -7,35 +7,39 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service.base import Service
 from nemo_style_rlhf.critic_service.protocol import REQUEST, RESPONSE, Array, json_tensor
-from nemo_style_rlhf.critic_service.service import CriticService
-from nemo_style_rlhf.critic_service.store import HalfStore
 from nemo_style_rlhf.critic_service.triton import Door
-from nemo_style_rlhf.critic_service.worker import CriticWorker
 from nemo_style_rlhf.launch import bootstrap
-from nemo_style_rlhf.schema.critic import PPOCriticConfig, ServerConfig
+from nemo_style_rlhf.schema.common import RunConfig
+from nemo_style_rlhf.schema.critic import ServerConfig
 
 LOGGER = logging.getLogger(__name__)
 SUPERVISION_PERIOD_S = 0.5
 ANSWER_DELIVERY_S = 1.0
 """A fatal error is still told to the client; after this long the process goes down."""
 CLOSE_TIMEOUT_S = 10.0
+Loader = Callable[[torch.device, Path], Service]
 
 
-def serve(config: PPOCriticConfig, token: str | None) -> None:
-    """Run the critic process after :func:`triton.preflight`; returns after a dry run, else ends the process.
+def serve(run: RunConfig, server: ServerConfig, token: str | None, load: Loader) -> None:
+    """Run a server process after :func:`triton.preflight`; returns after a dry run, else ends the process.
 
     The exit code is 0 after ``critic_shutdown``, SIGTERM or SIGINT, 1 after a fatal error or the death of tritonserver.
+
+    Args:
+        load: the service, given the device and the folder that it may write to.
     """
-    device = bootstrap.setup(config.run)
-    bootstrap.init_distributed(device)
+    device = bootstrap.setup(run)
     stop = threading.Event()
 
     def on_signal(number: int, _: object) -> None:
@@ -44,18 +48,14 @@ def serve(config: PPOCriticConfig, token: str | None) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    worker = CriticWorker(config, device)
-    if config.run.dry_run:
+    if run.dry_run:
         with tempfile.TemporaryDirectory(prefix="critic_dry_run_") as scratch:
-            rehearse(CriticService(worker, HalfStore(Path(scratch)), max_request_bytes=config.server.max_request_bytes))
+            rehearse(load(device, Path(scratch)))
         return
-    service = CriticService(
-        worker, HalfStore(Path(config.run.output_dir)), max_request_bytes=config.server.max_request_bytes
-    )
-    _flush_and_exit(_serve(service, config.server, token, stop))
+    _flush_and_exit(_serve(load(device, Path(run.output_dir)), server, token, stop))
 
 
-def _serve(service: CriticService, config: ServerConfig, token: str | None, stop: threading.Event) -> int:
+def _serve(service: Service, config: ServerConfig, token: str | None, stop: threading.Event) -> int:
     ready_file = Path(config.ready_file) if config.ready_file is not None else None
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def _serve(service: CriticService, config: ServerConfig, token: str | None, stop
     return code
 
 
-def _supervise(service: CriticService, door: Door, stop: threading.Event) -> int:
+def _supervise(service: Service, door: Door, stop: threading.Event) -> int:
     """Wait for a reason to end; its exit code."""
     while True:
         if stop.wait(SUPERVISION_PERIOD_S):
@@ -104,16 +104,24 @@ def _flush_and_exit(code: int) -> None:
     os._exit(code)
 
 
-def rehearse(service: CriticService) -> None:
+def rehearse(service: Service) -> None:
     """``--dry-run``: one tiny request of every kind, through the service but not through the network."""
+    passed = " and ".join(service.roles)
+    if "reward" in service.roles:
+        texts = {spec.name: protocol.text_tensor(["a", "b"]) for spec in protocol.REWARD_INFER.inputs}
+        service.handle(protocol.REWARD_INFER.name, texts)
+    if "critic" in service.roles:
+        passed += f", value loss {_rehearse_critic(service):.4g}"
+    LOGGER.info("dry run passed: %s", passed)
+
+
+def _rehearse_critic(service: Service) -> float:
+    """The loss."""
     status = service.status()
     lease = _ask(service, protocol.ACQUIRE, run_id="dry-run", tokenizer_digest=status.tokenizer_digest)["lease"]
     length = min(4, status.max_length)
     ragged = protocol.ragged([np.arange(length, dtype=np.int32) % status.vocab_size] * 2)
     values = service.handle(protocol.INFER.name, ragged)[protocol.VALUES.name]
-    if "reward" in status.roles:
-        texts = {spec.name: protocol.text_tensor(["a", "b"]) for spec in protocol.REWARD_INFER.inputs}
-        service.handle(protocol.REWARD_INFER.name, texts)
     mask = np.array(([1.0] * (length - 1) + [0.0]) * 2, dtype=np.float32)
     arrays = (*ragged.values(), np.zeros_like(values), values, mask)
     plan = protocol.part_plan(
@@ -125,10 +133,10 @@ def rehearse(service: CriticService) -> None:
     saved = _ask(service, protocol.SAVE, lease=lease, checkpoint_id="dry-run", export=True)
     _ask(service, protocol.COMMIT, lease=lease, checkpoint_id="dry-run", keep=1)
     _ask(service, protocol.RESTORE, lease=lease, checkpoint_id="dry-run", digests=saved["files"])
-    LOGGER.info("dry run passed: %s, value loss %.4g", " and ".join(service.roles), trained["metrics"]["loss"])
+    return float(trained["metrics"]["loss"])
 
 
-def _ask(service: CriticService, endpoint: protocol.Endpoint, **content: object) -> dict[str, Any]:
+def _ask(service: Service, endpoint: protocol.Endpoint, **content: object) -> dict[str, Any]:
     return _parse(service.handle(endpoint.name, {REQUEST.name: json_tensor(content)}))
 
 

@@ -123,12 +123,14 @@ class Endpoint:
 
 
 def _json_endpoint(name: str) -> Endpoint:
-    return Endpoint(name, (REQUEST,), (RESPONSE,))
+    return Endpoint(name, (REQUEST,), (RESPONSE,), role="critic")
 
 
 STATUS = Endpoint("critic_status", (), (RESPONSE,))
-INFER = Endpoint("critic_infer", (TOKENS, SEQUENCE_LENGTHS), (VALUES, REWARDS, CRITIC_STEP))
-TRAIN = Endpoint("critic_train", (TOKENS, SEQUENCE_LENGTHS, RETURNS, OLD_VALUES, MASK, PLAN), (RESPONSE,))
+INFER = Endpoint("critic_infer", (TOKENS, SEQUENCE_LENGTHS), (VALUES, REWARDS, CRITIC_STEP), role="critic")
+TRAIN = Endpoint(
+    "critic_train", (TOKENS, SEQUENCE_LENGTHS, RETURNS, OLD_VALUES, MASK, PLAN), (RESPONSE,), role="critic"
+)
 SAVE = _json_endpoint("critic_save")
 COMMIT = _json_endpoint("critic_commit")
 RESTORE = _json_endpoint("critic_restore")
@@ -165,13 +167,13 @@ class Status:
     model_digest: str
     """SHA-256 over the reward model's weights, which the critic starts from."""
     config_digest: str
-    """SHA-256 over what decides the critic's numbers: loss, engine, dtype."""
+    """SHA-256 over what decides the numbers: loss, engine, dtype; of a server without a critic, those of the rewards."""
     tokenizer_digest: str
     vocab_size: int
     max_length: int
     max_request_bytes: int
     critic_step: int
-    """Train calls applied so far; the next one is numbered critic_step + 1."""
+    """Train calls applied so far; the next one is numbered critic_step + 1. 0 without a critic."""
     last_committed: str | None
     """Checkpoint id."""
     lease_holder: str | None

@@ -1,46 +1,36 @@
-"""What a request does. No network: :meth:`CriticService.handle` takes named arrays and returns named arrays."""
+"""What a request to the critic process does."""
 
-import secrets
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from nemo_style_rlhf.critic_service import protocol, validation
+from nemo_style_rlhf.critic_service.base import Service, Tensors
 from nemo_style_rlhf.critic_service.ledger import Ledger
 from nemo_style_rlhf.critic_service.protocol import Array, Code, InferRequest, ProtocolError, TrainPart
 from nemo_style_rlhf.critic_service.store import HalfStore
 from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker
 from nemo_style_rlhf.engine.engine import NonFiniteError
+from nemo_style_rlhf.launch import bootstrap
+from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
-Tensors = dict[str, Array]
 
-
-class CriticService:
-    """The endpoints of the critic process. :meth:`handle` may be called from many threads.
-
-    One lock serialises everything that touches the models; ``critic_status`` does not need it.
-    """
+class CriticService(Service):
+    """The endpoints of the critic process."""
 
     def __init__(self, worker: CriticWorker, store: HalfStore, *, max_request_bytes: int) -> None:
-        self.boot_id = secrets.token_hex(8)
-        self.shutdown_requested = threading.Event()
-        self._refusing = threading.Event()
-        self._abandoning = threading.Event()
+        super().__init__(worker.identity, worker.reward, max_request_bytes=max_request_bytes)
         self._worker = worker
         self._store = store
         self._ledger = Ledger()
-        self._model_lock = threading.Lock()
-        self._busy: tuple[str, float] | None = None
         self._last_save: tuple[tuple[protocol.CheckpointRequest, int], dict[str, Any]] | None = None
-        self._limits = protocol.Limits(worker.vocab_size, worker.max_length, max_request_bytes)
-        self._config_digest = worker.config_digest()
-        self._tokenizer_digest = worker.tokenizer_digest()
-        self._handlers: dict[str, Callable[[Mapping[str, Array]], Tensors]] = {
-            protocol.STATUS.name: self._status,
+        self.roles.insert(0, "critic")
+        self._handlers |= {
             protocol.INFER.name: self._infer,
             protocol.TRAIN.name: self._train,
             protocol.SAVE.name: self._save,
@@ -48,62 +38,26 @@ class CriticService:
             protocol.RESTORE.name: self._restore,
             protocol.ACQUIRE.name: self._acquire,
             protocol.SHUTDOWN.name: self._shutdown,
-            protocol.REWARD_INFER.name: self._reward_infer,
         }
 
-    @property
-    def roles(self) -> list[str]:
-        return ["critic"] if self._worker.reward_model is None else ["critic", "reward"]
-
-    def handle(self, endpoint: str, inputs: Mapping[str, Array]) -> Tensors:
-        """Answer one request.
-
-        Raises:
-            ProtocolError: the request was refused and changed nothing.
-            Exception: anything else is a fault of this process, which must not go on.
-        """
-        return self._handlers[endpoint](inputs)
-
     def status(self) -> protocol.Status:
-        busy = self._busy
-        return protocol.Status(
-            protocol_version=protocol.PROTOCOL_VERSION,
-            boot_id=self.boot_id,
-            roles=self.roles,
-            model_digest=self._worker.model_digest,
-            config_digest=self._config_digest,
-            tokenizer_digest=self._tokenizer_digest,
-            vocab_size=self._limits.vocab_size,
-            max_length=self._limits.max_length,
-            max_request_bytes=self._limits.max_request_bytes,
+        return replace(
+            super().status(),
             critic_step=self._ledger.step,
             last_committed=self._store.last_committed,
             lease_holder=self._ledger.holder,
-            busy=f"{busy[0]} for {time.monotonic() - busy[1]:.1f} s" if busy else None,
         )
 
     # --- endpoints ----------------------------------------------------------------------------------------------------
 
-    def _status(self, _: Mapping[str, Array]) -> Tensors:
-        return {protocol.RESPONSE.name: protocol.bytes_tensor(self.status().to_json())}
-
     def _infer(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_infer(inputs, self._limits)
         with self._models(f"infer of {len(request.lengths)} sequences"):
-            values, rewards = self._worker.infer(request)
-            step = self._ledger.step
-        answer = {protocol.VALUES.name: values, protocol.CRITIC_STEP.name: np.array([step], dtype=np.int64)}
-        if rewards is not None:
-            answer[protocol.REWARDS.name] = rewards
+            step = np.array([self._ledger.step], dtype=np.int64)
+            answer = {protocol.VALUES.name: self._worker.infer(request), protocol.CRITIC_STEP.name: step}
+            if self._worker.reward is not None:
+                answer[protocol.REWARDS.name] = self._worker.reward.score(request)
         return answer
-
-    def _reward_infer(self, inputs: Mapping[str, Array]) -> Tensors:
-        request = validation.read_reward(inputs, self._limits)
-        texts = zip(request.prompts, request.responses, strict=True)
-        sequences = [self._worker.reward_text.token_ids(prompt, response) for prompt, response in texts]
-        tokenised = validation.read_tokenised(sequences, self._limits)
-        with self._models(f"scoring of {len(sequences)} texts"):
-            return {protocol.REWARDS.name: self._worker.score(tokenised)}
 
     def _train(self, inputs: Mapping[str, Array]) -> Tensors:
         part = validation.read_train(inputs, self._limits)
@@ -147,10 +101,11 @@ class CriticService:
 
     def _acquire(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.AcquireRequest)
-        if request.tokenizer_digest != self._tokenizer_digest:
+        served = self._identity.tokenizer_digest
+        if request.tokenizer_digest != served:
             raise ProtocolError(
                 Code.CONFLICT,
-                f"tokenizer_digest is {request.tokenizer_digest[:16]}, the served model's is {self._tokenizer_digest[:16]}: "
+                f"tokenizer_digest is {request.tokenizer_digest[:16]}, the served model's is {served[:16]}: "
                 "policy and reward model need the same tokenizer",
             )
         self._require_open()
@@ -195,36 +150,22 @@ class CriticService:
         self.shutdown_requested.set()
         return _json({"stopping": True})
 
-    # --- who may touch the models -------------------------------------------------------------------------------------
-
     @contextmanager
     def _leased(self, lease: str, what: str) -> Iterator[None]:
         with self._models(what):
             self._ledger.check(lease)
             yield
 
-    @contextmanager
-    def _models(self, what: str) -> Iterator[None]:
-        """Hold the models; refused once the server is stopping."""
-        self._require_open()
-        with self._model_lock:
-            self._require_open()
-            self._busy = what, time.monotonic()
-            try:
-                yield
-            finally:
-                self._busy = None
 
-    def _require_open(self) -> None:
-        if self._refusing.is_set():
-            raise ProtocolError(Code.STOPPING, "the server is stopping")
+def load_critic_service(config: PPOCriticConfig, device: torch.device, output_dir: Path) -> CriticService:
+    """The critic process's service; checkpoints go below ``output_dir``.
 
-    def stop(self, grace_s: float) -> bool:
-        """Refuse new work and wait for the running call; False when it had to be abandoned after ``grace_s`` seconds."""
-        self._refusing.set()
-        finished = self._model_lock.acquire(timeout=grace_s)
-        self._abandoning.set()
-        return finished
+    Raises:
+        UserError: the checkpoint is missing or is no reward model with one label.
+    """
+    bootstrap.init_distributed(device)
+    worker = CriticWorker(config, device)
+    return CriticService(worker, HalfStore(output_dir), max_request_bytes=config.server.max_request_bytes)
 
 
 def _json(answer: Mapping[str, Any]) -> Tensors:

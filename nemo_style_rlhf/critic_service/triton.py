@@ -44,7 +44,7 @@ def preflight(config: ServerConfig) -> str | None:
     """
     _refuse_numpy_2()
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise UserError(f"the critic server runs with one rank, WORLD_SIZE is {ranks}: start one process")
+        raise UserError(f"the server runs with one rank, WORLD_SIZE is {ranks}: start one process")
     token = read_token(config.token)
     if config.host not in LOOPBACK and token is None:
         raise UserError(

@@ -278,7 +278,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "mini_batches": lambda value: (
         isinstance(value, list) and all(isinstance(rows, list) and all(map(_is_int, rows)) for rows in value)
     ),
-    "normalizers": lambda value: isinstance(value, list) and all(type(entry) in (int, float) for entry in value),
+    "normalizers": lambda value: (
+        isinstance(value, list) and all(type(entry) is float or _is_int(entry) for entry in value)
+    ),
     "digest": _is_name,
 }
 

@@ -1,14 +1,28 @@
 """How the actor reaches the critic process."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from nemo_style_rlhf.schema.base import require
 from nemo_style_rlhf.schema.common import TokenConfig
 
 
+@dataclass(frozen=True)
+class Peer:
+    """How error sentences speak of a server."""
+
+    name: str
+    script: str
+    """What starts it."""
+    section: str
+    """The actor's configuration keys about it."""
+
+
 @dataclass
 class RemoteCriticConfig:
     """Address, patience and sizes of the remote critic."""
+
+    peer: ClassVar[Peer] = Peer("critic server", "servers/serve_ppo_critic.py", "remote_critic_rm")
 
     host: str = "127.0.0.1"
     port: int = 5567
@@ -29,19 +43,20 @@ class RemoteCriticConfig:
     """Tensor bytes of one request; bigger batches are split. The server's own limit counts where it is smaller."""
 
     def validate(self) -> None:
-        require(0 < self.port < 65536, "remote_critic_rm.port", self.port, "a TCP port, 1 to 65535")
+        section = self.peer.section
+        require(0 < self.port < 65536, f"{section}.port", self.port, "a TCP port, 1 to 65535")
         require(
             self.wait_for_server_s >= 0,
-            "remote_critic_rm.wait_for_server_s",
+            f"{section}.wait_for_server_s",
             self.wait_for_server_s,
             "seconds from 0 up",
         )
         for name in ("infer_timeout_s", "train_timeout_base_s"):
-            require(getattr(self, name) > 0, f"remote_critic_rm.{name}", getattr(self, name), "seconds above 0")
-        require(self.retries >= 0, "remote_critic_rm.retries", self.retries, "a number from 0 up")
+            require(getattr(self, name) > 0, f"{section}.{name}", getattr(self, name), "seconds above 0")
+        require(self.retries >= 0, f"{section}.retries", self.retries, "a number from 0 up")
         require(
             self.max_request_bytes >= 4096,
-            "remote_critic_rm.max_request_bytes",
+            f"{section}.max_request_bytes",
             self.max_request_bytes,
             "4096 bytes or more",
         )

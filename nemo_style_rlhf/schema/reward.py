@@ -1,10 +1,11 @@
 """Where rewards come from; several sources add up, each times its weight."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
-from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from nemo_style_rlhf.schema.remote_critic import Peer, RemoteCriticConfig
 
 
 @dataclass
@@ -18,6 +19,8 @@ class CriticRewardConfig:
 @dataclass
 class RewardServerConfig(RemoteCriticConfig):
     """A reward-only server (servers/serve_reward_model.py): takes text, so its tokenizer may be another one."""
+
+    peer: ClassVar[Peer] = Peer("reward server", "servers/serve_reward_model.py", "reward.server")
 
     port: int = 5568
     weight: float = 0.0

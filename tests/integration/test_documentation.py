@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from tests.integration.processes import ROOT, start_server
 from tests.models import save_policy, save_reward_model
 
@@ -89,7 +90,7 @@ def test_the_make_targets_of_the_documentation_exist():
 
 def test_every_key_of_the_right_hand_columns_exists():
     known = {}
-    for schema in (PPOActorConfig, PPOCriticConfig):
+    for schema in (PPOActorConfig, PPOCriticConfig, RewardServerProcessConfig):
         known.update(dict.fromkeys(_keys(OmegaConf.structured(schema))))
     sections = {key.split(".")[0] for key in known}
     for page in (ROOT / "README.md", ROOT / "docs" / "migrating.md"):

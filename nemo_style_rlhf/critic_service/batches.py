@@ -1,0 +1,49 @@
+"""The sequences of a request as padded micro-batches on the device; which ones depends on their lengths only."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.critic_service.protocol import Array, InferRequest
+from nemo_style_rlhf.data.ragged import micro_batches, pad, round_up
+
+
+class Batches:
+    def __init__(
+        self, *, micro_batch_tokens: int, row_multiple: int, pad_token_id: int | None, device: torch.device
+    ) -> None:
+        """``pad_token_id`` is that of the model's config."""
+        self.device = device
+        self.pad_token_id = pad_token_id
+        self._micro_batch_tokens = micro_batch_tokens
+        self._row_multiple = row_multiple
+
+    def split(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Indices of the sequences of each micro-batch."""
+        return micro_batches(lengths, token_budget=self._micro_batch_tokens)
+
+    def inputs(self, request: InferRequest, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Token ids and attention mask [rows rounded up, T] of the sequences ``rows``, on the device."""
+        lengths = request.lengths[rows].tolist()
+        padded_rows = round_up(len(rows), self._row_multiple)
+        flat = torch.from_numpy(_pick(request.tokens, request, rows).astype(np.int64))
+        fill = self.pad_token_id if self.pad_token_id is not None else 0
+        token_ids = pad(flat, lengths, value=fill, rows=padded_rows)
+        # A row without any attended token would be NaN in some attention kernels: added rows attend to their first.
+        visible = torch.tensor(lengths + [1] * (padded_rows - len(rows)))
+        attention_mask = (torch.arange(token_ids.shape[1]) < visible[:, None]).long()
+        return token_ids.to(self.device), attention_mask.to(self.device)
+
+    def padded(self, array: Array, request: InferRequest, rows: Sequence[int]) -> Tensor:
+        """float32 [rows rounded up, T] of the per-token ``array`` [N], 0 where there is no token."""
+        padded_rows = round_up(len(rows), self._row_multiple)
+        flat = torch.from_numpy(_pick(array, request, rows))
+        return pad(flat, request.lengths[rows].tolist(), rows=padded_rows).to(self.device)
+
+
+def _pick(array: Array, request: InferRequest, rows: Sequence[int]) -> Array:
+    """The entries of the sequences ``rows``, end to end."""
+    offsets = request.offsets
+    return np.concatenate([array[offsets[row] : offsets[row + 1]] for row in rows])

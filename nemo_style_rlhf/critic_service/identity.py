@@ -1,0 +1,43 @@
+"""What ``critic_status`` says about the served checkpoint."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_style_rlhf.models.digests import module_digest, tokenizer_digest
+from nemo_style_rlhf.models.scalar import ScalarModel
+
+MAX_LENGTH_WITHOUT_A_LIMIT = 2**20
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Fields as in :class:`protocol.Status`."""
+
+    model_digest: str
+    config_digest: str
+    tokenizer_digest: str
+    vocab_size: int
+    max_length: int
+
+    @classmethod
+    def of(
+        cls, model: ScalarModel, tokenizer: PreTrainedTokenizerBase, *, max_length: int, decisive: dict[str, Any]
+    ) -> "Identity":
+        """
+        Args:
+            max_length: as configured; 0 takes the model's own.
+            decisive: everything in the config that decides the numbers.
+        """
+        of_model = getattr(model.hf.config, "max_position_embeddings", None)
+        limits = [limit for limit in (max_length, of_model) if limit]
+        return cls(
+            model_digest=module_digest(model),
+            config_digest=hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest(),
+            tokenizer_digest=tokenizer_digest(tokenizer),
+            vocab_size=model.hf.get_input_embeddings().num_embeddings,
+            max_length=min(limits, default=MAX_LENGTH_WITHOUT_A_LIMIT),
+        )

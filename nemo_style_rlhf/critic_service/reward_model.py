@@ -1,0 +1,54 @@
+"""The frozen reward model, alone or beside a critic."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from nemo_style_rlhf.critic_service.batches import Batches
+from nemo_style_rlhf.critic_service.protocol import Array, InferRequest
+from nemo_style_rlhf.critic_service.reward_text import RewardText
+from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores
+
+
+class RewardModel:
+    """Rewards of sequences. Not thread-safe: one caller at a time."""
+
+    def __init__(self, model: ScalarModel, text: RewardText, batches: Batches, *, offload: bool = False) -> None:
+        """
+        Args:
+            text: forms the sequences of texts.
+            offload: keep the weights in host memory while nothing is scored.
+        """
+        self.text = text
+        self._model = model.requires_grad_(False).eval()
+        self._batches = batches
+        self._offload = offload
+        if not offload:
+            self._model.to(batches.device)
+
+    @torch.no_grad()
+    def score(self, request: InferRequest) -> Array:
+        """Rewards float32 [B]."""
+        lengths = request.lengths.tolist()
+        rewards = np.empty(len(lengths), dtype=np.float32)
+        with self._on_device():
+            for rows in self._batches.split(lengths):
+                token_ids, attention_mask = self._batches.inputs(request, rows)
+                scores = self._model(token_ids, attention_mask)[: len(rows)]
+                row_lengths = torch.tensor([lengths[row] for row in rows], device=scores.device)
+                pooled = sequence_scores(scores, token_ids[: len(rows)], row_lengths, self._batches.pad_token_id)
+                rewards[rows] = pooled.cpu().numpy()
+        return rewards
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        if not self._offload:
+            yield
+            return
+        self._model.to(self._batches.device)
+        try:
+            yield
+        finally:
+            self._model.to("cpu")

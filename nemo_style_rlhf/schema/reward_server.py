@@ -1,0 +1,50 @@
+"""Configuration of the reward-only server, ``conf/reward_server.yaml``."""
+
+from dataclasses import dataclass, field
+
+from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
+from nemo_style_rlhf.schema.critic import ServerConfig
+
+
+@dataclass
+class RewardServerRunConfig(RunConfig):
+    output_dir: str = "."
+    """This server keeps nothing, so nothing is written here."""
+
+
+@dataclass
+class RewardModelConfig:
+    """How texts become rewards."""
+
+    max_length: int = 0
+    """Longest sequence accepted, in tokens; 0 takes the model's max_position_embeddings."""
+    append_eos: bool | None = None
+    """Whether every response ends with the end-of-text token; null does as the reward model's training noted."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens (rows x longest row) one forward may hold; a longer single sequence goes alone."""
+    row_multiple: int = 8
+    """Rows of a micro-batch are padded to a multiple of this: small odd batches take other matrix kernels and other bits."""
+
+    def validate(self) -> None:
+        require(
+            self.max_length >= 0, "reward.max_length", self.max_length, "a number of tokens, or 0 for the model's own"
+        )
+        require(
+            self.micro_batch_tokens > 0,
+            "reward.micro_batch_tokens",
+            self.micro_batch_tokens,
+            "a number of tokens above 0",
+        )
+        require(self.row_multiple > 0, "reward.row_multiple", self.row_multiple, "a number of rows above 0")
+
+
+@dataclass
+class RewardServerProcessConfig:
+    """``servers/serve_reward_model.py``."""
+
+    run: RewardServerRunConfig = field(default_factory=RewardServerRunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """A sequence-classification checkpoint with one label, frozen: keys about training change nothing."""
+    reward: RewardModelConfig = field(default_factory=RewardModelConfig)
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(port=5568))

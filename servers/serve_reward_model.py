@@ -1,0 +1,22 @@
+"""A reward model alone: python servers/serve_reward_model.py --help"""
+
+from functools import partial
+
+from nemo_style_rlhf.launch.entry import entry_point
+from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
+
+
+@entry_point(RewardServerProcessConfig, config_name="reward_server")
+def main(config: RewardServerProcessConfig) -> None:
+    """Refuse a locked or unlocked door before torch is even imported; the rest is in critic_service/process.py."""
+    from nemo_style_rlhf.critic_service.triton import preflight
+
+    token = preflight(config.server)
+    from nemo_style_rlhf.critic_service.base import load_reward_service
+    from nemo_style_rlhf.critic_service.process import serve
+
+    serve(config.run, config.server, token, partial(load_reward_service, config))
+
+
+if __name__ == "__main__":
+    main()
