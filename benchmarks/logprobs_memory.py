@@ -38,7 +38,8 @@ def main() -> None:
     logits = arguments.batch * arguments.time * arguments.vocabulary * 4
     print(
         f"{arguments.batch} x {arguments.time} tokens, vocabulary {arguments.vocabulary:,}, {device.type}: peak "
-        f"{peak / 2**30:.2f} GiB above the inputs, {peak / logits:.3f} of the {logits / 2**30:.1f} GiB of fp32 logits; {seconds:.1f} s"
+        f"{peak / 2**30:.2f} GiB above the inputs, {peak / logits:.3f} of the "
+        f"{logits / 2**30:.1f} GiB of fp32 logits; {seconds:.1f} s"
     )
 
 

@@ -149,7 +149,7 @@ class RemoteCritic:
                 "serve a reward model whose embedding has the policy's size"
             )
         if needs_rewards:
-            self._require_rewards(status)
+            self.require_rewards(status)
         self._connection.boot_id = status.boot_id
         self._max_request_bytes = min(self._config.max_request_bytes, status.max_request_bytes)
         return status
@@ -207,7 +207,7 @@ class RemoteCritic:
 
     def _score_text(self, prompts: list[str], responses: list[str]) -> Array:
         status = self._status()
-        self._require_rewards(status)
+        self.require_rewards(status)
         tensors = protocol.text_tensor(prompts), protocol.text_tensor(responses)
         sizes = [protocol.text_nbytes(row) for row in zip(*tensors, strict=True)]
         rewards = np.empty(len(prompts), dtype=np.float32)
@@ -291,7 +291,7 @@ class RemoteCritic:
         inputs = {protocol.REQUEST.name: protocol.json_tensor(content)}
         return parse_json(self._connection.call(endpoint, inputs, timeout_s=self._train_timeout_s(0)))
 
-    def _require_rewards(self, status: Status) -> None:
+    def require_rewards(self, status: Status) -> None:
         if "reward" not in status.roles:
             raise UserError(
                 f"{self._where} serves {', '.join(status.roles)}, the actor needs reward too: start it with "

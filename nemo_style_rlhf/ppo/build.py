@@ -173,7 +173,7 @@ def _scorer(config: PPOActorConfig, critic: RemoteCritic | None) -> Scorer:
         sources["critic"] = RemoteCriticScorer(critic, with_rewards=weight != 0), weight
     if reward.server.weight != 0:
         server = RemoteCritic(reward.server)
-        server.wait_until_ready(log.info)
+        server.require_rewards(server.wait_until_ready(log.info))
         sources["server"] = RewardServerScorer(server), reward.server.weight
     if reward.function.weight != 0:
         sources["function"] = FunctionScorer(reward.function), reward.function.weight

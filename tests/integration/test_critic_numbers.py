@@ -126,7 +126,8 @@ def test_training_equals_a_plain_torch_loop(critic: RemoteCritic, reward_model: 
     np.testing.assert_allclose([step["loss"] for step in metrics], losses, atol=1e-6)
     trained = AutoModelForSequenceClassification.from_pretrained(exported)
     for (name, expected), actual in zip(model.named_parameters(), trained.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0, msg=name)
+        # Adam divides by the gradient's size, so rounding in a tiny gradient moves a weight by a share of the learning rate.
+        torch.testing.assert_close(actual, expected, atol=0.1 * LEARNING_RATE, rtol=0, msg=name)
     assert (
         AutoTokenizer.from_pretrained(exported).get_vocab() == AutoTokenizer.from_pretrained(reward_model).get_vocab()
     )

@@ -39,10 +39,15 @@ def world(tmp_path_factory) -> dict[str, str]:
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     rows = str(folder / "rows.jsonl")
+    function = folder / "reward.py"
+    function.write_text(
+        "def reward_func(queries, prompts, labels):\n    return [float(len(query)) for query in queries]\n"
+    )
     policy, reward = str(save_policy(folder / "policy")), str(save_reward_model(folder / "reward"))
     return {
         "POLICY": policy, "BASE_MODEL": policy, "REWARD_MODEL": reward, "PROMPTS": rows, "SFT_ROWS": rows,
         "PREFERENCE_PAIRS": rows, "NODE_A": "127.0.0.1",
+        "REWARD_FUNCTION": str(function),
     }  # fmt: skip
 
 
