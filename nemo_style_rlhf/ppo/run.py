@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nemo_style_rlhf.ppo.build import build_trainer
 from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.algorithm import FilterConfig
 
 log = logging.getLogger(__name__)
 
@@ -39,5 +40,7 @@ def tiny_run(config: PPOActorConfig) -> PPOActorConfig:
     tiny.algorithm.val_check_interval = 1 if config.data.val_path else 0
     tiny.generation.max_length = min(config.generation.max_length, 8)
     tiny.generation.min_length = min(config.generation.min_length, tiny.generation.max_length)
+    tiny.algorithm.filter = FilterConfig()
+    tiny.audit.on_logprob_gap = tiny.audit.on_sign = "warn"  # so few and short samples say nothing
     tiny.tracking.wandb.enabled = False
     return tiny
