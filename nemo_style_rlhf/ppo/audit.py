@@ -72,6 +72,8 @@ def audit_signs(config: AuditConfig, metrics: Mapping[str, float]) -> None:
         UserError: one is out of bounds and ``on_sign`` is stop.
     """
     for name, (low, high) in config.signs.limits().items():
+        if low is None and high is None:
+            continue
         value = metrics[f"train_rollouts/{name}"]
         if low is not None and value < low:
             _report(f"train_rollouts/{name}={value:.4g} is below audit.signs.min_{name}={low:g}", config.on_sign)

@@ -62,7 +62,7 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     scorer = _scorer(config, critic)
     init_distributed(device)
     reference = None
-    if config.algorithm.needs_reference:
+    if config.needs_reference:
         model = _policy_model(config, load_causal_lm(config.model))
         reference = Reference(model, config.engine, device, cpu_offload=config.model.reference == "cpu_offload")
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)

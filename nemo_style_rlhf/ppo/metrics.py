@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -20,16 +19,12 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     """`train_rollouts/*`: means over samples (rewards, lengths) or over learned tokens (KL, entropy, advantages)."""
     mask = experience.mask
     gap = (experience.sampler_logprobs - experience.logprobs).abs()[mask.bool()]
-    kl_sums = torch.stack([part.sum() for part in (experience.kl * mask).split(experience.lengths)])
     metrics = {
         **_sample_metrics(experience.rollouts),
         "rewards": _mean(experience.scores),
         "rewards_std": float(experience.scores[~experience.failed].std(correction=0)),
         "rewards_with_kl": float((experience.rewards * mask).sum() / len(experience.lengths)),
         "reward_failures": float(experience.failed.sum()),
-        "init_policy_kl": float(masked_mean(experience.kl, mask)),
-        "init_policy_kl_per_sample": float(kl_sums.mean()),
-        "kl_coef": experience.kl_coef,
         "entropy": float(-masked_mean(experience.logprobs, mask)),
         "sampler_logprob_gap_max": float(gap.max()),
         "sampler_logprob_gap_mean": float(gap.mean()),
@@ -37,6 +32,10 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         **{name: _mean(values) for name, values in experience.extra.items()},
         **experience.counts,
     }
+    if experience.ref_logprobs is not None:
+        metrics["init_policy_kl"] = float(masked_mean(experience.kl, mask))
+        metrics["init_policy_kl_per_sample"] = float((experience.kl * mask).sum() / len(experience.lengths))
+        metrics["kl_coef"] = experience.kl_coef
     if experience.values is not None:
         metrics["values"] = float(masked_mean(experience.values, mask))
     if experience.returns is not None:
@@ -97,6 +96,7 @@ def _mean(values: Tensor) -> float:
 def rollout_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
     """One object per sample for `rollouts/step_XXXXXX.jsonl`; ``kl`` is summed over the response, in nats."""
     kl = (experience.kl * experience.mask).split(experience.lengths)
+    measured = experience.ref_logprobs is not None
     for index, (rollout, sample_kl) in enumerate(zip(experience.rollouts, kl, strict=True)):
         yield {
             "prompt_id": rollout.sample.prompt_id,
@@ -104,7 +104,7 @@ def rollout_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> 
             "prompt": rollout.prompt_text,
             "response": tokenizer.decode(rollout.response_tokens, skip_special_tokens=False),
             "reward": None if experience.failed[index] else float(experience.scores[index]),
-            "kl": float(sample_kl.sum()),
+            "kl": float(sample_kl.sum()) if measured else None,
             "response_tokens": len(rollout.response_tokens),
             "finish_reason": rollout.finish_reason,
             "label": rollout.label,

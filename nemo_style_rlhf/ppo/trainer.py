@@ -105,7 +105,7 @@ class PPOTrainer:
                 bar.show(
                     self.progress.step,
                     reward=metrics["train_rollouts/rewards"],
-                    kl=metrics["train_rollouts/init_policy_kl"],
+                    kl=metrics.get("train_rollouts/init_policy_kl"),
                     tokens_per_second=metrics["timers/tokens_per_second"],
                     seconds_per_step=perf_counter() - started,
                 )

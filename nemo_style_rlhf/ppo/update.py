@@ -103,7 +103,7 @@ def update_actor(
         "train_optim/clip_fraction": means.mean("clip_fraction"),
         "train_optim/approx_kl": means.mean("approx_kl"),
         "train_optim/grad_norm": sum(grad_norms) / len(grad_norms),
-        **({"train_optim/kl_loss": means.mean("kl_loss")} if config.kl_in == "loss" else {}),
+        **({"train_optim/kl_loss": means.mean("kl_loss")} if "kl_loss" in means.totals else {}),
         "train_optim/lr": lr,
         "train_optim/optimizer_steps": len(plan),
     }
@@ -156,7 +156,7 @@ def micro_batch_loss(
         "clip_fraction": surrogate.clip_fraction,
         "approx_kl": surrogate.approx_kl,
     }
-    if config.kl_in == "loss":
+    if config.kl_in == "loss" and experience.ref_logprobs is not None:
         reference = experience.ref_logprobs[batch.positions].to(mask.device)
         kl = kl_loss(result.logprobs, reference, kind=config.kl_estimator, unbiased=config.kl_gradient == "unbiased")
         loss = loss + experience.kl_coef * aggregated(kl)

@@ -54,7 +54,7 @@ class Collector:
     scorer: Scorer
     policy: PolicyForward
     reference: Reference | None
-    """None where nothing needs KL; it then counts as 0."""
+    """None where nothing needs KL."""
     decode: Decode
     algorithm: AlgorithmConfig
     engine: EngineConfig
@@ -107,9 +107,10 @@ class Collector:
         else:
             logprobs = batch_logprobs(self.policy, tokens, lengths, mask, self.engine, self.device, temperatures)
         timers.lap("logprobs")
-        ref_logprobs = (
-            logprobs if self.reference is None else self.reference.logprobs(tokens, lengths, mask, temperatures)
-        )
+        kl, ref_logprobs = torch.zeros_like(logprobs), None
+        if self.reference is not None:
+            ref_logprobs = self.reference.logprobs(tokens, lengths, mask, temperatures)
+            kl = kl_estimate(logprobs, ref_logprobs, kind=self.algorithm.kl_estimator)
         timers.lap("reference_logprobs")
         scores = joined([group.result() for group in pending])
         timers.lap("wait_for_scores")
@@ -126,7 +127,7 @@ class Collector:
             failed=scores.failures,
             extra=scores.extra,
             values=scores.values,
-            kl=kl_estimate(logprobs, ref_logprobs, kind=self.algorithm.kl_estimator),
+            kl=kl,
             kl_coef=self._kl.coef,
             counts=counts,
         )

@@ -84,8 +84,8 @@ class Experience:
     """Nats, as reported by the generator."""
     logprobs: Tensor
     """Nats, of the policy that is about to be updated (PPO's "old" policy)."""
-    ref_logprobs: Tensor
-    """Nats, of the frozen reference."""
+    ref_logprobs: Tensor | None
+    """Nats, of the frozen reference; None where nothing needs it."""
     scores: Tensor
     """[B] sequence rewards as their sources gave them; NaN where ``failed``."""
     failed: Tensor
@@ -93,7 +93,7 @@ class Experience:
     values: Tensor | None
     """Of the critic before its update; None without a critic."""
     kl: Tensor
-    """Per-token estimate of KL(policy || reference), nats."""
+    """Per-token estimate of KL(policy || reference), nats; 0 without a reference."""
     kl_coef: float
     """Of this step's KL term."""
     rewards: Tensor = field(default_factory=lambda: torch.empty(0))

@@ -113,6 +113,10 @@ class PPOActorConfig:
     audit: AuditConfig = field(default_factory=AuditConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.initial_policy_kl_penalty != 0 or self.audit.signs.max_init_policy_kl is not None
+
     def validate(self) -> None:
         if self.algorithm.val_check_interval and not self.data.val_path:
             raise UserError(

@@ -114,7 +114,7 @@ class AlgorithmConfig:
     """Whiten advantages over all response tokens of the rollout (PPO, REINFORCE++; GRPO and RLOO do not)."""
 
     initial_policy_kl_penalty: float = 0.01
-    """Coefficient of the KL term."""
+    """Coefficient of the KL term; with 0 no reference is loaded and KL is not measured, unless audit.signs asks for it."""
     kl_in: str = "reward"
     """reward (per token, PPO and REINFORCE++) or loss (a term of the policy loss, GRPO)."""
     kl_estimator: str = "k1"
@@ -156,10 +156,6 @@ class AlgorithmConfig:
     def uses_critic(self) -> bool:
         return self.advantage_estimator == "gae"
 
-    @property
-    def needs_reference(self) -> bool:
-        return self.initial_policy_kl_penalty != 0 or self.kl_target != 0
-
     def validate(self) -> None:
         key = "algorithm.{}".format
         for name, choices in CHOICES.items():
@@ -184,6 +180,10 @@ class AlgorithmConfig:
         require(high is None or high > 0, key("ratio_eps_high"), high, "a number above 0, or null")
         require(self.dual_clip is None or self.dual_clip > 1, key("dual_clip"), self.dual_clip, "above 1, or null")
         require(self.kl_target >= 0, key("kl_target"), self.kl_target, "nats per token, or 0 for none")
+        require(
+            self.kl_target == 0 or self.initial_policy_kl_penalty > 0,
+            key("initial_policy_kl_penalty"), self.initial_policy_kl_penalty, "a number above 0 for kl_target to steer",
+        )  # fmt: skip
         require(self.kl_horizon > 0, key("kl_horizon"), self.kl_horizon, "a number of samples above 0")
         if self.advantage_estimator in GROUP_KINDS and self.samples_per_prompt < 2:
             raise UserError(

@@ -32,8 +32,12 @@ class StepProgress:
         if self._bar:
             self._bar.stop()
 
-    def show(self, step: int, *, reward: float, kl: float, tokens_per_second: float, seconds_per_step: float) -> None:
-        status = f"reward {reward:.3f}  KL {kl:.4f}  {tokens_per_second:,.0f} tokens/s"
+    def show(
+        self, step: int, *, reward: float, kl: float | None, tokens_per_second: float, seconds_per_step: float
+    ) -> None:
+        """``kl`` is None where no reference is there to measure it."""
+        divergence = "" if kl is None else f"KL {kl:.4f}  "
+        status = f"reward {reward:.3f}  {divergence}{tokens_per_second:,.0f} tokens/s"
         if self._bar:
             self._bar.update(self._task, completed=step, status=status)
         elif self._enabled:
