@@ -17,12 +17,12 @@ from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import Probe
-from nemo_style_rlhf.rollout.collector import Timers, generate_and_score, make_requests
 from nemo_style_rlhf.rollout.logprobs import action_mask, batch_logprobs
+from nemo_style_rlhf.rollout.sampling import generate_and_score, make_requests
 from nemo_style_rlhf.rollout.types import Rollout
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, OptimizerConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
-from nemo_style_rlhf.scoring.interface import Scores
+from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
 from tests.models import save_policy
 
 EOS = 0
@@ -216,11 +216,11 @@ class RecordingScorer:
         self._engine = generator._engine
         self.groups: list[tuple[list[list[int]], int]] = []
 
-    def score(self, sequences: list[Tensor]) -> Future:
-        tokens = [sequence.tolist() for sequence in sequences]
+    def score(self, samples: list[ScoringSample]) -> Future:
+        tokens = [sample.tokens.tolist() for sample in samples]
         self.groups.append((tokens, self._engine.get_num_unfinished_requests()))
         future: Future = Future()
-        future.set_result(Scores(torch.zeros(len(sequences)), torch.zeros(sum(map(len, tokens)))))
+        future.set_result(Scores(torch.zeros(len(samples))))
         return future
 
 
@@ -230,7 +230,9 @@ def test_a_group_is_scored_while_others_are_still_decoded(tmp_path, device):
     prompts = [Prompt(index, [2 + index % 60, 3], "") for index in range(128)]
     requests = make_requests(prompts, step=1, samples_per_prompt=1, max_tokens=12, run_seed=1)
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    rollouts, futures = generate_and_score(pair.generator, scorer, requests, by_id, Timers())
+    rollouts, futures = generate_and_score(
+        pair.generator, scorer, requests, by_id, lambda prompt, response: str(response)
+    )
     assert len(scorer.groups) == len(futures) == 4
     assert [unfinished for _, unfinished in scorer.groups[:3]] == sorted(
         (unfinished for _, unfinished in scorer.groups[:3]), reverse=True
