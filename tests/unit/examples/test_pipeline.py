@@ -81,7 +81,8 @@ def test_leaving_ends_children_and_grandchildren(tmp_path):
 def test_a_killed_runner_leaves_no_stage_behind(tmp_path, number):
     note = tmp_path / "pid"
     runner = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background would hand down that it is ignored
 sys.path.insert(0, {str(EXAMPLES)!r})
 from pathlib import Path
 from pipeline import Pipeline
