@@ -11,8 +11,9 @@ import shutil
 from pathlib import Path
 
 import report
-from ppo_step import DTYPES, Measured, make_models, models_dir, phases_of, progress
+from ppo_step import DTYPES, make_models, models_dir
 from processes import PEER_GRPO_PYTHON, ROOT, run_actor, run_json
+from rounds import Measured, alternate, phases_of
 
 
 def main() -> None:
@@ -34,15 +35,8 @@ def main() -> None:
     if arguments.peer and not PEER_GRPO_PYTHON.exists():
         parser.error("--peer needs TRL's environment: run `make bench-peer-env` first")
     make_models(arguments)
-    ours, peer = Measured(), Measured()
-    for number in range(arguments.rounds):
-        sides = [(measure_ours, ours), *([(measure_peer, peer)] if arguments.peer else [])]
-        for measure, result in sides if number % 2 == 0 else reversed(sides):
-            measure(arguments, result)
-            progress(
-                f"round {number + 1}/{arguments.rounds}: {result.round_medians[-1]:.2f} s/step ({measure.__name__})"
-            )
-    print(report.markdown(arguments, ours, peer if arguments.peer else None, None))
+    ours, peer = alternate(arguments, measure_ours, measure_peer)
+    print(report.markdown(arguments, ours, peer, None))
 
 
 def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:

@@ -10,53 +10,25 @@ first), whose runs alternate with ours, and the ratio of the medians. Warm-up st
 import argparse
 import json
 import shutil
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import report
 from processes import ACTOR_PYTHON, PEER_PYTHON, ROOT, Child, critic_server, run_actor, run_json, wait
+from rounds import Measured, alternate, phases_of
 
 DTYPES = {"19m": "bfloat16", "stories": "float32"}
-
-
-@dataclass
-class Measured:
-    """Of one side, over all rounds."""
-
-    step_seconds: list[float] = field(default_factory=list)
-    """Of every counted step."""
-    round_medians: list[float] = field(default_factory=list)
-    phases: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds of each counted step, by phase."""
-    peak_rss_bytes: dict[str, int] = field(default_factory=dict)
-    """By process."""
-
-    def add_round(self, steps: list[float], phases: dict[str, list[float]], peak_rss_bytes: dict[str, int]) -> None:
-        self.step_seconds += steps
-        self.round_medians.append(report.median(steps))
-        for name, seconds in phases.items():
-            self.phases.setdefault(name, []).extend(seconds)
-        for process, peak in peak_rss_bytes.items():
-            self.peak_rss_bytes[process] = max(peak, self.peak_rss_bytes.get(process, 0))
 
 
 def main() -> None:
     arguments = parse_arguments()
     make_models(arguments)
-    ours, peer = Measured(), Measured()
-    for number in range(arguments.rounds):
-        sides = [(measure_ours, ours), *([(measure_peer, peer)] if arguments.peer else [])]
-        for measure, result in sides if number % 2 == 0 else reversed(sides):
-            measure(arguments, result)
-            progress(
-                f"round {number + 1}/{arguments.rounds}: {result.round_medians[-1]:.2f} s/step ({measure.__name__})"
-            )
+    ours, peer = alternate(arguments, measure_ours, measure_peer)
     bare = None if arguments.no_bare else measure_bare(arguments)
-    results = {"ours": asdict(ours), "peer": asdict(peer) if arguments.peer else None, "bare": bare}
+    results = {"ours": asdict(ours), "peer": asdict(peer) if peer else None, "bare": bare}
     (arguments.work_dir / "results.json").write_text(json.dumps(results, indent=1))
-    print(report.markdown(arguments, ours, peer if arguments.peer else None, bare))
+    print(report.markdown(arguments, ours, peer, bare))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -126,13 +98,6 @@ def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:
     result.add_round(*phases_of(lines[-arguments.steps :]), peaks)
 
 
-def phases_of(lines: list[dict[str, Any]]) -> tuple[list[float], dict[str, list[float]]]:
-    """Seconds of the steps, and of their phases, in lines of metrics.jsonl."""
-    names = [name for name in lines[0] if name.startswith("timers/") and "_per_second" not in name]
-    phases = {name.removeprefix("timers/"): [line[name] for line in lines] for name in names}
-    return phases.pop("step"), phases
-
-
 def measure_peer(arguments: argparse.Namespace, result: Measured) -> None:
     command = [
         PEER_PYTHON, "benchmarks/peer_trl_ppo.py", "--models", models_dir(arguments), "--dtype", DTYPES[arguments.model],
@@ -156,10 +121,6 @@ def shape(arguments: argparse.Namespace) -> list[object]:
         "--samples", arguments.samples, "--response-length", arguments.response_length,
         "--mini-batches", arguments.mini_batches, "--threads", arguments.threads,
     ]  # fmt: skip
-
-
-def progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

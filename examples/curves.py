@@ -19,6 +19,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def last_metric(run_dir: Path, name: str) -> float:
+    """The last value of ``name`` in a run's metrics.jsonl."""
+    return next(line[name] for line in reversed(read_metrics(run_dir / "metrics.jsonl")) if name in line)
+
+
 def plot_curves(metrics: list[dict[str, float]], target: Path, *, title: str) -> None:
     """Write reward and KL over PPO steps as a PNG."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(10, 3.6), layout="constrained")

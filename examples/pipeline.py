@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +14,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from rich.console import Console
+
 ROOT = Path(__file__).resolve().parents[1]
 ACTOR_PYTHON = str(ROOT / ".venv-actor" / "bin" / "python")
 SERVER_PYTHON = str(ROOT / ".venv-server" / "bin" / "python")
 STOP_GRACE_S = 30.0
 POLL_S = 0.2
+console = Console()
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -127,6 +131,24 @@ class Pipeline:
 
     def _log(self, name: str) -> Path:
         return self.log_dir / f"{name}.log"
+
+
+def run_example(example: Callable[[Pipeline], None], output_dir: Path) -> None:
+    """``example`` in an empty ``output_dir``; a failed stage exits with 1 and its log's end, Ctrl-C with 130."""
+    shutil.rmtree(output_dir, ignore_errors=True)
+    try:
+        with Pipeline(output_dir / "logs") as pipeline:
+            example(pipeline)
+    except StageFailed as error:
+        console.print(f"[bold red]failed:[/] {error}", highlight=False)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        console.print("[bold]interrupted[/]: every process was stopped")
+        raise SystemExit(130) from None
+
+
+def say(text: str) -> None:
+    console.print(text, highlight=False)
 
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:

@@ -7,21 +7,19 @@ Everything is made here, nothing is downloaded. Results: outputs/quickstart/summ
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import world
-from curves import plot_curves, read_metrics
+from curves import last_metric, plot_curves, read_metrics
 from make_data import make_data
-from pipeline import ROOT, Pipeline, StageFailed
+from pipeline import ROOT, Pipeline, console, run_example, say
 from sampling import Samples, sample
 from stages import train_ppo, train_reward_model, train_sft
 
@@ -30,7 +28,6 @@ TEMPERATURE = 0.9
 """At 1.0 a model of this size and training puts 3 % of its reviews' mass on words that no review has in that place."""
 EVALUATION_ROUNDS = 4
 PPO_STEPS = 30
-console = Console()
 
 SFT = {
     "model.init": "random",
@@ -99,16 +96,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "quickstart")
     arguments = parser.parse_args()
     output_dir = arguments.output_dir.resolve()
-    shutil.rmtree(output_dir, ignore_errors=True)
-    try:
-        with Pipeline(output_dir / "logs") as pipeline:
-            quickstart(pipeline, output_dir, arguments.seed)
-    except StageFailed as error:
-        console.print(f"[bold red]failed:[/] {error}", highlight=False)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        console.print("[bold]interrupted[/]: every process was stopped")
-        raise SystemExit(130) from None
+    run_example(lambda pipeline: quickstart(pipeline, output_dir, arguments.seed), output_dir)
 
 
 def quickstart(pipeline: Pipeline, output_dir: Path, seed: int) -> None:
@@ -202,15 +190,6 @@ def show(before: Judged, after: Judged, summary: dict[str, float]) -> None:
         responses = (judged.samples.responses[index].strip() for judged in (before, after))
         samples.add_row(before.samples.prompts[index], *responses)
     console.print(samples)
-
-
-def last_metric(run_dir: Path, name: str) -> float:
-    """The last value of ``name`` in a run's metrics.jsonl."""
-    return next(line[name] for line in reversed(read_metrics(run_dir / "metrics.jsonl")) if name in line)
-
-
-def say(text: str) -> None:
-    console.print(text, highlight=False)
 
 
 if __name__ == "__main__":

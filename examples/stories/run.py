@@ -9,19 +9,17 @@ model. The valence itself is measured on held-out prompts before and after.
 import argparse
 import json
 import random
-import shutil
 import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from curves import plot_curves, read_metrics
+from curves import last_metric, plot_curves, read_metrics
 from data import cut_prompts, load_lexicon, rank, valence, write_jsonl
-from pipeline import ROOT, Pipeline, StageFailed
+from pipeline import ROOT, Pipeline, console, run_example, say
 from sampling import Samples, sample
 from stages import train_ppo, train_reward_model
 
@@ -31,7 +29,6 @@ SAMPLES_PER_PROMPT = 4
 VALIDATION_SHARE = 0.1
 EVALUATION_ROUNDS = 4
 PPO_STEPS = 40
-console = Console()
 
 REWARD_MODEL = {
     "model.dtype": "float32",
@@ -68,16 +65,9 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "stories")
     arguments = parser.parse_args()
     output_dir = arguments.output_dir.resolve()
-    shutil.rmtree(output_dir, ignore_errors=True)
-    try:
-        with Pipeline(output_dir / "logs") as pipeline:
-            happier_stories(pipeline, arguments.data.resolve(), output_dir, arguments.seed)
-    except StageFailed as error:
-        console.print(f"[bold red]failed:[/] {error}", highlight=False)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        console.print("[bold]interrupted[/]: every process was stopped")
-        raise SystemExit(130) from None
+    run_example(
+        lambda pipeline: happier_stories(pipeline, arguments.data.resolve(), output_dir, arguments.seed), output_dir
+    )
 
 
 def happier_stories(pipeline: Pipeline, data: Path, output_dir: Path, seed: int) -> None:
@@ -144,8 +134,7 @@ def make_reward_model(pipeline: Pipeline, data: Path, output_dir: Path, seed: in
     files = {"data.train_path": made / "pairs_train.jsonl", "data.val_path": made / "pairs_validation.jsonl"}
     where = {"run.output_dir": reward_model, "model.path": policy, "run.seed": seed}
     seconds = train_reward_model(pipeline, {**REWARD_MODEL, **files, **where})
-    accuracy = next(m["val/pair_accuracy"] for m in reversed(read_metrics(reward_model / "metrics.jsonl")))
-    say(f"  {seconds:.0f} s, held-out pair accuracy {accuracy:.3f}")
+    say(f"  {seconds:.0f} s, held-out pair accuracy {last_metric(reward_model, 'val/pair_accuracy'):.3f}")
     return held_out
 
 
@@ -166,10 +155,6 @@ def show(before: Samples, after: Samples, summary: dict[str, float]) -> None:
     for index in range(3):
         samples.add_row(before.prompts[index], before.responses[index], after.responses[index])
     console.print(samples)
-
-
-def say(text: str) -> None:
-    console.print(text, highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Rows of the supervised stages as token ids."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,6 +13,7 @@ from nemo_style_rlhf.data.templates import render
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig, SFTDataConfig
 
+Row = TypeVar("Row")
 ADVICE = "check the file, or raise data.max_length"
 
 
@@ -51,15 +54,7 @@ def load_sft(
         UserError: missing file, broken JSON, missing key, empty data set, or nothing left.
     """
     encoder = Encoder(tokenizer, chat_template=config.chat_template)
-    examples, report = [], DropReport(path)
-    for record in read_records(path):
-        try:
-            examples.append(_sft_example(record, config, encoder))
-        except Dropped as reason:
-            report.drop(str(reason), record)
-    report.kept = len(examples)
-    report.require_kept(ADVICE)
-    return examples, report
+    return _usable(path, lambda record: _sft_example(record, config, encoder))
 
 
 def load_pairs(
@@ -72,15 +67,19 @@ def load_pairs(
         UserError: as :func:`load_sft`.
     """
     encoder = Encoder(tokenizer)
-    pairs, report = [], DropReport(path)
+    return _usable(path, lambda record: _pair(record, config, encoder))
+
+
+def _usable(path: str, encode: Callable[[Record], Row]) -> tuple[list[Row], DropReport]:
+    rows, report = [], DropReport(path)
     for record in read_records(path):
         try:
-            pairs.append(_pair(record, config, encoder))
+            rows.append(encode(record))
         except Dropped as reason:
             report.drop(str(reason), record)
-    report.kept = len(pairs)
+    report.kept = len(rows)
     report.require_kept(ADVICE)
-    return pairs, report
+    return rows, report
 
 
 def _sft_example(record: Record, config: SFTDataConfig, encoder: Encoder) -> SFTExample:

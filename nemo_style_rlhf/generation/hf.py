@@ -124,11 +124,9 @@ class _CopyTransport:
     def __init__(self, generator: HFGenerator, manifest: Manifest) -> None:
         self._generator = generator
         self._manifest = manifest
-        self._version = 0
 
     def begin(self, version: int) -> None:
-        self._version = version
-        self._manifest.begin()
+        self._manifest.begin(version)
 
     def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         state = self._generator._model.state_dict()
@@ -137,5 +135,4 @@ class _CopyTransport:
             state[name].copy_(tensor)
 
     def finish(self, digest: str) -> None:
-        self._manifest.finish(digest)
-        self._generator.weights_version = self._version
+        self._generator.weights_version = self._manifest.finish(digest)

@@ -36,8 +36,10 @@ class Manifest:
         self._shapes = shapes
         self._missing: set[str] = set()
         self._digest = StreamDigest()
+        self._version = 0
 
-    def begin(self) -> None:
+    def begin(self, version: int) -> None:
+        self._version = version
         self._missing = set(self._shapes)
         self._digest = StreamDigest()
 
@@ -55,7 +57,8 @@ class Manifest:
         for name, tensor in bucket:
             self._digest.update(name, tensor)
 
-    def finish(self, digest: str) -> None:
+    def finish(self, digest: str) -> int:
+        """The version that is now whole."""
         if self._missing:
             raise TransferError(
                 f"weight transfer: {len(self._missing)} tensors are missing, {min(self._missing)} among them"
@@ -64,6 +67,7 @@ class Manifest:
             raise TransferError(
                 f"weight transfer: sent {digest[:12]}, received {received[:12]}: a tensor is stale or damaged"
             )
+        return self._version
 
 
 def policy_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:

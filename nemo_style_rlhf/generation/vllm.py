@@ -169,11 +169,9 @@ class _InProcessTransport:
     def __init__(self, generator: VLLMGenerator, manifest: Manifest) -> None:
         self._generator = generator
         self._manifest = manifest
-        self._version = 0
 
     def begin(self, version: int) -> None:
-        self._version = version
-        self._manifest.begin()
+        self._manifest.begin(version)
         self._generator._llm.collective_rpc(_begin_reload)
 
     def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
@@ -181,10 +179,10 @@ class _InProcessTransport:
         self._generator._llm.collective_rpc(_load_bucket, args=(list(bucket),))
 
     def finish(self, digest: str) -> None:
-        self._manifest.finish(digest)
+        version = self._manifest.finish(digest)
         self._generator._llm.collective_rpc(_finish_reload)
         self._generator._engine.reset_prefix_cache()  # cached keys and values are of the old weights
-        self._generator.weights_version = self._version
+        self._generator.weights_version = version
 
 
 def _begin_reload(worker: Any) -> None:

@@ -1,5 +1,6 @@
 """What the LightningModules of the supervised stages share: optimizer, loss of an optimizer step, metrics."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import SupervisedEngineConfig
 
 
-class SupervisedModule(pl.LightningModule):
+class SupervisedModule(pl.LightningModule, ABC):
     """A subclass says what a batch costs: :meth:`losses`.
 
     The loss of an optimizer step is its summed loss over its count (tokens or pairs), however it is split into
@@ -25,9 +26,9 @@ class SupervisedModule(pl.LightningModule):
         self.total_steps = total_steps
         self._sums: Counter[str] = Counter()
 
+    @abstractmethod
     def losses(self, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
         """The summed loss of ``batch`` (scalar), how many tokens or pairs it sums, and other sums to be averaged alike."""
-        raise NotImplementedError
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
         loss, count, others = self.losses(batch)

@@ -48,6 +48,7 @@ class CriticServer:
             "model.dtype=float32",
             "engine.zero_stage=0",
             "engine.optim.lr=1e-3",
+            "engine.optim.eps=1e-5",
             "run.num_threads=1",
             f"server.port={self.port}",
             f"server.ready_file={self.ready_file}",

@@ -170,7 +170,7 @@ def test_rule_8_the_actors_shutdown_ends_it_with_0(make_server) -> None:
     assert server.process.wait(30) == 0
 
 
-# --- rule 9: one rank for now -----------------------------------------------------------------------------------------
+# --- rule 9: one rank -------------------------------------------------------------------------------------------------
 
 
 def test_rule_9_more_than_one_rank_is_refused_in_one_sentence(make_server) -> None:

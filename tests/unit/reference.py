@@ -18,6 +18,13 @@ def masks(draw: st.DrawFn) -> Tensor:
     return mask
 
 
+def assert_close(left: object, right: object) -> None:
+    """Equal in float64 within 1e-9, absolute and relative."""
+    torch.testing.assert_close(
+        torch.as_tensor(left, dtype=torch.float64), torch.as_tensor(right, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
+
+
 def noise(mask: Tensor, seed: int, *, poison: bool = True) -> Tensor:
     """Normal float64 values, NaN wherever the mask is 0: nothing there may leak."""
     values = torch.randn(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

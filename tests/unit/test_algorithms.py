@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from nemo_style_rlhf.algorithms.advantages import discounted_returns, gae
 from nemo_style_rlhf.algorithms.kl import kl_estimate
@@ -16,17 +15,11 @@ from nemo_style_rlhf.algorithms.reward_shaping import place_rewards, truncation_
 from nemo_style_rlhf.algorithms.value_loss import value_loss
 
 from . import reference
-from .reference import masks, noise, selected
+from .reference import assert_close, masks, noise, selected
 
 many = settings(max_examples=200, deadline=None)
 seeds = st.integers(0, 2**31)
 unit = st.floats(0, 1)
-
-
-def close(left: Tensor | float, right: object) -> None:
-    torch.testing.assert_close(
-        torch.as_tensor(left, dtype=torch.float64), torch.as_tensor(right, dtype=torch.float64), rtol=1e-9, atol=1e-9
-    )
 
 
 @many
@@ -34,16 +27,16 @@ def close(left: Tensor | float, right: object) -> None:
 def test_gae_is_the_discounted_sum_of_residuals_over_response_tokens(mask, seed, gamma, lam):
     rewards, values = noise(mask, seed), noise(mask, seed + 1)
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
-    close(advantages, reference.gae(rewards, values, mask, gamma, lam))
-    close(returns, advantages + values.nan_to_num())
+    assert_close(advantages, reference.gae(rewards, values, mask, gamma, lam))
+    assert_close(returns, advantages + values.nan_to_num())
 
 
 def test_gae_by_hand():
     # gamma 0.5, lambda 0.5; delta = [0 + .5*2 - 1, 4 - 2] = [0, 2]; A_1 = 2, A_0 = 0 + .25*2 = .5
     mask = torch.tensor([[1.0, 1.0, 0.0]])
     advantages, returns = gae(torch.tensor([[0.0, 4, 9]]), torch.tensor([[1.0, 2, 9]]), mask, gamma=0.5, lam=0.5)
-    close(advantages, [[0.5, 2, 0]])
-    close(returns, [[1.5, 4, 0]])
+    assert_close(advantages, [[0.5, 2, 0]])
+    assert_close(returns, [[1.5, 4, 0]])
 
 
 def test_gae_skips_a_gap_instead_of_decaying_through_it():
@@ -65,7 +58,7 @@ def test_discounted_returns_follow_their_recursion(mask, seed, gamma):
             if mask[row, t]:
                 following = float(rewards[row, t]) + gamma * following
                 expected[row, t] = following
-    close(discounted_returns(rewards, mask, gamma=gamma), expected)
+    assert_close(discounted_returns(rewards, mask, gamma=gamma), expected)
 
 
 @many
@@ -74,11 +67,11 @@ def test_masked_mean_and_whitening_see_unmasked_elements_only(mask, seed):
     x = noise(mask, seed)
     values = selected(x, mask)
     mean = reference.mean(values)
-    close(masked_mean(x, mask), mean)
+    assert_close(masked_mean(x, mask), mean)
     variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
     expected = [(value - mean) / math.sqrt(variance + 1e-8) for value in values]
-    close(selected(masked_whiten(x, mask), mask), expected)
-    close(selected(masked_whiten(x, mask, shift_mean=False), mask), [value + mean for value in expected])
+    assert_close(selected(masked_whiten(x, mask), mask), expected)
+    assert_close(selected(masked_whiten(x, mask, shift_mean=False), mask), [value + mean for value in expected])
     assert (masked_whiten(x, mask)[mask == 0] == 0).all()
 
 
@@ -95,7 +88,7 @@ def test_aggregate_matches_its_definition(mask, seed, mode):
         "seq_mean_token_sum": sum(map(sum, rows)) / len(rows),
         "seq_sum_constant": sum(map(sum, rows)) / mask.numel(),
     }[mode]
-    close(aggregate(x, mask, mode=mode), expected)
+    assert_close(aggregate(x, mask, mode=mode), expected)
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
@@ -105,7 +98,7 @@ def test_with_the_steps_normalizer_micro_batches_add_up_to_the_whole(mode):
     normalizer = {"token_mean": mask.sum(), "seq_sum_constant": 12.0}.get(mode, 4.0)
     whole = aggregate(x, mask, mode=mode, normalizer=normalizer)
     parts = sum(aggregate(x[row : row + 1], mask[row : row + 1], mode=mode, normalizer=normalizer) for row in range(4))
-    close(parts, whole)
+    assert_close(parts, whole)
 
 
 def test_unknown_names_are_refused():
@@ -124,7 +117,7 @@ def test_unknown_names_are_refused():
     [("k1", 0.5), ("k2", 0.125), ("k3", 0.1065306597126334), ("abs", 0.5)],
 )
 def test_kl_estimators_by_hand(kind, expected):
-    close(
+    assert_close(
         kl_estimate(torch.tensor(-1.0, dtype=torch.float64), torch.tensor(-1.5, dtype=torch.float64), kind=kind),
         expected,
     )
@@ -135,7 +128,7 @@ def test_k1_and_k3_are_unbiased():
     p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
     divergence = float((p * (p / q).log()).sum())
     for kind in ("k1", "k3"):
-        close((p * kl_estimate(p.log(), q.log(), kind=kind)).sum(), divergence)
+        assert_close((p * kl_estimate(p.log(), q.log(), kind=kind)).sum(), divergence)
 
 
 @many
@@ -171,10 +164,10 @@ def test_policy_loss_matches_a_loop(mask, seed, low, high, dual, level, mode):
             ratios.append(ratio)
             clipped.append(float(cut))
             kls.append(ratio - 1 - log_ratio)
-    close(result.loss, aggregate(losses, mask, mode=mode))
-    close(result.ratio, reference.mean(ratios))
-    close(result.clip_fraction, reference.mean(clipped))
-    close(result.approx_kl, reference.mean(kls))
+    assert_close(result.loss, aggregate(losses, mask, mode=mode))
+    assert_close(result.ratio, reference.mean(ratios))
+    assert_close(result.clip_fraction, reference.mean(clipped))
+    assert_close(result.approx_kl, reference.mean(kls))
 
 
 def test_before_the_first_update_the_policy_gradient_is_the_advantage():
@@ -183,8 +176,8 @@ def test_before_the_first_update_the_policy_gradient_is_the_advantage():
     advantages, mask = torch.tensor([[1.0, -2.0, 5.0]]), torch.tensor([[1.0, 1.0, 0.0]])
     result = policy_loss(logprobs, logprobs.detach(), advantages, mask, clip_low=0.2, clip_high=0.2)
     result.loss.backward()
-    close(result.ratio, 1.0)
-    close(logprobs.grad, [[-0.5, 1.0, 0.0]])
+    assert_close(result.ratio, 1.0)
+    assert_close(logprobs.grad, [[-0.5, 1.0, 0.0]])
 
 
 def test_nan_under_the_mask_reaches_no_gradient():
@@ -210,31 +203,31 @@ def test_value_loss_matches_a_loop(mask, seed, clip):
         bounded = squared if clip is None else (o + min(max(v - o, -clip), clip) - r) ** 2
         losses.append(0.5 * max(squared, bounded))
         cuts.append(float(bounded > squared))
-    close(result.loss, reference.mean(losses))
-    close(result.clip_fraction, reference.mean(cuts))
+    assert_close(result.loss, reference.mean(losses))
+    assert_close(result.clip_fraction, reference.mean(cuts))
     returns_list = selected(returns, mask)
     residual = [r - v for r, v in zip(returns_list, selected(values, mask))]
     total = reference.mean([(r - reference.mean(returns_list)) ** 2 for r in returns_list])
     if total > 0:
         spread = reference.mean([(x - reference.mean(residual)) ** 2 for x in residual])
-        close(result.explained_variance, 1 - spread / total)
+        assert_close(result.explained_variance, 1 - spread / total)
 
 
 def test_value_loss_by_hand():
     # V 3, V_old 1, R 0, clip .5: squared 9, clipped (1.5)^2 = 2.25; the larger counts: 4.5
     one = torch.ones(1, 1)
     result = value_loss(3 * one, one, 0 * one, one, clip=0.5)
-    close(result.loss, 4.5)
-    close(result.clip_fraction, 0.0)
+    assert_close(result.loss, 4.5)
+    assert_close(result.clip_fraction, 0.0)
 
 
 def test_the_score_lands_on_the_last_response_token_beside_the_kl_penalty():
     mask = torch.tensor([[0.0, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
     kl = torch.tensor([[math.nan, 2, 7, 3, 1]], dtype=torch.float64).repeat(2, 1)
     rewards = place_rewards(torch.tensor([10.0, 5.0]), kl, mask, kl_coef=0.1)
-    close(rewards, [[0, -0.2, 0, 9.7, 0], [0, 0, 0, 0, 0]])
+    assert_close(rewards, [[0, -0.2, 0, 9.7, 0], [0, 0, 0, 0, 0]])
 
 
 def test_truncated_samples_pay():
     scores = truncation_penalty(torch.tensor([1.0, 2.0]), torch.tensor([True, False]), coef=-1.0)
-    close(scores, [0.0, 2.0])
+    assert_close(scores, [0.0, 2.0])

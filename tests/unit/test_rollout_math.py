@@ -13,16 +13,10 @@ from nemo_style_rlhf.algorithms.corrections import importance_weights
 from nemo_style_rlhf.algorithms.kl import AdaptiveKLController, FixedKLController
 from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer, clip_scores, overlong_penalty
 
-from .reference import masks, noise, selected
+from .reference import assert_close, masks, noise, selected
 
 many = settings(max_examples=200, deadline=None)
 seeds = st.integers(0, 2**31)
-
-
-def close(left: object, right: object) -> None:
-    torch.testing.assert_close(
-        torch.as_tensor(left, dtype=torch.float64), torch.as_tensor(right, dtype=torch.float64), rtol=1e-9, atol=1e-9
-    )
 
 
 def group_reference(group: list[float], kept: list[bool], kind: str, eps: float) -> list[float]:
@@ -55,21 +49,21 @@ def test_group_advantages_match_a_loop(groups, size, seed, kind, drop):
             scores[start : start + size].tolist(), keep[start : start + size].tolist(), kind, 1e-4
         )
     ]
-    close(group_advantages(scores, size, kind=kind, eps=1e-4, keep=keep if drop else None), expected)
+    assert_close(group_advantages(scores, size, kind=kind, eps=1e-4, keep=keep if drop else None), expected)
 
 
 def test_group_advantages_by_hand():
     # rewards 1, 0, 0, 1: mean .5, unbiased std sqrt(1/3); the mean of the others of a 1 is 1/3
     scores = torch.tensor([1.0, 0, 0, 1], dtype=torch.float64)
-    close(group_advantages(scores, 4, kind="dr_grpo"), [0.5, -0.5, -0.5, 0.5])
-    close(group_advantages(scores, 4, kind="rloo"), [2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert_close(group_advantages(scores, 4, kind="dr_grpo"), [0.5, -0.5, -0.5, 0.5])
+    assert_close(group_advantages(scores, 4, kind="rloo"), [2 / 3, -2 / 3, -2 / 3, 2 / 3])
     x = 0.5 / (math.sqrt(1 / 3) + 1e-6)
-    close(group_advantages(scores, 4, kind="grpo"), [x, -x, -x, x])
+    assert_close(group_advantages(scores, 4, kind="grpo"), [x, -x, -x, x])
 
 
 def test_equal_scores_teach_nothing():
     for kind in GROUP_KINDS:
-        close(group_advantages(torch.full((4,), 3.0), 4, kind=kind), [0.0] * 4)
+        assert_close(group_advantages(torch.full((4,), 3.0), 4, kind=kind), [0.0] * 4)
 
 
 def test_groups_that_cannot_be_are_refused():
@@ -98,7 +92,7 @@ def test_importance_weights_match_a_loop(mask, seed, pair, low, high):
         else:
             inside = bool(logs) and low <= math.exp(sum(logs) / len(logs)) <= high
             expected = each if inside else [0.0] * len(each)
-        close(selected(weights[row : row + 1], mask[row : row + 1]), expected)
+        assert_close(selected(weights[row : row + 1], mask[row : row + 1]), expected)
     assert (weights[mask == 0] == 0).all()
 
 
@@ -114,23 +108,23 @@ def test_kl_controllers_by_hand():
     assert fixed.coef == 0.1
     adaptive = AdaptiveKLController(0.1, target=6.0, horizon=1000)
     adaptive.update(6.6, 100)  # error .1: 0.1 * (1 + .1 * .1)
-    close(adaptive.coef, 0.101)
+    assert_close(adaptive.coef, 0.101)
     adaptive.update(1000.0, 100)  # the error is clipped at .2
-    close(adaptive.coef, 0.101 * 1.02)
+    assert_close(adaptive.coef, 0.101 * 1.02)
     adaptive.update(0.0, 100)
-    close(adaptive.coef, 0.101 * 1.02 * 0.98)
+    assert_close(adaptive.coef, 0.101 * 1.02 * 0.98)
 
 
 def test_overlong_penalty_by_hand():
     # maximum 100, buffer 20: free up to 80, half way at 90, the full factor at 100
     lengths = torch.tensor([10, 80, 90, 100, 120])
-    close(overlong_penalty(lengths, max_length=100, buffer=20, factor=2.0), [0, 0, -1, -2, -2])
+    assert_close(overlong_penalty(lengths, max_length=100, buffer=20, factor=2.0), [0, 0, -1, -2, -2])
 
 
 def test_scores_are_clipped_on_the_sides_that_are_given():
     scores = torch.tensor([-5.0, 0, 5])
-    close(clip_scores(scores, low=-1, high=None), [-1, 0, 5])
-    close(clip_scores(scores, low=None, high=None), scores)
+    assert_close(clip_scores(scores, low=-1, high=None), [-1, 0, 5])
+    assert_close(clip_scores(scores, low=None, high=None), scores)
 
 
 @many
@@ -143,7 +137,7 @@ def test_running_normalizer_knows_the_moments_of_all_it_saw(seed, sizes):
     values = scores.tolist()
     variance = statistics.variance(values) if len(values) > 1 else 1.0
     mean = statistics.fmean(values) if values else 0.0
-    close(normalizer.normalize(scores), [(x - mean) / math.sqrt(variance + 1e-8) for x in values])
+    assert_close(normalizer.normalize(scores), [(x - mean) / math.sqrt(variance + 1e-8) for x in values])
     again = RunningNormalizer()
     again.load_state_dict(normalizer.state_dict())
     assert torch.equal(again.normalize(scores), normalizer.normalize(scores))

@@ -40,11 +40,13 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
 
 
-def wait_for(condition, timeout_s=20.0):
+def soon(condition, timeout_s=20.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "not in time"
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
+    return True
 
 
 def test_a_stage_that_ends_well_returns_its_seconds(tmp_path):
@@ -72,9 +74,9 @@ def test_leaving_ends_children_and_grandchildren(tmp_path):
     note = tmp_path / "pid"
     with pipeline.Pipeline(tmp_path) as stages:
         process = stages.start("family", [sys.executable, "-c", FAMILY, str(note)])
-        wait_for(lambda: note.exists() and note.read_text())
+        assert soon(lambda: note.exists() and note.read_text())
     assert process.poll() is not None
-    wait_for(lambda: not alive(int(note.read_text())))
+    assert soon(lambda: not alive(int(note.read_text())))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -91,7 +93,7 @@ with Pipeline(Path({str(tmp_path)!r})) as stages:
                "pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(600)"])
 """
     process = subprocess.Popen([sys.executable, "-c", runner], stderr=subprocess.DEVNULL)
-    wait_for(lambda: note.exists() and note.read_text())
+    assert soon(lambda: note.exists() and note.read_text())
     process.send_signal(number)
-    process.wait(30)
-    wait_for(lambda: not alive(int(note.read_text())))
+    assert process.wait(30) != 0
+    assert soon(lambda: not alive(int(note.read_text())))
