@@ -1,9 +1,12 @@
 """Per-token estimators of KL(policy || reference) from sampled tokens, after Schulman, "Approximating KL Divergence"."""
 
+import math
+
 from torch import Tensor
 
 KL_KINDS = ("k1", "k2", "k3", "abs")
 MAX_LOG_RATIO = 20.0  # of k3, so that one token cannot make it infinite
+MAX_WEIGHT = 10.0
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
@@ -24,17 +27,25 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
     raise ValueError(f"KL estimator {kind!r} is unknown: expected one of {', '.join(KL_KINDS)}")
 
 
-def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str, unbiased: bool) -> Tensor:
+def kl_loss(
+    logprobs: Tensor, ref_logprobs: Tensor, *, kind: str, unbiased: bool, old_logprobs: Tensor | None = None
+) -> Tensor:
     """The estimate as a term of the loss, of any one shape.
 
     Differentiating an estimator is not estimating the derivative: k1's gradient is zero in expectation, k3's is that of
     KL(reference || policy). With ``unbiased`` the value is ``kind``'s and the gradient k2's, x * grad(logprobs), whose
     expectation under the policy is the gradient of KL(policy || reference) (verl's ``k3+``; Tang and Munos, arXiv 2506.09477).
+
+    Args:
+        old_logprobs: of the policy that sampled the tokens: the unbiased gradient is weighted with policy / old policy, at
+            most ``MAX_WEIGHT``, and so stays unbiased after the first optimizer step (DeepSeek-V3.2, arXiv 2512.02556).
     """
     value = kl_estimate(logprobs, ref_logprobs, kind=kind)
     if not unbiased:
         return value
     surrogate = kl_estimate(logprobs, ref_logprobs, kind="k2")
+    if old_logprobs is not None:
+        surrogate = surrogate * (logprobs.detach() - old_logprobs).clamp(max=math.log(MAX_WEIGHT)).exp()
     return surrogate - surrogate.detach() + value.detach()
 
 

@@ -37,7 +37,8 @@ def value_loss(
     squared = (values - returns).square()
     clipped = squared
     if clip is not None:
-        clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+        # Not old + clamp(V - old): its rounding would count as clipping.
+        clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     per_token = 0.5 * torch.maximum(squared, clipped)
     with torch.no_grad():
         residual = _variance(returns - values, mask)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_style_rlhf.algorithms.advantages import discounted_returns, gae
-from nemo_style_rlhf.algorithms.kl import kl_estimate
+from nemo_style_rlhf.algorithms.kl import kl_estimate, kl_loss
 from nemo_style_rlhf.algorithms.masking import AGGREGATIONS, aggregate, masked_mean, masked_whiten
 from nemo_style_rlhf.algorithms.policy_loss import policy_loss
 from nemo_style_rlhf.algorithms.reward_shaping import place_rewards, truncation_penalty
@@ -131,6 +131,28 @@ def test_k1_and_k3_are_unbiased():
         assert_close((p * kl_estimate(p.log(), q.log(), kind=kind)).sum(), divergence)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+@pytest.mark.parametrize("old", [[0.4, 0.4, 0.2], None])
+def test_the_unbiased_gradient_is_that_of_the_divergence(kind, old):
+    # The expectation under the sampling policy of what is differentiated, against autograd of sum p log(p / q).
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    logprobs = logits.log_softmax(-1)
+    (expected,) = torch.autograd.grad((logprobs.exp() * (logprobs - q.log())).sum(), logits, retain_graph=True)
+    sampled = logprobs.exp().detach() if old is None else torch.tensor(old, dtype=torch.float64)
+    loss = kl_loss(logprobs, q.log(), kind=kind, unbiased=True, old_logprobs=None if old is None else sampled.log())
+    (actual,) = torch.autograd.grad((sampled * loss).sum(), logits)
+    assert_close(actual, expected)
+    assert_close(loss, kl_estimate(logprobs, q.log(), kind=kind))
+
+
+def test_a_value_within_the_clip_range_is_not_clipped():
+    # old + (V - old) is not V in binary: of these values, some would seem clipped by one rounding
+    old, offset, returns = torch.randn(3, 1, 1000, generator=torch.Generator().manual_seed(0))
+    result = value_loss(old + 0.1 * offset.tanh(), old, returns, torch.ones(1, 1000), clip=0.5)
+    assert float(result.clip_fraction) == 0
+
+
 @many
 @given(
     mask=masks(),
@@ -200,7 +222,7 @@ def test_value_loss_matches_a_loop(mask, seed, clip):
     losses, cuts = [], []
     for v, o, r in zip(selected(values, mask), selected(old, mask), selected(returns, mask)):
         squared = (v - r) ** 2
-        bounded = squared if clip is None else (o + min(max(v - o, -clip), clip) - r) ** 2
+        bounded = squared if clip is None else (min(max(v, o - clip), o + clip) - r) ** 2
         losses.append(0.5 * max(squared, bounded))
         cuts.append(float(bounded > squared))
     assert_close(result.loss, reference.mean(losses))
