@@ -17,6 +17,7 @@ from transformers import (
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
+from nemo_style_rlhf.models.packing import PACKED_ATTENTION, require_packing
 from nemo_style_rlhf.models.scalar import ScalarModel
 from nemo_style_rlhf.schema.common import ModelConfig
 
@@ -48,7 +49,7 @@ def new_causal_lm(config: ModelConfig, config_path: str | None = None) -> PreTra
         if config.disable_dropout:
             _zero_dropout(hf_config)
         model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=getattr(torch, config.dtype), attn_implementation=_attention(config.attn_implementation)
+            hf_config, dtype=getattr(torch, config.dtype), attn_implementation=_attention(config)
         )
     except (OSError, ValueError) as error:
         raise UserError(
@@ -56,6 +57,8 @@ def new_causal_lm(config: ModelConfig, config_path: str | None = None) -> PreTra
         ) from error
     if config.disable_dropout:
         _switch_off_dropout(model)
+    if config.packing:
+        require_packing(model)
     return model
 
 
@@ -105,7 +108,7 @@ def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (
             config.path,
             config=hf_config,
             dtype=getattr(torch, config.dtype),
-            attn_implementation=_attention(config.attn_implementation),
+            attn_implementation=_attention(config),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
@@ -120,6 +123,8 @@ def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (
         _switch_off_dropout(model)
     model.config.use_cache = False
     use_fp32_products(model)
+    if config.packing:
+        require_packing(model)
     return model.eval()
 
 
@@ -134,9 +139,11 @@ def _switch_off_dropout(model: PreTrainedModel) -> None:
             module.p = 0.0
 
 
-def _attention(implementation: str) -> str:
-    if implementation != "auto":
-        return implementation
+def _attention(config: ModelConfig) -> str:
+    if config.packing:
+        return PACKED_ATTENTION
+    if config.attn_implementation != "auto":
+        return config.attn_implementation
     if not torch.cuda.is_available():
         return "eager"  # the CPU backward of SDPA took 29 % of a training step
     try:

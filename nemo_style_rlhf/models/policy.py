@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_style_rlhf.models.logprobs import logits_logprobs, token_logprobs
+from nemo_style_rlhf.models.packing import is_packed, pack
 
 
 @dataclass
@@ -27,6 +28,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.temperature = temperature
+        self._packed = is_packed(hf)
         self._plain_head = _has_plain_head(hf)
         if compile_backbone:
             hf.base_model.compile(dynamic=True)
@@ -48,11 +50,15 @@ class PolicyModel(nn.Module):
         if isinstance(temperature, Tensor):
             temperature = temperature[:, None].expand_as(selected)[selected]
         targets = input_ids.roll(-1, dims=1)[selected]
+        inputs = {"input_ids": input_ids, "use_cache": False}
+        if self._packed:
+            packed = pack(input_ids, selected)
+            inputs, selected = packed.inputs, packed.select(selected)[None]
         if not self._plain_head:
-            logits = self.hf(input_ids=input_ids, use_cache=False).logits[selected]
+            logits = self.hf(**inputs).logits[selected]
             logprobs, entropy = logits_logprobs(logits, targets, temperature=temperature)
             return ActionLogprobs(logprobs, entropy if with_entropy else None)
-        hidden = self.hf.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[selected]
+        hidden = self.hf.base_model(**inputs).last_hidden_state[selected]
         result = token_logprobs(
             hidden, self.hf.lm_head.weight, targets, temperature=temperature, with_entropy=with_entropy
         )

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.packing import is_packed, pack
 
 
 class ScalarModel(nn.Module):
@@ -16,6 +17,7 @@ class ScalarModel(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        self._packed = is_packed(hf)
         if not isinstance(head := getattr(hf, "score", None), nn.Linear) or head.out_features != 1:
             raise UserError(
                 f"{type(hf).__name__} has no `score` head over every token: a reward model must be a decoder with "
@@ -23,7 +25,11 @@ class ScalarModel(nn.Module):
             )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, T] int64 token ids and mask to [B, T] float32 scores."""
+        """[B, T] int64 token ids and mask to [B, T] float32 scores; 0 in the padding of a packed model."""
+        if self._packed:
+            packed = pack(input_ids, attention_mask)
+            hidden = self.hf.base_model(**packed.inputs).last_hidden_state[0]
+            return packed.scatter(self.hf.score(hidden).squeeze(-1).float())
         hidden = self.hf.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         return self.hf.score(hidden).squeeze(-1).float()
 

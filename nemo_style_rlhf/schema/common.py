@@ -42,6 +42,8 @@ class ModelConfig:
     instructions multiplies bf16 in fp32, vLLM's whole forward included: float32 is then faster still."""
     attn_implementation: str = "auto"
     """auto (flash_attention_2 or sdpa on CUDA, eager on CPU, where it trains faster), eager, sdpa, flash_attention_2."""
+    packing: bool = False
+    """Compute sequences end to end instead of padded (block-diagonal attention): the same numbers without the padding."""
     compile: bool = False
     """torch.compile the training forward: about 1 minute once, then faster steps."""
     gradient_checkpointing: bool = False
@@ -56,6 +58,13 @@ class ModelConfig:
         require_choice(
             "model.attn_implementation", self.attn_implementation, ("auto", "eager", "sdpa", "flash_attention_2")
         )
+        require(
+            not self.packing or self.attn_implementation == "auto",
+            "model.attn_implementation",
+            self.attn_implementation,
+            "auto with model.packing=true, which has an attention of its own",
+        )
+        require(not (self.packing and self.compile), "model.compile", self.compile, "false with model.packing=true")
 
 
 @dataclass

@@ -9,6 +9,7 @@ from nemo_style_rlhf.algorithms.corrections import importance_weights
 from nemo_style_rlhf.data.ragged import pad, unpad
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
 from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.models.packing import PACKED_ATTENTION
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.update import loss_normalizer, micro_batch_loss
 from nemo_style_rlhf.rollout.logprobs import action_mask, micro_batch_iterator
@@ -26,11 +27,12 @@ SPLITS = {
     "padded rows": EngineConfig(micro_batch_tokens=10_000, row_multiple=16),
     "micro-batches of padded rows": EngineConfig(micro_batch_tokens=64, row_multiple=3),
 }
+WHOLE = EngineConfig(micro_batch_tokens=10_000, row_multiple=1)
 
 
-def policy() -> PolicyModel:
+def policy(attention: str) -> PolicyModel:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="eager")).double()
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation=attention)).double()
     return PolicyModel(model, temperature=0.8)
 
 
@@ -64,8 +66,10 @@ def experience(config: AlgorithmConfig) -> Experience:
     )  # fmt: skip
 
 
-def gradient(config: AlgorithmConfig, engine: EngineConfig, rows: list[int]) -> tuple[float, list[torch.Tensor]]:
-    model, batch = policy(), experience(config)
+def gradient(
+    config: AlgorithmConfig, engine: EngineConfig, rows: list[int], attention: str = "eager"
+) -> tuple[float, list[torch.Tensor]]:
+    model, batch = policy(attention), experience(config)
     parts = list(micro_batch_iterator(batch.tokens, batch.lengths, batch.mask, engine, CPU, rows, batch.temperatures))
     normalizer = loss_normalizer(parts, config.loss_aggregation, max_length=MAX_LENGTH)
     total = 0.0
@@ -79,12 +83,25 @@ def gradient(config: AlgorithmConfig, engine: EngineConfig, rows: list[int]) -> 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_splitting_and_padding_change_neither_loss_nor_gradient(preset, split):
+    config, rows = preset_config(preset), list(range(8))
+    assert_same(gradient(config, WHOLE, rows), gradient(config, SPLITS[split], rows))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_packing_changes_neither_loss_nor_gradient(preset):
+    config, rows = preset_config(preset), list(range(8))
+    split = SPLITS["micro-batches of padded rows"]
+    assert_same(gradient(config, WHOLE, rows), gradient(config, split, rows, PACKED_ATTENTION))
+
+
+def preset_config(preset: str) -> AlgorithmConfig:
     config = build(AlgorithmConfig, OmegaConf.load(CONF_DIR / "algorithm" / f"{preset}.yaml"))
     config.entropy_bonus, config.dual_clip = 0.01, 3.0
-    rows = list(range(8))
-    loss, whole = gradient(config, EngineConfig(micro_batch_tokens=10_000, row_multiple=1), rows)
-    other_loss, other = gradient(config, SPLITS[split], rows)
-    assert other_loss == pytest.approx(loss, rel=1e-6)
-    assert sum(float(grad.abs().sum()) for grad in whole) > 0
-    for left, right in zip(whole, other, strict=True):
+    return config
+
+
+def assert_same(expected: tuple[float, list[torch.Tensor]], actual: tuple[float, list[torch.Tensor]]) -> None:
+    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+    assert sum(float(grad.abs().sum()) for grad in expected[1]) > 0
+    for left, right in zip(expected[1], actual[1], strict=True):
         assert float((left - right).norm()) <= 1e-6 * float(left.norm())
