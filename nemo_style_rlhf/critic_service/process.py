@@ -27,7 +27,7 @@ LOGGER = logging.getLogger(__name__)
 SUPERVISION_PERIOD_S = 0.5
 ANSWER_DELIVERY_S = 1.0
 """A fatal error is still told to the client; after this long the process goes down."""
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 2.0
 Loader = Callable[[torch.device, Path], Service]
 
 

@@ -4,6 +4,7 @@ With ``batching=False`` a request is computed alone, so an answer never depends 
 every output's dtype and shape. Each endpoint has its own thread, so ``critic_status`` answers while ``critic_train`` runs.
 """
 
+import contextlib
 import hmac
 import logging
 import os
@@ -72,6 +73,9 @@ class Door:
         self._boot_id = boot_id
         self._token = None if token is None else token.encode()
         _let_stub_find_libpython()
+        # Where Triton must be killed, Python unlinks what it held in shared memory, and would say so at length.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+        _remove_segments(lambda pid: not psutil.pid_exists(pid))  # of servers that were killed: 50 MB each
         pytriton.triton.Model = ModelWithCleanErrors
         self._workspace = Path(tempfile.mkdtemp(prefix="critic_triton_"))
         self._log = None if config.verbose else self._workspace / "triton.log"
@@ -103,15 +107,21 @@ class Door:
 
     def close(self, timeout_s: float) -> None:
         """Take Triton down, by force after ``timeout_s`` seconds, and remove what it left on disk and in shared memory."""
-        # Not Triton.stop: it takes half a second per endpoint to end threads that end with this process anyway.
+        # Not Triton.stop: it waits for clients to hang up, and takes half a second per endpoint, one after the other.
         child = self._triton._triton_server._tritonserver_running_cmd
         if child is not None and child.is_alive():
             child.process.signal(signal.SIGINT)
             if not _within(timeout_s, lambda: not psutil.pid_exists(child.pid)):
                 child.process.kill()
+        models = list(self._triton._model_manager.models)
+        for model in models:
+            for handler in model._inference_handlers:
+                handler.stop()
+        cleaner = threading.Thread(target=lambda: [model.clean() for model in models], daemon=True)
+        cleaner.start()
+        cleaner.join(timeout_s)  # that of an abandoned call does not come back
         shutil.rmtree(self._workspace, ignore_errors=True)
-        for segment in Path("/dev/shm").glob(f"pytrtion{os.getpid()}-*"):
-            segment.unlink(missing_ok=True)
+        _remove_segments(lambda pid: pid == os.getpid())
 
     def _bind(self, endpoint: Endpoint, roles: list[str]) -> None:
         outputs = [spec for spec in endpoint.outputs if spec is not protocol.REWARDS or "reward" in roles]
@@ -192,6 +202,14 @@ def _let_stub_find_libpython() -> None:
     known = os.environ.get("LD_LIBRARY_PATH", "")
     if libdir and sysconfig.get_config_var("Py_ENABLE_SHARED") and known.split(":")[0] != libdir:
         os.environ["LD_LIBRARY_PATH"] = f"{libdir}:{known}" if known else libdir
+
+
+def _remove_segments(of: Callable[[int], bool]) -> None:
+    """Unlink the shared memory of the Triton servers whose process id ``of`` accepts."""
+    for segment in Path("/dev/shm").glob("pytrtion*-*"):
+        if of(int(segment.name.removeprefix("pytrtion").split("-")[0])):
+            with contextlib.suppress(OSError):  # gone already, or another user's
+                segment.unlink()
 
 
 def _free_port(host: str) -> int:
