@@ -30,7 +30,7 @@ KL_TARGET = 0.08
 COMMON = {
     **ACTOR,
     "algorithm.kl_target": KL_TARGET,
-    "algorithm.kl_horizon": 500,
+    "algorithm.kl_horizon": 128,
     "algorithm.initial_policy_kl_penalty": 0.1,
     "tracking.progress": False,
 }
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="holds stories260K/, tinystories/ and vader/")
     parser.add_argument("--algorithms", nargs="+", default=list(PRESETS), choices=list(PRESETS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "stories_compare")
     arguments = parser.parse_args()
     output_dir, data = arguments.output_dir.resolve(), arguments.data.resolve()
