@@ -110,9 +110,13 @@ class Door:
         # Not Triton.stop: it waits for clients to hang up, and takes half a second per endpoint, one after the other.
         child = self._triton._triton_server._tritonserver_running_cmd
         if child is not None and child.is_alive():
+            stubs = psutil.Process(child.pid).children(recursive=True)
             child.process.signal(signal.SIGINT)
             if not _within(timeout_s, lambda: not psutil.pid_exists(child.pid)):
                 child.process.kill()
+            for stub in stubs:  # some outlive a killed tritonserver
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    stub.kill()
         models = list(self._triton._model_manager.models)
         for model in models:
             for handler in model._inference_handlers:

@@ -139,6 +139,18 @@ def test_rule_8_sigterm_abandons_a_call_that_takes_too_long(make_server) -> None
     assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))
 
 
+def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make_server) -> None:
+    server = make_server().start()
+    with server.client() as critic:
+        critic.infer(sequences(1)).result()
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        started = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - started < 10
+    assert not any(map(runs, children))
+    assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))
+
+
 def test_rule_8_a_dead_tritonserver_is_noticed(make_server) -> None:
     server = make_server().start()
     server.tritonserver().kill()
