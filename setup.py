@@ -26,6 +26,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["nemo_style_rlhf", "nemo_style_rlhf.*"]),
+    package_data={"nemo_style_rlhf.evaluation": ["page.*"]},
     extras_require={
         "server": ["torch", *requirements("server")],
         "actor": ["torch", *requirements("actor")],

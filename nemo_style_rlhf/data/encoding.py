@@ -72,3 +72,12 @@ class Encoder:
     def rendered(self, text: str) -> list[int]:
         """Tokens of a text in which the chat template has already put every special token."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def decode_response(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], response: Sequence[int]) -> str:
+    """The response as it stands behind its prompt: decoded alone, SentencePiece models lose its leading space."""
+    whole = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
+    before = str(tokenizer.decode(list(prompt), skip_special_tokens=True))
+    if whole.startswith(before):
+        return whole.removeprefix(before)
+    return str(tokenizer.decode(list(response), skip_special_tokens=True))  # the border is within a character

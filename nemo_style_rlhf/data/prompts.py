@@ -10,7 +10,7 @@ from nemo_style_rlhf.data.hh import cut_last_answer
 from nemo_style_rlhf.data.records import DropReport, Record, read_records
 from nemo_style_rlhf.data.templates import render
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.data import PromptDataConfig
+from nemo_style_rlhf.schema.data import PromptRowsConfig
 from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
 
 
@@ -31,7 +31,7 @@ class Prompt:
 
 
 def load_prompts(
-    path: str, config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase
+    path: str, config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Prompt], DropReport]:
     """Tokenised prompts of one file, in its order.
 
@@ -62,7 +62,7 @@ def load_prompts(
     return prompts, report
 
 
-def _prompt_text(record: Record, config: PromptDataConfig, encoder: Encoder) -> str | None:
+def _prompt_text(record: Record, config: PromptRowsConfig, encoder: Encoder) -> str | None:
     if config.format == "messages":
         messages = record.get(config.key, "data.prompt_key")
         if not isinstance(messages, list) or not messages:
@@ -75,16 +75,16 @@ def _prompt_text(record: Record, config: PromptDataConfig, encoder: Encoder) -> 
     return None if prompt is None else render(config.prompt_template, prompt)
 
 
-def _label(record: Record, config: PromptDataConfig) -> str | None:
+def _label(record: Record, config: PromptRowsConfig) -> str | None:
     return None if config.label_key is None else str(record.get(config.label_key, "data.label_key"))
 
 
-def _metadata(record: Record, config: PromptDataConfig) -> dict[str, Any]:
+def _metadata(record: Record, config: PromptRowsConfig) -> dict[str, Any]:
     used = {config.key, config.label_key, config.sampling_key} | ({"rejected"} if config.format == "hh" else set())
     return {key: value for key, value in record.fields.items() if key not in used}
 
 
-def _sampling(record: Record, config: PromptDataConfig) -> SamplingOverrides:
+def _sampling(record: Record, config: PromptRowsConfig) -> SamplingOverrides:
     """The row's own settings, where it has any."""
     given = record.fields.get(config.sampling_key) if config.sampling_key else None
     return NO_OVERRIDES if given is None else SamplingOverrides.parse(given, record.where)

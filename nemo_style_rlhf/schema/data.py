@@ -32,13 +32,9 @@ class PromptTemplateConfig:
 
 
 @dataclass
-class PromptDataConfig(PromptTemplateConfig):
-    """Prompts for rollouts: JSONL, JSONL.gz, Parquet, or anything the `datasets` library loads."""
+class PromptRowsConfig(PromptTemplateConfig):
+    """How rows are read as prompts."""
 
-    train_path: str = MISSING
-    """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
-    val_path: str | None = None
-    """Held-out prompts, same forms; null turns validation rollouts off."""
     format: str = "text"
     """text (a string), messages (a list of {role, content}), hh (an Anthropic-HH transcript, cut before its last answer)."""
     prompt_key: str | None = None
@@ -50,8 +46,6 @@ class PromptDataConfig(PromptTemplateConfig):
     stop_token_ids, each in place of generation's; null for none."""
     max_prompt_length: int = 1024
     """Tokens; longer prompts are dropped and counted, never cut."""
-    shuffle: bool = True
-    """A new seeded permutation of the training prompts every epoch; validation prompts keep their order."""
     on_template_mismatch: str = "refuse"
     """refuse or warn when the policy was trained with another prompt or chat template."""
 
@@ -75,3 +69,15 @@ class PromptDataConfig(PromptTemplateConfig):
             raise UserError(
                 f"data.chat_template is set but data.format={self.format} uses none: set data.format=messages"
             )
+
+
+@dataclass
+class PromptDataConfig(PromptRowsConfig):
+    """Prompts for rollouts: JSONL, JSONL.gz, Parquet, or anything the `datasets` library loads."""
+
+    train_path: str = MISSING
+    """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
+    val_path: str | None = None
+    """Held-out prompts, same forms; null turns validation rollouts off."""
+    shuffle: bool = True
+    """A new seeded permutation of the training prompts every epoch; validation prompts keep their order."""

@@ -22,7 +22,7 @@ MODULE = "reward_function"
 
 def prepare(path: str, name: str) -> None:
     """Of a fresh worker: imports what the function needs before its time counts, and ends with the trainer."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     with contextlib.suppress(UserError):  # the call will meet it again, and report it
         load_function(path, name)
 
@@ -93,8 +93,8 @@ def _sentence(error: BaseException, path: str) -> str:
     return type(error).__name__ + (f": {said[0]}" if said else "") + where
 
 
-def _end_with_parent() -> None:
-    """A killed trainer cannot stop a function that runs for ever."""
+def end_with_parent() -> None:
+    """Run by a thread of a child process: a killed parent cannot stop what runs for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from nemo_style_rlhf.schema.evaluation import EvaluationConfig
+from nemo_style_rlhf.schema.inspection import InspectDataConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from tests.integration.processes import ROOT, start_server
 from tests.models import save_policy, save_reward_model
@@ -73,7 +75,8 @@ def test_a_command_of_the_readme_runs(command, world, port, token, tmp_path):
     """As it stands, but in a folder of its own and, where it would train for hours, with --dry-run."""
     words = shlex.split(Template(command).substitute(world))
     words = [word.replace("=critic.token", f"={token}").replace("outputs/", f"{tmp_path}/") for word in words]
-    if "--dry-run" not in words and "--cfg" not in words:
+    trains = "inspect_data" not in command
+    if trains and "--dry-run" not in words and "--cfg" not in words:
         words.append("--dry-run")
     if "train_ppo_actor" in command:
         overrides = [f"remote_critic_rm.port={port}", "generation.kv_cache_gib=0.1"]
@@ -95,7 +98,7 @@ def test_the_make_targets_of_the_documentation_exist():
 
 def test_every_key_of_the_right_hand_columns_exists():
     known = {}
-    for schema in (PPOActorConfig, PPOCriticConfig, RewardServerProcessConfig):
+    for schema in (PPOActorConfig, PPOCriticConfig, RewardServerProcessConfig, EvaluationConfig, InspectDataConfig):
         known.update(dict.fromkeys(_keys(OmegaConf.structured(schema))))
     sections = {key.split(".")[0] for key in known}
     for page in (ROOT / "README.md", ROOT / "docs" / "migrating.md"):

@@ -27,6 +27,7 @@ ALLOWED = {
     "ppo": BASE
     | {"rollout", "engine", "checkpoint", "tracking", "algorithms", "models", "data", "generation", "scoring"}
     | {"critic_service", "launch"},
+    "evaluation": BASE | {"generation", "scoring", "models", "data", "checkpoint", "launch"},
     "supervised": BASE | {"models", "data", "algorithms", "tracking", "launch", "engine", "checkpoint"},
 }
 OWNERS = {
@@ -37,6 +38,7 @@ OWNERS = {
     "pytorch_lightning": {"supervised", "tracking"},
     "datasets": {"data"},
     "hydra": {"launch"},
+    "jinja2": {"evaluation"},
 }
 CLIENT_SIDE = {"protocol", "kserve", "connection", "client", "secret"}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_style_rlhf.critic_service.reward_text import RewardText
+from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.supervised import load_pairs
 from nemo_style_rlhf.data.templates import write_template
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig

@@ -1,0 +1,77 @@
+"""A reward model in this process: it reads text, so its tokenizer may differ from the checkpoints'."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from nemo_style_rlhf.data.ragged import micro_batches, pad
+from nemo_style_rlhf.data.reward_text import RewardText
+from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
+from nemo_style_rlhf.models.scalar import sequence_scores
+from nemo_style_rlhf.schema.evaluation import EvaluationModelConfig, RewardModelSourceConfig
+from nemo_style_rlhf.scoring.combined import failure, stacked
+from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
+
+
+class RewardModelScorer:
+    """Scores where it is asked to, at once; the future it returns is done."""
+
+    def __init__(self, config: RewardModelSourceConfig, model: EvaluationModelConfig, device: torch.device) -> None:
+        """The weights stay in host memory until the first sample is scored, so that generation has the device to itself.
+
+        Raises:
+            UserError: the checkpoint is missing or is no reward model with one label.
+        """
+        assert config.path is not None  # else it is not in use
+        self._path = config.path
+        self._device = device
+        self._token_budget = config.micro_batch_tokens
+        self._text = RewardText(config.path, load_tokenizer(config.path), append_eos=config.append_eos)
+        reward_model = load_reward_model(model.at(config.path, config.dtype), normalize=config.normalize_rewards)
+        self._model = reward_model.requires_grad_(False).eval()
+        hf_config = reward_model.hf.config
+        self._pad_token_id = hf_config.pad_token_id
+        self._max_length: int | None = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+
+    def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
+        future: Future[Scores] = Future()
+        sequences = [self._text.token_ids(sample.prompt, sample.response) for sample in samples]
+        fitting = [row for row, ids in enumerate(sequences) if self._max_length is None or len(ids) <= self._max_length]
+        rewards = dict(zip(fitting, self._rewards([sequences[row] for row in fitting]), strict=True))
+        future.set_result(
+            stacked(
+                [
+                    Scores(rewards=torch.tensor([rewards[row]])) if row in rewards else self._too_long(ids)
+                    for row, ids in enumerate(sequences)
+                ]
+            )
+        )
+        return future
+
+    def close(self) -> None:
+        """Nothing but memory to let go of."""
+
+    @torch.no_grad()
+    def _rewards(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        self._model.to(self._device)
+        lengths = [len(ids) for ids in sequences]
+        rewards = [0.0] * len(sequences)
+        for rows in micro_batches(lengths, token_budget=self._token_budget):
+            row_lengths = torch.tensor([lengths[row] for row in rows])
+            flat = torch.tensor([token for row in rows for token in sequences[row]])
+            token_ids = pad(flat, row_lengths.tolist(), value=self._pad_token_id or 0)
+            attention_mask = (torch.arange(token_ids.shape[1]) < row_lengths[:, None]).long()
+            token_ids, row_lengths = token_ids.to(self._device), row_lengths.to(self._device)
+            scores = self._model(token_ids, attention_mask.to(self._device))
+            pooled = sequence_scores(scores, token_ids, row_lengths, self._pad_token_id)
+            for row, reward in zip(rows, pooled.tolist(), strict=True):
+                rewards[row] = reward
+        return rewards
+
+    def _too_long(self, ids: Sequence[int]) -> Scores:
+        reason = RewardError(
+            f"a prompt and response of {len(ids)} tokens is longer than the {self._max_length} positions of the reward "
+            f"model {self._path}: lower data.max_prompt_length or generation.max_length"
+        )
+        return failure(1, reason)

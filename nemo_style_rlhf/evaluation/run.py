@@ -1,0 +1,138 @@
+"""An evaluation from its configuration to the page."""
+
+import dataclasses
+import json
+import logging
+from contextlib import closing
+from pathlib import Path
+from time import perf_counter
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nemo_style_rlhf.checkpoint.files import storage_failure, write_atomically
+from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.evaluation.page import render_page
+from nemo_style_rlhf.evaluation.prompts import prompts_of
+from nemo_style_rlhf.evaluation.samples import Sample, to_jsonl
+from nemo_style_rlhf.evaluation.sampling import sample_in_child
+from nemo_style_rlhf.evaluation.scoring import build_scorer, score
+from nemo_style_rlhf.evaluation.summary import CheckpointSummary, summarize
+from nemo_style_rlhf.launch.bootstrap import setup
+from nemo_style_rlhf.schema.evaluation import EvaluationConfig
+
+log = logging.getLogger(__name__)
+DRY_RUN_PROMPTS = 2
+DRY_RUN_LENGTH = 8
+
+
+def evaluate(config: EvaluationConfig) -> list[CheckpointSummary]:
+    """Sample from one checkpoint after the other, score, write the files; the numbers of each checkpoint.
+
+    What can be refused cheaply is refused first: templates, prompts and reward sources before any response is generated.
+    """
+    device = setup(config.run)
+    if config.run.dry_run:
+        config = _tiny(config)
+    prompts = prompts_of(config)
+    scorer = build_scorer(config, device)
+    samples = _sample(config, prompts)
+    if scorer is not None:
+        with closing(scorer):
+            score([sample for of_checkpoint in samples.values() for sample in of_checkpoint], scorer)
+    summaries = _summaries(config, samples)
+    page = render_page(config, summaries, samples)
+    if config.run.dry_run:
+        log.info("dry run: %d prompts answered by each of %d checkpoints", DRY_RUN_PROMPTS, len(samples))
+        return summaries
+    _write(config, samples, summaries, page)
+    _show(summaries, Path(config.run.output_dir))
+    return summaries
+
+
+def _tiny(config: EvaluationConfig) -> EvaluationConfig:
+    generation = dataclasses.replace(
+        config.generation, max_length=min(DRY_RUN_LENGTH, config.generation.max_length), min_length=0
+    )
+    data = dataclasses.replace(config.data, max_prompts=DRY_RUN_PROMPTS)
+    return dataclasses.replace(config, samples_per_prompt=1, generation=generation, data=data)
+
+
+def _sample(config: EvaluationConfig, prompts: dict[str, list[Prompt]]) -> dict[str, list[Sample]]:
+    """By checkpoint's name."""
+    samples = {}
+    for checkpoint in config.parsed_checkpoints:
+        started = perf_counter()
+        samples[checkpoint.name] = sample_in_child(checkpoint, config, prompts[checkpoint.name])
+        tokens = sum(sample.length for sample in samples[checkpoint.name])
+        seconds = perf_counter() - started
+        log.info(
+            "%s: %d responses, %d tokens in %.0f s", checkpoint.name, len(samples[checkpoint.name]), tokens, seconds
+        )
+    return samples
+
+
+def _summaries(config: EvaluationConfig, samples: dict[str, list[Sample]]) -> list[CheckpointSummary]:
+    checkpoints = config.parsed_checkpoints
+    first = checkpoints[0].name
+    return [
+        summarize(
+            checkpoint.name,
+            checkpoint.path,
+            samples[checkpoint.name],
+            None if checkpoint.name == first else samples[first],
+        )
+        for checkpoint in checkpoints
+    ]
+
+
+def _write(
+    config: EvaluationConfig, samples: dict[str, list[Sample]], summaries: list[CheckpointSummary], page: str
+) -> None:
+    """
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    folder = Path(config.run.output_dir)
+    summary = {
+        "prompts": config.data.path,
+        "seed": config.run.seed,
+        "samples_per_prompt": config.samples_per_prompt,
+        "rewards": config.reward.sources,
+        "checkpoints": [dataclasses.asdict(summary) for summary in summaries],
+    }
+    by_prompt = sorted(
+        (sample for of_checkpoint in samples.values() for sample in of_checkpoint), key=lambda sample: sample.prompt_id
+    )
+    try:
+        write_atomically(folder / "results.jsonl", to_jsonl(by_prompt).encode())
+        write_atomically(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+        write_atomically(folder / "index.html", page.encode())
+    except OSError as error:
+        raise UserError(
+            f"the results cannot be written to {folder} ({storage_failure(error)}): make room or change run.output_dir"
+        ) from error
+
+
+def _show(summaries: list[CheckpointSummary], folder: Path) -> None:
+    console = Console()
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("checkpoint", overflow="fold")
+    for column in ("mean score", "win rate", "length", "truncated", "distinct", "samples"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for summary in summaries:
+        error = "" if summary.standard_error is None else f" ± {summary.standard_error:.3f}"
+        table.add_row(
+            Text(summary.name),
+            "-" if summary.mean_score is None else f"{summary.mean_score:.3f}{error}",
+            "-" if summary.win_rate is None else f"{summary.win_rate:.1%}",
+            f"{summary.mean_length:.1f}",
+            f"{summary.truncated_fraction:.1%}",
+            str(summary.distinct_responses),
+            str(summary.samples),
+        )
+    console.print(table)
+    console.print(f"{folder / 'index.html'}", soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,56 @@
+"""What an evaluation collects, and the file it goes into."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Sample:
+    """One response of one checkpoint."""
+
+    prompt_id: int
+    """Row number in the prompts' file."""
+    checkpoint: str
+    index: int
+    """Which of the checkpoint's responses to this prompt, from 0."""
+    seed: int
+    prompt: str
+    response: str
+    """Without special tokens."""
+    length: int
+    """Tokens, an end-of-sequence token included."""
+    finish_reason: str
+    """``stop`` or ``length`` (truncated)."""
+    label: str | None = None
+    score: float | None = None
+    """None where no source gives scores, or the sources failed on it."""
+    extra: dict[str, float] = field(default_factory=dict)
+    """Further numbers of the reward sources."""
+    token_ids: tuple[int, ...] = ()
+    """Of prompt and response, for reward sources."""
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+def to_jsonl(samples: list[Sample]) -> str:
+    """One object per line; what a sample does not have is left out, but a missing score is null."""
+    return "".join(json.dumps(_row(sample), ensure_ascii=False) + "\n" for sample in samples)
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    optional = {name: value for name in ("label", "extra") if (value := getattr(sample, name))}
+    return {
+        "prompt_id": sample.prompt_id,
+        "checkpoint": sample.checkpoint,
+        "sample": sample.index,
+        "seed": sample.seed,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "score": sample.score,
+        "length": sample.length,
+        "finish_reason": sample.finish_reason,
+        **optional,
+    }

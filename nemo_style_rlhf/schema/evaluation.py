@@ -1,0 +1,169 @@
+"""Configuration of `trainers/evaluate.py`."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from omegaconf import MISSING
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
+from nemo_style_rlhf.schema.data import PromptRowsConfig
+from nemo_style_rlhf.schema.generation import GenerationConfig
+from nemo_style_rlhf.schema.reward import FunctionRewardConfig
+
+EXPORT_FOLDER = "export"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One of the models that are compared."""
+
+    name: str
+    path: str
+
+    @staticmethod
+    def parse(given: str) -> "Checkpoint":
+        """From `path` or `name:path`; without a name it is the folder's, for a folder `export` that of the folder above."""
+        name, separator, path = given.partition(":")
+        if separator and name and path:
+            return Checkpoint(name, path)
+        parts = [part for part in PurePath(given).parts if part not in ("/", "..", EXPORT_FOLDER)]
+        if separator or not given:
+            raise UserError(f"checkpoints has the entry {given!r}: expected path or name:path")
+        return Checkpoint(parts[-1] if parts else given, given)
+
+
+@dataclass
+class EvaluationModelConfig:
+    """How the checkpoints are computed with."""
+
+    dtype: str = "bfloat16"
+    """bfloat16 or float32."""
+    attn_implementation: str = "auto"
+    """As in training; of generation.backend=hf and of the reward model."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a checkpoint (generation.backend=hf, reward model)."""
+
+    def at(self, path: str, dtype: str | None = None) -> ModelConfig:
+        """The model at ``path``, computed with like this."""
+        return ModelConfig(
+            path=path,
+            dtype=dtype or self.dtype,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def validate(self) -> None:
+        self.at("").validate()
+
+
+@dataclass
+class EvaluationDataConfig(PromptRowsConfig):
+    """The prompts every checkpoint answers."""
+
+    path: str = MISSING
+    """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
+    max_prompts: int = 0
+    """The first so many; 0 for all."""
+
+    def validate(self) -> None:
+        super().validate()
+        require(self.max_prompts >= 0, "data.max_prompts", self.max_prompts, "a number of prompts, or 0 for all")
+
+
+@dataclass
+class EvaluationGenerationConfig(GenerationConfig):
+    """As in training; top_k=1 makes it greedy."""
+
+    gpu_memory_utilization: float = 0.85
+    """Share of the GPU's memory vLLM may take; nothing else is on it meanwhile."""
+
+
+@dataclass
+class RewardModelSourceConfig:
+    """A sequence-classification checkpoint with one label, loaded in this process, with its own tokenizer and template."""
+
+    path: str | None = None
+    """null for none."""
+    weight: float = 1.0
+    dtype: str | None = None
+    """bfloat16 or float32; null is model.dtype."""
+    append_eos: bool | None = None
+    """Whether every response ends with the end-of-text token; null does as the reward model's training noted."""
+    normalize_rewards: bool = False
+    """Read (score - mean) / deviation, by the statistics that the reward model's training stored."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens (rows x longest row) one forward may hold; a longer single sequence goes alone."""
+
+    def validate(self) -> None:
+        if self.dtype is not None:
+            require_choice("reward.model.dtype", self.dtype, ("bfloat16", "float32"))
+        require(
+            self.micro_batch_tokens > 0,
+            "reward.model.micro_batch_tokens",
+            self.micro_batch_tokens,
+            "a number of tokens above 0",
+        )
+
+
+@dataclass
+class FunctionSourceConfig(FunctionRewardConfig):
+    """The reward functions of training; in use when path is set."""
+
+    weight: float = 1.0
+
+    def validate(self) -> None:
+        require(self.timeout_s > 0, "reward.function.timeout_s", self.timeout_s, "seconds above 0")
+        require(self.processes > 0, "reward.function.processes", self.processes, "a number above 0")
+
+
+@dataclass
+class EvaluationRewardConfig:
+    """Where scores come from: the sources whose path is set, each times its weight; without any, responses are only shown."""
+
+    model: RewardModelSourceConfig = field(default_factory=RewardModelSourceConfig)
+    function: FunctionSourceConfig = field(default_factory=FunctionSourceConfig)
+    on_error: str = "stop"
+    """When a source fails on samples. stop: the run ends with the reason; mask: they have no score."""
+
+    @property
+    def sources(self) -> list[str]:
+        """Paths of those in use."""
+        given = [(self.model.path, self.model.weight), (self.function.path, self.function.weight)]
+        return [path for path, weight in given if path and weight != 0]
+
+    def validate(self) -> None:
+        require_choice("reward.on_error", self.on_error, ("stop", "mask"))
+
+
+@dataclass
+class EvaluationConfig:
+    """`trainers/evaluate.py`."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    checkpoints: list[str] = MISSING
+    """Hugging Face directories or hub names to compare, each as path or name:path; the first is what the others are compared
+    with."""
+    samples_per_prompt: int = 1
+    """Responses of each checkpoint to each prompt. A sample's seed is a function of run.seed, its prompt and its number."""
+    model: EvaluationModelConfig = field(default_factory=EvaluationModelConfig)
+    data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
+    generation: EvaluationGenerationConfig = field(default_factory=EvaluationGenerationConfig)
+    reward: EvaluationRewardConfig = field(default_factory=EvaluationRewardConfig)
+
+    @property
+    def parsed_checkpoints(self) -> list[Checkpoint]:
+        """In their order."""
+        return [Checkpoint.parse(given) for given in self.checkpoints]
+
+    def validate(self) -> None:
+        require(self.samples_per_prompt > 0, "samples_per_prompt", self.samples_per_prompt, "a number above 0")
+        if not self.checkpoints:
+            raise UserError("checkpoints is empty: expected at least one, e.g. checkpoints=[outputs/ppo/export]")
+        ((name, count),) = Counter(checkpoint.name for checkpoint in self.parsed_checkpoints).most_common(1)
+        if count > 1:
+            raise UserError(
+                f"{count} checkpoints have the name {name}: give each its own, checkpoints=[first:...,second:...]"
+            )

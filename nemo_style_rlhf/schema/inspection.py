@@ -1,0 +1,68 @@
+"""Configuration of `trainers/inspect_data.py`."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.common import ModelConfig
+from nemo_style_rlhf.schema.supervised import (
+    PairDataConfig,
+    PreferenceDataConfig,
+    SFTDataConfig,
+    SupervisedDataConfig,
+    UnpairedDataConfig,
+)
+
+STAGES: dict[str, type[SupervisedDataConfig]] = {
+    "sft": SFTDataConfig,
+    "reward_model": PreferenceDataConfig,
+    "dpo": PairDataConfig,
+    "kto": UnpairedDataConfig,
+}
+
+
+@dataclass
+class InspectedDataConfig(SFTDataConfig, UnpairedDataConfig, PreferenceDataConfig):
+    """The `data` keys of every stage."""
+
+    format: str = "auto"
+    """As in the stage."""
+
+    def validate(self) -> None:
+        """The stage's own class does."""
+
+
+@dataclass
+class InspectDataConfig:
+    """`trainers/inspect_data.py`."""
+
+    stage: str = "sft"
+    """sft, reward_model, dpo or kto: whose samples to form."""
+    num_samples: int = 5
+    """Samples shown, the first of the file."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Only its tokenizer and config are loaded."""
+    data: InspectedDataConfig = field(default_factory=InspectedDataConfig)
+
+    @property
+    def stage_data(self) -> SupervisedDataConfig:
+        """``data`` as the stage's trainer reads it."""
+        names = {field.name for field in dataclasses.fields(STAGES[self.stage])}
+        return STAGES[self.stage](**{name: getattr(self.data, name) for name in names})
+
+    def validate(self) -> None:
+        require_choice("stage", self.stage, STAGES)
+        require(self.num_samples >= 0, "num_samples", self.num_samples, "a number of samples from 0 up")
+        read = {field.name for field in dataclasses.fields(STAGES[self.stage])}
+        for key in dataclasses.fields(self.data):
+            if key.name not in read and getattr(self.data, key.name) != key.default:
+                stages = " or ".join(
+                    name
+                    for name, schema in STAGES.items()
+                    if key.name in {field.name for field in dataclasses.fields(schema)}
+                )
+                raise UserError(
+                    f"data.{key.name} is set but stage={self.stage} does not read it: set stage to {stages}"
+                )
+        self.stage_data.validate()

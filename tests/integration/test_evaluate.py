@@ -1,0 +1,249 @@
+"""trainers/evaluate.py with vLLM on real checkpoints, and its page in a real browser."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.browser import Browser
+from tests.integration.processes import ROOT
+from tests.integration.test_wrong_use import refusal
+from tests.models import save_policy, save_reward_model
+
+PROMPTS = 12
+SAMPLES = 2
+MAX_LENGTH = 8
+REWARD = """
+def reward_func(queries, prompts, labels):
+    assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts))
+    return {"rewards": [float(label) for label in labels], "extra_logs": {"length": [len(query) for query in queries]}}
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    save_policy(folder / "sft" / "export", seed=0)
+    save_policy(folder / "ppo" / "export", seed=5)
+    save_reward_model(folder / "reward", pad_token_id=0)
+    save_reward_model(folder / "two_labels", num_labels=2)
+    rows = [{"prompt": f"w{i} w{i + 1}", "label": str(i)} for i in range(PROMPTS)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def arguments(inputs: Path, output_dir: Path) -> list[str]:
+    return [
+        f"run.output_dir={output_dir}", f"data.path={inputs / 'prompts.jsonl'}", "model=fp32",
+        f"checkpoints=[{inputs / 'sft/export'},{inputs / 'ppo/export'},again:{inputs / 'sft/export'}]",
+        f"samples_per_prompt={SAMPLES}", f"generation.max_length={MAX_LENGTH}", "generation.kv_cache_gib=0.1",
+    ]  # fmt: skip
+
+
+def evaluate(*given: str) -> str:
+    """The entry point in a process of its own; what it printed."""
+    command = [sys.executable, "trainers/evaluate.py", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def evaluation(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of three checkpoints, two of them the same, scored by a reward model."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    printed = evaluate(*arguments(inputs, folder), f"reward.model.path={inputs / 'reward'}")
+    assert str(folder / "index.html") in printed
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser")) as running:
+        yield running
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def summary(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "summary.json").read_text())["checkpoints"]
+
+
+def test_every_checkpoint_answers_the_same_prompts_with_the_same_seeds(evaluation: Path):
+    rows = results(evaluation)
+    assert len(rows) == PROMPTS * SAMPLES * 3
+    by_checkpoint = {name: [row for row in rows if row["checkpoint"] == name] for name in ("sft", "ppo", "again")}
+    identity = [[(row["prompt"], row["sample"], row["seed"]) for row in group] for group in by_checkpoint.values()]
+    assert identity[0] == identity[1] == identity[2]
+    assert len({row["seed"] for row in rows}) == PROMPTS * SAMPLES
+    responses = {name: [row["response"] for row in group] for name, group in by_checkpoint.items()}
+    assert responses["again"] == responses["sft"] != responses["ppo"]
+    for row in rows:
+        assert row["finish_reason"] == "stop" or row["length"] == MAX_LENGTH
+        assert 1 <= row["length"] <= MAX_LENGTH
+
+
+def test_scores_are_those_hugging_face_gives(evaluation: Path, inputs: Path):
+    """Prompt, response and end-of-text, one at a time, by the class the reward model was saved from."""
+    model = AutoModelForSequenceClassification.from_pretrained(inputs / "reward")
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "reward")
+    for row in results(evaluation)[::7]:
+        ids = tokenizer(row["prompt"] + row["response"])["input_ids"] + [tokenizer.eos_token_id]
+        with torch.no_grad():
+            (expected,) = model(input_ids=torch.tensor([ids])).logits[0].tolist()
+        assert row["score"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_summary_follows_from_the_results(evaluation: Path):
+    rows = results(evaluation)
+    first, second, again = summary(evaluation)
+    assert [first["name"], second["name"], again["name"]] == ["sft", "ppo", "again"]
+    for found in (first, second, again):
+        own = [row for row in rows if row["checkpoint"] == found["name"]]
+        assert found["samples"] == len(own) == PROMPTS * SAMPLES
+        assert found["mean_score"] == pytest.approx(sum(row["score"] for row in own) / len(own))
+        assert found["mean_length"] == pytest.approx(sum(row["length"] for row in own) / len(own))
+        assert found["truncated_fraction"] == sum(row["finish_reason"] == "length" for row in own) / len(own)
+        assert found["distinct_responses"] == len({row["response"] for row in own})
+    assert (first["win_rate"], again["win_rate"]) == (None, 0.5)  # equal responses are equal to the last bit
+    score = {(row["checkpoint"], row["prompt_id"], row["sample"]): row["score"] for row in rows}
+    pairs = [(prompt_id, index) for prompt_id in range(PROMPTS) for index in range(SAMPLES)]
+    differences = [score[("ppo", *pair)] - score[("sft", *pair)] for pair in pairs]
+    assert second["win_rate"] == sum(0.5 * (d == 0) + (d > 0) for d in differences) / len(differences)
+
+
+def test_the_page_shows_what_the_results_hold(evaluation: Path, browser: Browser):
+    browser.open(evaluation / "index.html")
+    assert browser.run("document.getElementById('count').textContent") == f"{PROMPTS} prompts"
+    names = browser.run("[...document.querySelectorAll('tbody th')].map((cell) => cell.firstChild.textContent.trim())")
+    assert names == ["sft", "ppo", "again"]
+    responses = "[...row.querySelectorAll('.cell .response')].map((response) => response.innerText)"
+    shown = browser.run(f"[...document.querySelectorAll('.row')].map((row) => {responses})")
+    rows = results(evaluation)
+    for prompt_id, texts in enumerate(shown):
+        expected = [row for row in rows if row["prompt_id"] == prompt_id]
+        assert len(texts) == len(expected) == 3 * SAMPLES
+        for text, row in zip(texts, expected, strict=True):
+            assert (row["response"].strip() or "empty") in text
+            assert f"{row['score']:.3f}" in text
+            assert ("truncated" in text) == (row["finish_reason"] == "length")
+    assert browser.problems == []
+
+
+def test_the_page_finds_a_response(evaluation: Path, browser: Browser):
+    browser.open(evaluation / "index.html")
+    rows = results(evaluation)
+    wanted = next(row["response"] for row in rows if len(row["response"].split()) > 3).strip()
+    fitting = {row["prompt_id"] for row in rows if wanted in row["response"] or wanted in row["prompt"]}
+    browser.press("/")
+    browser.type(wanted)
+    shown = browser.run("[...document.querySelectorAll('.row')].map((row) => Number(row.dataset.prompt))")
+    assert shown == sorted(fitting)
+    assert set(browser.run("[...document.querySelectorAll('mark')].map((mark) => mark.textContent)")) == {wanted}
+    assert browser.run("document.getElementById('count').textContent").startswith(
+        f"{len(fitting)} of {PROMPTS} prompts"
+    )
+
+
+def test_hf_generates_and_a_function_scores(inputs: Path, tmp_path: Path):
+    function = [f"reward.function.path={inputs / 'reward.py'}", "data.label_key=label", "reward.function.weight=0.5"]
+    evaluate(*arguments(inputs, tmp_path), "generation=hf", "data.max_prompts=3", *function)
+    rows = results(tmp_path)
+    assert len(rows) == 3 * SAMPLES * 3
+    for row in rows:
+        assert row["score"] == 0.5 * row["prompt_id"]
+        assert row["extra"]["function/length"] == len(row["prompt"] + row["response"])
+    assert [found["win_rate"] for found in summary(tmp_path)] == [None, 0.5, 0.5]
+
+
+def test_without_a_reward_the_page_shows_responses_and_a_dry_run_writes_nothing(inputs: Path, tmp_path: Path):
+    given = [*arguments(inputs, tmp_path), "generation=hf", f"checkpoints=[{inputs / 'sft/export'}]"]
+    evaluate(*given, "--dry-run", f"reward.model.path={inputs / 'reward'}")
+    assert list(tmp_path.iterdir()) == []
+    evaluate(*given, "data.max_prompts=2")
+    assert all(row["score"] is None for row in results(tmp_path))
+    assert "no scores" in (tmp_path / "index.html").read_text()
+
+
+MISTAKES = {
+    "missing checkpoint": (["checkpoints=[{inputs}/none]"], r"no Hugging Face model at .*none"),
+    "no checkpoints": (["checkpoints=[]"], r"checkpoints is empty: expected at least one"),
+    "one name twice": (
+        ["checkpoints=[{inputs}/sft/export,{inputs}/sft]"],
+        r"2 checkpoints have the name sft: give each",
+    ),
+    "missing prompts": (["data.path={inputs}/none.jsonl"], r"none\.jsonl does not exist"),
+    "all too long": (["data.max_prompt_length=1"], r"all 12 rows were dropped.*data\.max_prompt_length"),
+    "too long for the model": (["generation.max_length=500"], r"makes 502 tokens, more than the 128 positions"),
+    "missing reward model": (["reward.model.path={inputs}/none"], r"no Hugging Face model at .*none"),
+    "two labels": (["reward.model.path={inputs}/two_labels"], r"two_labels has 2 labels, expected 1"),
+    "missing function": (["reward.function.path={inputs}/none.py"], r"no file .*none\.py: reward\.function\.path"),
+    "unknown key": (["sample_per_prompt=2"], r"sample_per_prompt"),
+    "no samples": (["samples_per_prompt=0"], r"samples_per_prompt=0 is not possible"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence(
+    mistake: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    overrides, sentence = MISTAKES[mistake]
+    given = [*arguments(inputs, tmp_path), *(override.format(inputs=inputs) for override in overrides)]
+    error = refusal("trainers/evaluate.py", given, capsys, monkeypatch)
+    assert re.search(sentence, error), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_function_is_one_sentence_or_a_missing_score(inputs: Path, tmp_path: Path):
+    (tmp_path / "broken.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [1.0 / (prompts[0] != 'w1 w2')]\n"
+    )
+    function = [f"reward.function.path={tmp_path / 'broken.py'}", "reward.function.per_sample=true"]
+    one = f"checkpoints=[{inputs / 'sft/export'}]"
+    given = [*arguments(inputs, tmp_path / "out"), "generation=hf", "data.max_prompts=3", one, *function]
+    command = [sys.executable, "trainers/evaluate.py", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 2
+    assert "ZeroDivisionError" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    evaluate(*given, "reward.on_error=mask")
+    assert {row["prompt_id"]: row["score"] for row in results(tmp_path / "out")} == {0: 1.0, 1: None, 2: 1.0}
+    assert [found["unscored"] for found in summary(tmp_path / "out")] == [SAMPLES]
+
+
+def generating(process: subprocess.Popen) -> int:
+    """The pid of the child that generates, once it is there."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
+                return int(child)
+        time.sleep(0.05)
+    raise AssertionError("no process generates")
+
+
+@pytest.mark.parametrize("killed", ["generator", "evaluation"])
+def test_a_kill_ends_both_processes_and_that_of_the_generator_is_one_sentence(
+    inputs: Path, tmp_path: Path, killed: str
+):
+    """As the kernel does it for lack of memory."""
+    command = [sys.executable, "trainers/evaluate.py", *arguments(inputs, tmp_path), "generation=hf"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    child = generating(process)
+    os.kill({"generator": child, "evaluation": process.pid}[killed], signal.SIGKILL)
+    _, said = process.communicate(timeout=120)  # returns when the child, too, has let go of the pipe: it has ended
+    if killed == "generator":
+        assert process.returncode == 2
+        assert "was killed, most often for lack of memory" in said.splitlines()[-1]

@@ -1,0 +1,16 @@
+"""Compare checkpoints on the same prompts: python trainers/evaluate.py --help"""
+
+from nemo_style_rlhf.launch.entry import entry_point
+from nemo_style_rlhf.schema.evaluation import EvaluationConfig
+
+
+@entry_point(EvaluationConfig, config_name="evaluate")
+def main(config: EvaluationConfig) -> None:
+    """Everything else is in evaluation/run.py."""
+    from nemo_style_rlhf.evaluation.run import evaluate
+
+    evaluate(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Show tokenised training samples: python trainers/inspect_data.py --help"""
+
+from nemo_style_rlhf.launch.entry import entry_point
+from nemo_style_rlhf.schema.inspection import InspectDataConfig
+
+
+@entry_point(InspectDataConfig, config_name="inspect_data")
+def main(config: InspectDataConfig) -> None:
+    """Everything else is in supervised/inspection.py."""
+    from nemo_style_rlhf.supervised.inspection import inspect_data
+
+    inspect_data(config)
+
+
+if __name__ == "__main__":
+    main()
