@@ -15,7 +15,7 @@ from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.protocol import Array, Code, ProtocolError
 from nemo_style_rlhf.critic_service.reward_model import RewardModel
-from nemo_style_rlhf.critic_service.reward_text import RewardText
+from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 
@@ -112,7 +112,7 @@ def load_reward_service(config: RewardServerProcessConfig, device: torch.device,
         UserError: the checkpoint is missing or is no reward model with one label.
     """
     tokenizer = load_tokenizer(config.model.path)
-    model = load_reward_model(config.model)
+    model = load_reward_model(config.model, normalize=config.reward.normalize_rewards)
     identity = Identity.of(
         model,
         tokenizer,

@@ -8,7 +8,7 @@ import torch
 
 from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.protocol import Array, InferRequest
-from nemo_style_rlhf.critic_service.reward_text import RewardText
+from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores
 
 

@@ -16,10 +16,11 @@ from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.protocol import Array, InferRequest, TrainPlan
 from nemo_style_rlhf.critic_service.reward_model import RewardModel
-from nemo_style_rlhf.critic_service.reward_text import RewardText
 from nemo_style_rlhf.data.ragged import unpad
+from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer, original_dropout
+from nemo_style_rlhf.models.lora import add_lora, merged
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
 
@@ -38,7 +39,7 @@ class CriticWorker:
         """
         self.config = config
         self.tokenizer = load_tokenizer(config.model.path)
-        critic = load_reward_model(config.model)
+        critic = load_reward_model(config.model, normalize=config.critic.normalize_rewards)
         self.identity = Identity.of(
             critic, self.tokenizer, max_length=config.critic.max_length, decisive=_decisive(config)
         )
@@ -52,7 +53,9 @@ class CriticWorker:
         if config.critic.combine_rm_and_critic_server:
             text = RewardText(config.model.path, self.tokenizer, append_eos=config.critic.append_eos)
             offload = config.critic.offload_reward_model
-            self.reward = RewardModel(load_reward_model(config.model), text, self.batches, offload=offload)
+            model = load_reward_model(config.model, normalize=config.critic.normalize_rewards)
+            self.reward = RewardModel(model, text, self.batches, offload=offload)
+        add_lora(critic.hf, config.model)
         if config.model.gradient_checkpointing:
             critic.hf.gradient_checkpointing_enable()
         if config.model.compile:
@@ -145,9 +148,9 @@ class CriticWorker:
 
     def export(self, directory: Path) -> None:
         """Write the critic as a Hugging Face directory that AutoModelForSequenceClassification loads."""
-        prefix = "hf."
-        weights = {name.removeprefix(prefix): tensor.cpu() for name, tensor in self.engine.named_weights()}
         hf = self.engine.module.hf
+        named = ((name.removeprefix("hf."), tensor) for name, tensor in self.engine.named_weights())
+        weights = {name: tensor.cpu() for name, tensor in merged(named, hf)}
         dropout_off = {key: getattr(hf.config, key) for key in original_dropout(self.config.model.path)}
         for key, value in original_dropout(self.config.model.path).items():
             setattr(hf.config, key, value)
@@ -198,7 +201,9 @@ def _decisive(config: PPOCriticConfig) -> dict[str, Any]:
     """Everything in the config that decides the critic's numbers."""
     return {
         "loss_clip_val": config.critic.loss_clip_val,
+        "normalize_rewards": config.critic.normalize_rewards,
         "engine": asdict(config.engine),
+        "lora": asdict(config.model.lora),
         "dtype": config.model.dtype,
         "disable_dropout": config.model.disable_dropout,
         "seed": config.run.seed,

@@ -1,6 +1,6 @@
 """Rows of the supervised stages as token ids."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,7 +11,13 @@ from nemo_style_rlhf.data.hh import split_last_answer
 from nemo_style_rlhf.data.records import DropReport, Record, read_records
 from nemo_style_rlhf.data.templates import render
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.supervised import PreferenceDataConfig, SFTDataConfig
+from nemo_style_rlhf.schema.supervised import (
+    PairDataConfig,
+    PreferenceDataConfig,
+    SFTDataConfig,
+    SupervisedDataConfig,
+    UnpairedDataConfig,
+)
 
 Row = TypeVar("Row")
 ADVICE = "check the file, or raise data.max_length"
@@ -28,6 +34,24 @@ class SFTExample:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def learned(self) -> list[bool]:
+        """Of each token; the first is never learned, since nothing before it predicts it."""
+        return [position >= max(self.prompt_length, 1) for position in range(len(self))]
+
+
+@dataclass(frozen=True)
+class Conversation(SFTExample):
+    """Several answers, with text between them that is read."""
+
+    read: list[tuple[int, int]]
+    """Where it begins and ends, in tokens."""
+
+    def learned(self) -> list[bool]:
+        learned = super().learned()
+        for start, end in self.read:
+            learned[start:end] = [False] * (end - start)
+        return learned
+
 
 @dataclass(frozen=True)
 class PreferencePair:
@@ -36,9 +60,18 @@ class PreferencePair:
     chosen: list[int]
     rejected: list[int]
     margin: float = 0.0
+    prompt_length: int = 0
+    """So many tokens at the beginning of both are the prompt."""
 
     def __len__(self) -> int:
         return max(len(self.chosen), len(self.rejected))
+
+
+@dataclass(frozen=True)
+class UnpairedExample(SFTExample):
+    """One answer to a prompt, judged by itself."""
+
+    desirable: bool
 
 
 class Dropped(Exception):
@@ -58,7 +91,7 @@ def load_sft(
 
 
 def load_pairs(
-    path: str, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase
+    path: str, config: PairDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[PreferencePair], DropReport]:
     """The usable pairs of one file, in its order, and a report on the others: too long ones, equal ones, empty answers,
     HH transcripts whose prompts differ.
@@ -68,6 +101,20 @@ def load_pairs(
     """
     encoder = Encoder(tokenizer)
     return _usable(path, lambda record: _pair(record, config, encoder))
+
+
+def load_unpaired(
+    path: str, config: UnpairedDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[UnpairedExample], DropReport]:
+    """The usable judged answers of one file, in its order, and a report on the other rows. A pair becomes two answers, the
+    desirable one first; where one of them is unusable, neither is taken.
+
+    Raises:
+        UserError: as :func:`load_sft`, or a label that is neither true nor false.
+    """
+    encoder = Encoder(tokenizer)
+    rows, report = _usable(path, lambda record: _judged(record, config, encoder))
+    return [example for examples in rows for example in examples], report
 
 
 def _usable(path: str, encode: Callable[[Record], Row]) -> tuple[list[Row], DropReport]:
@@ -89,14 +136,11 @@ def _sft_example(record: Record, config: SFTDataConfig, encoder: Encoder) -> SFT
         response = record.text(config.text_key, "data.text_key")
         ids = encoder.response("", [], response, append_eos=config.append_eos)
     elif layout == "messages":
-        prompt, response = _last_answer(record, config, encoder)
-        prompt_ids = encoder.rendered(prompt)
-        ids = encoder.response(prompt, prompt_ids, response, append_eos=config.append_eos, rendered=True)
+        return _conversation(record, config, encoder)
     else:
-        prompt = render(config.prompt_template, record.text(config.prompt_key, "data.prompt_key"))
+        prompt = record.text(config.prompt_key, "data.prompt_key")
         response = record.text(config.response_key, "data.response_key")
-        prompt_ids = encoder.prompt(prompt)
-        ids = encoder.response(prompt, prompt_ids, response, append_eos=config.append_eos)
+        return _examples(prompt, (response,), config, encoder)[0]
     _check(response, len(prompt_ids) + len(ids), config.max_length)
     return SFTExample(prompt_ids + ids, len(prompt_ids))
 
@@ -109,38 +153,84 @@ def _sft_format(record: Record, config: SFTDataConfig) -> str:
     return "prompt_response"
 
 
-def _last_answer(record: Record, config: SFTDataConfig, encoder: Encoder) -> tuple[str, str]:
-    """The rendered conversation, split before its last message."""
+def _conversation(record: Record, config: SFTDataConfig, encoder: Encoder) -> Conversation:
+    """Tokens of the rendered conversation, turn by turn: each answer's are those that follow its prompt at inference."""
     messages = record.get(config.messages_key, "data.messages_key")
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{record.where}: {config.messages_key!r} is not a list of messages: check data.messages_key")
-    if messages[-1].get("role") != "assistant":
+    turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not turns or turns[-1] != len(messages) - 1:
         raise Dropped("without an assistant's last turn")
-    prompt = encoder.chat(messages[:-1], add_generation_prompt=True)
-    whole = encoder.chat(messages, add_generation_prompt=False)
-    if not whole.startswith(prompt):
-        raise Dropped("rendered differently with the answer than without")
-    return prompt, whole[len(prompt) :]
+    text, answer, ids, read = "", "", list[int](), list[tuple[int, int]]()
+    for turn in turns if config.learn == "all_answers" else turns[-1:]:
+        prompt = encoder.chat(messages[:turn], add_generation_prompt=True)
+        through = encoder.chat(messages[: turn + 1], add_generation_prompt=False)
+        if not (prompt.startswith(text) and through.startswith(prompt)):
+            raise Dropped("rendered differently with an answer than without")
+        start = len(ids)
+        ids += encoder.response(text, ids, prompt[len(text) :], append_eos=False, rendered=True)
+        read.append((start, len(ids)))
+        text, answer = through, through[len(prompt) :]
+        last = turn == turns[-1]
+        ids += encoder.response(prompt, ids, answer, append_eos=config.append_eos and last, rendered=True)
+    _check(answer, len(ids), config.max_length)
+    return Conversation(ids, read[0][1], read[1:])
 
 
-def _pair(record: Record, config: PreferenceDataConfig, encoder: Encoder) -> PreferencePair:
+def _pair(record: Record, config: PairDataConfig, encoder: Encoder) -> PreferencePair:
+    prompt, chosen, rejected = _two_responses(record, config)
+    if chosen == rejected:
+        raise Dropped("with equal responses")
+    preferred, other = _examples(prompt, (chosen, rejected), config, encoder)
+    key = config.margin_key if isinstance(config, PreferenceDataConfig) else None
+    margin = 0.0 if key is None else float(record.get(key, "data.margin_key"))
+    return PreferencePair(preferred.token_ids, other.token_ids, margin, preferred.prompt_length)
+
+
+def _judged(record: Record, config: UnpairedDataConfig, encoder: Encoder) -> list[UnpairedExample]:
+    if _is_pair(record, config):
+        pair = _pair(record, config, encoder)
+        sides = ((pair.chosen, True), (pair.rejected, False))
+        return [UnpairedExample(token_ids, pair.prompt_length, desirable) for token_ids, desirable in sides]
+    desirable = record.get(config.label_key, "data.label_key")
+    if not isinstance(desirable, bool):
+        raise UserError(
+            f"{record.where}: {config.label_key!r} holds {type(desirable).__name__}, expected true or false: "
+            "check the file or data.label_key"
+        )
+    prompt = record.text(config.prompt_key, "data.prompt_key")
+    completion = record.text(config.completion_key, "data.completion_key")
+    (example,) = _examples(prompt, (completion,), config, encoder)
+    return [UnpairedExample(example.token_ids, example.prompt_length, desirable)]
+
+
+def _is_pair(record: Record, config: UnpairedDataConfig) -> bool:
+    if config.format == "auto":
+        return config.chosen_key in record.fields and config.label_key not in record.fields
+    return config.format != "unpaired"
+
+
+def _examples(
+    prompt: str, responses: Sequence[str], config: SupervisedDataConfig, encoder: Encoder
+) -> list[SFTExample]:
+    """Each of ``responses`` after the prompt, which is put into its template here."""
+    prompt = render(config.prompt_template, prompt)
+    prompt_ids = encoder.prompt(prompt)
+    examples = []
+    for response in responses:
+        ids = encoder.response(prompt, prompt_ids, response, append_eos=config.append_eos)
+        _check(response, len(prompt_ids) + len(ids), config.max_length)
+        examples.append(SFTExample(prompt_ids + ids, len(prompt_ids)))
+    return examples
+
+
+def _two_responses(record: Record, config: PairDataConfig) -> tuple[str, str, str]:
+    """Prompt, chosen and rejected."""
     chosen = record.text(config.chosen_key, "data.chosen_key")
     rejected = record.text(config.rejected_key, "data.rejected_key")
     if config.format == "hh" or (config.format == "auto" and config.prompt_key not in record.fields):
-        prompt, chosen, rejected = _hh_pair(chosen, rejected)
-    else:
-        prompt = record.text(config.prompt_key, "data.prompt_key")
-    if chosen == rejected:
-        raise Dropped("with equal responses")
-    prompt = render(config.prompt_template, prompt)
-    prompt_ids = encoder.prompt(prompt)
-    sides = []
-    for response in (chosen, rejected):
-        ids = encoder.response(prompt, prompt_ids, response, append_eos=config.append_eos)
-        _check(response, len(prompt_ids) + len(ids), config.max_length)
-        sides.append(prompt_ids + ids)
-    margin = 0.0 if config.margin_key is None else float(record.get(config.margin_key, "data.margin_key"))
-    return PreferencePair(sides[0], sides[1], margin)
+        return _hh_pair(chosen, rejected)
+    return record.text(config.prompt_key, "data.prompt_key"), chosen, rejected
 
 
 def _hh_pair(chosen: str, rejected: str) -> tuple[str, str, str]:

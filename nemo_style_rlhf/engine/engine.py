@@ -70,6 +70,7 @@ class Engine:
             dist_init_required=False,
         )
         self._offloaded = False
+        self._partly_frozen = not all(parameter.requires_grad for parameter in module.parameters())
 
     @property
     def module(self) -> Any:
@@ -138,14 +139,18 @@ class Engine:
         return digest.hexdigest()
 
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer, schedule and counters below ``directory``; every rank calls it."""
+        """Write trained weights, optimizer, schedule and counters below ``directory``; every rank calls it."""
         self.reload_optimizer()
-        self._deepspeed.save_checkpoint(str(directory), tag=CHECKPOINT_TAG, save_latest=False)
+        self._deepspeed.save_checkpoint(
+            str(directory), tag=CHECKPOINT_TAG, save_latest=False, exclude_frozen_parameters=self._partly_frozen
+        )
 
     def load(self, directory: Path) -> None:
         """Bring back what :meth:`save` wrote, to the last bit; every rank calls it."""
         self.reload_optimizer()
-        loaded, _ = self._deepspeed.load_checkpoint(str(directory), tag=CHECKPOINT_TAG)
+        loaded, _ = self._deepspeed.load_checkpoint(
+            str(directory), tag=CHECKPOINT_TAG, load_module_strict=not self._partly_frozen
+        )
         if loaded is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint in {directory}")
         # DeepSpeed 0.19.8 keeps stale links to the old optimizer states on an engine that has already stepped.

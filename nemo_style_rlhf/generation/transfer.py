@@ -8,6 +8,7 @@ from torch import Tensor
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.generation.interface import TransferError, WeightTransport
 from nemo_style_rlhf.models.digests import tensor_bytes
+from nemo_style_rlhf.models.lora import merged
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -71,8 +72,9 @@ class Manifest:
 
 
 def policy_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an engine that trains a :class:`PolicyModel`, under their Hugging Face names."""
-    return ((name.removeprefix("hf."), tensor) for name, tensor in engine.named_weights())
+    """The tensors of an engine that trains a :class:`PolicyModel`, under their Hugging Face names, adapters merged."""
+    weights = ((name.removeprefix("hf."), tensor) for name, tensor in engine.named_weights())
+    return merged(weights, engine.module.hf)
 
 
 def send_weights(transport: WeightTransport, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

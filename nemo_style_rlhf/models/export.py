@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedModel
 
 from nemo_style_rlhf.models.loading import original_dropout
+from nemo_style_rlhf.models.lora import merged
 
 CARRIED_FILES = ("prompt_template.json", "chat_template.jinja", "generation_config.json")
 
@@ -14,7 +15,7 @@ def export_model(model: PreTrainedModel, directory: Path, *, source: str, config
     """Write ``model`` with the tokenizer, chat template, dropout settings and notes of ``source``, which it was trained from.
 
     A model built from a bare config takes its dropout settings from there, ``config_source``.
-    Written beside and renamed: ``directory`` is whole or as it was before.
+    Adapters are merged. Written beside and renamed: ``directory`` is whole or as it was before.
     """
     beside = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
@@ -22,7 +23,7 @@ def export_model(model: PreTrainedModel, directory: Path, *, source: str, config
     trained_with = {key: getattr(model.config, key) for key in original}
     use_cache = model.config.use_cache
     _set(model, {**original, "use_cache": True})
-    model.save_pretrained(beside)
+    model.save_pretrained(beside, state_dict=dict(merged(model.state_dict().items(), model)))
     _set(model, {**trained_with, "use_cache": use_cache})
     AutoTokenizer.from_pretrained(source).save_pretrained(beside)
     for name in CARRIED_FILES:

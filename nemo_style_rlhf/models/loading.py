@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -62,11 +63,12 @@ def new_causal_lm(config: ModelConfig, config_path: str | None = None) -> PreTra
     return model
 
 
-def load_reward_model(config: ModelConfig, *, new_head: bool = False) -> ScalarModel:
+def load_reward_model(config: ModelConfig, *, new_head: bool = False, normalize: bool = False) -> ScalarModel:
     """``AutoModelForSequenceClassification`` with one label at ``config.path``.
 
     Args:
         new_head: accept a causal LM as well; its score head then starts from the global torch generator.
+        normalize: see :class:`ScalarModel`.
 
     Raises:
         UserError: it has another number of labels, or no ``score`` head over every token (an encoder, for instance).
@@ -82,7 +84,14 @@ def load_reward_model(config: ModelConfig, *, new_head: bool = False) -> ScalarM
         raise UserError(
             f"the reward model {config.path} has {hf_config.num_labels} labels, expected 1: train or convert it with num_labels=1"
         )
-    return ScalarModel(_load(AutoModelForSequenceClassification, config, num_labels=1))
+    return ScalarModel(_load(AutoModelForSequenceClassification, config, num_labels=1), normalize=normalize)
+
+
+def eos_token_ids(generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """End-of-sequence ids of tokenizer and generation config: chat models end a turn with one the tokenizer does not name."""
+    configured = generation_config.eos_token_id if generation_config else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})
 
 
 def original_dropout(path: str) -> dict[str, float]:

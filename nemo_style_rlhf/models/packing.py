@@ -85,8 +85,8 @@ def packed_attention(
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and p == 0 and max_length_q is not None:
         return _variable_length(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q)[None], None
     lengths = cu_seq_lens_q.diff().tolist()
-    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    return torch.cat([_causal(*part, scaling, p, sliding_window) for part in parts], dim=2).transpose(1, 2), None
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    return torch.cat([_causal(q, k, v, scaling, p, sliding_window) for q, k, v in parts], dim=2).transpose(1, 2), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,5 +1,7 @@
 """Backbone and scalar head: the reward model, and the critic that starts from it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -14,7 +16,14 @@ class ScalarModel(nn.Module):
     At the last token that is the reward; as a critic, entry t estimates the return from the state after tokens 0..t.
     """
 
-    def __init__(self, hf: PreTrainedModel) -> None:
+    def __init__(self, hf: PreTrainedModel, *, normalize: bool = False) -> None:
+        """
+        Args:
+            normalize: read (score - mean) / std, by the statistics that the model's training stored in its config.
+
+        Raises:
+            UserError: no such head, or no such statistics.
+        """
         super().__init__()
         self.hf = hf
         self._packed = is_packed(hf)
@@ -23,15 +32,34 @@ class ScalarModel(nn.Module):
                 f"{type(hf).__name__} has no `score` head over every token: a reward model must be a decoder with "
                 "AutoModelForSequenceClassification and num_labels=1"
             )
+        self._mean, self._std = _reward_statistics(hf.config) if normalize else (0.0, 1.0)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, T] int64 token ids and mask to [B, T] float32 scores; 0 in the padding of a packed model."""
         if self._packed:
             packed = pack(input_ids, attention_mask)
             hidden = self.hf.base_model(**packed.inputs).last_hidden_state[0]
-            return packed.scatter(self.hf.score(hidden).squeeze(-1).float())
+            return packed.scatter(self._read(hidden))
         hidden = self.hf.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        return self.hf.score(hidden).squeeze(-1).float()
+        return self._read(hidden)
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        return (self.hf.score(hidden).squeeze(-1).float() - self._mean) / self._std
+
+
+def set_reward_statistics(hf_config: Any, mean: float, std: float) -> None:
+    """Store what :class:`ScalarModel` normalises by; Hugging Face keeps it in config.json."""
+    hf_config.reward_mean, hf_config.reward_std = mean, std
+
+
+def _reward_statistics(hf_config: Any) -> tuple[float, float]:
+    mean, std = getattr(hf_config, "reward_mean", None), getattr(hf_config, "reward_std", None)
+    if mean is None or not std:
+        raise UserError(
+            f"{hf_config.name_or_path} has no reward_mean and reward_std in its config.json to normalise rewards by: train it "
+            "with trainers/train_reward_model.py, add them, or set normalize_rewards=false"
+        )
+    return float(mean), float(std)
 
 
 def sequence_scores(token_scores: Tensor, input_ids: Tensor, lengths: Tensor, pad_token_id: int | None) -> Tensor:

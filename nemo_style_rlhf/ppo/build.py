@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.data.encoding import decode_response
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
 from nemo_style_rlhf.data.templates import check_template
 from nemo_style_rlhf.engine.engine import Engine
@@ -24,12 +25,13 @@ from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.digests import tokenizer_digest
-from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
+from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm, load_tokenizer
+from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import MAX_GAP, Probe
 from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
 from nemo_style_rlhf.rollout.collector import Collector
-from nemo_style_rlhf.rollout.reference import Reference
+from nemo_style_rlhf.rollout.reference import AdaptersOff, FrozenCopy, Reference
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.endpoints import EndpointScorer
@@ -61,13 +63,11 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     critic = _meet_critic(config, tokenizer, policy, max_length) if uses_critic_process(config) else None
     scorer = _scorer(config, critic)
     init_distributed(device)
-    reference = None
-    if config.needs_reference:
-        model = _policy_model(config, load_causal_lm(config.model))
-        reference = Reference(model, config.engine, device, cpu_offload=config.model.reference == "cpu_offload")
+    add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
     engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
     engine.eval()
+    reference = _reference(config, engine, device) if config.needs_reference else None
     own_stop_strings = any(prompt.sampling.stop for prompt in [*prompts, *val_prompts])
     generator = _generator(config, engine, tokenizer, max_length, device, own_stop_strings)
     resolved = OmegaConf.to_container(OmegaConf.structured(config))
@@ -81,7 +81,7 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
             scorer,
             engine,
             reference,
-            decode=partial(_decode, tokenizer),
+            decode=partial(decode_response, tokenizer),
             algorithm=config.algorithm,
             engine=config.engine,
             device=device,
@@ -182,15 +182,6 @@ def _scorer(config: PPOActorConfig, critic: RemoteCritic | None) -> Scorer:
     return CombinedScorer(sources, on_error=reward.on_error)
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, prompt: list[int], response: list[int]) -> str:
-    """The response as it stands behind its prompt: decoded alone, SentencePiece models lose its leading space."""
-    whole = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
-    before = str(tokenizer.decode(prompt, skip_special_tokens=True))
-    if whole.startswith(before):
-        return whole.removeprefix(before)
-    return str(tokenizer.decode(response, skip_special_tokens=True))  # the border is within a character
-
-
 def _check_template(config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     if warning := check_template(
         config.model.path,
@@ -226,6 +217,13 @@ def _policy_model(config: PPOActorConfig, model: PreTrainedModel) -> PolicyModel
     return PolicyModel(model, temperature=config.generation.temperature, compile_backbone=config.model.compile)
 
 
+def _reference(config: PPOActorConfig, policy: Engine, device: torch.device) -> Reference:
+    if config.model.lora.rank:
+        return AdaptersOff(policy, policy.module, config.engine, device)
+    model = _policy_model(config, load_causal_lm(config.model))
+    return FrozenCopy(model, config.engine, device, cpu_offload=config.model.reference == "cpu_offload")
+
+
 def _generator(
     config: PPOActorConfig,
     engine: Engine,
@@ -235,7 +233,7 @@ def _generator(
     own_stop_strings: bool,
 ) -> Generator:
     shapes = {name: tuple(tensor.shape) for name, tensor in policy_weights(engine)}
-    eos = _eos_token_ids(engine.module.hf, tokenizer)
+    eos = eos_token_ids(engine.module.hf.generation_config, tokenizer)
     if config.generation.backend == "hf":
         if own_stop_strings:
             raise UserError("generation.backend=hf knows no stop strings, but prompts bring their own: use vllm")
@@ -251,10 +249,3 @@ def _generator(
         weight_shapes=shapes,
         stop_strings=own_stop_strings,
     )
-
-
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """End-of-sequence ids of tokenizer and generation config: chat models end a turn with one the tokenizer does not name."""
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    ids = configured if isinstance(configured, list) else [configured]
-    return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})

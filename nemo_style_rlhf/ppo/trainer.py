@@ -21,6 +21,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
 from nemo_style_rlhf.models.export import export_model
+from nemo_style_rlhf.models.lora import save_adapter
 from nemo_style_rlhf.ppo.audit import Probe, audit_gap, audit_signs
 from nemo_style_rlhf.ppo.metrics import rollout_metrics, rollout_rows, validation_metrics
 from nemo_style_rlhf.ppo.rng import load_rng, save_rng
@@ -275,8 +276,10 @@ class PPOTrainer:
             self._parts.metrics.write(0, self._validate())
 
     def _export(self, name: str) -> None:
-        directory = self._output_dir / name
-        export_model(self._parts.engine.module.hf, directory, source=self._config.model.path)
+        directory, hf = self._output_dir / name, self._parts.engine.module.hf
+        export_model(hf, directory, source=self._config.model.path)
+        if self._config.model.lora.rank:
+            save_adapter(hf, self._output_dir / f"{name}_adapter", self._config.model)
         log.info("exported the policy to %s", directory)
 
 

@@ -1,16 +1,40 @@
 """The frozen policy that KL is measured against."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nemo_style_rlhf.models.lora import adapters_off
 from nemo_style_rlhf.models.policy import PolicyModel
-from nemo_style_rlhf.rollout.logprobs import batch_logprobs
+from nemo_style_rlhf.rollout.logprobs import PolicyForward, batch_logprobs
 from nemo_style_rlhf.schema.common import EngineConfig
 
 
-class Reference:
+class Reference(Protocol):
+    def logprobs(
+        self, tokens: Tensor, lengths: Sequence[int], mask: Tensor, temperatures: Tensor | None = None
+    ) -> Tensor:
+        """[N] float32, see :func:`batch_logprobs`."""
+
+
+class AdaptersOff:
+    """The policy that is trained, without its adapters: no second model."""
+
+    def __init__(self, policy: PolicyForward, module: nn.Module, config: EngineConfig, device: torch.device) -> None:
+        """``module`` holds the adapters of ``policy``."""
+        self._policy, self._module = policy, module
+        self._config, self._device = config, device
+
+    def logprobs(
+        self, tokens: Tensor, lengths: Sequence[int], mask: Tensor, temperatures: Tensor | None = None
+    ) -> Tensor:
+        with adapters_off(self._module):
+            return batch_logprobs(self._policy, tokens, lengths, mask, self._config, self._device, temperatures)
+
+
+class FrozenCopy:
     """A copy of the policy as it was at the start of the run; never trained, never saved."""
 
     def __init__(self, model: PolicyModel, config: EngineConfig, device: torch.device, *, cpu_offload: bool) -> None:
@@ -25,7 +49,6 @@ class Reference:
     def logprobs(
         self, tokens: Tensor, lengths: Sequence[int], mask: Tensor, temperatures: Tensor | None = None
     ) -> Tensor:
-        """[N] float32, see :func:`batch_logprobs`."""
         if self._cpu_offload:
             self._model.to(self._device)
         result = batch_logprobs(self._model, tokens, lengths, mask, self._config, self._device, temperatures)

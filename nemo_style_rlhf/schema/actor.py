@@ -5,22 +5,12 @@ from dataclasses import dataclass, field
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import require, require_choice
-from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, RunConfig
+from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, TrainerRunConfig
 from nemo_style_rlhf.schema.data import PromptDataConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from nemo_style_rlhf.schema.reward import RewardConfig
 from nemo_style_rlhf.schema.tracking import TrackingConfig
-
-
-@dataclass
-class ActorRunConfig(RunConfig):
-    resume: str = "auto"
-    """auto (from the last committed checkpoint, if there is one), never (refuse an output_dir with checkpoints), or must."""
-
-    def validate(self) -> None:
-        super().validate()
-        require_choice("run.resume", self.resume, ("auto", "never", "must"))
 
 
 @dataclass
@@ -101,7 +91,7 @@ class AuditConfig:
 class PPOActorConfig:
     """`trainers/train_ppo_actor.py`."""
 
-    run: ActorRunConfig = field(default_factory=ActorRunConfig)
+    run: TrainerRunConfig = field(default_factory=TrainerRunConfig)
     model: PolicyConfig = field(default_factory=PolicyConfig)
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

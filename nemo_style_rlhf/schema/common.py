@@ -32,6 +32,37 @@ class RunConfig:
 
 
 @dataclass
+class TrainerRunConfig(RunConfig):
+    """Of a run that writes checkpoints."""
+
+    resume: str = "auto"
+    """auto (from the last committed checkpoint, if there is one), never (refuse an output_dir with checkpoints), or must."""
+
+    def validate(self) -> None:
+        super().validate()
+        require_choice("run.resume", self.resume, ("auto", "never", "must"))
+
+
+@dataclass
+class LoRAConfig:
+    """Low-rank adapters (arXiv 2106.09685) instead of all weights; the model without them is its own reference."""
+
+    rank: int = 0
+    """Of the adapters; 0 trains all weights."""
+    alpha: int = 16
+    """The adapter's output is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """On the adapter's input."""
+    target_modules: list[str] | None = None
+    """Last names of the layers that get one, such as q_proj; null for all linear layers but the head."""
+
+    def validate(self) -> None:
+        require(self.rank >= 0, "model.lora.rank", self.rank, "a rank above 0, or 0 for no adapters")
+        require(self.alpha > 0, "model.lora.alpha", self.alpha, "a whole number above 0")
+        require(0 <= self.dropout < 1, "model.lora.dropout", self.dropout, "a probability below 1")
+
+
+@dataclass
 class ModelConfig:
     """A Hugging Face checkpoint and how to compute with it."""
 
@@ -52,6 +83,7 @@ class ModelConfig:
     """Dropout off while training (arXiv 2403.17031, detail 17): with it the PPO ratio is not 1 before the first update."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     def validate(self) -> None:
         require_choice("model.dtype", self.dtype, ("bfloat16", "float32"))

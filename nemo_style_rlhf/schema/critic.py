@@ -18,6 +18,8 @@ class CriticConfig:
     """Longest sequence accepted, in tokens; 0 takes the model's max_position_embeddings."""
     append_eos: bool | None = None
     """Whether reward_infer ends every response with the end-of-text token; null does as the reward model's training noted."""
+    normalize_rewards: bool = False
+    """Serve (reward - mean) / std, by the statistics stored with the reward model, and values on that scale."""
     offload_reward_model: bool = False
     """Keep the reward model's weights in host memory while the critic trains (CUDA only; no effect on CPU)."""
 

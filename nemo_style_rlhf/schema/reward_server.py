@@ -21,6 +21,8 @@ class RewardModelConfig:
     """Longest sequence accepted, in tokens; 0 takes the model's max_position_embeddings."""
     append_eos: bool | None = None
     """Whether every response ends with the end-of-text token; null does as the reward model's training noted."""
+    normalize_rewards: bool = False
+    """Serve (reward - mean) / std, by the statistics stored with the reward model."""
     micro_batch_tokens: int = 16384
     """Padded tokens (rows x longest row) one forward may hold; a longer single sequence goes alone."""
     row_multiple: int = 8

@@ -1,13 +1,14 @@
-"""The supervised stages: SFT and reward model."""
+"""The supervised stages: SFT, reward model, DPO and KTO."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from omegaconf import MISSING
 
-from nemo_style_rlhf.algorithms.preference_loss import REWARD_MODEL_LOSSES
+from nemo_style_rlhf.algorithms.preference_loss import DPO_LOSSES, REWARD_MODEL_LOSSES
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
-from nemo_style_rlhf.schema.common import ModelConfig, OptimizerConfig, RunConfig, SchedulerConfig
+from nemo_style_rlhf.schema.common import ModelConfig, OptimizerConfig, SchedulerConfig, TrainerRunConfig
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
 from nemo_style_rlhf.schema.tracking import TrackingConfig
 
@@ -52,33 +53,57 @@ class SupervisedDataConfig(PromptTemplateConfig):
 
 @dataclass
 class SFTDataConfig(SupervisedDataConfig):
-    """prompt and response (loss on the response alone), messages (loss on the last answer), or plain text (loss on all)."""
+    """prompt and response (loss on the response alone), messages (loss on the answers), or plain text (loss on all)."""
 
     format: str = "auto"
     """auto (by the keys of the first row), prompt_response, text or messages."""
     response_key: str = "response"
     text_key: str = "text"
     messages_key: str = "messages"
+    learn: str = "all_answers"
+    """Of messages: all_answers of the assistant, or the last_answer alone."""
 
     def validate(self) -> None:
         super().validate()
         require_choice("data.format", self.format, ("auto", "prompt_response", "text", "messages"))
+        require_choice("data.learn", self.learn, ("all_answers", "last_answer"))
 
 
 @dataclass
-class PreferenceDataConfig(SupervisedDataConfig):
+class PairDataConfig(SupervisedDataConfig):
     """prompt, chosen and rejected; or two Anthropic-HH transcripts."""
+
+    FORMATS: ClassVar[tuple[str, ...]] = ("auto", "pairs", "hh")
 
     format: str = "auto"
     """auto (pairs where rows have prompt_key, else hh), pairs, or hh."""
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
-    margin_key: str | None = None
-    """By how much the chosen response is better, for the loss's margin; null for none."""
 
     def validate(self) -> None:
         super().validate()
-        require_choice("data.format", self.format, ("auto", "pairs", "hh"))
+        require_choice("data.format", self.format, self.FORMATS)
+
+
+@dataclass
+class PreferenceDataConfig(PairDataConfig):
+    """Pairs of a reward model."""
+
+    margin_key: str | None = None
+    """By how much the chosen response is better, for the loss's margin; null for none."""
+
+
+@dataclass
+class UnpairedDataConfig(PairDataConfig):
+    """prompt, completion and whether it is desirable; a pair (as for DPO) counts as one desirable and one undesirable row."""
+
+    FORMATS: ClassVar[tuple[str, ...]] = ("auto", "unpaired", "pairs", "hh")
+
+    format: str = "auto"
+    """auto (rows that have chosen_key and not label_key are pairs or hh), unpaired, pairs, or hh."""
+    completion_key: str = "completion"
+    label_key: str = "label"
+    """Holds true for a desirable completion, false for an undesirable one."""
 
 
 @dataclass
@@ -90,9 +115,12 @@ class FitConfig:
     max_steps: int = 0
     """Optimizer steps; 0 lets max_epochs decide."""
     batch_size: int = 64
-    """Rows (SFT) or pairs (reward model) per optimizer step."""
+    """Rows (SFT, KTO) or pairs (reward model, DPO) per optimizer step."""
     micro_batch_size: int = 0
     """Of these, so many in one forward and backward; 0 for all at once. The loss is normalised over the whole step."""
+    micro_batch_tokens: int = 0
+    """Instead of micro_batch_size: tokens one forward and backward may hold, rows x longest row, or with model.packing their
+    sum (of pairs, the longer text counts). A longer row goes alone."""
     val_interval: int = 0
     """Optimizer steps between validations; 0 validates once, at the end."""
     val_batch_size: int = 64
@@ -115,6 +143,12 @@ class FitConfig:
             self.micro_batch_size,
             f"0 or a divisor of batch_size={self.batch_size}",
         )
+        require(self.micro_batch_tokens >= 0, "trainer.micro_batch_tokens", self.micro_batch_tokens, "tokens, or 0")
+        if self.micro_batch_size and self.micro_batch_tokens:
+            raise UserError(
+                f"trainer.micro_batch_size={self.micro_batch_size} and micro_batch_tokens={self.micro_batch_tokens} both say "
+                "how a step is split: set one of them to 0"
+            )
 
 
 @dataclass
@@ -133,13 +167,27 @@ class SupervisedEngineConfig:
 
 
 @dataclass
+class SupervisedCheckpointConfig:
+    """Checkpoints of an unfinished run, in <run.output_dir>/checkpoints; run.resume reads them."""
+
+    save_interval: int = 500
+    """Optimizer steps between checkpoints; 0 for none."""
+    keep_last: int = 1
+
+    def validate(self) -> None:
+        require(self.save_interval >= 0, "checkpoint.save_interval", self.save_interval, "a number of steps, or 0")
+        require(self.keep_last > 0, "checkpoint.keep_last", self.keep_last, "at least 1")
+
+
+@dataclass
 class SupervisedConfig:
     """What every supervised stage has."""
 
-    run: RunConfig = field(default_factory=RunConfig)
+    run: TrainerRunConfig = field(default_factory=TrainerRunConfig)
     model: SupervisedModelConfig = field(default_factory=SupervisedModelConfig)
     trainer: FitConfig = field(default_factory=FitConfig)
     engine: SupervisedEngineConfig = field(default_factory=SupervisedEngineConfig)
+    checkpoint: SupervisedCheckpointConfig = field(default_factory=SupervisedCheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     export_dir: str | None = None
     """Where the trained model goes as a plain Hugging Face directory; null is run.output_dir/export."""
@@ -164,7 +212,64 @@ class RewardModelConfig(SupervisedConfig):
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     loss: str = "sigmoid"
     """sigmoid or logexp: the Bradley-Terry loss in two notations."""
+    centring: float = 0.0
+    """Coefficient of (chosen + rejected)^2, which keeps the scores around 0 (arXiv 2312.09244, with 0.01); 0 for none."""
+    statistics_pairs: int = 2048
+    """Training pairs whose rewards' mean and deviation are stored with the model (see critic.normalize_rewards); 0: none."""
 
     def validate(self) -> None:
         require_choice("loss", self.loss, REWARD_MODEL_LOSSES)
-        require(self.model.init == "pretrained", "model.init", self.model.init, "pretrained, for a reward model")
+        require(self.statistics_pairs >= 0, "statistics_pairs", self.statistics_pairs, "a number of pairs, or 0")
+        require(self.centring >= 0, "centring", self.centring, "a coefficient from 0 up")
+        _require_pretrained(self.model, "a reward model")
+
+
+@dataclass
+class DPOConfig(SupervisedConfig):
+    """trainers/train_dpo.py"""
+
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    beta: float = 0.1
+    """Pull towards the reference policy, the model that training starts from; for ipo, 1 / (2 beta) is the margin aimed at."""
+    loss: str = "sigmoid"
+    """sigmoid (DPO), or ipo (on log-probabilities per token)."""
+    label_smoothing: float = 0.0
+    """Share of pairs believed to be labelled the wrong way round (cDPO), below 0.5; with loss=sigmoid only."""
+    nll_weight: float = 0.0
+    """Weight of the chosen response's negative log-likelihood per token (arXiv 2404.19733, with 1); 0 for none."""
+
+    def validate(self) -> None:
+        require_choice("loss", self.loss, DPO_LOSSES)
+        require(self.beta > 0, "beta", self.beta, "a number above 0")
+        require(0 <= self.label_smoothing < 0.5, "label_smoothing", self.label_smoothing, "a share from 0 to below 0.5")
+        if self.label_smoothing:
+            require(self.loss == "sigmoid", "label_smoothing", self.label_smoothing, f"0 with loss={self.loss}")
+        require(self.nll_weight >= 0, "nll_weight", self.nll_weight, "a weight from 0 up")
+        _require_pretrained(self.model, "DPO")
+
+
+@dataclass
+class KTOConfig(SupervisedConfig):
+    """trainers/train_kto.py"""
+
+    data: UnpairedDataConfig = field(default_factory=UnpairedDataConfig)
+    beta: float = 0.1
+    """How fast the value of gains and losses against the reference policy saturates."""
+    desirable_weight: float = 1.0
+    """Weight of the desirable rows' loss; the paper wants it times their number at 1 to 4/3 of the same product below."""
+    undesirable_weight: float = 1.0
+    """Weight of the undesirable rows' loss."""
+
+    def validate(self) -> None:
+        require(self.beta > 0, "beta", self.beta, "a number above 0")
+        require(self.desirable_weight >= 0, "desirable_weight", self.desirable_weight, "a weight from 0 up")
+        require(self.undesirable_weight >= 0, "undesirable_weight", self.undesirable_weight, "a weight from 0 up")
+        rows = self.trainer.batch_size
+        require(
+            rows > 1, "trainer.batch_size", rows, "at least 2: the KL is estimated from the responses to other rows"
+        )
+        _require_pretrained(self.model, "KTO")
+
+
+def _require_pretrained(model: SupervisedModelConfig, stage: str) -> None:
+    require(model.init == "pretrained", "model.init", model.init, f"pretrained, for {stage}")

@@ -1,13 +1,16 @@
 """Micro-batches of the supervised stages."""
 
+import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import lru_cache
+from itertools import pairwise
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from nemo_style_rlhf.data.ragged import pad
 from nemo_style_rlhf.data.sampling import PromptSampler
@@ -49,19 +52,16 @@ class PairBatch:
 
 
 def learned_tokens(rows: Sequence[SFTExample]) -> int:
-    """How many tokens of ``rows`` are learned; a text's first token has nothing before it to learn from."""
-    return sum(len(row) - max(row.prompt_length, 1) for row in rows)
+    """How many tokens of ``rows`` are learned."""
+    return sum(sum(row.learned()) for row in rows)
 
 
 def collate_sft(rows: Sequence[SFTExample], step_rows: Sequence[SFTExample], pad_token_id: int) -> SFTBatch:
     """``rows`` of the optimizer step ``step_rows``."""
     lengths = [len(row) for row in rows]
-    positions = torch.arange(max(lengths))
-    first = torch.tensor([max(row.prompt_length, 1) - 1 for row in rows])[:, None]
-    last = torch.tensor(lengths)[:, None] - 2
-    mask = ((positions >= first) & (positions <= last)).long()
     tokens = torch.tensor([token for row in rows for token in row.token_ids])
-    return SFTBatch(pad(tokens, lengths, value=pad_token_id), mask, learned_tokens(step_rows))
+    actions = torch.tensor([learned for row in rows for learned in [*row.learned()[1:], False]]).long()
+    return SFTBatch(pad(tokens, lengths, value=pad_token_id), pad(actions, lengths), learned_tokens(step_rows))
 
 
 def collate_pairs(rows: Sequence[PreferencePair], step_rows: Sequence[PreferencePair], pad_token_id: int) -> PairBatch:
@@ -76,31 +76,81 @@ def collate_pairs(rows: Sequence[PreferencePair], step_rows: Sequence[Preference
 Collate = Callable[[Sequence[Row], Sequence[Row], int], Batch]
 
 
-class TrainingBatches(Dataset[Batch]):
-    """Item k is micro-batch k of the run: a pure function of rows, seed and k."""
+class TrainingBatches(Dataset[Batch], Generic[Row, Batch]):
+    """Item k is micro-batch k of the run: a pure function of rows, seed and k.
+
+    Every optimizer step has the same number of micro-batches, so that Lightning accumulates over a constant count.
+    """
 
     def __init__(
-        self, rows: Sequence[Row], collate: Collate, pad_token_id: int, *, batch_size: int, micro_batch_size: int,
-        steps: int, seed: int,
+        self, rows: Sequence[Row], collate: Collate, pad_token_id: int, *, batch_size: int, micro_batches: int,
+        steps: int, seed: int, packed: bool = False,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            batch_size: rows of an optimizer step.
+            micro_batches: of an optimizer step.
+            packed: balance them by tokens; otherwise rows of about one length go together.
+        """
         self.rows, self.collate, self.pad_token_id = rows, collate, pad_token_id
-        self.batch_size, self.micro_batch_size, self.steps = batch_size, micro_batch_size, steps
+        self.batch_size, self.micro_batches, self.steps, self.packed = batch_size, micro_batches, steps, packed
         self.sampler = PromptSampler(len(rows), seed)
-
-    @property
-    def micro_batches_per_step(self) -> int:
-        """How many micro-batches make one optimizer step."""
-        return self.batch_size // self.micro_batch_size
+        self._parts = lru_cache(maxsize=2)(self._split)
 
     def __len__(self) -> int:
-        return self.steps * self.micro_batches_per_step
+        return self.steps * self.micro_batches
 
     def __getitem__(self, index: int) -> Batch:
-        step, part = divmod(index, self.micro_batches_per_step)
-        step_rows = [self.rows[row] for row in self.sampler.take(step * self.batch_size, self.batch_size)]
-        alike = sorted(step_rows, key=len, reverse=True)  # neighbours of one length need little padding
-        rows = alike[part * self.micro_batch_size : (part + 1) * self.micro_batch_size]
-        return self.collate(rows, step_rows, self.pad_token_id)
+        step, part = divmod(index, self.micro_batches)
+        step_rows = self.step_rows(step)
+        return self.collate([step_rows[row] for row in self._parts(step)[part]], step_rows, self.pad_token_id)
+
+    def step_rows(self, step: int) -> list[Row]:
+        return [self.rows[row] for row in self.sampler.take(step * self.batch_size, self.batch_size)]
+
+    def _split(self, step: int) -> list[list[int]]:
+        return split([len(row) for row in self.step_rows(step)], self.micro_batches, packed=self.packed)
+
+
+def split(lengths: Sequence[int], parts: int, *, packed: bool) -> list[list[int]]:
+    """Indices into ``lengths`` in ``parts`` groups, none empty: balanced in tokens, or of about equal lengths and rows."""
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    if not packed:
+        edges = [round(part * len(order) / parts) for part in range(parts + 1)]
+        return [order[start:end] for start, end in pairwise(edges)]
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    lightest = [(0, part) for part in range(parts)]  # the longest row first, always to the lightest group
+    for row in order:
+        tokens, part = heapq.heappop(lightest)
+        groups[part].append(row)
+        heapq.heappush(lightest, (tokens + lengths[row], part))
+    return groups
+
+
+def parts_within(lengths: Sequence[int], token_budget: int, *, packed: bool) -> int:
+    """Into how many groups :func:`split` must divide these rows so that each fits the budget, or is one row."""
+
+    def fits(parts: int) -> bool:
+        groups = [[lengths[row] for row in group] for group in split(lengths, parts, packed=packed)]
+        costs = (sum(group) if packed else len(group) * max(group) for group in groups if len(group) > 1)
+        return max(costs, default=0) <= token_budget
+
+    parts = max(1, math.ceil(sum(lengths) / token_budget))
+    return next((number for number in range(parts, len(lengths)) if fits(number)), len(lengths))
+
+
+class Positions(Sampler[int]):
+    """Every ``stride``-th item of ``total`` from ``rank`` on, without the first ``done``; its length counts these, too."""
+
+    def __init__(self, total: int, *, rank: int = 0, stride: int = 1, done: int = 0) -> None:
+        self._positions = range(rank, total, stride)
+        self._done = done
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._positions[self._done :])
+
+    def __len__(self) -> int:
+        return len(self._positions)
 
 
 class ValidationBatches(Dataset[Batch]):

@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.records import DropReport, read_records
-from nemo_style_rlhf.data.supervised import PreferencePair, load_pairs, load_sft, load_unpaired
+from nemo_style_rlhf.data.supervised import PreferencePair, SFTExample, load_pairs, load_sft, load_unpaired
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.scalar import sequence_scores
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
@@ -112,11 +112,6 @@ def render(shown: Shown, tokens: TokenTexts) -> Text:
     return result
 
 
-def learned_responses(length: int, prompt_length: int) -> list[bool]:
-    """Of a text's tokens: the first one is never learned, since nothing before it predicts it."""
-    return [position >= max(prompt_length, 1) for position in range(length)]
-
-
 def scored_token(token_ids: Sequence[int], pad_token_id: int | None) -> list[bool]:
     """Of a text's tokens: the one at which a reward model is read."""
     positions = torch.arange(len(token_ids), dtype=torch.float32)[None]
@@ -127,7 +122,7 @@ def scored_token(token_ids: Sequence[int], pad_token_id: int | None) -> list[boo
 def _sample(row: Any, config: InspectDataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Shown]:
     if not isinstance(row, PreferencePair):
         judged = {True: "desirable", False: "undesirable", None: "text"}[getattr(row, "desirable", None)]
-        return [Shown(judged, row.token_ids, learned_responses(len(row), row.prompt_length))]
+        return [Shown(judged, row.token_ids, row.learned())]
     if config.stage == "reward_model":
         pad_token_id = _pad_token_id(config, tokenizer)
         return [
@@ -135,7 +130,7 @@ def _sample(row: Any, config: InspectDataConfig, tokenizer: PreTrainedTokenizerB
             for side, ids in (("chosen", row.chosen), ("rejected", row.rejected))
         ]
     return [
-        Shown(side, ids, learned_responses(len(ids), row.prompt_length))
+        Shown(side, ids, SFTExample(ids, row.prompt_length).learned())
         for side, ids in (("chosen", row.chosen), ("rejected", row.rejected))
     ]
 

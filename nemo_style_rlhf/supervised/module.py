@@ -1,9 +1,9 @@
 """What the LightningModules of the supervised stages share: optimizer, loss of an optimizer step, metrics."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
@@ -11,6 +11,10 @@ from torch import Tensor
 from nemo_style_rlhf.engine.schedule import lr_factor
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import SupervisedEngineConfig
+from nemo_style_rlhf.supervised.checkpoints import IDENTITY
+
+Sums = dict[str, Tensor | tuple[Tensor, int]]
+"""By metric: a sum that is averaged as the loss is, or a sum and the count it is averaged over."""
 
 
 class SupervisedModule(pl.LightningModule, ABC):
@@ -24,19 +28,24 @@ class SupervisedModule(pl.LightningModule, ABC):
         super().__init__()
         self.config = config
         self.total_steps = total_steps
-        self._sums: Counter[str] = Counter()
+        self.seed = 0
+        """Of dropout; the stage sets it."""
+        self.identity: dict[str, Any] = {}
+        """Noted in every checkpoint; the stage sets it."""
+        self.strict_loading = False  # a checkpoint holds what is trained
+        self._trained, self._validated = Tally(), Tally()
 
     @abstractmethod
-    def losses(self, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
-        """The summed loss of ``batch`` (scalar), how many tokens or pairs it sums, and other sums to be averaged alike."""
+    def losses(self, batch: Any) -> tuple[Tensor, int, Sums]:
+        """The summed loss of ``batch`` (scalar), how many tokens or pairs it sums, and the sums of other metrics."""
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        # Dropout as a function of seed and micro-batch: a resumed run needs no generator state.
+        torch.manual_seed(_mixed(self.seed, batch_index, self.global_rank))
         loss, count, others = self.losses(batch)
-        self._sums.update(
-            {"loss": loss.item(), "count": count} | {name: value.item() for name, value in others.items()}
-        )
-        # Lightning divides by the number of micro-batches; the step's own count is the right divisor.
-        return loss / batch.step_count * self.trainer.accumulate_grad_batches
+        self._trained.add({"loss": loss, **others}, count)
+        # Lightning divides by the number of micro-batches and of ranks; the step's own count is the right divisor.
+        return loss / batch.step_count * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in self.parameters() if weight.grad is not None])
@@ -46,20 +55,33 @@ class SupervisedModule(pl.LightningModule, ABC):
             )
         if self.config.gradient_clip_val:  # here, because Lightning refuses to clip for fused optimizers
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.gradient_clip_val, norm)
-        count = self._sums.pop("count")
-        self.log_dict({f"train/{name}": total / count for name, total in self._sums.items()})
+        self.log_dict({f"train/{name}": mean for name, mean in self._means(self._trained).items()})
         self.log_dict({"train/grad_norm": norm, "train/lr": optimizer.param_groups[0]["lr"]})
-        self._sums.clear()
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
         loss, count, others = self.losses(batch)
-        means = {f"val/{name}": total / count for name, total in ({"loss": loss} | others).items()}
-        self.log_dict(means, batch_size=count, on_epoch=True)
+        self._validated.add({"loss": loss, **others}, count)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({f"val/{name}": mean for name, mean in self._means(self._validated).items()})
+
+    def _means(self, tally: "Tally") -> dict[str, float]:
+        """Of all ranks, since the last call."""
+        totals = self.trainer.strategy.reduce(tally.totals().to(self.device), reduce_op="sum").tolist()
+        means = {name: total / count for name, (total, count) in zip(tally.sums, totals, strict=True) if count}
+        tally.clear()
+        return means
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[IDENTITY] = self.identity
+        frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        for name in frozen:  # with adapters, the model they belong to is on disk already
+            del checkpoint["state_dict"][name]
 
     def configure_optimizers(self) -> Any:
         optim = self.config.optim
         optimizer = torch.optim.AdamW(
-            self.parameters(),
+            [parameter for parameter in self.parameters() if parameter.requires_grad],
             lr=optim.lr,
             betas=optim.betas,
             eps=optim.eps,
@@ -71,3 +93,29 @@ class SupervisedModule(pl.LightningModule, ABC):
             optimizer, lambda step: lr_factor(step, self.config.scheduler, total)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Tally:
+    """Sums of metrics and what they are averaged over. (Lightning's own weighted mean rounds over ranks.)"""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = {}
+        """By metric: [sum, count]."""
+
+    def add(self, sums: Sums, count: int) -> None:
+        for name, value in sums.items():
+            total, over = value if isinstance(value, tuple) else (value, count)
+            entry = self.sums.setdefault(name, [0.0, 0])
+            entry[0] += total.item()
+            entry[1] += over
+
+    def totals(self) -> Tensor:
+        """[metrics, 2] float64."""
+        return torch.tensor(list(self.sums.values()), dtype=torch.float64)
+
+    def clear(self) -> None:
+        self.sums.clear()
+
+
+def _mixed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

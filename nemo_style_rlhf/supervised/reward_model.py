@@ -1,40 +1,49 @@
 """The reward model: a scalar score that prefers the chosen response (Bradley-Terry)."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.preference_loss import reward_model_loss
 from nemo_style_rlhf.data.supervised import load_pairs
 from nemo_style_rlhf.models.loading import load_reward_model
-from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores
+from nemo_style_rlhf.models.lora import add_lora
+from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores, set_reward_statistics
 from nemo_style_rlhf.schema.supervised import RewardModelConfig, SupervisedEngineConfig
 from nemo_style_rlhf.supervised.batches import PairBatch, collate_pairs
-from nemo_style_rlhf.supervised.module import SupervisedModule
+from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.stage import Stage, training_precision
 
 
 class RewardModelModule(SupervisedModule):
     """Scores both responses of a pair in one forward."""
 
-    def __init__(self, model: ScalarModel, config: SupervisedEngineConfig, total_steps: int, loss: str) -> None:
+    def __init__(
+        self, model: ScalarModel, config: SupervisedEngineConfig, total_steps: int, loss: str, centring: float = 0.0
+    ) -> None:
         super().__init__(config, total_steps)
         self.model = model
-        self.loss = loss
+        self.loss, self.centring = loss, centring
 
-    def losses(self, batch: PairBatch) -> tuple[Tensor, int, dict[str, Tensor]]:
+    def scores(self, batch: PairBatch) -> Tensor:
+        """[2B]: of the chosen texts, then of the rejected ones."""
         positions = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device)
         attention_mask = (positions < batch.lengths[:, None]).long()
         token_scores = self.model(batch.input_ids, attention_mask)
-        scores = sequence_scores(token_scores, batch.input_ids, batch.lengths, self.model.hf.config.pad_token_id)
+        return sequence_scores(token_scores, batch.input_ids, batch.lengths, self.model.hf.config.pad_token_id)
+
+    def losses(self, batch: PairBatch) -> tuple[Tensor, int, Sums]:
+        scores = self.scores(batch)
         chosen, rejected = scores.chunk(2)
-        loss = reward_model_loss(chosen, rejected, margin=batch.margins, kind=self.loss) * len(chosen)
+        loss = reward_model_loss(chosen, rejected, margin=batch.margins, kind=self.loss, centring=self.centring)
         with torch.no_grad():
-            means = {
+            means: Sums = {
                 "pair_accuracy": (chosen > rejected).float().sum(),
                 "margin": (chosen - rejected).sum(),
                 "score": scores.sum() / 2,
             }
-        return loss, len(chosen), means
+        return loss * len(chosen), len(chosen), means
 
 
 def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
@@ -45,5 +54,18 @@ def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
         model.hf.config.pad_token_id = stage.tokenizer.pad_token_id  # transformers pools by it
     if config.model.compile:
         model.hf.base_model.compile(dynamic=True)
-    module = RewardModelModule(model, config.engine, stage.total_steps, config.loss)
-    return stage.fit(module, model.hf)
+    add_lora(model.hf, config.model)
+    module = RewardModelModule(model, config.engine, stage.total_steps, config.loss, config.centring)
+    metrics = stage.fit(module, model.hf)
+    if config.statistics_pairs:
+        _store_statistics(module, stage.sample(config.statistics_pairs))
+    stage.export(model.hf)
+    return metrics
+
+
+@torch.no_grad()
+def _store_statistics(module: RewardModelModule, batches: Iterable[PairBatch]) -> None:
+    """Mean and standard deviation of the rewards go into the model's config, for whoever normalises by them."""
+    module.eval()
+    scores = torch.cat([module.scores(batch) for batch in batches]).double()
+    set_reward_statistics(module.model.hf.config, float(scores.mean()), float(scores.std(correction=0)))

@@ -5,10 +5,11 @@ from transformers import PreTrainedModel
 
 from nemo_style_rlhf.data.supervised import load_sft
 from nemo_style_rlhf.models.loading import load_causal_lm, new_causal_lm
+from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.schema.supervised import SFTConfig, SupervisedEngineConfig
 from nemo_style_rlhf.supervised.batches import SFTBatch, collate_sft
-from nemo_style_rlhf.supervised.module import SupervisedModule
+from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.stage import Stage, training_precision
 
 
@@ -21,7 +22,7 @@ class SFTModule(SupervisedModule):
         super().__init__(config, total_steps)
         self.policy = PolicyModel(hf, temperature=1.0, compile_backbone=compile_backbone)
 
-    def losses(self, batch: SFTBatch) -> tuple[Tensor, int, dict[str, Tensor]]:
+    def losses(self, batch: SFTBatch) -> tuple[Tensor, int, Sums]:
         logprobs = self.policy(batch.input_ids, batch.action_mask).logprobs
         return -logprobs.sum(), logprobs.numel(), {}
 
@@ -31,5 +32,8 @@ def train_sft(config: SFTConfig) -> dict[str, float]:
     stage = Stage(config, config.data, load_sft, collate_sft)
     model = training_precision(config.model)
     hf = new_causal_lm(model, model.config_path) if model.init == "random" else load_causal_lm(model)
+    add_lora(hf, model)
     module = SFTModule(hf, config.engine, stage.total_steps, model.compile)
-    return stage.fit(module, hf)
+    metrics = stage.fit(module, hf)
+    stage.export(hf)
+    return metrics

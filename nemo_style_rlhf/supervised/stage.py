@@ -3,17 +3,21 @@
 import dataclasses
 import logging
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.apply_func import move_data_to_device
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
 from nemo_style_rlhf.data.templates import write_template
 from nemo_style_rlhf.errors import UserError
@@ -21,14 +25,22 @@ from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_tokenizer
+from nemo_style_rlhf.models.lora import save_adapter
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.supervised import SupervisedConfig, SupervisedDataConfig
-from nemo_style_rlhf.supervised.batches import Collate, TrainingBatches, ValidationBatches
+from nemo_style_rlhf.supervised.batches import Collate, Positions, TrainingBatches, ValidationBatches, parts_within
+from nemo_style_rlhf.supervised.checkpoints import (
+    AtomicCheckpointIO,
+    checkpoint_callback,
+    completed_micro_batches,
+    last_checkpoint,
+)
 from nemo_style_rlhf.supervised.metrics_logger import MetricsLogger
 from nemo_style_rlhf.supervised.module import SupervisedModule
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 
 logger = logging.getLogger(__name__)
+RANK_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"))  # torchrun's
 Model = TypeVar("Model", bound=ModelConfig)
 Loader = Callable[[str, Any, PreTrainedTokenizerBase], tuple[Sequence[Any], DropReport]]
 
@@ -49,6 +61,7 @@ class Stage:
         """
         self.config, self.data, self.collate = config, data, collate
         self.device = setup(config.run)
+        self._rank, self._world_size = (int(os.environ.get(name, default)) for name, default in RANK_VARIABLES)
         logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
         self.tokenizer = load_tokenizer(config.model.path)
         self.train_rows = self._load(load, data.train_path)
@@ -59,19 +72,26 @@ class Stage:
             self.total_steps = 1
 
     def fit(self, module: SupervisedModule, hf: PreTrainedModel) -> dict[str, float]:
-        """Train ``module``, validate, and export ``hf``, its model; the last validation's metrics."""
-        if self.config.model.gradient_checkpointing:
+        """Train ``module`` from the beginning or the last checkpoint, and validate; the last validation's metrics."""
+        config, dry_run = self.config, self.config.run.dry_run
+        if config.model.gradient_checkpointing:
             hf.gradient_checkpointing_enable()
         module.train()
-        trainer = self._trainer()
-        validation = self._validation()
-        trainer.fit(
-            module, DataLoader(self._batches(), batch_size=None), validation if self._validates_within_fit else None
+        module.seed, module.identity = config.run.seed, self._identity
+        resumed = None if dry_run else last_checkpoint(config)
+        done = 0 if resumed is None else completed_micro_batches(resumed, self._identity)
+        self.trainer = self._trainer(resumed_step=0 if resumed is None else done // self._accumulate)
+        if resumed is not None:
+            logger.info("resuming from %s", resumed)
+        self.trainer.fit(
+            module,
+            self._loader(self._batches(), done=done),
+            self._validation() if self._validates_within_fit else None,
+            ckpt_path=resumed,
         )
-        metrics = dict(trainer.validate(module, validation, verbose=False)[0]) if validation is not None else {}
-        logger.info("trained %d steps %s", trainer.global_step, _formatted(metrics))
-        if not self.config.run.dry_run:
-            self._export(hf)
+        validation = self._validation()
+        metrics = dict(self.trainer.validate(module, validation, verbose=False)[0]) if validation is not None else {}
+        logger.info("trained %d steps %s", self.trainer.global_step, _formatted(metrics))
         return metrics
 
     def _load(self, load: Loader, path: str) -> Sequence[Any]:
@@ -79,16 +99,47 @@ class Stage:
         logger.info("%s", report)
         return rows
 
-    def _batches(self) -> TrainingBatches[Any]:
-        fit = self.config.trainer
+    @cached_property
+    def _micro_batches(self) -> int:
+        """Of an optimizer step, all ranks together; the same for every step, and so what the fullest one needs."""
+        fit, packed = self.config.trainer, self.config.model.packing
+        parts = fit.batch_size // (fit.micro_batch_size or fit.batch_size)
+        if fit.micro_batch_tokens:
+            whole = self._batches(micro_batches=1)
+            lengths = ([len(row) for row in whole.step_rows(step)] for step in range(self.total_steps))
+            parts = max(parts_within(step, fit.micro_batch_tokens, packed=packed) for step in lengths)
+        parts = round_up(parts, self._world_size)
+        if parts > fit.batch_size:
+            raise UserError(
+                f"trainer.batch_size={fit.batch_size} cannot be split over {self._world_size} ranks in {parts} parts: raise it"
+            )
+        return parts
+
+    @property
+    def _accumulate(self) -> int:
+        """Micro-batches that each rank sees per optimizer step."""
+        return self._micro_batches // self._world_size
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What the order of the micro-batches depends on."""
+        fit, run = self.config.trainer, self.config.run
+        return {
+            "training rows": len(self.train_rows), "trainer.batch_size": fit.batch_size, "run.seed": run.seed,
+            "optimizer steps": self.total_steps, "micro-batches per step": self._micro_batches,
+            "ranks": self._world_size,
+        }  # fmt: skip
+
+    def _batches(self, *, micro_batches: int = 0) -> TrainingBatches[Any, Any]:
         return TrainingBatches(
             self.train_rows,
             self.collate,
             self.tokenizer.pad_token_id,
-            batch_size=fit.batch_size,
-            micro_batch_size=fit.micro_batch_size or fit.batch_size,
+            batch_size=self.config.trainer.batch_size,
+            micro_batches=micro_batches or self._micro_batches,
             steps=self.total_steps,
             seed=self.config.run.seed,
+            packed=self.config.model.packing,
         )
 
     def _validation(self) -> DataLoader[Any] | None:
@@ -96,10 +147,20 @@ class Stage:
             return None
         batch_size = self.config.trainer.val_batch_size
         rows = self.val_rows[:batch_size] if self.config.run.dry_run else self.val_rows
+        if len(rows) < self._world_size:
+            raise UserError(
+                f"{self.data.val_path} has {len(rows)} rows for {self._world_size} ranks: give each rank one, or set "
+                "data.val_path=null"
+            )
+        batch_size = min(batch_size, len(rows) // self._world_size)  # no rank without a batch
         batches: ValidationBatches[Any] = ValidationBatches(
             rows, self.collate, self.tokenizer.pad_token_id, batch_size=batch_size
         )
-        return DataLoader(batches, batch_size=None)
+        return self._loader(batches)
+
+    def _loader(self, batches: Any, *, done: int = 0) -> DataLoader[Any]:
+        positions = Positions(len(batches), rank=self._rank, stride=self._world_size, done=done)
+        return DataLoader(batches, batch_size=None, sampler=positions)
 
     @property
     def _validates_within_fit(self) -> bool:
@@ -111,44 +172,66 @@ class Stage:
             return "32-true"  # the mixed one would compute less precisely, and four times slower
         return "bf16-mixed" if self.config.model.dtype == "bfloat16" else "32-true"
 
-    def _trainer(self) -> pl.Trainer:
+    def _trainer(self, *, resumed_step: int) -> pl.Trainer:
         config, fit = self.config, self.config.trainer
-        accumulate = fit.batch_size // (fit.micro_batch_size or fit.batch_size)
+        saves = config.checkpoint.save_interval > 0 and not config.run.dry_run
         return pl.Trainer(
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
-            devices=1,
+            devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            num_nodes=self._world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            strategy="ddp" if self._world_size > 1 else "auto",
+            use_distributed_sampler=False,  # each rank's share is in its loader already
             precision=self._precision,
             max_epochs=1,  # the data set is the whole run
-            accumulate_grad_batches=accumulate,
-            val_check_interval=fit.val_interval * accumulate if self._validates_within_fit else None,
+            accumulate_grad_batches=self._accumulate,
+            val_check_interval=fit.val_interval * self._accumulate if self._validates_within_fit else None,
             num_sanity_val_steps=0,
             log_every_n_steps=fit.log_interval,
-            logger=self._loggers(),
-            enable_checkpointing=False,
+            logger=self._loggers(resumed_step),
+            callbacks=[checkpoint_callback(config)] if saves else None,
+            plugins=[AtomicCheckpointIO()],
+            enable_checkpointing=saves,
             enable_model_summary=False,
             enable_progress_bar=config.tracking.progress and sys.stderr.isatty(),
             default_root_dir=config.run.output_dir,
         )
 
-    def _loggers(self) -> list[MetricsLogger]:
-        if self.config.run.dry_run:
+    def _loggers(self, resumed_step: int) -> list[MetricsLogger]:
+        if self.config.run.dry_run or self._rank > 0:
             return []
         resolved = OmegaConf.to_container(OmegaConf.structured(self.config))
         assert isinstance(resolved, dict)
         named = {str(key): value for key, value in resolved.items()}
         self.writer = MetricsWriter(Path(self.config.run.output_dir), self.config.tracking, named)
-        self.writer.rewind(-1)  # a stage starts from the beginning
+        self.writer.rewind(resumed_step - 1)  # Lightning's steps count from 0
         return [MetricsLogger(self.writer)]
 
-    def _export(self, hf: PreTrainedModel) -> None:
-        """
+    def sample(self, count: int) -> Iterator[Any]:
+        """The first ``count`` training rows of the shuffled order, or all, in batches on the model's device."""
+        rows = self._batches(micro_batches=1).sampler.take(0, min(count, len(self.train_rows)))
+        batches: ValidationBatches[Any] = ValidationBatches(
+            [self.train_rows[row] for row in rows],
+            self.collate,
+            self.tokenizer.pad_token_id,
+            batch_size=self.config.trainer.val_batch_size,
+        )
+        for index in range(len(batches)):
+            yield move_data_to_device(batches[index], self.device)
+
+    def export(self, hf: PreTrainedModel) -> None:
+        """Write ``hf``, the trained model, with its tokenizer and templates; not in a dry run.
+
         Raises:
             UserError: the folder cannot be written.
         """
+        if self.config.run.dry_run or self._rank > 0:
+            return
         target, model = Path(self.config.export_path), self.config.model
         try:
             hf.to(getattr(torch, model.dtype))
             export_model(hf, target, source=model.path, config_source=model.config_path)
+            if model.lora.rank:
+                save_adapter(hf, target.with_name(f"{target.name}_adapter"), model)
             data = self.data
             write_template(target, data.prompt_template, self.tokenizer, data.chat_template, append_eos=data.append_eos)
         except OSError as error:

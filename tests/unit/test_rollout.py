@@ -16,7 +16,7 @@ from nemo_style_rlhf.ppo.metrics import rollout_metrics
 from nemo_style_rlhf.ppo.update import mini_batch_plan
 from nemo_style_rlhf.rollout.collector import Collector, NothingToLearnError
 from nemo_style_rlhf.rollout.logprobs import action_mask, micro_batch_iterator
-from nemo_style_rlhf.rollout.reference import Reference
+from nemo_style_rlhf.rollout.reference import FrozenCopy
 from nemo_style_rlhf.rollout.sampling import Timers, make_requests
 from nemo_style_rlhf.rollout.types import Rollout
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, FilterConfig
@@ -121,7 +121,7 @@ def collect(max_length=6, stop=range(24), scorer=None, takes=None, **algorithm):
         generator,
         scorer or LengthScorer(),
         policy,
-        Reference(policy, engine, CPU, cpu_offload=False),
+        FrozenCopy(policy, engine, CPU, cpu_offload=False),
         decode=lambda prompt, response: str(response),
         algorithm=AlgorithmConfig(num_rollout_samples=40, samples_per_prompt=10, **algorithm),
         engine=engine,

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from nemo_style_rlhf.data.supervised import load_pairs, load_sft
+from nemo_style_rlhf.data.supervised import load_pairs, load_sft, load_unpaired
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.supervised import PreferenceDataConfig, SFTDataConfig
+from nemo_style_rlhf.schema.supervised import PreferenceDataConfig, SFTDataConfig, UnpairedDataConfig
 
 A, B, C, EOS, BOS = 2, 3, 4, 1, 0
 
@@ -28,6 +28,12 @@ def pairs(tmp_path, tokenizer, *rows, **changes):
     return [(pair.chosen, pair.rejected, pair.margin) for pair in found], report
 
 
+def unpaired(tmp_path, tokenizer, *rows, **changes):
+    config = UnpairedDataConfig(train_path="unused", **changes)
+    found, report = load_unpaired(write(tmp_path, *rows), config, tokenizer)
+    return [(example.token_ids, example.prompt_length, example.desirable) for example in found], report
+
+
 def test_the_prompt_is_read_and_the_response_with_eos_learned(tmp_path, tokenizer):
     examples, _ = sft(tmp_path, tokenizer, {"prompt": "ab", "response": "c"})
     assert examples == [([BOS, A, B, C, EOS], 3)]
@@ -43,7 +49,7 @@ def test_eos_is_not_written_twice(tmp_path, make_tokenizer):
     assert examples == [([BOS, A, B, EOS], 2)]
 
 
-def test_messages_are_learned_in_the_last_answer_alone(tmp_path, tokenizer):
+def test_messages_are_learned_in_all_answers_or_the_last_one(tmp_path, tokenizer):
     tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}z{% endif %}{% endfor %}"
     )
@@ -53,9 +59,15 @@ def test_messages_are_learned_in_the_last_answer_alone(tmp_path, tokenizer):
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "a"},
     ]
-    examples, report = sft(tmp_path, tokenizer, {"messages": messages}, {"messages": messages[:1]})
+    rows = {"messages": messages}, {"messages": messages[:1]}
+    examples, report = sft(tmp_path, tokenizer, *rows, learn="last_answer")
     assert examples == [([BOS, A, 27, B, C, 27, A, EOS], 6)]
     assert report.dropped == {"without an assistant's last turn": 1}
+    path = tmp_path / "conversation.jsonl"
+    path.write_text(json.dumps(rows[0]))
+    (example,), _ = load_sft(str(path), SFTDataConfig(train_path=str(path)), tokenizer)
+    assert example.token_ids == [BOS, A, 27, B, C, 27, A, EOS]
+    assert example.learned() == [False, False, False, True, False, False, True, True]
 
 
 def test_rows_that_cannot_be_learned_are_dropped_and_counted(tmp_path, tokenizer):
@@ -69,6 +81,63 @@ def test_pairs_share_their_prompt(tmp_path, tokenizer):
     row = {"prompt": "a", "chosen": "b", "rejected": "c", "by": 0.5}
     found, _ = pairs(tmp_path, tokenizer, row, margin_key="by", prompt_template="{prompt}{a}".replace("{a}", "a"))
     assert found == [([BOS, A, A, B, EOS], [BOS, A, A, C, EOS], 0.5)]
+
+
+def test_a_pair_knows_where_its_responses_start(tmp_path, tokenizer):
+    config = PreferenceDataConfig(train_path="unused", prompt_template="a{prompt}")
+    path = write(tmp_path, {"prompt": "ab", "chosen": "b", "rejected": "cc"})
+    (pair,), _ = load_pairs(path, config, tokenizer)
+    assert pair.chosen[: pair.prompt_length] == pair.rejected[: pair.prompt_length] == [BOS, A, A, B]
+    assert (pair.chosen[4:], pair.rejected[4:]) == ([B, EOS], [C, C, EOS])
+
+
+def test_judged_answers_keep_their_label(tmp_path, tokenizer):
+    rows = [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "a", "completion": "c", "label": False}]
+    found, report = unpaired(tmp_path, tokenizer, *rows)
+    assert found == [([BOS, A, B, EOS], 2, True), ([BOS, A, C, EOS], 2, False)]
+    assert report.kept == 2
+
+
+def test_keys_of_judged_answers_can_be_set(tmp_path, tokenizer):
+    row = {"question": "a", "answer": "b", "good": True, "chosen": "not read"}
+    keys = {"prompt_key": "question", "completion_key": "answer", "label_key": "good"}
+    found, _ = unpaired(tmp_path, tokenizer, row, **keys, prompt_template="c{prompt}")
+    assert found == [([BOS, C, A, B, EOS], 3, True)]
+
+
+def test_a_pair_is_two_judged_answers(tmp_path, tokenizer):
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"chosen": "\n\nHuman: a\n\nAssistant:b", "rejected": "\n\nHuman: a\n\nAssistant:c"},
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        {"prompt": "a", "chosen": "b", "rejected": " "},
+    ]
+    found, report = unpaired(tmp_path, tokenizer, *rows)
+    assert [(ids[length:], desirable) for ids, length, desirable in found] == [([B, EOS], True), ([C, EOS], False)] * 2
+    assert found[0][:2] == ([BOS, A, B, EOS], 2) and found[2][1] == found[3][1] > 10
+    assert report.dropped == {"with equal responses": 1, "with an empty response": 1}
+
+
+def test_judged_answers_that_cannot_be_learned_are_dropped_and_counted(tmp_path, tokenizer):
+    rows = [{"prompt": "a", "completion": completion, "label": True} for completion in ("b", " ", "bbbbbb")]
+    found, report = unpaired(tmp_path, tokenizer, *rows, max_length=5)
+    assert len(found) == 1
+    assert report.dropped == {"with an empty response": 1, "longer than 5 tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "line 1: 'label' holds str, expected true or false"),
+        ({"prompt": "a", "completion": "b", "label": 1}, "'label' holds int, expected true or false"),
+        ({"prompt": "a", "completion": "b"}, "no key 'label' .*: set data.label_key"),
+        ({"prompt": "a", "label": True}, "no key 'completion' .*: set data.completion_key"),
+        ({"prompt": "a", "completion": 3, "label": True}, "'completion' holds int, expected a string"),
+    ],
+)
+def test_a_judged_answer_of_the_wrong_kind_gets_one_sentence(tmp_path, tokenizer, row, sentence):
+    with pytest.raises(UserError, match=sentence):
+        unpaired(tmp_path, tokenizer, row)
 
 
 def test_hh_oddities_are_dropped_and_counted(tmp_path, tokenizer):

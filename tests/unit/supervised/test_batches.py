@@ -9,7 +9,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from nemo_style_rlhf.data.supervised import PreferencePair, SFTExample
 from nemo_style_rlhf.models.scalar import ScalarModel
 from nemo_style_rlhf.schema.supervised import SupervisedEngineConfig
-from nemo_style_rlhf.supervised.batches import TrainingBatches, ValidationBatches, collate_pairs, collate_sft
+from nemo_style_rlhf.supervised.batches import (
+    Positions,
+    TrainingBatches,
+    ValidationBatches,
+    collate_pairs,
+    collate_sft,
+    parts_within,
+    split,
+)
 from nemo_style_rlhf.supervised.reward_model import RewardModelModule
 from nemo_style_rlhf.supervised.sft import SFTModule
 
@@ -32,11 +40,11 @@ def test_the_mask_stands_one_before_each_learned_token():
 
 @given(rows, st.integers(0, 99), st.sampled_from([1, 2, 4]))
 def test_micro_batches_of_a_step_hold_its_rows_once(examples, seed, micro):
-    whole = TrainingBatches(examples, collate_sft, 0, batch_size=4, micro_batch_size=4, steps=3, seed=seed)
-    parts = TrainingBatches(examples, collate_sft, 0, batch_size=4, micro_batch_size=micro, steps=3, seed=seed)
+    whole = TrainingBatches(examples, collate_sft, 0, batch_size=4, micro_batches=1, steps=3, seed=seed)
+    parts = TrainingBatches(examples, collate_sft, 0, batch_size=4, micro_batches=4 // micro, steps=3, seed=seed)
     assert len(parts) == 3 * 4 // micro
     for step in range(3):
-        pieces = [parts[step * parts.micro_batches_per_step + part] for part in range(parts.micro_batches_per_step)]
+        pieces = [parts[step * parts.micro_batches + part] for part in range(parts.micro_batches)]
         assert sum(int(piece.action_mask.sum()) for piece in pieces) == whole[step].step_count
         assert {piece.step_count for piece in pieces} == {whole[step].step_count}
 
@@ -47,7 +55,7 @@ def test_the_loss_of_a_step_does_not_depend_on_its_split():
     module = SFTModule(LlamaForCausalLM(LlamaConfig(**TINY)), SupervisedEngineConfig(), 1, compile_backbone=False)
     losses = []
     for micro in (8, 2):
-        batches = TrainingBatches(examples, collate_sft, 0, batch_size=8, micro_batch_size=micro, steps=1, seed=3)
+        batches = TrainingBatches(examples, collate_sft, 0, batch_size=8, micro_batches=8 // micro, steps=1, seed=3)
         losses.append(sum(module.losses(batches[k])[0] / batches[k].step_count for k in range(len(batches))))
     torch.testing.assert_close(losses[0], losses[1])
 
@@ -74,6 +82,28 @@ def test_reward_model_scores_are_those_transformers_pools(pad_token_id):
     expected = -torch.nn.functional.logsigmoid(scores[:2] - scores[2:]).sum()
     torch.testing.assert_close(total, expected)
     assert count == 2 and means["pair_accuracy"] == (scores[:2] > scores[2:]).sum()
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 200), st.booleans())
+def test_groups_fit_the_token_budget(lengths, budget, packed):
+    parts = parts_within(lengths, budget, packed=packed)
+    groups = split(lengths, parts, packed=packed)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    for group in groups:
+        chosen = [lengths[row] for row in group]
+        assert len(group) == 1 or (sum(chosen) if packed else len(chosen) * max(chosen)) <= budget
+
+
+def test_packed_groups_are_balanced():
+    assert split([9, 1, 5, 5, 4, 2], 2, packed=True) == [[0, 4], [2, 3, 5, 1]]
+    assert split([9, 1, 5, 5, 4, 2], 2, packed=False) == [[0, 2, 3], [4, 5, 1]]
+    assert parts_within([9, 1, 5, 5, 4, 2], 13, packed=True) == 2
+
+
+def test_positions_of_ranks_and_after_a_resume():
+    assert list(Positions(6)) == [0, 1, 2, 3, 4, 5]
+    second = Positions(6, rank=1, stride=2, done=1)
+    assert list(second) == [3, 5] and len(second) == 3
 
 
 @given(rows, st.integers(1, 5))

@@ -8,7 +8,7 @@ from nemo_style_rlhf.data.supervised import SFTExample
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.inspection import STAGES, InspectDataConfig, InspectedDataConfig
 from nemo_style_rlhf.supervised.batches import collate_sft
-from nemo_style_rlhf.supervised.inspection import Shown, TokenTexts, learned_responses, render, scored_token
+from nemo_style_rlhf.supervised.inspection import Shown, TokenTexts, render, scored_token
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_the_learned_tokens_are_those_of_the_loss(prompt_length: int):
     """The loss at entry t is that of token t + 1."""
     row = SFTExample([5, 6, 7, 8, 9], prompt_length)
     mask = collate_sft([row], [row], 0).action_mask[0].bool().tolist()
-    assert learned_responses(len(row), prompt_length) == [False, *mask[:-1]]
+    assert row.learned() == [False, *mask[:-1]]
 
 
 def test_a_reward_model_is_read_before_the_end_of_text_where_that_is_its_pad_token():
@@ -41,7 +41,7 @@ def test_a_reward_model_is_read_before_the_end_of_text_where_that_is_its_pad_tok
 
 def test_white_space_special_tokens_and_parts_of_characters_are_visible(tokenizer: PreTrainedTokenizerFast):
     ids = [*tokenizer("the cat\n\té</s>")["input_ids"]]
-    shown = Shown("text", ids, learned_responses(len(ids), 1))
+    shown = Shown("text", ids, SFTExample(ids, 1).learned())
     assert render(shown, TokenTexts(tokenizer)).plain == "the│⟦·cat│⏎\n│→\t│Ã│©│⟨</s>⟩⟧"
 
 

@@ -1,0 +1,142 @@
+"""LoRA adapters (arXiv 2106.09685), put into a model's own linear layers by peft."""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.common import ModelConfig
+
+if TYPE_CHECKING:
+    from peft import LoraConfig  # takes seconds to import, which runs without adapters need not wait for
+
+ADAPTER = "default"
+HEAD = "score"
+"""The head of a scalar model is trained whole."""
+_BASE, _WHOLE = ".base_layer.", f".modules_to_save.{ADAPTER}."
+
+
+def add_lora(hf: PreTrainedModel, model: ModelConfig) -> None:
+    """Freeze ``hf`` and give it trainable adapters, as ``model.lora`` says; with rank 0 nothing happens.
+
+    A new adapter changes no output: it starts as the product of noise and zeros.
+
+    Raises:
+        UserError: no layer has one of the names in ``model.lora.target_modules``.
+    """
+    if not model.lora.rank:
+        return
+    from peft import inject_adapter_in_model
+
+    config = _peft_config(hf, model)
+    try:
+        inject_adapter_in_model(config, hf, ADAPTER)
+    except ValueError as error:
+        raise UserError(
+            f"model.lora.target_modules={model.lora.target_modules} names no linear layer of {type(hf).__name__}: give names "
+            "such as q_proj, or null for all linear layers"
+        ) from error
+
+
+def has_lora(module: nn.Module) -> bool:
+    return any(hasattr(part, "lora_A") for part in module.modules())
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Within the context ``module`` computes what it did before it had adapters: it is its own reference."""
+    layers: list[Any] = [part for part in module.modules() if hasattr(part, "lora_A")]
+    for layer in layers:
+        layer._disable_adapters = True  # not enable_adapters(): that would also freeze the adapters
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def merged(weights: Iterable[tuple[str, Tensor]], module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The named ``weights`` of ``module``, adapters added to the layers they belong to, under the names of a model without."""
+    layers: dict[str, Any] = {name: part for name, part in module.named_modules() if hasattr(part, "lora_A")}
+    for name, tensor in weights:
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        layer, base, rest = name.partition(_BASE)
+        if base and rest == "weight":
+            delta = layers[layer].get_delta_weight(ADAPTER)
+            tensor = (tensor.float() + delta.float()).to(tensor.dtype)
+        yield name.replace(_BASE, ".").replace(_WHOLE, "."), tensor
+
+
+def save_adapter(hf: PreTrainedModel, directory: Path, model: ModelConfig) -> None:
+    """Write the adapter alone, as peft does: ``PeftModel.from_pretrained(base, directory)`` loads it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = _peft_config(hf, model)
+    config.inference_mode = True
+    config.save_pretrained(str(directory))
+    trained = {
+        f"base_model.model.{name}".replace(f".{ADAPTER}.", ".").replace(
+            ".modules_to_save.", "."
+        ): tensor.contiguous().cpu()
+        for name, tensor in hf.state_dict().items()
+        if ".lora_" in name or _WHOLE in name
+    }
+    save_file(trained, directory / "adapter_model.safetensors")
+
+
+def merge_adapter(directory: str, target: Path) -> None:
+    """Merge the adapter in ``directory`` into the model it was trained from and write a plain Hugging Face directory.
+
+    Raises:
+        UserError: there is no adapter, or its base model is not where it was.
+    """
+    from peft import PeftModel, TaskType
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    path = Path(directory) / "adapter_config.json"
+    if not path.is_file():
+        raise UserError(f"there is no adapter at {directory} (no adapter_config.json): give the folder that holds it")
+    settings = json.loads(path.read_text())
+    base = settings["base_model_name_or_path"]
+    scalar = settings["task_type"] == TaskType.SEQ_CLS.value
+    try:
+        if scalar:
+            hf = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+        else:
+            hf = AutoModelForCausalLM.from_pretrained(base)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the adapter at {directory} belongs to {base}, which cannot be loaded ({str(error).splitlines()[0]}): put it back, "
+            "or correct base_model_name_or_path in adapter_config.json"
+        ) from error
+    PeftModel.from_pretrained(hf, directory).merge_and_unload().save_pretrained(target)
+    AutoTokenizer.from_pretrained(base).save_pretrained(target)
+
+
+def _peft_config(hf: PreTrainedModel, model: ModelConfig) -> "LoraConfig":
+    from peft import LoraConfig, TaskType
+
+    scalar = hasattr(hf, HEAD)
+    return LoraConfig(
+        task_type=TaskType.SEQ_CLS if scalar else TaskType.CAUSAL_LM,
+        r=model.lora.rank,
+        lora_alpha=model.lora.alpha,
+        lora_dropout=model.lora.dropout,
+        target_modules=model.lora.target_modules or _linear_layers(hf),
+        modules_to_save=[HEAD] if scalar else None,
+        base_model_name_or_path=model.path,
+    )
+
+
+def _linear_layers(hf: PreTrainedModel) -> list[str]:
+    """Last names of all linear layers but the head."""
+    layers = {name.split(".")[-1] for name, part in hf.named_modules() if isinstance(part, (nn.Linear, Conv1D))}
+    layers |= {name.split(".")[-2] for name, part in hf.named_modules() if name.endswith(".base_layer")}
+    return sorted(layers - {HEAD, "lm_head", "embed_out", "base_layer", "original_module", ADAPTER})

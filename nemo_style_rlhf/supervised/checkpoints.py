@@ -1,0 +1,85 @@
+"""Checkpoints of an unfinished stage, written and read by Lightning; ours is that they are whole, and of this run."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+
+from nemo_style_rlhf.checkpoint.files import storage_failure
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.supervised import SupervisedConfig
+
+IDENTITY = "stage_identity"
+
+
+def checkpoint_dir(config: SupervisedConfig) -> Path:
+    return Path(config.run.output_dir) / "checkpoints"
+
+
+def last_checkpoint(config: SupervisedConfig) -> Path | None:
+    """What ``run.resume`` says the run starts from; None is the beginning.
+
+    Raises:
+        UserError: there are checkpoints and it says never, or there are none and it says must.
+    """
+    found = sorted(checkpoint_dir(config).glob("step_*.ckpt"))
+    if found and config.run.resume == "never":
+        raise UserError(
+            f"{checkpoint_dir(config)} holds checkpoints but run.resume=never: choose another run.output_dir, or run.resume=auto"
+        )
+    if not found and config.run.resume == "must":
+        raise UserError(f"run.resume=must but there is no checkpoint in {checkpoint_dir(config)}")
+    return found[-1] if found else None
+
+
+def completed_micro_batches(path: Path, identity: dict[str, Any]) -> int:
+    """How many micro-batches (of each rank) the checkpoint has behind it.
+
+    Raises:
+        UserError: it is of a run with other data, batches or seed.
+    """
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    saved = checkpoint[IDENTITY]
+    if different := [name for name in identity if saved.get(name) != identity[name]]:
+        name = different[0]
+        raise UserError(
+            f"{path} is of a run with {name} {saved.get(name)}, this one has {identity[name]}: resume it as it was, or choose "
+            "another run.output_dir"
+        )
+    return int(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"])
+
+
+def checkpoint_callback(config: SupervisedConfig) -> ModelCheckpoint:
+    return ModelCheckpoint(
+        dirpath=checkpoint_dir(config),
+        filename="step_{step:08d}",
+        auto_insert_metric_name=False,
+        every_n_train_steps=config.checkpoint.save_interval,
+        monitor="step",
+        mode="max",
+        save_top_k=config.checkpoint.keep_last,
+    )
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """A checkpoint has its name only once it is whole and on the disk."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        final = Path(path)
+        beside = final.with_name(final.name + ".tmp")
+        try:
+            super().save_checkpoint(checkpoint, beside, storage_options)
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
+            beside.replace(final)
+        except (OSError, RuntimeError) as error:
+            beside.unlink(missing_ok=True)
+            reason = storage_failure(error)
+            if reason is None:
+                raise
+            raise UserError(
+                f"the checkpoint {final} cannot be written ({reason}): make room and start again, the last one is whole"
+            ) from error

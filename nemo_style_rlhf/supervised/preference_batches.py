@@ -1,0 +1,105 @@
+"""Micro-batches of DPO and KTO."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.data.supervised import PreferencePair, SFTExample, UnpairedExample
+from nemo_style_rlhf.supervised.batches import SFTBatch, collate_sft
+
+
+@dataclass
+class DPOBatch:
+    """Prompts with their chosen and rejected responses, padded on the right."""
+
+    input_ids: Tensor
+    """[2B, T] int64: B chosen, then the B rejected of the same pairs."""
+    action_mask: Tensor
+    """[2B, T] int64: 1 at entry t where token t+1 belongs to the response."""
+    step_count: int
+    """Pairs in the whole optimizer step."""
+
+
+def collate_dpo(rows: Sequence[PreferencePair], step_rows: Sequence[PreferencePair], pad_token_id: int) -> DPOBatch:
+    """``rows`` of the optimizer step ``step_rows``."""
+    sides = [row.chosen for row in rows] + [row.rejected for row in rows]
+    texts = _padded([SFTExample(side, row.prompt_length) for side, row in zip(sides, [*rows, *rows])], pad_token_id)
+    return DPOBatch(texts.input_ids, texts.action_mask, len(step_rows))
+
+
+class MismatchedPairs:
+    """Every prompt of ``rows`` before the response to another one: what KTO's KL is estimated from.
+
+    They are padded only on demand, because of all micro-batches of a step the first alone is asked for them. No dataclass:
+    Lightning would look through all its rows for tensors to move.
+    """
+
+    def __init__(
+        self, rows: Sequence[UnpairedExample], pad_token_id: int, *, micro_batch_size: int, max_length: int
+    ) -> None:
+        self.rows, self.pad_token_id = rows, pad_token_id
+        self.micro_batch_size, self.max_length = micro_batch_size, max_length
+
+    def of(self, rows: Sequence[UnpairedExample]) -> "MismatchedPairs":
+        """The same of other rows."""
+        return MismatchedPairs(
+            rows, self.pad_token_id, micro_batch_size=self.micro_batch_size, max_length=self.max_length
+        )
+
+    def micro_batches(self, rank: int = 0, ranks: int = 1) -> Iterator[SFTBatch]:
+        """The share of one rank."""
+        pairs = sorted(mismatched(self.rows, self.max_length), key=len, reverse=True)[rank::ranks]
+        for start in range(0, len(pairs), self.micro_batch_size):
+            yield _padded(pairs[start : start + self.micro_batch_size], self.pad_token_id)
+
+
+def mismatched(rows: Sequence[UnpairedExample], max_length: int) -> list[SFTExample]:
+    """The prompts of ``rows``, each before the response of another row, cut to ``max_length`` tokens; every response is used
+    once. None for a single row.
+
+    No prompt gets a response of its own unless more than half of the rows have that prompt: equal prompts, sorted, stand
+    together, and each row takes the response half the way round.
+    """
+    if len(rows) < 2:
+        return []
+    ordered = sorted(rows, key=lambda row: row.token_ids[: row.prompt_length])
+    half = len(ordered) // 2
+    return [
+        SFTExample(
+            (row.token_ids[: row.prompt_length] + other.token_ids[other.prompt_length :])[:max_length],
+            row.prompt_length,
+        )
+        for row, other in zip(ordered, ordered[half:] + ordered[:half])
+    ]
+
+
+@dataclass
+class KTOBatch:
+    """Prompts with one judged response each, padded on the right."""
+
+    input_ids: Tensor
+    """[B, T] int64."""
+    action_mask: Tensor
+    """[B, T] int64: 1 at entry t where token t+1 belongs to the response."""
+    desirable: Tensor
+    """[B] bool."""
+    mismatched: MismatchedPairs
+    """Of the whole optimizer step."""
+    step_count: int
+    """Responses in the whole optimizer step."""
+
+
+def collate_kto(
+    rows: Sequence[UnpairedExample], step_rows: Sequence[UnpairedExample], pad_token_id: int, *, max_length: int
+) -> KTOBatch:
+    """``rows`` of the optimizer step ``step_rows``; ``max_length`` bounds prompt and response together."""
+    texts = _padded(rows, pad_token_id)
+    others = MismatchedPairs(step_rows, pad_token_id, micro_batch_size=len(rows), max_length=max_length)
+    desirable = torch.tensor([row.desirable for row in rows])
+    return KTOBatch(texts.input_ids, texts.action_mask, desirable, others, len(step_rows))
+
+
+def _padded(texts: Sequence[SFTExample], pad_token_id: int) -> SFTBatch:
+    return collate_sft(texts, texts, pad_token_id)

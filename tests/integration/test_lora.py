@@ -1,0 +1,100 @@
+"""PPO with adapters on both sides, packed: the reference is the policy without them, and a resumed run ends the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.integration.processes import start_actor, start_server
+from tests.models import WORDS, save_policy, save_reward_model
+
+LORA = ["model.lora.rank=4", "model.packing=true", "run.num_threads=1"]
+ACTOR = [
+    *LORA, "model=fp32", "engine.optim.lr=5e-3", "algorithm.num_rollout_samples=32", "algorithm.mini_batches=2",
+    "generation.max_length=12", "generation.kv_cache_gib=0.1", "checkpoint.save_interval=2", "checkpoint.export_critic=true",
+]  # fmt: skip
+SERVER = [*LORA, "model.dtype=float32", "engine.optim.lr=5e-3", "critic.normalize_rewards=true"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lora_inputs")
+    save_policy(folder / "policy")
+    save_reward_model(folder / "reward", reward_mean=0.1, reward_std=0.02)
+    rows = [{"prompt": " ".join(f"w{(7 * i + j) % 62}" for j in range(2 + i % 5))} for i in range(30)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run(inputs: Path, folder: Path, steps: int) -> Path:
+    """Server and actor, until the actor has done ``steps``."""
+    (folder / "critic").mkdir(exist_ok=True)
+    server, port = start_server(folder / "critic", *SERVER, f"model.path={inputs / 'reward'}")
+    actor = start_actor(
+        folder / "actor", port, *ACTOR, f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'train.jsonl'}",
+        f"algorithm.max_steps={steps}",
+    )  # fmt: skip
+    try:
+        assert actor.wait(240) == 0, actor.output()
+    finally:
+        actor.kill()
+        assert server.terminate() == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory) -> Path:
+    return run(inputs, tmp_path_factory.mktemp("lora_run"), steps=4)
+
+
+def test_the_reference_is_the_policy_without_its_adapter(finished: Path) -> None:
+    rows = [json.loads(line) for line in (finished / "actor" / "metrics.jsonl").read_text().splitlines()]
+    assert abs(rows[0]["train_rollouts/init_policy_kl"]) < 1e-4
+    assert rows[-1]["train_rollouts/init_policy_kl"] > 1e-3
+    for row in rows:
+        assert row["train_rollouts/sampler_logprob_gap_max"] < 1e-3  # vLLM has the merged weights
+        assert row["train_optim/ratio_error_first_mini_batch"] < 1e-5
+
+
+def test_rewards_are_normalised_by_the_models_own_statistics(inputs: Path, finished: Path) -> None:
+    """The scores that the reward model gives are (r - 0.1) / 0.02 on the wire."""
+    model = AutoModelForSequenceClassification.from_pretrained(inputs / "reward").eval()
+    rollouts = (finished / "actor" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    for line in rollouts[:4]:
+        row = json.loads(line)
+        ids = [WORDS.index(word) for word in f"{row['prompt']} {row['response']}".split()]
+        with torch.no_grad():
+            score = float(model(torch.tensor([ids])).logits)
+        assert row["reward"] == pytest.approx((score - 0.1) / 0.02, abs=1e-3)
+
+
+def test_exports_are_plain_models_and_the_adapter_alone(inputs: Path, finished: Path) -> None:
+    ids = torch.arange(2, 12)[None]
+    base = AutoModelForCausalLM.from_pretrained(inputs / "policy")
+    exported = AutoModelForCausalLM.from_pretrained(finished / "actor" / "export")
+    assert exported.state_dict().keys() == base.state_dict().keys()
+    with torch.no_grad():
+        expected, before = exported(ids).logits, base(ids).logits
+        adapter = PeftModel.from_pretrained(base, finished / "actor" / "export_adapter").eval()
+        torch.testing.assert_close(adapter(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert (expected - before).abs().max() > 1e-3
+    (critic,) = (finished / "critic" / "exports").glob("*/critic")
+    assert AutoModelForSequenceClassification.from_pretrained(critic).config.reward_mean == 0.1
+
+
+def test_checkpoints_hold_adapters_and_a_resumed_run_ends_with_the_same_weights(
+    inputs: Path, finished: Path, tmp_path: Path
+) -> None:
+    (saved,) = (finished / "actor" / "checkpoints" / "step_000004").rglob("mp_rank_00_model_states.pt")
+    names = torch.load(saved, weights_only=False)["module"]
+    assert names and all("lora_" in name for name in names)
+    run(inputs, tmp_path, steps=2)
+    run(inputs, tmp_path, steps=4)
+    whole = load_file(finished / "actor" / "export" / "model.safetensors")
+    resumed = load_file(tmp_path / "actor" / "export" / "model.safetensors")
+    for name, weight in whole.items():
+        assert torch.equal(weight, resumed[name]), name

@@ -1,0 +1,140 @@
+"""Supervised runs that are killed, split over ranks or packed end with the weights of one that is not."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.models import WORDS, save_policy, save_reward_model
+
+ROOT = Path(__file__).parents[2]
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A policy with dropout, a reward model, texts and pairs of unequal lengths."""
+    folder = tmp_path_factory.mktemp("supervised_runs")
+    save_policy(folder / "policy", attention_dropout=0.2)
+    save_reward_model(folder / "reward")
+    generator = torch.Generator().manual_seed(3)
+
+    def words(most: int) -> str:
+        count = int(torch.randint(1, most, (1,), generator=generator))
+        return " ".join(WORDS[2 + int(torch.randint(60, (1,), generator=generator))] for _ in range(count))
+
+    texts = [{"prompt": words(8), "response": words(40)} for _ in range(60)]
+    pairs = [{"prompt": words(8), "chosen": words(30), "rejected": words(30)} for _ in range(40)]
+    for name, rows in (("texts", texts), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def command(folder: Path, script: str, run: str, *overrides: str, ranks: int = 1) -> list[str]:
+    launcher = (
+        [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    )
+    start, rows = {"train_sft": ("policy", "texts"), "train_reward_model": ("reward", "pairs")}[script]
+    return [
+        *launcher, f"trainers/{script}.py", "run.num_threads=1", f"run.output_dir={folder / run}",
+        f"model.path={folder / start}", "model.dtype=float32", f"data.train_path={folder / rows}.jsonl",
+        f"data.val_path={folder / rows}.jsonl", "engine.optim.lr=1e-3", "engine.optim.eps=1e-5", "trainer.batch_size=8",
+        f"trainer.max_steps={STEPS}", "trainer.log_interval=1", "trainer.val_interval=8", "tracking.progress=false",
+        *overrides,
+    ]  # fmt: skip
+
+
+def train(folder: Path, script: str, run: str, *overrides: str, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """The exported weights."""
+    process = subprocess.run(
+        command(folder, script, run, *overrides, ranks=ranks), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return load_file(folder / run / "export" / "model.safetensors")
+
+
+def metrics(folder: Path, run: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_near(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], atol=tolerance, rtol=0, msg=name)
+
+
+def test_a_killed_run_resumes_to_the_last_bit(folder: Path) -> None:
+    """Dropout, a learning-rate schedule and accumulation are on; the kill comes between two checkpoints."""
+    settings = ["model.disable_dropout=false", "trainer.micro_batch_size=4", "checkpoint.save_interval=5"]
+    whole = train(folder, "train_sft", "whole", *settings)
+    process = subprocess.Popen(
+        command(folder, "train_sft", "killed", *settings),
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    reached = folder / "killed" / "metrics.jsonl"
+    while not (reached.exists() and '"step": 12' in reached.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    kept = [path.name for path in (folder / "killed" / "checkpoints").glob("*.ckpt")]
+    assert len(kept) == 1 and kept[0] >= "step_00000010.ckpt"
+    assert not (folder / "killed" / "export").exists()
+    resumed = train(folder, "train_sft", "killed", *settings, "run.resume=must")
+    for name, weight in whole.items():
+        assert torch.equal(weight, resumed[name]), name
+    assert metrics(folder, "killed") == metrics(folder, "whole")
+
+
+def test_another_run_is_not_resumed(folder: Path) -> None:
+    train(folder, "train_sft", "first", "checkpoint.save_interval=10")
+    for override, said in (
+        ("trainer.batch_size=4", "is of a run with trainer.batch_size 8, this one has 4"),
+        ("run.resume=never", "holds checkpoints but run.resume=never"),
+    ):
+        process = subprocess.run(
+            command(folder, "train_sft", "first", "checkpoint.save_interval=10", override),
+            cwd=ROOT, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert process.returncode == 2 and said in process.stderr and "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize("script", ["train_sft", "train_reward_model"])
+def test_packed_token_budgets_and_ranks_end_with_the_same_weights(folder: Path, script: str) -> None:
+    whole = train(folder, script, f"{script}_one")
+    packed = train(folder, script, f"{script}_packed", "model.packing=true", "trainer.micro_batch_tokens=100")
+    ranks = train(folder, script, f"{script}_ranks", "trainer.micro_batch_size=2", ranks=2)
+    assert_near(whole, packed, 1e-5)
+    assert_near(whole, ranks, 1e-5)
+    steps = [metrics(folder, f"{script}_{run}") for run in ("one", "packed", "ranks")]
+    for line, *others in zip(*steps, strict=True):
+        for other in others:
+            assert line.keys() == other.keys()
+            assert all(abs(line[name] - other[name]) < 1e-4 * max(1, abs(line[name])) for name in line), (line, other)
+
+
+def test_the_reward_model_knows_its_own_statistics(folder: Path) -> None:
+    train(folder, "train_reward_model", "statistics", "statistics_pairs=40")
+    config = json.loads((folder / "statistics" / "export" / "config.json").read_text())
+    scores = []
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "statistics" / "export").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "statistics" / "export")
+    for line in (folder / "pairs.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for side in ("chosen", "rejected"):
+            ids = tokenizer(row["prompt"] + " " + row[side] + "<eos>", return_tensors="pt").input_ids
+            with torch.no_grad():
+                scores.append(float(model(ids).logits))
+    scores = torch.tensor(scores)
+    assert config["reward_mean"] == pytest.approx(float(scores.mean()), abs=1e-5)
+    assert config["reward_std"] == pytest.approx(float(scores.std(correction=0)), abs=1e-5)

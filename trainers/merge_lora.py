@@ -1,0 +1,27 @@
+"""Merge a LoRA adapter into its base model: python trainers/merge_lora.py --help"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Merge a LoRA adapter into the model it was trained from: a plain Hugging Face directory."
+    )
+    parser.add_argument("adapter", help="a folder with adapter_config.json, such as <run.output_dir>/export_adapter")
+    parser.add_argument("target", type=Path, help="where the merged model goes")
+    arguments = parser.parse_args()
+
+    from nemo_style_rlhf.errors import UserError
+    from nemo_style_rlhf.models.lora import merge_adapter
+
+    try:
+        merge_adapter(arguments.adapter, arguments.target)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

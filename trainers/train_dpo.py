@@ -1,0 +1,16 @@
+"""DPO, IPO and cDPO on preference pairs: python trainers/train_dpo.py --help"""
+
+from nemo_style_rlhf.launch.entry import entry_point
+from nemo_style_rlhf.schema.supervised import DPOConfig
+
+
+@entry_point(DPOConfig, config_name="dpo")
+def main(config: DPOConfig) -> None:
+    """Everything else is in supervised/dpo.py."""
+    from nemo_style_rlhf.supervised.dpo import train_dpo
+
+    train_dpo(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""KTO on judged responses: python trainers/train_kto.py --help"""
+
+from nemo_style_rlhf.launch.entry import entry_point
+from nemo_style_rlhf.schema.supervised import KTOConfig
+
+
+@entry_point(KTOConfig, config_name="kto")
+def main(config: KTOConfig) -> None:
+    """Everything else is in supervised/kto.py."""
+    from nemo_style_rlhf.supervised.kto import train_kto
+
+    train_kto(config)
+
+
+if __name__ == "__main__":
+    main()
