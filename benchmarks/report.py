@@ -5,7 +5,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppo_step import Measured
+    from rounds import Measured
 
 median = statistics.median
 

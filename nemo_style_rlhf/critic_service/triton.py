@@ -110,10 +110,12 @@ class Door:
         # Not Triton.stop: it waits for clients to hang up, and takes half a second per endpoint, one after the other.
         child = self._triton._triton_server._tritonserver_running_cmd
         if child is not None and child.is_alive():
-            stubs = psutil.Process(child.pid).children(recursive=True)
-            child.process.signal(signal.SIGINT)
-            if not _within(timeout_s, lambda: not psutil.pid_exists(child.pid)):
-                child.process.kill()
+            stubs: list[psutil.Process] = []
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it died of itself meanwhile
+                stubs = psutil.Process(child.pid).children(recursive=True)
+                child.process.signal(signal.SIGINT)
+                if not _within(timeout_s, lambda: not psutil.pid_exists(child.pid)):
+                    child.process.kill()
             for stub in stubs:  # some outlive a killed tritonserver
                 with contextlib.suppress(psutil.NoSuchProcess):
                     stub.kill()
@@ -211,7 +213,8 @@ def _let_stub_find_libpython() -> None:
 def _remove_segments(of: Callable[[int], bool]) -> None:
     """Unlink the shared memory of the Triton servers whose process id ``of`` accepts."""
     for segment in Path("/dev/shm").glob("pytrtion*-*"):
-        if of(int(segment.name.removeprefix("pytrtion").split("-")[0])):
+        pid = segment.name.removeprefix("pytrtion").split("-")[0]
+        if pid.isdigit() and of(int(pid)):
             with contextlib.suppress(OSError):  # gone already, or another user's
                 segment.unlink()
 

@@ -34,6 +34,10 @@ class SFTExample:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def num_learned(self) -> int:
+        return len(self) - max(self.prompt_length, 1)
+
     def learned(self) -> list[bool]:
         """Of each token; the first is never learned, since nothing before it predicts it."""
         return [position >= max(self.prompt_length, 1) for position in range(len(self))]
@@ -45,6 +49,10 @@ class Conversation(SFTExample):
 
     read: list[tuple[int, int]]
     """Where it begins and ends, in tokens."""
+
+    @property
+    def num_learned(self) -> int:
+        return super().num_learned - sum(end - start for start, end in self.read)
 
     def learned(self) -> list[bool]:
         learned = super().learned()
@@ -62,6 +70,8 @@ class PreferencePair:
     margin: float = 0.0
     prompt_length: int = 0
     """So many tokens at the beginning of both are the prompt."""
+    subset: str = ""
+    """What the row says it belongs to; evaluations are split by it."""
 
     def __len__(self) -> int:
         return max(len(self.chosen), len(self.rejected))
@@ -182,9 +192,11 @@ def _pair(record: Record, config: PairDataConfig, encoder: Encoder) -> Preferenc
     if chosen == rejected:
         raise Dropped("with equal responses")
     preferred, other = _examples(prompt, (chosen, rejected), config, encoder)
-    key = config.margin_key if isinstance(config, PreferenceDataConfig) else None
-    margin = 0.0 if key is None else float(record.get(key, "data.margin_key"))
-    return PreferencePair(preferred.token_ids, other.token_ids, margin, preferred.prompt_length)
+    margin, subset = 0.0, ""
+    if isinstance(config, PreferenceDataConfig):
+        margin = 0.0 if config.margin_key is None else float(record.get(config.margin_key, "data.margin_key"))
+        subset = "" if config.subset_key is None else str(record.get(config.subset_key, "data.subset_key"))
+    return PreferencePair(preferred.token_ids, other.token_ids, margin, preferred.prompt_length, subset)
 
 
 def _judged(record: Record, config: UnpairedDataConfig, encoder: Encoder) -> list[UnpairedExample]:
@@ -245,5 +257,7 @@ def _hh_pair(chosen: str, rejected: str) -> tuple[str, str, str]:
 def _check(response: str, length: int, max_length: int) -> None:
     if not response.strip():
         raise Dropped("with an empty response")
+    if length < 2:
+        raise Dropped("with nothing to learn from")
     if length > max_length:
         raise Dropped(f"longer than {max_length} tokens")

@@ -186,7 +186,8 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]
             "engine.zero_stage=0 with model.dtype=bfloat16 would train without fp32 master weights: use engine.zero_stage=1"
         )
     # The default buckets of 500 M elements are allocated in full, however small the model.
-    bucket = min(5 * 10**8, sum(parameter.numel() for parameter in module.parameters()))
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    bucket = min(5 * 10**8, trained)
     bucket += bucket % 2  # DeepSpeed wants an even one
     return {
         "train_micro_batch_size_per_gpu": 1,

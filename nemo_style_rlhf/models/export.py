@@ -6,9 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedModel
 
 from nemo_style_rlhf.models.loading import original_dropout
-from nemo_style_rlhf.models.lora import merged
-
-CARRIED_FILES = ("prompt_template.json", "chat_template.jinja", "generation_config.json")
+from nemo_style_rlhf.models.lora import CARRIED_FILES, merged
 
 
 def export_model(model: PreTrainedModel, directory: Path, *, source: str, config_source: str | None = None) -> None:

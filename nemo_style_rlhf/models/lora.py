@@ -1,6 +1,7 @@
 """LoRA adapters (arXiv 2106.09685), put into a model's own linear layers by peft."""
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from peft import LoraConfig  # takes seconds to import, which runs without adapters need not wait for
 
 ADAPTER = "default"
+CARRIED_FILES = ("prompt_template.json", "chat_template.jinja", "generation_config.json")
+"""Notes beside a model that go where it goes."""
+MODEL_CONFIG = "model_config.json"
+"""Beside an adapter: the config of the trained model, which training may have added to (pad token, reward statistics)."""
 HEAD = "score"
 """The head of a scalar model is trained whole."""
 _BASE, _WHOLE = ".base_layer.", f".modules_to_save.{ADAPTER}."
@@ -70,13 +75,17 @@ def merged(weights: Iterable[tuple[str, Tensor]], module: nn.Module) -> Iterator
             continue
         layer, base, rest = name.partition(_BASE)
         if base and rest == "weight":
-            delta = layers[layer].get_delta_weight(ADAPTER)
+            delta = layers[layer].get_delta_weight(ADAPTER).detach()
             tensor = (tensor.float() + delta.float()).to(tensor.dtype)
         yield name.replace(_BASE, ".").replace(_WHOLE, "."), tensor
 
 
-def save_adapter(hf: PreTrainedModel, directory: Path, model: ModelConfig) -> None:
-    """Write the adapter alone, as peft does: ``PeftModel.from_pretrained(base, directory)`` loads it."""
+def save_adapter(hf: PreTrainedModel, directory: Path, model: ModelConfig, *, export: Path | None = None) -> None:
+    """Write the adapter alone, as peft does: ``PeftModel.from_pretrained(base, directory)`` loads it.
+
+    Args:
+        export: the merged model's folder, whose notes (prompt template, chat template) go with the adapter, too.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     config = _peft_config(hf, model)
     config.inference_mode = True
@@ -89,6 +98,9 @@ def save_adapter(hf: PreTrainedModel, directory: Path, model: ModelConfig) -> No
         if ".lora_" in name or _WHOLE in name
     }
     save_file(trained, directory / "adapter_model.safetensors")
+    (directory / MODEL_CONFIG).write_text(hf.config.to_json_string(use_diff=False))
+    if export is not None:
+        _copy_notes(export, directory)
 
 
 def merge_adapter(directory: str, target: Path) -> None:
@@ -98,7 +110,7 @@ def merge_adapter(directory: str, target: Path) -> None:
         UserError: there is no adapter, or its base model is not where it was.
     """
     from peft import PeftModel, TaskType
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     path = Path(directory) / "adapter_config.json"
     if not path.is_file():
@@ -106,18 +118,28 @@ def merge_adapter(directory: str, target: Path) -> None:
     settings = json.loads(path.read_text())
     base = settings["base_model_name_or_path"]
     scalar = settings["task_type"] == TaskType.SEQ_CLS.value
+    auto_class: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    trained_config = Path(directory) / MODEL_CONFIG
+    config = AutoConfig.from_pretrained(trained_config if trained_config.is_file() else base)
+    config.use_cache = True
     try:
-        if scalar:
-            hf = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-        else:
-            hf = AutoModelForCausalLM.from_pretrained(base)
+        hf = auto_class.from_pretrained(base, config=config)
+        PeftModel.from_pretrained(hf, directory).merge_and_unload().save_pretrained(target)
+        AutoTokenizer.from_pretrained(base).save_pretrained(target)
     except (OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"the adapter at {directory} belongs to {base}, which cannot be loaded ({str(error).splitlines()[0]}): put it back, "
-            "or correct base_model_name_or_path in adapter_config.json"
+            f"the adapter at {directory} cannot be merged into {base} as {target} ({reason}): put that model back, or correct "
+            "base_model_name_or_path in adapter_config.json"
         ) from error
-    PeftModel.from_pretrained(hf, directory).merge_and_unload().save_pretrained(target)
-    AutoTokenizer.from_pretrained(base).save_pretrained(target)
+    _copy_notes(Path(base), target)
+    _copy_notes(Path(directory), target)
+
+
+def _copy_notes(source: Path, target: Path) -> None:
+    for name in CARRIED_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, target / name)
 
 
 def _peft_config(hf: PreTrainedModel, model: ModelConfig) -> "LoraConfig":

@@ -79,6 +79,10 @@ def packed_attention(
         cu_seq_lens_q: [sequences + 1] int32, where the sequences of the one packed row begin and end.
         max_length_q: tokens of the longest.
     """
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"packed attention is for training, not for decoding: {query.shape[2]} queries, {key.shape[2]} keys"
+        )
     p = dropout if module.training else 0.0
     if cu_seq_lens_q is None:
         return _causal(query, key, value, scaling, p, sliding_window).transpose(1, 2), None

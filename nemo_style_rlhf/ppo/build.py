@@ -1,5 +1,6 @@
 """From a checked configuration to a running trainer: loads everything in the order the libraries demand."""
 
+import dataclasses
 import importlib.metadata
 import logging
 import uuid
@@ -237,7 +238,8 @@ def _generator(
     if config.generation.backend == "hf":
         if own_stop_strings:
             raise UserError("generation.backend=hf knows no stop strings, but prompts bring their own: use vllm")
-        model = load_causal_lm(config.model)
+        # Its batches are padded on the left and grow token by token: nothing to pack.
+        model = load_causal_lm(dataclasses.replace(config.model, packing=False))
         return HFGenerator(model, config.generation, device=device, eos_token_ids=eos, weight_shapes=shapes)
     return VLLMGenerator(
         config.model.path,

@@ -279,7 +279,7 @@ class PPOTrainer:
         directory, hf = self._output_dir / name, self._parts.engine.module.hf
         export_model(hf, directory, source=self._config.model.path)
         if self._config.model.lora.rank:
-            save_adapter(hf, self._output_dir / f"{name}_adapter", self._config.model)
+            save_adapter(hf, self._output_dir / f"{name}_adapter", self._config.model, export=directory)
         log.info("exported the policy to %s", directory)
 
 

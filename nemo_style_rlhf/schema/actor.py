@@ -23,6 +23,11 @@ class PolicyConfig(ModelConfig):
     def validate(self) -> None:
         super().validate()
         require_choice("model.reference", self.reference, ("copy", "cpu_offload"))
+        if self.lora.rank and self.reference != "copy":
+            raise UserError(
+                f"model.reference={self.reference} but with model.lora.rank={self.lora.rank} there is no second model to move: "
+                "leave it at copy"
+            )
 
 
 @dataclass

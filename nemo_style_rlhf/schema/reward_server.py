@@ -50,3 +50,11 @@ class RewardServerProcessConfig:
     """A sequence-classification checkpoint with one label, frozen: keys about training change nothing."""
     reward: RewardModelConfig = field(default_factory=RewardModelConfig)
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=5568))
+
+    def validate(self) -> None:
+        require(
+            self.model.lora.rank == 0,
+            "model.lora.rank",
+            self.model.lora.rank,
+            "0: this server trains nothing; merge an adapter with trainers/merge_lora.py and serve the result",
+        )

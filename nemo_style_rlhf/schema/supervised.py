@@ -29,6 +29,8 @@ class SupervisedModelConfig(ModelConfig):
             raise UserError(
                 "model.config_path is set but model.init=pretrained does not read it: set model.init=random"
             )
+        if self.init == "random" and self.lora.rank:
+            raise UserError("model.lora.rank is set but model.init=random has no trained weights to adapt: set it to 0")
 
 
 @dataclass
@@ -91,6 +93,8 @@ class PreferenceDataConfig(PairDataConfig):
 
     margin_key: str | None = None
     """By how much the chosen response is better, for the loss's margin; null for none."""
+    subset_key: str | None = None
+    """What a row belongs to (a source, a topic): pair_evaluation.json has figures for each; null for none."""
 
 
 @dataclass

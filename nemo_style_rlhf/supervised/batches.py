@@ -53,7 +53,7 @@ class PairBatch:
 
 def learned_tokens(rows: Sequence[SFTExample]) -> int:
     """How many tokens of ``rows`` are learned."""
-    return sum(sum(row.learned()) for row in rows)
+    return sum(row.num_learned for row in rows)
 
 
 def collate_sft(rows: Sequence[SFTExample], step_rows: Sequence[SFTExample], pad_token_id: int) -> SFTBatch:
@@ -153,7 +153,7 @@ class Positions(Sampler[int]):
         return len(self._positions)
 
 
-class ValidationBatches(Dataset[Batch]):
+class ValidationBatches(Dataset[Batch], Generic[Row, Batch]):
     """Every row once, longest first."""
 
     def __init__(self, rows: Sequence[Row], collate: Collate, pad_token_id: int, *, batch_size: int) -> None:
@@ -164,5 +164,8 @@ class ValidationBatches(Dataset[Batch]):
         return math.ceil(len(self.rows) / self.batch_size)
 
     def __getitem__(self, index: int) -> Batch:
-        rows = self.rows[index * self.batch_size : (index + 1) * self.batch_size]
+        rows = self.rows_of(index)
         return self.collate(rows, rows, self.pad_token_id)
+
+    def rows_of(self, index: int) -> list[Row]:
+        return self.rows[index * self.batch_size : (index + 1) * self.batch_size]

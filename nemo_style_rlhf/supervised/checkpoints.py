@@ -42,7 +42,7 @@ def completed_micro_batches(path: Path, identity: dict[str, Any]) -> int:
         UserError: it is of a run with other data, batches or seed.
     """
     checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    saved = checkpoint[IDENTITY]
+    saved = checkpoint.get(IDENTITY, {})
     if different := [name for name in identity if saved.get(name) != identity[name]]:
         name = different[0]
         raise UserError(

@@ -49,7 +49,8 @@ def inspect_data(config: InspectDataConfig) -> None:
     tokenizer = load_tokenizer(config.model.path)
     load, data = LOADERS[config.stage], config.stage_data
     rows, report = load(config.data.train_path, data, tokenizer)
-    samples = [_sample(row, config, tokenizer) for row in rows]
+    pad_token_id = _pad_token_id(config, tokenizer) if config.stage == "reward_model" else None
+    samples = [_sample(row, config, pad_token_id) for row in rows]
     tokens = TokenTexts(tokenizer)
     console.print(_legend(config.stage), soft_wrap=True)
     for number, texts in enumerate(samples[: config.num_samples], start=1):
@@ -119,12 +120,11 @@ def scored_token(token_ids: Sequence[int], pad_token_id: int | None) -> list[boo
     return [position == int(where) for position in range(len(token_ids))]
 
 
-def _sample(row: Any, config: InspectDataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Shown]:
+def _sample(row: Any, config: InspectDataConfig, pad_token_id: int | None) -> list[Shown]:
     if not isinstance(row, PreferencePair):
         judged = {True: "desirable", False: "undesirable", None: "text"}[getattr(row, "desirable", None)]
         return [Shown(judged, row.token_ids, row.learned())]
     if config.stage == "reward_model":
-        pad_token_id = _pad_token_id(config, tokenizer)
         return [
             Shown(side, ids, scored_token(ids, pad_token_id))
             for side, ids in (("chosen", row.chosen), ("rejected", row.rejected))

@@ -94,6 +94,7 @@ class KTOModule(SupervisedModule):
             ratios = response_logprobs(self.policy, input_ids, mask) - self.reference.logprobs(input_ids, mask)
             sums += torch.stack([ratios.sum(), ratios.new_tensor(len(ratios))])
         self.policy.train(training)
+        torch.clear_autocast_cache()  # or the training forward would reuse casts that have no gradient
         return sums
 
 

@@ -1,5 +1,6 @@
 """What the LightningModules of the supervised stages share: optimizer, loss of an optimizer step, metrics."""
 
+import time
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -32,12 +33,20 @@ class SupervisedModule(pl.LightningModule, ABC):
         """Of dropout; the stage sets it."""
         self.identity: dict[str, Any] = {}
         """Noted in every checkpoint; the stage sets it."""
-        self.strict_loading = False  # a checkpoint holds what is trained
         self._trained, self._validated = Tally(), Tally()
+        self._stepped_at = 0.0
 
     @abstractmethod
     def losses(self, batch: Any) -> tuple[Tensor, int, Sums]:
         """The summed loss of ``batch`` (scalar), how many tokens or pairs it sums, and the sums of other metrics."""
+
+    @property
+    def strict_loading(self) -> bool:
+        """A checkpoint holds what is trained: without adapters everything."""
+        return all(parameter.requires_grad for parameter in self.parameters())
+
+    def on_train_start(self) -> None:
+        self._stepped_at = time.perf_counter()
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
         # Dropout as a function of seed and micro-batch: a resumed run needs no generator state.
@@ -57,6 +66,9 @@ class SupervisedModule(pl.LightningModule, ABC):
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.gradient_clip_val, norm)
         self.log_dict({f"train/{name}": mean for name, mean in self._means(self._trained).items()})
         self.log_dict({"train/grad_norm": norm, "train/lr": optimizer.param_groups[0]["lr"]})
+        now = time.perf_counter()
+        self.log("timers/step", now - self._stepped_at)
+        self._stepped_at = now
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
         loss, count, others = self.losses(batch)
@@ -74,7 +86,8 @@ class SupervisedModule(pl.LightningModule, ABC):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[IDENTITY] = self.identity
-        frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        named = self.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
         for name in frozen:  # with adapters, the model they belong to is on disk already
             del checkpoint["state_dict"][name]
 

@@ -1,18 +1,21 @@
 """The reward model: a scalar score that prefers the chosen response (Bradley-Terry)."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.preference_loss import reward_model_loss
-from nemo_style_rlhf.data.supervised import load_pairs
+from nemo_style_rlhf.data.supervised import PreferencePair, load_pairs
 from nemo_style_rlhf.models.loading import load_reward_model
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores, set_reward_statistics
 from nemo_style_rlhf.schema.supervised import RewardModelConfig, SupervisedEngineConfig
 from nemo_style_rlhf.supervised.batches import PairBatch, collate_pairs
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
+from nemo_style_rlhf.supervised.pair_evaluation import evaluation
 from nemo_style_rlhf.supervised.stage import Stage, training_precision
 
 
@@ -57,15 +60,27 @@ def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
     add_lora(model.hf, config.model)
     module = RewardModelModule(model, config.engine, stage.total_steps, config.loss, config.centring)
     metrics = stage.fit(module, model.hf)
-    if config.statistics_pairs:
-        _store_statistics(module, stage.sample(config.statistics_pairs))
+    if not config.run.dry_run and stage.is_first_rank:
+        if config.statistics_pairs:
+            chosen, rejected, _ = _rewards(module, stage, stage.sample(config.statistics_pairs))
+            rewards = torch.cat([chosen, rejected])
+            set_reward_statistics(model.hf.config, float(rewards.mean()), float(rewards.std(correction=0)))
+        if stage.val_rows:
+            path = Path(config.run.output_dir) / "pair_evaluation.json"
+            path.write_text(json.dumps(evaluation(*_rewards(module, stage, stage.val_rows)), indent=1) + "\n")
     stage.export(model.hf)
     return metrics
 
 
 @torch.no_grad()
-def _store_statistics(module: RewardModelModule, batches: Iterable[PairBatch]) -> None:
-    """Mean and standard deviation of the rewards go into the model's config, for whoever normalises by them."""
-    module.eval()
-    scores = torch.cat([module.scores(batch) for batch in batches]).double()
-    set_reward_statistics(module.model.hf.config, float(scores.mean()), float(scores.std(correction=0)))
+def _rewards(
+    module: RewardModelModule, stage: Stage, pairs: Sequence[PreferencePair]
+) -> tuple[Tensor, Tensor, list[str]]:
+    """Of the chosen and of the rejected responses, float64 [pairs], and the subsets the pairs belong to."""
+    module.to(stage.device).eval()  # after a fit Lightning leaves it on the CPU
+    rows, scores = [], []
+    for part, batch in stage.on_device(pairs):
+        rows += part
+        scores.append(torch.stack(module.scores(batch).double().cpu().chunk(2)))
+    chosen, rejected = torch.cat(scores, dim=1)
+    return chosen, rejected, [row.subset for row in rows]

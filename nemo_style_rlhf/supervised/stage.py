@@ -116,15 +116,21 @@ class Stage:
         return parts
 
     @property
+    def is_first_rank(self) -> bool:
+        """The one that writes."""
+        return self._rank == 0
+
+    @property
     def _accumulate(self) -> int:
         """Micro-batches that each rank sees per optimizer step."""
         return self._micro_batches // self._world_size
 
     @property
     def _identity(self) -> dict[str, Any]:
-        """What the order of the micro-batches depends on."""
-        fit, run = self.config.trainer, self.config.run
+        """What the order of the micro-batches and the meaning of a checkpoint's weights depend on."""
+        fit, run, model = self.config.trainer, self.config.run, self.config.model
         return {
+            "model.path": model.path, "model.lora": dataclasses.asdict(model.lora),
             "training rows": len(self.train_rows), "trainer.batch_size": fit.batch_size, "run.seed": run.seed,
             "optimizer steps": self.total_steps, "micro-batches per step": self._micro_batches,
             "ranks": self._world_size,
@@ -153,7 +159,7 @@ class Stage:
                 "data.val_path=null"
             )
         batch_size = min(batch_size, len(rows) // self._world_size)  # no rank without a batch
-        batches: ValidationBatches[Any] = ValidationBatches(
+        batches: ValidationBatches[Any, Any] = ValidationBatches(
             rows, self.collate, self.tokenizer.pad_token_id, batch_size=batch_size
         )
         return self._loader(batches)
@@ -206,17 +212,19 @@ class Stage:
         self.writer.rewind(resumed_step - 1)  # Lightning's steps count from 0
         return [MetricsLogger(self.writer)]
 
-    def sample(self, count: int) -> Iterator[Any]:
-        """The first ``count`` training rows of the shuffled order, or all, in batches on the model's device."""
-        rows = self._batches(micro_batches=1).sampler.take(0, min(count, len(self.train_rows)))
-        batches: ValidationBatches[Any] = ValidationBatches(
-            [self.train_rows[row] for row in rows],
-            self.collate,
-            self.tokenizer.pad_token_id,
-            batch_size=self.config.trainer.val_batch_size,
+    def sample(self, count: int) -> list[Any]:
+        """The first ``count`` training rows of the shuffled order, or all."""
+        positions = self._batches(micro_batches=1).sampler.take(0, min(count, len(self.train_rows)))
+        return [self.train_rows[position] for position in positions]
+
+    def on_device(self, rows: Sequence[Any]) -> Iterator[tuple[list[Any], Any]]:
+        """``rows``, longest first, in batches on the model's device: the rows of each, and the batch."""
+        batches: ValidationBatches[Any, Any] = ValidationBatches(
+            rows, self.collate, self.tokenizer.pad_token_id, batch_size=self.config.trainer.val_batch_size
         )
         for index in range(len(batches)):
-            yield move_data_to_device(batches[index], self.device)
+            with self.trainer.precision_plugin.forward_context():  # as in training
+                yield batches.rows_of(index), move_data_to_device(batches[index], self.device)
 
     def export(self, hf: PreTrainedModel) -> None:
         """Write ``hf``, the trained model, with its tokenizer and templates; not in a dry run.
@@ -224,16 +232,16 @@ class Stage:
         Raises:
             UserError: the folder cannot be written.
         """
-        if self.config.run.dry_run or self._rank > 0:
+        if self.config.run.dry_run or not self.is_first_rank:
             return
         target, model = Path(self.config.export_path), self.config.model
         try:
             hf.to(getattr(torch, model.dtype))
             export_model(hf, target, source=model.path, config_source=model.config_path)
-            if model.lora.rank:
-                save_adapter(hf, target.with_name(f"{target.name}_adapter"), model)
             data = self.data
             write_template(target, data.prompt_template, self.tokenizer, data.chat_template, append_eos=data.append_eos)
+            if model.lora.rank:
+                save_adapter(hf, target.with_name(f"{target.name}_adapter"), model, export=target)
         except OSError as error:
             raise UserError(
                 f"the model cannot be written to {target} ({error}): make room or change export_dir"

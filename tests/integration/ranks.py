@@ -30,7 +30,7 @@ def main(preset: str, zero_stage: int, output: Path) -> None:
         optim=OptimizerConfig(lr=1e-2),
         gradient_clip_val=0.1,
     )
-    engine = Engine(policy(), engine_config, device=torch.device("cpu"))
+    engine = Engine(policy("eager"), engine_config, device=torch.device("cpu"))
     batch = experience(config)
 
     def micro_batches(rows):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.models import WORDS, save_policy, save_reward_model
 
@@ -29,7 +30,9 @@ def folder(tmp_path_factory) -> Path:
         return " ".join(WORDS[2 + int(torch.randint(60, (1,), generator=generator))] for _ in range(count))
 
     texts = [{"prompt": words(8), "response": words(40)} for _ in range(60)]
-    pairs = [{"prompt": words(8), "chosen": words(30), "rejected": words(30)} for _ in range(40)]
+    pairs = [
+        {"prompt": words(8), "chosen": words(30), "rejected": words(30), "source": "ab"[row % 2]} for row in range(40)
+    ]
     for name, rows in (("texts", texts), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -39,7 +42,8 @@ def command(folder: Path, script: str, run: str, *overrides: str, ranks: int = 1
     launcher = (
         [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     )
-    start, rows = {"train_sft": ("policy", "texts"), "train_reward_model": ("reward", "pairs")}[script]
+    start = "reward" if script == "train_reward_model" else "policy"
+    rows = "texts" if script == "train_sft" else "pairs"
     return [
         *launcher, f"trainers/{script}.py", "run.num_threads=1", f"run.output_dir={folder / run}",
         f"model.path={folder / start}", "model.dtype=float32", f"data.train_path={folder / rows}.jsonl",
@@ -59,7 +63,9 @@ def train(folder: Path, script: str, run: str, *overrides: str, ranks: int = 1) 
 
 
 def metrics(folder: Path, run: str) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    """All but the timers."""
+    lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith("timers/")} for line in lines]
 
 
 def assert_near(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -94,10 +100,33 @@ def test_a_killed_run_resumes_to_the_last_bit(folder: Path) -> None:
     assert metrics(folder, "killed") == metrics(folder, "whole")
 
 
+def test_adapters_resume_to_the_last_bit_and_merge(folder: Path) -> None:
+    """DPO, whose reference is the adapter switched off; gradient checkpointing and packing are on."""
+    settings = [
+        "model.lora.rank=4", "model.packing=true", "model.gradient_checkpointing=true", "checkpoint.save_interval=10",
+        "trainer.micro_batch_size=4", "checkpoint.keep_last=3",
+    ]  # fmt: skip
+    whole = train(folder, "train_dpo", "adapters", *settings)
+    saved = sorted((folder / "adapters" / "checkpoints").glob("*.ckpt"))
+    assert [path.name for path in saved] == ["step_00000010.ckpt", "step_00000020.ckpt"]
+    weights = torch.load(saved[0], weights_only=True)["state_dict"]
+    assert weights and all("lora_" in name for name in weights)
+    saved[1].unlink()  # as if it had been killed before
+    resumed = train(folder, "train_dpo", "adapters", *settings, "run.resume=must")
+    for name, weight in whole.items():
+        assert torch.equal(weight, resumed[name]), name
+    merge = [sys.executable, "trainers/merge_lora.py", folder / "adapters" / "export_adapter", folder / "merged"]
+    subprocess.run(merge, cwd=ROOT, check=True, capture_output=True)
+    merged = load_file(folder / "merged" / "model.safetensors")
+    assert_near(resumed, merged, 1e-6)
+    assert (folder / "merged" / "prompt_template.json").is_file()
+
+
 def test_another_run_is_not_resumed(folder: Path) -> None:
     train(folder, "train_sft", "first", "checkpoint.save_interval=10")
     for override, said in (
         ("trainer.batch_size=4", "is of a run with trainer.batch_size 8, this one has 4"),
+        ("model.lora.rank=2", "is of a run with model.lora"),
         ("run.resume=never", "holds checkpoints but run.resume=never"),
     ):
         process = subprocess.run(
@@ -107,7 +136,7 @@ def test_another_run_is_not_resumed(folder: Path) -> None:
         assert process.returncode == 2 and said in process.stderr and "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize("script", ["train_sft", "train_reward_model"])
+@pytest.mark.parametrize("script", ["train_sft", "train_reward_model", "train_kto"])
 def test_packed_token_budgets_and_ranks_end_with_the_same_weights(folder: Path, script: str) -> None:
     whole = train(folder, script, f"{script}_one")
     packed = train(folder, script, f"{script}_packed", "model.packing=true", "trainer.micro_batch_tokens=100")
@@ -121,20 +150,24 @@ def test_packed_token_budgets_and_ranks_end_with_the_same_weights(folder: Path, 
             assert all(abs(line[name] - other[name]) < 1e-4 * max(1, abs(line[name])) for name in line), (line, other)
 
 
-def test_the_reward_model_knows_its_own_statistics(folder: Path) -> None:
-    train(folder, "train_reward_model", "statistics", "statistics_pairs=40")
-    config = json.loads((folder / "statistics" / "export" / "config.json").read_text())
-    scores = []
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+def test_the_reward_model_knows_its_own_statistics_and_quality(folder: Path) -> None:
+    train(folder, "train_reward_model", "statistics", "statistics_pairs=40", "data.subset_key=source")
+    export = folder / "statistics" / "export"
+    model = AutoModelForSequenceClassification.from_pretrained(export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
 
-    model = AutoModelForSequenceClassification.from_pretrained(folder / "statistics" / "export").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "statistics" / "export")
-    for line in (folder / "pairs.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        for side in ("chosen", "rejected"):
-            ids = tokenizer(row["prompt"] + " " + row[side] + "<eos>", return_tensors="pt").input_ids
-            with torch.no_grad():
-                scores.append(float(model(ids).logits))
-    scores = torch.tensor(scores)
+    def reward(prompt: str, response: str) -> float:
+        ids = tokenizer(f"{prompt} {response}<eos>", return_tensors="pt").input_ids
+        with torch.no_grad():
+            return float(model(ids).logits)
+
+    scores = torch.tensor([[reward(row["prompt"], row[side]) for row in rows] for side in ("chosen", "rejected")])
+    config = json.loads((export / "config.json").read_text())
     assert config["reward_mean"] == pytest.approx(float(scores.mean()), abs=1e-5)
     assert config["reward_std"] == pytest.approx(float(scores.std(correction=0)), abs=1e-5)
+    evaluation = json.loads((folder / "statistics" / "pair_evaluation.json").read_text())
+    margins = scores[0] - scores[1]
+    assert evaluation["all"]["pairs"] == 40 and set(evaluation["subsets"]) == {"a", "b"}
+    assert evaluation["all"]["accuracy"] == pytest.approx(float((margins > 0).float().mean()))
+    assert evaluation["subsets"]["b"]["margin"] == pytest.approx(float(margins[1::2].mean()), abs=1e-5)
