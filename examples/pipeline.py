@@ -21,7 +21,7 @@ ACTOR_PYTHON = str(ROOT / ".venv-actor" / "bin" / "python")
 SERVER_PYTHON = str(ROOT / ".venv-server" / "bin" / "python")
 STOP_GRACE_S = 30.0
 POLL_S = 0.2
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: spinning threads starve each other
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported: spinning threads starve each other
 console = Console()
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from nemo_style_rlhf.errors import UserError
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -13,7 +15,6 @@ def main() -> None:
     parser.add_argument("target", type=Path, help="where the merged model goes")
     arguments = parser.parse_args()
 
-    from nemo_style_rlhf.errors import UserError
     from nemo_style_rlhf.models.lora import merge_adapter
 
     try:

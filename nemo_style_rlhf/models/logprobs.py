@@ -1,5 +1,6 @@
 """Log-probabilities and entropies of given tokens without the [batch, time, vocabulary] logits in memory."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 
 CHUNK_ELEMENTS = 2**25  # logits of one chunk: 128 MiB in fp32
+CACHE_ELEMENTS = 2**19  # logits between two passes on a CPU: 2 MiB in fp32
 
 
 def token_logprobs(
@@ -69,14 +71,14 @@ class _TokenLogprobs(torch.autograd.Function):
         logsumexp = hidden.new_empty(len(hidden), dtype=_accumulator(hidden))
         logprobs, entropy = torch.empty_like(logsumexp), torch.zeros_like(logsumexp)
         for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
-            product = hidden[part] @ weight.T
-            logits = _logits(product, _of_part(temperature, part))
-            logsumexp[part] = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, token_ids[part, None]).squeeze(-1) - logsumexp[part]
-            if with_entropy:
-                probabilities = (logits - logsumexp[part, None]).exp_()
-                entropy[part] = logsumexp[part] - probabilities.mul_(logits).sum(-1)
+            product = hidden[start : start + chunk] @ weight.T
+            for rows, part in _blocks(product, start):
+                logits = _logits(product[rows], _of_part(temperature, part))
+                logsumexp[part] = logits.logsumexp(-1)
+                logprobs[part] = logits.gather(-1, token_ids[part, None]).squeeze(-1) - logsumexp[part]
+                if with_entropy:
+                    probabilities = (logits - logsumexp[part, None]).exp_()
+                    entropy[part] = logsumexp[part] - probabilities.mul_(logits).sum(-1)
         kept = product if 0 < len(hidden) <= chunk else None
         ctx.save_for_backward(hidden, weight, token_ids, logsumexp, entropy, kept)
         ctx.temperature, ctx.with_entropy, ctx.chunk = temperature, with_entropy, chunk
@@ -92,15 +94,27 @@ class _TokenLogprobs(torch.autograd.Function):
         # fp32 where several chunks are summed: bf16 would round after each of them.
         grad_weight = None if single else torch.zeros_like(weight, dtype=_accumulator(weight))
         for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            product = hidden[part] @ weight.T if kept is None else kept
-            grad = _grad_logits(ctx, part, product, token_ids, logsumexp, entropy, grad_logprobs, grad_entropy)
-            grad_hidden[part] = grad @ weight
+            chunk = slice(start, start + ctx.chunk)
+            product = hidden[chunk] @ weight.T if kept is None else kept
+            grad = torch.empty_like(product)
+            for rows, part in _blocks(product, start):
+                grad[rows] = _grad_logits(
+                    ctx, part, product[rows], token_ids, logsumexp, entropy, grad_logprobs, grad_entropy
+                )
+            grad_hidden[chunk] = grad @ weight
             if grad_weight is None:
                 return grad_hidden, grad.T @ hidden, None, None, None, None
-            grad_weight += grad.T @ hidden[part]
+            grad_weight += grad.T @ hidden[chunk]
         assert grad_weight is not None
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _blocks(product: Tensor, start: int) -> Iterator[tuple[slice, slice]]:
+    """Rows of a chunk that begins at token ``start``, and the tokens they are: on a CPU few enough for its cache."""
+    size = max(1, CACHE_ELEMENTS // product.shape[1]) if product.device.type == "cpu" else len(product)
+    for first in range(0, len(product), size):
+        last = min(first + size, len(product))
+        yield slice(first, last), slice(start + first, start + last)
 
 
 def _of_part(temperature: float | Tensor, part: slice) -> float | Tensor:
@@ -115,7 +129,11 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
 def _logits(product: Tensor, temperature: float | Tensor) -> Tensor:
     """fp32 logits of a matrix product that must stay as it is; one temperature, or [tokens, 1]."""
     logits = product.to(_accumulator(product))
-    return logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
+    return logits if _is_one(temperature) else logits / temperature
+
+
+def _is_one(temperature: float | Tensor) -> bool:
+    return isinstance(temperature, float) and temperature == 1.0
 
 
 def _grad_logits(
@@ -134,4 +152,4 @@ def _grad_logits(
     if ctx.with_entropy:
         grad -= p.mul_(log_p.add_(entropy[part, None])).mul_(grad_entropy[part, None])
     grad.scatter_add_(-1, token_ids[part, None], grad_logprobs[part, None])
-    return grad.div_(temperature).to(product.dtype)
+    return grad if _is_one(temperature) else grad.div_(temperature)
