@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,11 @@ def add_lora(hf: PreTrainedModel, model: ModelConfig) -> None:
             f"model.lora.target_modules={model.lora.target_modules} names no linear layer of {type(hf).__name__}: give names "
             "such as q_proj, or null for all linear layers"
         ) from error
+
+
+def lora_identity(model: ModelConfig) -> dict[str, Any]:
+    """What a checkpoint must agree with to be resumed: the adapters, and with any, the model they belong to."""
+    return {"model.lora": asdict(model.lora), **({"model.path": model.path} if model.lora.rank else {})}
 
 
 def has_lora(module: nn.Module) -> bool:

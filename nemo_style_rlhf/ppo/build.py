@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import json
 import logging
 import uuid
 from functools import partial
@@ -27,10 +28,10 @@ from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.digests import tokenizer_digest
 from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm, load_tokenizer
-from nemo_style_rlhf.models.lora import add_lora
+from nemo_style_rlhf.models.lora import add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import MAX_GAP, Probe
-from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
+from nemo_style_rlhf.ppo.trainer import LORA_FILE, Parts, PPOTrainer
 from nemo_style_rlhf.rollout.collector import Collector
 from nemo_style_rlhf.rollout.reference import AdaptersOff, FrozenCopy, Reference
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -121,6 +122,12 @@ def _run_id(config: PPOActorConfig, store: CheckpointStore) -> str:
                 f"run.resume=must but {config.run.output_dir} holds no undamaged checkpoint: use run.resume=auto"
             )
         return uuid.uuid4().hex[:12]
+    saved = json.loads((store.actor_half(manifest.step) / LORA_FILE).read_bytes())
+    if saved != (given := lora_identity(config.model)):
+        raise UserError(
+            f"{config.run.output_dir} holds a run with {saved}, this one has {given}: resume it as it was, or choose another "
+            "run.output_dir"
+        )
     return manifest.run_id
 
 

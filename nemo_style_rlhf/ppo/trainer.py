@@ -21,7 +21,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
 from nemo_style_rlhf.models.export import export_model
-from nemo_style_rlhf.models.lora import save_adapter
+from nemo_style_rlhf.models.lora import lora_identity, save_adapter
 from nemo_style_rlhf.ppo.audit import Probe, audit_gap, audit_signs
 from nemo_style_rlhf.ppo.metrics import rollout_metrics, rollout_rows, validation_metrics
 from nemo_style_rlhf.ppo.rng import load_rng, save_rng
@@ -34,6 +34,8 @@ from nemo_style_rlhf.tracking.metrics import MetricsWriter, write_jsonl
 from nemo_style_rlhf.tracking.progress import StepProgress
 
 log = logging.getLogger(__name__)
+LORA_FILE = "lora.json"
+"""In the actor's half of a checkpoint: what its adapters are."""
 VALIDATION_SEED_OFFSET = 2**32
 """Validation samples have seeds of their own, the same ones every time."""
 
@@ -234,6 +236,7 @@ class PPOTrainer:
     def _write_half(self, directory: Path) -> None:
         self._parts.engine.save(directory / "engine")
         save_rng(directory / "rng.pt")
+        (directory / LORA_FILE).write_text(json.dumps(lora_identity(self._config.model)))
 
     def _restore(self) -> None:
         """Bring both halves to the last common checkpoint; a run without one starts, and commits its step 0."""

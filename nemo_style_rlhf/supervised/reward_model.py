@@ -79,8 +79,9 @@ def _rewards(
     """Of the chosen and of the rejected responses, float64 [pairs], and the subsets the pairs belong to."""
     module.to(stage.device).eval()  # after a fit Lightning leaves it on the CPU
     rows, scores = [], []
-    for part, batch in stage.on_device(pairs):
-        rows += part
-        scores.append(torch.stack(module.scores(batch).double().cpu().chunk(2)))
+    with stage.trainer.precision_plugin.forward_context():
+        for part, batch in stage.on_device(pairs):
+            rows += part
+            scores.append(torch.stack(module.scores(batch).double().cpu().chunk(2)))
     chosen, rejected = torch.cat(scores, dim=1)
     return chosen, rejected, [row.subset for row in rows]

@@ -25,7 +25,7 @@ from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_tokenizer
-from nemo_style_rlhf.models.lora import save_adapter
+from nemo_style_rlhf.models.lora import lora_identity, save_adapter
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.supervised import SupervisedConfig, SupervisedDataConfig
 from nemo_style_rlhf.supervised.batches import Collate, Positions, TrainingBatches, ValidationBatches, parts_within
@@ -128,9 +128,9 @@ class Stage:
     @property
     def _identity(self) -> dict[str, Any]:
         """What the order of the micro-batches and the meaning of a checkpoint's weights depend on."""
-        fit, run, model = self.config.trainer, self.config.run, self.config.model
+        fit, run = self.config.trainer, self.config.run
         return {
-            "model.path": model.path, "model.lora": dataclasses.asdict(model.lora),
+            **lora_identity(self.config.model),
             "training rows": len(self.train_rows), "trainer.batch_size": fit.batch_size, "run.seed": run.seed,
             "optimizer steps": self.total_steps, "micro-batches per step": self._micro_batches,
             "ranks": self._world_size,
@@ -223,8 +223,7 @@ class Stage:
             rows, self.collate, self.tokenizer.pad_token_id, batch_size=self.config.trainer.val_batch_size
         )
         for index in range(len(batches)):
-            with self.trainer.precision_plugin.forward_context():  # as in training
-                yield batches.rows_of(index), move_data_to_device(batches[index], self.device)
+            yield batches.rows_of(index), move_data_to_device(batches[index], self.device)
 
     def export(self, hf: PreTrainedModel) -> None:
         """Write ``hf``, the trained model, with its tokenizer and templates; not in a dry run.

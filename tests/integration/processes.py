@@ -72,6 +72,18 @@ def start_server(directory: Path, *overrides: str) -> tuple[Process, int]:
     return process, int(json.loads(ready.read_text())["port"])
 
 
+def run_pair(directory: Path, server_overrides: list[str], actor_overrides: list[str]) -> None:
+    """Server and actor below ``directory``, from start to end."""
+    (directory / "critic").mkdir(exist_ok=True)
+    server, port = start_server(directory / "critic", *server_overrides)
+    actor = start_actor(directory / "actor", port, *actor_overrides)
+    try:
+        assert actor.wait(240) == 0, actor.output()
+    finally:
+        actor.kill()
+        assert server.terminate() == 0
+
+
 def start_actor(directory: Path, port: int, *overrides: str) -> Process:
     directory.mkdir(parents=True, exist_ok=True)
     command = [

@@ -9,7 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.integration.processes import start_actor, start_server
+from tests.integration.processes import run_pair, start_actor
 from tests.models import WORDS, save_policy, save_reward_model
 
 LORA = ["model.lora.rank=4", "model.packing=true", "run.num_threads=1"]
@@ -30,19 +30,13 @@ def inputs(tmp_path_factory) -> Path:
     return folder
 
 
+def actor_overrides(inputs: Path, steps: int) -> list[str]:
+    where = [f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'train.jsonl'}"]
+    return [*ACTOR, *where, f"algorithm.max_steps={steps}"]
+
+
 def run(inputs: Path, folder: Path, steps: int) -> Path:
-    """Server and actor, until the actor has done ``steps``."""
-    (folder / "critic").mkdir(exist_ok=True)
-    server, port = start_server(folder / "critic", *SERVER, f"model.path={inputs / 'reward'}")
-    actor = start_actor(
-        folder / "actor", port, *ACTOR, f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'train.jsonl'}",
-        f"algorithm.max_steps={steps}",
-    )  # fmt: skip
-    try:
-        assert actor.wait(240) == 0, actor.output()
-    finally:
-        actor.kill()
-        assert server.terminate() == 0
+    run_pair(folder, [*SERVER, f"model.path={inputs / 'reward'}"], actor_overrides(inputs, steps))
     return folder
 
 
@@ -98,3 +92,11 @@ def test_checkpoints_hold_adapters_and_a_resumed_run_ends_with_the_same_weights(
     resumed = load_file(tmp_path / "actor" / "export" / "model.safetensors")
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
+
+
+def test_a_run_is_not_resumed_with_other_adapters(inputs: Path, finished: Path) -> None:
+    """The checkpoint holds neither alpha nor the model that the adapters belong to."""
+    actor = start_actor(finished / "actor", 9, *actor_overrides(inputs, 5), "model.lora.alpha=32")
+    assert actor.wait(60) == 2
+    assert "'alpha': 16" in actor.output() and "'alpha': 32" in actor.output()
+    assert "resume it as it was, or choose another run.output_dir" in actor.output()

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.integration.processes import proxy, start_actor, start_server
+from tests.integration.processes import proxy, run_pair, start_actor, start_server
 from tests.models import save_policy, save_reward_model
 
 STEPS = 6
@@ -61,14 +61,7 @@ def without_timers(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 def finished(inputs, tmp_path_factory) -> Path:
     """One run from start to end, nobody in its way."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "critic").mkdir()
-    server, port = start_server(folder / "critic", *server_overrides(inputs))
-    actor = start_actor(folder / "actor", port, *actor_overrides(inputs))
-    try:
-        assert actor.wait(240) == 0, actor.output()
-    finally:
-        actor.kill()
-        assert server.terminate() == 0
+    run_pair(folder, server_overrides(inputs), actor_overrides(inputs))
     return folder
 
 

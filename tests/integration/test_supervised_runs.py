@@ -115,6 +115,8 @@ def test_adapters_resume_to_the_last_bit_and_merge(folder: Path) -> None:
     resumed = train(folder, "train_dpo", "adapters", *settings, "run.resume=must")
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
+    start = load_file(folder / "policy" / "model.safetensors")
+    assert any(not torch.equal(weight, start[name]) for name, weight in whole.items())  # it did learn
     merge = [sys.executable, "trainers/merge_lora.py", folder / "adapters" / "export_adapter", folder / "merged"]
     subprocess.run(merge, cwd=ROOT, check=True, capture_output=True)
     merged = load_file(folder / "merged" / "model.safetensors")

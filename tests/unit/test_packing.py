@@ -102,3 +102,10 @@ def test_models_that_cannot_be_packed_are_refused(config):
     (model,) = models(config, PACKED_ATTENTION)
     with pytest.raises(UserError, match=r"set model\.packing=false"):
         require_packing(model)
+
+
+def test_decoding_with_a_packed_model_is_refused():
+    (model,) = models(CONFIGS["qwen2"](), PACKED_ATTENTION)
+    cache = model(input_ids=IDS[:1], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="for training, not for decoding: 1 queries, 12 keys"):
+        model(input_ids=IDS[:1, :1], past_key_values=cache)
