@@ -1,4 +1,4 @@
-"""The four stages the examples share, as commands: SFT, reward model, critic server, PPO."""
+"""The stages the examples share, as commands: supervised ones, critic server, PPO."""
 
 import sys
 from collections.abc import Mapping
@@ -10,14 +10,9 @@ from pipeline import ACTOR_PYTHON, SERVER_PYTHON, Pipeline, overrides
 Settings = Mapping[str, Any]
 
 
-def train_sft(pipeline: Pipeline, settings: Settings) -> float:
-    """Seconds of trainers/train_sft.py."""
-    return pipeline.run("sft", [ACTOR_PYTHON, "trainers/train_sft.py", *overrides(settings)])
-
-
-def train_reward_model(pipeline: Pipeline, settings: Settings) -> float:
-    """Seconds of trainers/train_reward_model.py."""
-    return pipeline.run("reward_model", [ACTOR_PYTHON, "trainers/train_reward_model.py", *overrides(settings)])
+def train(pipeline: Pipeline, stage: str, settings: Settings) -> float:
+    """Seconds of a supervised stage: sft, reward_model, dpo or kto."""
+    return pipeline.run(stage, [ACTOR_PYTHON, f"trainers/train_{stage}.py", *overrides(settings)])
 
 
 def train_ppo(pipeline: Pipeline, server: Settings, actor: Settings, output_dir: Path) -> float:

@@ -21,7 +21,7 @@ from curves import last_metric, plot_curves, read_metrics
 from make_data import make_data
 from pipeline import ROOT, Pipeline, console, run_example, say
 from sampling import Samples, sample
-from stages import train_ppo, train_reward_model, train_sft
+from stages import train, train_ppo
 
 MAX_RESPONSE_TOKENS = 48
 TEMPERATURE = 0.9
@@ -109,13 +109,13 @@ def quickstart(pipeline: Pipeline, output_dir: Path, seed: int) -> None:
 
     say("training the policy to write reviews (SFT)")
     files = {"data.train_path": data / "sft_train.jsonl", "data.val_path": data / "sft_validation.jsonl"}
-    seconds = train_sft(pipeline, {**SFT, **common, **files, "run.output_dir": sft, "model.path": data / "base"})
+    seconds = train(pipeline, "sft", {**SFT, **common, **files, "run.output_dir": sft, "model.path": data / "base"})
     say(f"  {seconds:.0f} s, held-out loss {last_metric(sft, 'val/loss'):.3f} nats per token")
 
     say("training the reward model on preference pairs")
     files = {"data.train_path": data / "pairs_train.jsonl", "data.val_path": data / "pairs_validation.jsonl"}
     where = {"run.output_dir": reward_model, "model.path": sft / "export"}
-    seconds = train_reward_model(pipeline, {**REWARD_MODEL, **common, **files, **where})
+    seconds = train(pipeline, "reward_model", {**REWARD_MODEL, **common, **files, **where})
     say(f"  {seconds:.0f} s, held-out pair accuracy {last_metric(reward_model, 'val/pair_accuracy'):.3f}")
 
     before = judge(sft / "export", output_dir, seed)

@@ -21,7 +21,7 @@ from curves import last_metric, plot_curves, read_metrics
 from data import cut_prompts, load_lexicon, rank, valence, write_jsonl
 from pipeline import ROOT, Pipeline, console, run_example, say
 from sampling import Samples, sample
-from stages import train_ppo, train_reward_model
+from stages import train, train_ppo
 
 RESPONSE_TOKENS = 64
 CUTS_PER_STORY = 1
@@ -29,6 +29,7 @@ SAMPLES_PER_PROMPT = 4
 VALIDATION_SHARE = 0.1
 EVALUATION_ROUNDS = 4
 PPO_STEPS = 40
+LORA_LR = 3e-3
 
 REWARD_MODEL = {
     "model.dtype": "float32",
@@ -63,15 +64,17 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="holds stories260K/, tinystories/ and vader/")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "stories")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of both models, not all their weights")
     arguments = parser.parse_args()
-    output_dir = arguments.output_dir.resolve()
+    data, output_dir = arguments.data.resolve(), arguments.output_dir.resolve()
     run_example(
-        lambda pipeline: happier_stories(pipeline, arguments.data.resolve(), output_dir, arguments.seed), output_dir
+        lambda pipeline: happier_stories(pipeline, data, output_dir, arguments.seed, arguments.lora_rank), output_dir
     )
 
 
-def happier_stories(pipeline: Pipeline, data: Path, output_dir: Path, seed: int) -> None:
+def happier_stories(pipeline: Pipeline, data: Path, output_dir: Path, seed: int, lora_rank: int) -> None:
     """All stages; everything is written below ``output_dir``."""
+    lora = {"model.lora.rank": lora_rank, "engine.optim.lr": LORA_LR} if lora_rank else {}
     policy, reward_model = data / "stories260K", output_dir / "reward_model" / "export"
     lexicon = load_lexicon(data / "vader" / "vader_lexicon.txt")
     held_out = make_reward_model(pipeline, data, output_dir, seed)
@@ -79,9 +82,10 @@ def happier_stories(pipeline: Pipeline, data: Path, output_dir: Path, seed: int)
     say("PPO: critic server and actor")
     ppo_seconds = train_ppo(
         pipeline,
-        {**CRITIC, "run.seed": seed, "model.path": reward_model},
+        {**CRITIC, **lora, "run.seed": seed, "model.path": reward_model},
         {
             **ACTOR,
+            **lora,
             "run.seed": seed,
             "model.path": policy,
             "data.train_path": output_dir / "data" / "prompts_train.jsonl",
@@ -133,7 +137,7 @@ def make_reward_model(pipeline: Pipeline, data: Path, output_dir: Path, seed: in
     say("training the reward model on pairs of them")
     files = {"data.train_path": made / "pairs_train.jsonl", "data.val_path": made / "pairs_validation.jsonl"}
     where = {"run.output_dir": reward_model, "model.path": policy, "run.seed": seed}
-    seconds = train_reward_model(pipeline, {**REWARD_MODEL, **files, **where})
+    seconds = train(pipeline, "reward_model", {**REWARD_MODEL, **files, **where})
     say(f"  {seconds:.0f} s, held-out pair accuracy {last_metric(reward_model, 'val/pair_accuracy'):.3f}")
     return held_out
 

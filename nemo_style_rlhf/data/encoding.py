@@ -49,8 +49,11 @@ class Encoder:
         if append_eos:
             if self.tokenizer.eos_token_id is None:
                 raise UserError("the tokenizer has no end-of-text token: give it one or set data.append_eos=false")
-            if ids[-1:] != [self.tokenizer.eos_token_id]:
-                ids.append(self.tokenizer.eos_token_id)
+            eos = self.tokenizer.eos_token_id
+            if rendered and eos in ids:  # what a template writes behind it, a line break often, no policy gets to write
+                del ids[len(ids) - ids[::-1].index(eos) :]
+            elif ids[-1:] != [eos]:
+                ids.append(eos)
         return ids
 
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -109,7 +109,7 @@ def load_pairs(
     Raises:
         UserError: as :func:`load_sft`.
     """
-    encoder = Encoder(tokenizer)
+    encoder = Encoder(tokenizer, chat_template=config.chat_template)
     return _usable(path, lambda record: _pair(record, config, encoder))
 
 
@@ -122,7 +122,7 @@ def load_unpaired(
     Raises:
         UserError: as :func:`load_sft`, or a label that is neither true nor false.
     """
-    encoder = Encoder(tokenizer)
+    encoder = Encoder(tokenizer, chat_template=config.chat_template)
     rows, report = _usable(path, lambda record: _judged(record, config, encoder))
     return [example for examples in rows for example in examples], report
 
@@ -148,7 +148,7 @@ def _sft_example(record: Record, config: SFTDataConfig, encoder: Encoder) -> SFT
     elif layout == "messages":
         return _conversation(record, config, encoder)
     else:
-        prompt = record.text(config.prompt_key, "data.prompt_key")
+        prompt = Prompt(render(config.prompt_template, record.text(config.prompt_key, "data.prompt_key")))
         response = record.text(config.response_key, "data.response_key")
         return _examples(prompt, (response,), config, encoder)[0]
     _check(response, len(prompt_ids) + len(ids), config.max_length)
@@ -165,30 +165,27 @@ def _sft_format(record: Record, config: SFTDataConfig) -> str:
 
 def _conversation(record: Record, config: SFTDataConfig, encoder: Encoder) -> Conversation:
     """Tokens of the rendered conversation, turn by turn: each answer's are those that follow its prompt at inference."""
-    messages = record.get(config.messages_key, "data.messages_key")
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f"{record.where}: {config.messages_key!r} is not a list of messages: check data.messages_key")
+    messages = _messages(record, config.messages_key, "data.messages_key")
     turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
         raise Dropped("without an assistant's last turn")
     text, answer, ids, read = "", "", list[int](), list[tuple[int, int]]()
     for turn in turns if config.learn == "all_answers" else turns[-1:]:
         prompt = encoder.chat(messages[:turn], add_generation_prompt=True)
-        through = encoder.chat(messages[: turn + 1], add_generation_prompt=False)
-        if not (prompt.startswith(text) and through.startswith(prompt)):
+        answer = _rendered_answer(prompt, messages[: turn + 1], encoder)
+        if not prompt.startswith(text):
             raise Dropped("rendered differently with an answer than without")
         start = len(ids)
         ids += encoder.response(text, ids, prompt[len(text) :], append_eos=False, rendered=True)
         read.append((start, len(ids)))
-        text, answer = through, through[len(prompt) :]
-        last = turn == turns[-1]
+        text, last = prompt + answer, turn == turns[-1]
         ids += encoder.response(prompt, ids, answer, append_eos=config.append_eos and last, rendered=True)
     _check(answer, len(ids), config.max_length)
     return Conversation(ids, read[0][1], read[1:])
 
 
 def _pair(record: Record, config: PairDataConfig, encoder: Encoder) -> PreferencePair:
-    prompt, chosen, rejected = _two_responses(record, config)
+    prompt, chosen, rejected = _two_answers(record, config, encoder)
     if chosen == rejected:
         raise Dropped("with equal responses")
     preferred, other = _examples(prompt, (chosen, rejected), config, encoder)
@@ -210,8 +207,11 @@ def _judged(record: Record, config: UnpairedDataConfig, encoder: Encoder) -> lis
             f"{record.where}: {config.label_key!r} holds {type(desirable).__name__}, expected true or false: "
             "check the file or data.label_key"
         )
-    prompt = record.text(config.prompt_key, "data.prompt_key")
-    completion = record.text(config.completion_key, "data.completion_key")
+    if isinstance(record.fields.get(config.completion_key), list):
+        prompt, completion = _last_answer(record, config.completion_key, "data.completion_key", config, encoder)
+    else:
+        prompt = Prompt(render(config.prompt_template, record.text(config.prompt_key, "data.prompt_key")))
+        completion = record.text(config.completion_key, "data.completion_key")
     (example,) = _examples(prompt, (completion,), config, encoder)
     return [UnpairedExample(example.token_ids, example.prompt_length, desirable)]
 
@@ -222,27 +222,79 @@ def _is_pair(record: Record, config: UnpairedDataConfig) -> bool:
     return config.format != "unpaired"
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """The text before an answer, with whatever template is around it."""
+
+    text: str
+    by_chat_template: bool = False
+    """Special tokens are in the text already."""
+
+
 def _examples(
-    prompt: str, responses: Sequence[str], config: SupervisedDataConfig, encoder: Encoder
+    prompt: Prompt, responses: Sequence[str], config: SupervisedDataConfig, encoder: Encoder
 ) -> list[SFTExample]:
-    """Each of ``responses`` after the prompt, which is put into its template here."""
-    prompt = render(config.prompt_template, prompt)
-    prompt_ids = encoder.prompt(prompt)
+    """Each of ``responses`` after the prompt."""
+    rendered = prompt.by_chat_template
+    prompt_ids = encoder.rendered(prompt.text) if rendered else encoder.prompt(prompt.text)
     examples = []
     for response in responses:
-        ids = encoder.response(prompt, prompt_ids, response, append_eos=config.append_eos)
+        ids = encoder.response(prompt.text, prompt_ids, response, append_eos=config.append_eos, rendered=rendered)
         _check(response, len(prompt_ids) + len(ids), config.max_length)
         examples.append(SFTExample(prompt_ids + ids, len(prompt_ids)))
     return examples
 
 
-def _two_responses(record: Record, config: PairDataConfig) -> tuple[str, str, str]:
+def _two_answers(record: Record, config: PairDataConfig, encoder: Encoder) -> tuple[Prompt, str, str]:
     """Prompt, chosen and rejected."""
-    chosen = record.text(config.chosen_key, "data.chosen_key")
-    rejected = record.text(config.rejected_key, "data.rejected_key")
+    sides = ((config.chosen_key, "data.chosen_key"), (config.rejected_key, "data.rejected_key"))
+    if config.format != "hh" and all(isinstance(record.fields.get(key), list) for key, _ in sides):
+        (prompt, chosen), (other_prompt, rejected) = (
+            _last_answer(record, key, setting, config, encoder) for key, setting in sides
+        )
+        if prompt != other_prompt:
+            raise Dropped("with differing prompts")
+        return prompt, chosen, rejected
+    chosen, rejected = (record.text(key, setting) for key, setting in sides)
     if config.format == "hh" or (config.format == "auto" and config.prompt_key not in record.fields):
-        return _hh_pair(chosen, rejected)
-    return record.text(config.prompt_key, "data.prompt_key"), chosen, rejected
+        text, chosen, rejected = _hh_pair(chosen, rejected)
+    else:
+        text = record.text(config.prompt_key, "data.prompt_key")
+    return Prompt(render(config.prompt_template, text)), chosen, rejected
+
+
+def _last_answer(
+    record: Record, key: str, setting: str, config: PairDataConfig, encoder: Encoder
+) -> tuple[Prompt, str]:
+    """Of the messages under ``key``: the last one, and the conversation before it, which the prompt key may hold."""
+    messages = _messages(record, key, setting)
+    if messages[0].get("role") == "assistant":
+        before = record.get(config.prompt_key, "data.prompt_key")
+        if isinstance(before, str):
+            messages = [{"role": "user", "content": before}, *messages]
+        else:
+            messages = [*_messages(record, config.prompt_key, "data.prompt_key"), *messages]
+    if messages[-1].get("role") != "assistant":
+        raise Dropped("without an assistant's last turn")
+    prompt = encoder.chat(messages[:-1], add_generation_prompt=True)
+    return Prompt(prompt, by_chat_template=True), _rendered_answer(prompt, messages, encoder)
+
+
+def _messages(record: Record, key: str, setting: str) -> list[dict[str, Any]]:
+    messages = record.get(key, setting)
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise UserError(f"{record.where}: {key!r} is not a list of messages: check {setting}")
+    return messages
+
+
+def _rendered_answer(prompt: str, messages: list[dict[str, Any]], encoder: Encoder) -> str:
+    """The last of ``messages`` as the chat template writes it behind ``prompt``, which it makes of those before."""
+    if not str(messages[-1].get("content") or "").strip():
+        raise Dropped("with an empty response")
+    through = encoder.chat(messages, add_generation_prompt=False)
+    if not through.startswith(prompt):
+        raise Dropped("rendered differently with an answer than without")
+    return through[len(prompt) :]
 
 
 def _hh_pair(chosen: str, rejected: str) -> tuple[str, str, str]:

@@ -73,12 +73,13 @@ class SFTDataConfig(SupervisedDataConfig):
 
 @dataclass
 class PairDataConfig(SupervisedDataConfig):
-    """prompt, chosen and rejected; or two Anthropic-HH transcripts."""
+    """prompt, chosen and rejected, as texts or as messages (the conversation then under prompt_key, or whole under both
+    others); or two Anthropic-HH transcripts."""
 
     FORMATS: ClassVar[tuple[str, ...]] = ("auto", "pairs", "hh")
 
     format: str = "auto"
-    """auto (pairs where rows have prompt_key, else hh), pairs, or hh."""
+    """auto (pairs where rows have prompt_key or messages, else hh), pairs, or hh."""
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
 
@@ -99,7 +100,8 @@ class PreferenceDataConfig(PairDataConfig):
 
 @dataclass
 class UnpairedDataConfig(PairDataConfig):
-    """prompt, completion and whether it is desirable; a pair (as for DPO) counts as one desirable and one undesirable row."""
+    """prompt, completion (a text or messages) and whether it is desirable; a pair (as for DPO) counts as one desirable and one
+    undesirable row."""
 
     FORMATS: ClassVar[tuple[str, ...]] = ("auto", "unpaired", "pairs", "hh")
 

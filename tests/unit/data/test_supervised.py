@@ -91,6 +91,61 @@ def test_a_pair_knows_where_its_responses_start(tmp_path, tokenizer):
     assert (pair.chosen[4:], pair.rejected[4:]) == ([B, EOS], [C, C, EOS])
 
 
+ENDING_TURNS = (
+    "{{ bos_token }}{% for m in messages %}{{ m.content }}"
+    "{% if m.role == 'user' %}z{% else %}{{ eos_token }}y{% endif %}{% endfor %}"
+)
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [said("user", "a")], "chosen": [said("assistant", "b")], "rejected": [said("assistant", "c")]},
+        {"prompt": "a", "chosen": [said("assistant", "b")], "rejected": [said("assistant", "c")]},
+        {
+            "prompt": "what the messages begin with",
+            "chosen": [said("user", "a"), said("assistant", "b")],
+            "rejected": [said("user", "a"), said("assistant", "c")],
+        },
+    ],
+    ids=["messages before", "text before", "whole conversations"],
+)
+def test_pairs_may_be_conversations(tmp_path, tokenizer, row):
+    """Answers end at the template's EOS; what it writes behind it is not learned."""
+    tokenizer.chat_template = ENDING_TURNS
+    found, _ = pairs(tmp_path, tokenizer, row)
+    assert found == [([BOS, A, 27, B, EOS], [BOS, A, 27, C, EOS], 0.0)]
+    judged, _ = unpaired(tmp_path, tokenizer, row)
+    assert judged == [([BOS, A, 27, B, EOS], 3, True), ([BOS, A, 27, C, EOS], 3, False)]
+
+
+def test_a_judged_answer_may_be_a_message(tmp_path, tokenizer):
+    tokenizer.chat_template = ENDING_TURNS
+    row = {"prompt": [said("user", "a")], "completion": [said("assistant", "b")], "label": True}
+    assert unpaired(tmp_path, tokenizer, row)[0] == [([BOS, A, 27, B, EOS], 3, True)]
+
+
+def test_conversations_that_are_no_pairs_are_dropped_and_counted(tmp_path, tokenizer):
+    tokenizer.chat_template = ENDING_TURNS
+    question, answer = said("user", "a"), said("assistant", "b")
+    rows = [
+        {"chosen": [question, answer], "rejected": [question, said("assistant", "c")]},
+        {"chosen": [question, answer], "rejected": [said("user", "c"), answer]},
+        {"chosen": [question, answer], "rejected": [question]},
+        {"chosen": [question, answer], "rejected": [question, said("assistant", " ")]},
+    ]
+    found, report = pairs(tmp_path, tokenizer, *rows)
+    assert len(found) == 1
+    reasons = ("with differing prompts", "without an assistant's last turn", "with an empty response")
+    assert report.dropped == dict.fromkeys(reasons, 1)
+    with pytest.raises(UserError, match=r"'chosen' is not a list of messages: check data\.chosen_key"):
+        pairs(tmp_path, tokenizer, {"chosen": ["b"], "rejected": ["c"]})
+
+
 def test_judged_answers_keep_their_label(tmp_path, tokenizer):
     rows = [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "a", "completion": "c", "label": False}]
     found, report = unpaired(tmp_path, tokenizer, *rows)
