@@ -6,14 +6,16 @@ a word. SFT therefore writes ``prompt_template.json`` beside the weights, and PP
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.data import PLACEHOLDER
+from nemo_style_rlhf.schema.data import PLACEHOLDER, PromptTemplateConfig
 
+log = logging.getLogger(__name__)
 TEMPLATE_FILE = "prompt_template.json"
 
 
@@ -55,30 +57,18 @@ def read_template(model_dir: str) -> dict[str, Any]:
     return json.loads(note.read_text()) if note.is_file() else {}
 
 
-def check_template(
-    model_dir: str,
-    template: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    chat_template: str | None = None,
-    on_mismatch: str = "refuse",
-) -> str | None:
-    """Compare the templates of this run with those ``model_dir`` was trained with.
+def check_template(model_dir: str, data: PromptTemplateConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Compare this run's templates with those ``model_dir`` was trained with, if it carries a note of them.
 
-    Args:
-        chat_template: the run's own, in place of the tokenizer's (``data.chat_template``).
-        on_mismatch: ``refuse`` or ``warn``.
-
-    Returns:
-        None where they agree or the model carries no note (any model not trained here); with ``on_mismatch="warn"`` the
-        sentence that names the difference.
+    Where they differ and ``data.on_template_mismatch`` is ``warn``, the sentence goes into the log.
 
     Raises:
-        UserError: they differ and ``on_mismatch`` is ``refuse``.
+        UserError: they differ and it is ``refuse``.
     """
-    trained, given = read_template(model_dir), describe(template, tokenizer, chat_template)
+    template = data.prompt_template
+    trained, given = read_template(model_dir), describe(template, tokenizer, data.chat_template)
     if not trained:
-        return None
+        return
     if trained["template_sha256"] != given["template_sha256"]:
         difference = (
             f"data.prompt_template is {template!r} but {model_dir} was trained with {trained['template']!r}: "
@@ -90,10 +80,10 @@ def check_template(
             f"trained with (sha256 {_short(trained['chat_template_sha256'])}): use that model's own"
         )
     else:
-        return None
-    if on_mismatch == "refuse":
+        return
+    if data.on_template_mismatch == "refuse":
         raise UserError(f"{difference}, or set data.on_template_mismatch=warn")
-    return difference
+    log.warning("%s", difference)
 
 
 def _short(sha256: str | None) -> str:

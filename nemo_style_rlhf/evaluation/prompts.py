@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
 from nemo_style_rlhf.data.templates import check_template
@@ -25,7 +25,7 @@ def prompts_of(config: EvaluationConfig) -> dict[str, list[Prompt]]:
     loaded: dict[str, list[Prompt]] = {}
     for checkpoint in config.parsed_checkpoints:
         tokenizer = load_tokenizer(checkpoint.path)
-        _check_template(checkpoint, config, tokenizer)
+        check_template(checkpoint.path, config.data, tokenizer)
         loaded[checkpoint.name], report = load_prompts(config.data.path, config.data, tokenizer)
         log.info("%s: %s", checkpoint.name, report)
     kept = _common_ids(list(loaded.values()), config.data.max_prompts)
@@ -52,17 +52,6 @@ def _common_ids(groups: Sequence[Sequence[Prompt]], limit: int) -> set[int]:
     """Ids that are in all groups, at most the first ``limit``."""
     common = set.intersection(*({prompt.prompt_id for prompt in prompts} for prompts in groups))
     return set(sorted(common)[:limit]) if limit else common
-
-
-def _check_template(checkpoint: Checkpoint, config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    if warning := check_template(
-        checkpoint.path,
-        config.data.prompt_template,
-        tokenizer,
-        chat_template=config.data.chat_template,
-        on_mismatch=config.data.on_template_mismatch,
-    ):
-        log.warning("%s", warning)
 
 
 def _check_length(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[Prompt]) -> None:

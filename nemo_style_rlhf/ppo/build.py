@@ -61,7 +61,7 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     total_steps = _total_steps(config, len(prompts))
     policy = load_causal_lm(config.model)
     max_length = _max_sequence_length(config, [*prompts, *val_prompts], policy)
-    _check_template(config, tokenizer)
+    check_template(config.model.path, config.data, tokenizer)
     critic = _meet_critic(config, tokenizer, policy, max_length) if uses_critic_process(config) else None
     scorer = _scorer(config, critic)
     init_distributed(device)
@@ -188,17 +188,6 @@ def _scorer(config: PPOActorConfig, critic: RemoteCritic | None) -> Scorer:
     if reward.endpoints.weight != 0:
         sources["endpoints"] = EndpointScorer(reward.endpoints), reward.endpoints.weight
     return CombinedScorer(sources, on_error=reward.on_error)
-
-
-def _check_template(config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    if warning := check_template(
-        config.model.path,
-        config.data.prompt_template,
-        tokenizer,
-        chat_template=config.data.chat_template,
-        on_mismatch=config.data.on_template_mismatch,
-    ):
-        log.warning("%s", warning)
 
 
 def _meet_critic(

@@ -19,8 +19,11 @@ class PromptTemplateConfig:
     """Text around the prompt, e.g. "Question: {prompt}\\nAnswer:"; null leaves prompts as they are."""
     chat_template: str | None = None
     """A Jinja chat template for `messages`; null uses the tokenizer's own."""
+    on_template_mismatch: str = "refuse"
+    """refuse or warn when the model was trained with another prompt or chat template; SFT may change them and does neither."""
 
     def validate(self) -> None:
+        require_choice("data.on_template_mismatch", self.on_template_mismatch, ("refuse", "warn"))
         if self.prompt_template is not None:
             found = self.prompt_template.count(PLACEHOLDER)
             require(
@@ -46,8 +49,6 @@ class PromptRowsConfig(PromptTemplateConfig):
     stop_token_ids, each in place of generation's; null for none."""
     max_prompt_length: int = 1024
     """Tokens; longer prompts are dropped and counted, never cut."""
-    on_template_mismatch: str = "refuse"
-    """refuse or warn when the policy was trained with another prompt or chat template."""
 
     @property
     def key(self) -> str:
@@ -57,7 +58,6 @@ class PromptRowsConfig(PromptTemplateConfig):
     def validate(self) -> None:
         super().validate()
         require_choice("data.format", self.format, PROMPT_FORMATS)
-        require_choice("data.on_template_mismatch", self.on_template_mismatch, ("refuse", "warn"))
         require(
             self.max_prompt_length > 0, "data.max_prompt_length", self.max_prompt_length, "a number of tokens above 0"
         )

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
-from nemo_style_rlhf.data.templates import write_template
+from nemo_style_rlhf.data.templates import check_template, write_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
@@ -27,7 +27,7 @@ from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import lora_identity, save_adapter
 from nemo_style_rlhf.schema.common import ModelConfig
-from nemo_style_rlhf.schema.supervised import SupervisedConfig, SupervisedDataConfig
+from nemo_style_rlhf.schema.supervised import PairDataConfig, SupervisedConfig, SupervisedDataConfig
 from nemo_style_rlhf.supervised.batches import Collate, Positions, TrainingBatches, ValidationBatches, parts_within
 from nemo_style_rlhf.supervised.checkpoints import (
     AtomicCheckpointIO,
@@ -64,6 +64,8 @@ class Stage:
         self._rank, self._world_size = (int(os.environ.get(name, default)) for name, default in RANK_VARIABLES)
         logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
         self.tokenizer = load_tokenizer(config.model.path)
+        if isinstance(data, PairDataConfig):  # rewards and preferences are about texts as the model writes them
+            check_template(config.model.path, data, self.tokenizer)
         self.train_rows = self._load(load, data.train_path)
         self.val_rows = self._load(load, data.val_path) if data.val_path else []
         fit = config.trainer

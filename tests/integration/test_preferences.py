@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_style_rlhf.data.hh import split_last_answer
+from nemo_style_rlhf.data.templates import write_template
 from tests.integration.test_supervised import ROOT, metrics, train
 from tests.models import save_policy
 
@@ -29,6 +30,7 @@ def workshop(tmp_path_factory) -> Path:
     """A random policy with dropout in its config, and rows in which counting on is better than saying w50."""
     folder = tmp_path_factory.mktemp("preferences")
     save_policy(folder / "policy", attention_dropout=0.1)
+    write_template(folder / "policy", None, AutoTokenizer.from_pretrained(folder / "policy"), append_eos=True)
     numbers = range(1, 33)
     pairs = [{"prompt": f"w{i}", "chosen": f" w{i + 1} w{i + 2}", "rejected": " w50"} for i in numbers]
     judged = [{"prompt": f"w{i}", "completion": f" w{i + 1}", "label": True} for i in numbers]
@@ -101,6 +103,7 @@ MISTAKES = {
     "no label": ("train_kto", "data.label_key=good", "has no key 'good'"),
     "wrong label": ("train_kto", "data.label_key=prompt", "holds str, expected true or false"),
     "lone row": ("train_kto", ["trainer.batch_size=1", "trainer.micro_batch_size=1"], "trainer.batch_size=1 is not"),
+    "other template": ("train_dpo", "data.prompt_template='Q: {{prompt}}'", "was trained with None"),
     "all too long": ("train_kto", "data.max_length=2", "raise data.max_length"),
 }
 
