@@ -91,10 +91,16 @@ class Stage:
             self._validation() if self._validates_within_fit else None,
             ckpt_path=resumed,
         )
-        validation = self._validation()
-        metrics = dict(self.trainer.validate(module, validation, verbose=False)[0]) if validation is not None else {}
+        metrics = self._last_validation(module, trained=done < self.total_steps * self._accumulate)
         logger.info("trained %d steps %s", self.trainer.global_step, _formatted(metrics))
         return metrics
+
+    def _last_validation(self, module: SupervisedModule, *, trained: bool) -> dict[str, float]:
+        if trained and self._validates_within_fit and self.total_steps % self.config.trainer.val_interval == 0:
+            found = self.trainer.callback_metrics.items()  # the last step was followed by one
+            return {name: float(value) for name, value in found if name.startswith("val/")}
+        validation = self._validation()
+        return {} if validation is None else dict(self.trainer.validate(module, validation, verbose=False)[0])
 
     def _load(self, load: Loader, path: str) -> Sequence[Any]:
         rows, report = load(path, self.data, self.tokenizer)

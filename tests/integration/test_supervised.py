@@ -72,7 +72,7 @@ def sft_export(workshop, request):
 def test_sft_learns_and_exports_a_plain_directory(workshop, sft_export):
     export, dtype = sft_export
     losses = [line["val/loss"] for line in metrics(export.parent) if "val/loss" in line]
-    assert len(losses) >= 4 and losses[-1] < 0.2 < losses[0]
+    assert len(losses) == 4 and losses[-1] < 0.2 < losses[0]
     assert any("train/grad_norm" in line and "train/lr" in line for line in metrics(export.parent))
     assert list((export.parent / "tensorboard").glob("events.*"))
 
@@ -94,7 +94,7 @@ def test_the_reward_model_prefers_the_chosen_response(workshop, sft_export):
     done = train(
         "train_reward_model", f"run.output_dir={run}", f"model.path={export}", f"model.dtype={dtype}",
         f"data.train_path={workshop / 'pairs.jsonl'}", f"data.val_path={workshop / 'pairs.jsonl'}",
-        "engine.optim.lr=3e-3", "trainer.batch_size=8", "trainer.max_steps=20",
+        "engine.optim.lr=3e-3", "trainer.batch_size=8", "trainer.max_steps=20", "data.on_template_mismatch=warn",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert metrics(run)[-1]["val/pair_accuracy"] == 1.0
