@@ -3,7 +3,7 @@
     .venv-actor/bin/python examples/quickstart/preferences.py        # after `make quickstart`
 
 Both start from the SFT model and see the pairs that the reward model saw, a tenth of them labelled the wrong way round.
-Results: outputs/quickstart/preferences.json.
+Results: outputs/preferences/summary.json.
 """
 
 import argparse
@@ -33,27 +33,28 @@ STAGES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "quickstart", help="of the quickstart")
+    parser.add_argument("--quickstart", type=Path, default=ROOT / "outputs" / "quickstart", help="what that has made")
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "preferences")
     arguments = parser.parse_args()
-    output_dir = arguments.output_dir.resolve()
-    if not (output_dir / "summary.json").exists():
-        parser.error(f"{output_dir} holds no finished quickstart: run `make quickstart` first, or give --output-dir")
-    run_example(lambda pipeline: compare(pipeline, output_dir, arguments.seed), output_dir)
+    quickstart, output_dir = arguments.quickstart.resolve(), arguments.output_dir.resolve()
+    if not (quickstart / "summary.json").exists():
+        parser.error(f"{quickstart} holds no finished quickstart: run `make quickstart` first, or give --quickstart")
+    run_example(lambda pipeline: compare(pipeline, quickstart, output_dir, arguments.seed), output_dir)
 
 
-def compare(pipeline: Pipeline, output_dir: Path, seed: int) -> None:
+def compare(pipeline: Pipeline, quickstart: Path, output_dir: Path, seed: int) -> None:
     """Both stages, below ``output_dir``."""
-    data, sft = output_dir / "data", output_dir / "sft" / "export"
-    results = {"sft": judge(sft, output_dir, seed), "ppo": judge(output_dir / "actor" / "export", output_dir, seed)}
+    data, sft = quickstart / "data", quickstart / "sft" / "export"
+    results = {"sft": judge(sft, quickstart, seed), "ppo": judge(quickstart / "actor" / "export", quickstart, seed)}
     for stage, settings in STAGES.items():
         say(f"training with {stage.upper()}")
         files = {"data.train_path": data / "pairs_train.jsonl", "data.val_path": data / "pairs_validation.jsonl"}
         where = {"run.output_dir": output_dir / stage, "run.seed": seed, "model.path": sft}
         seconds = train(pipeline, stage, {**COMMON, **settings, **files, **where})
         say(f"  {seconds:.0f} s")
-        results[stage] = judge(output_dir / stage / "export", output_dir, seed)
+        results[stage] = judge(output_dir / stage / "export", quickstart, seed)
     summary = {name: numbers(judged) for name, judged in results.items()}
-    (output_dir / "preferences.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     table = Table("", *summary["sft"], title="Held-out prompts")
     for name, row in summary.items():
         table.add_row(name, *(f"{value:.3f}" for value in row.values()))
