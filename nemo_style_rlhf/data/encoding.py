@@ -63,9 +63,7 @@ class Encoder:
             UserError: there is no chat template, or it refuses these messages.
         """
         if self.chat_template is None and self.tokenizer.chat_template is None:
-            raise UserError(
-                "data.format=messages needs a chat template and the tokenizer has none: set data.chat_template"
-            )
+            raise UserError("messages need a chat template and the tokenizer has none: set data.chat_template")
         return str(
             self.tokenizer.apply_chat_template(
                 messages, chat_template=self.chat_template, add_generation_prompt=add_generation_prompt, tokenize=False

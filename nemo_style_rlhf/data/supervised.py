@@ -289,7 +289,8 @@ def _messages(record: Record, key: str, setting: str) -> list[dict[str, Any]]:
 
 def _rendered_answer(prompt: str, messages: list[dict[str, Any]], encoder: Encoder) -> str:
     """The last of ``messages`` as the chat template writes it behind ``prompt``, which it makes of those before."""
-    if not str(messages[-1].get("content") or "").strip():
+    answer = messages[-1]
+    if not str(answer.get("content") or "").strip() and not answer.get("tool_calls"):
         raise Dropped("with an empty response")
     through = encoder.chat(messages, add_generation_prompt=False)
     if not through.startswith(prompt):

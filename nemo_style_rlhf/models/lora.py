@@ -52,8 +52,8 @@ def add_lora(hf: PreTrainedModel, model: ModelConfig) -> None:
 
 
 def lora_identity(model: ModelConfig) -> dict[str, Any]:
-    """What a checkpoint must agree with to be resumed: the adapters, and with any, the model they belong to."""
-    return {"model.lora": asdict(model.lora), **({"model.path": model.path} if model.lora.rank else {})}
+    """What a checkpoint must agree with to be resumed: the model it came from, which may be its reference, and the adapters."""
+    return {"model.path": model.path, "model.lora": asdict(model.lora)}
 
 
 def has_lora(module: nn.Module) -> bool:

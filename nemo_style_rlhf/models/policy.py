@@ -1,6 +1,6 @@
 """A causal language model as a policy: log-probabilities of the tokens it produced, under the sampling distribution."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,9 @@ from nemo_style_rlhf.models.logprobs import logits_logprobs, token_logprobs
 from nemo_style_rlhf.models.packing import is_packed, pack
 
 
-class ActionLogprobs(NamedTuple):
-    """Of the n actions that a mask selects, in row-major order. (A tuple, so that ZeRO-3's hooks see its tensors.)"""
+@dataclass
+class ActionLogprobs:
+    """Of the n actions that a mask selects, in row-major order."""
 
     logprobs: Tensor
     """[n] float32, of logits divided by the temperature."""

@@ -37,7 +37,6 @@ from nemo_style_rlhf.supervised.checkpoints import (
 )
 from nemo_style_rlhf.supervised.metrics_logger import MetricsLogger
 from nemo_style_rlhf.supervised.module import SupervisedModule
-from nemo_style_rlhf.supervised.zero import STAGES, ZeroStrategy
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 
 logger = logging.getLogger(__name__)
@@ -97,11 +96,10 @@ class Stage:
         return metrics
 
     def _last_validation(self, module: SupervisedModule, *, trained: bool) -> dict[str, float]:
-        interval = self.config.trainer.val_interval
-        if trained and self._validates_within_fit and self.total_steps % (interval or self.total_steps) == 0:
+        if trained and self._validates_within_fit and self.total_steps % self.config.trainer.val_interval == 0:
             found = self.trainer.callback_metrics.items()  # the last step was followed by one
             return {name: float(value) for name, value in found if name.startswith("val/")}
-        validation = self._validation() if self.config.trainer.strategy == "auto" else None
+        validation = self._validation()
         return {} if validation is None else dict(self.trainer.validate(module, validation, verbose=False)[0])
 
     def _load(self, load: Loader, path: str) -> Sequence[Any]:
@@ -143,7 +141,7 @@ class Stage:
             **lora_identity(self.config.model),
             "training rows": len(self.train_rows), "trainer.batch_size": fit.batch_size, "run.seed": run.seed,
             "optimizer steps": self.total_steps, "micro-batches per step": self._micro_batches,
-            "ranks": self._world_size, "trainer.strategy": self.config.trainer.strategy,
+            "ranks": self._world_size,
         }  # fmt: skip
 
     def _batches(self, *, micro_batches: int = 0) -> TrainingBatches[Any, Any]:
@@ -180,26 +178,13 @@ class Stage:
 
     @property
     def _validates_within_fit(self) -> bool:
-        return bool(self.val_rows) and self.config.trainer.val_interval <= self.total_steps
+        return 0 < self.config.trainer.val_interval < self.total_steps
 
     @property
     def _precision(self) -> Literal["bf16-mixed", "32-true"]:
         if self.device.type == "cpu" and CPU_EMULATES_BF16:
             return "32-true"  # the mixed one would compute less precisely, and four times slower
         return "bf16-mixed" if self.config.model.dtype == "bfloat16" else "32-true"
-
-    @property
-    def _strategy(self) -> str | ZeroStrategy:
-        name, interval = self.config.trainer.strategy, self.config.trainer.val_interval
-        if name == "auto":
-            return "ddp" if self._world_size > 1 else "auto"
-        if self._validates_within_fit and self.total_steps % (interval or self.total_steps):
-            raise UserError(
-                f"trainer.val_interval={interval} is not possible with trainer.strategy={name}: expected a divisor of the run's "
-                f"{self.total_steps} steps"
-            )
-        clip = self.config.engine.gradient_clip_val
-        return ZeroStrategy(STAGES[name], gradient_clip_val=clip, on_cpu=self.device.type == "cpu")
 
     def _trainer(self, *, resumed_step: int) -> pl.Trainer:
         config, fit = self.config, self.config.trainer
@@ -208,14 +193,12 @@ class Stage:
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
             devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             num_nodes=self._world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            strategy=self._strategy,
+            strategy="ddp" if self._world_size > 1 else "auto",
             use_distributed_sampler=False,  # each rank's share is in its loader already
             precision=self._precision,
             max_epochs=1,  # the data set is the whole run
             accumulate_grad_batches=self._accumulate,
-            val_check_interval=(fit.val_interval or self.total_steps) * self._accumulate
-            if self._validates_within_fit
-            else None,
+            val_check_interval=fit.val_interval * self._accumulate if self._validates_within_fit else None,
             num_sanity_val_steps=0,
             log_every_n_steps=fit.log_interval,
             logger=self._loggers(resumed_step),
