@@ -60,7 +60,8 @@ class Encoder:
         """``messages`` rendered by the chat template.
 
         Raises:
-            UserError: there is no chat template, or it refuses these messages.
+            UserError: there is no chat template.
+            jinja2.TemplateError: it refuses these messages.
         """
         if self.chat_template is None and self.tokenizer.chat_template is None:
             raise UserError("messages need a chat template and the tokenizer has none: set data.chat_template")

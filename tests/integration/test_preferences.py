@@ -127,6 +127,11 @@ def transcripts(split: str, count: int) -> list[dict[str, str]]:
         return [json.loads(next(lines)) for _ in range(count)]
 
 
+def write_transcripts(folder: Path) -> None:
+    write(folder / "train.jsonl", transcripts("train", 1300))
+    write(folder / "test.jsonl", transcripts("test", 500))
+
+
 def hh_overrides(folder: Path) -> list[str]:
     return [
         f"run.output_dir={folder / 'run'}", f"model.path={STORIES}", "model.dtype=float32", "data.max_length=160",
@@ -138,8 +143,7 @@ def hh_overrides(folder: Path) -> list[str]:
 
 @needs_hh
 def test_sft_on_hh_transcripts(tmp_path):
-    write(tmp_path / "train.jsonl", transcripts("train", 1300))
-    write(tmp_path / "test.jsonl", transcripts("test", 500))
+    write_transcripts(tmp_path)
     done = train("train_sft", *hh_overrides(tmp_path), "data.format=text", "data.text_key=chosen")
     assert done.returncode == 0, done.stderr
     assert "longer than 160 tokens" in done.stderr
@@ -151,8 +155,7 @@ def test_sft_on_hh_transcripts(tmp_path):
 def test_reward_model_on_hh_transcripts(tmp_path):
     """As with DPO below, a 0.3 M model learns these pairs by heart and nothing about others: held out, its loss stays within
     0.002 of ln 2 for a few steps at a low learning rate and rises afterwards."""
-    write(tmp_path / "train.jsonl", transcripts("train", 1300))
-    write(tmp_path / "test.jsonl", transcripts("test", 500))
+    write_transcripts(tmp_path)
     done = train("train_reward_model", *hh_overrides(tmp_path), "trainer.max_steps=48", "trainer.val_interval=48")
     assert done.returncode == 0, done.stderr
     assert "3 with differing prompts, 2 with an empty response" in done.stderr
@@ -164,8 +167,7 @@ def test_reward_model_on_hh_transcripts(tmp_path):
 def test_dpo_on_hh_transcripts(tmp_path):
     """In 16 steps a 0.3 M model that knows children's stories does not find out what the annotators preferred; what it does
     learn of unseen conversations is their language, through the likelihood of the chosen responses."""
-    write(tmp_path / "train.jsonl", transcripts("train", 1300))
-    write(tmp_path / "test.jsonl", transcripts("test", 500))
+    write_transcripts(tmp_path)
     done = train("train_dpo", *hh_overrides(tmp_path), "nll_weight=1", "beta=0.01")
     assert done.returncode == 0, done.stderr
     assert (
