@@ -13,7 +13,8 @@ TORCH_INSTALL = install -q $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL
 PIP_INSTALL = install -q --no-build-isolation
 
 .PHONY: envs
-envs: $(SERVER)/.complete-$(ACCELERATOR) $(ACTOR)/.complete-$(ACCELERATOR)
+envs:
+	@$(MAKE) --no-print-directory -j2 $(SERVER)/.complete-$(ACCELERATOR) $(ACTOR)/.complete-$(ACCELERATOR)
 
 $(SERVER)/.complete-%: requirements/torch-%.txt requirements/common.txt requirements/server.txt setup.py
 	$(PYTHON) -m venv $(SERVER)

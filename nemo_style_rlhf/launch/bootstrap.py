@@ -38,7 +38,7 @@ def setup(run: RunConfig) -> torch.device:
         "ignore", module=r"(torch|transformers|deepspeed|vllm|pytorch_lightning|lightning_fabric)\b.*"
     )
     logging.basicConfig(
-        level=logging.INFO,
+        level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING,
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
@@ -75,6 +75,20 @@ def init_distributed(device: torch.device) -> None:
         os.environ["LOCAL_RANK"] = "0"  # DeepSpeed insists
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+
+
+def require_all_ranks() -> None:
+    """After DeepSpeed and vLLM have started: whichever comes first makes the process group, and vLLM's is of one rank.
+
+    Raises:
+        RuntimeError: this rank would train alone.
+    """
+    started, joined = int(os.environ.get("WORLD_SIZE", "1")), torch.distributed.get_world_size()
+    if joined != started:
+        raise RuntimeError(
+            f"{started} ranks were started but this one's process group has {joined}: "
+            "bootstrap.init_distributed must come before vLLM"
+        )
 
 
 def _device(choice: str) -> torch.device:

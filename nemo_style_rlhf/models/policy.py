@@ -1,6 +1,6 @@
 """A causal language model as a policy: log-probabilities of the tokens it produced, under the sampling distribution."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,8 @@ from nemo_style_rlhf.models.logprobs import logits_logprobs, token_logprobs
 from nemo_style_rlhf.models.packing import is_packed, pack
 
 
-@dataclass
-class ActionLogprobs:
-    """Of the n actions that a mask selects, in row-major order."""
+class ActionLogprobs(NamedTuple):
+    """Of the n actions that a mask selects, in row-major order. (A tuple, so that ZeRO-3's hooks see its tensors.)"""
 
     logprobs: Tensor
     """[n] float32, of logits divided by the temperature."""

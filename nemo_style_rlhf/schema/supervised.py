@@ -12,6 +12,9 @@ from nemo_style_rlhf.schema.common import ModelConfig, OptimizerConfig, Schedule
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
 from nemo_style_rlhf.schema.tracking import TrackingConfig
 
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+"""By ``trainer.strategy``."""
+
 
 @dataclass
 class SupervisedModelConfig(ModelConfig):
@@ -132,8 +135,12 @@ class FitConfig:
     val_batch_size: int = 64
     log_interval: int = 10
     """Optimizer steps between lines of metrics.jsonl."""
+    strategy: str = "auto"
+    """auto (one device, or DDP over the ranks of torchrun), or DeepSpeed's zero1, zero2, zero3: optimizer states, gradients,
+    weights in shares over the ranks. Their checkpoints resume with the same strategy and number of ranks."""
 
     def validate(self) -> None:
+        require_choice("trainer.strategy", self.strategy, ("auto", *ZERO_STAGES))
         require(self.max_epochs > 0, "trainer.max_epochs", self.max_epochs, "a number above 0")
         require(self.max_steps >= 0, "trainer.max_steps", self.max_steps, "a number of steps, or 0 for max_epochs")
         require(self.batch_size > 0, "trainer.batch_size", self.batch_size, "a number of rows above 0")

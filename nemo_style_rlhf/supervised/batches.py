@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from nemo_style_rlhf.data.ragged import pad
+from nemo_style_rlhf.data.ragged import pad, round_up
 from nemo_style_rlhf.data.sampling import PromptSampler
 from nemo_style_rlhf.data.supervised import PreferencePair, SFTExample
 
@@ -139,6 +139,11 @@ def parts_within(lengths: Sequence[int], token_budget: int, *, packed: bool) -> 
     return next((number for number in range(parts, len(lengths)) if fits(number)), len(lengths))
 
 
+def even_parts(parts: int, rows: int, ranks: int) -> int:
+    """``parts`` or a few more, so that every rank gets as many; of at least ``ranks`` rows, none is empty."""
+    return min(round_up(parts, ranks), rows // ranks * ranks)
+
+
 class Positions(Sampler[int]):
     """Every ``stride``-th item of ``total`` from ``rank`` on, without the first ``done``; its length counts these, too."""
 
@@ -154,18 +159,21 @@ class Positions(Sampler[int]):
 
 
 class ValidationBatches(Dataset[Batch], Generic[Row, Batch]):
-    """Every row once, longest first."""
+    """Every row once, longest first; as many batches for each rank."""
 
-    def __init__(self, rows: Sequence[Row], collate: Collate, pad_token_id: int, *, batch_size: int) -> None:
-        self.rows, self.collate, self.pad_token_id = sorted(rows, key=len, reverse=True), collate, pad_token_id
-        self.batch_size = batch_size
+    def __init__(
+        self, rows: Sequence[Row], collate: Collate, pad_token_id: int, *, batch_size: int, ranks: int = 1
+    ) -> None:
+        self.rows, self.collate, self.pad_token_id = rows, collate, pad_token_id
+        parts = even_parts(math.ceil(len(rows) / batch_size), len(rows), ranks)
+        self._parts = split([len(row) for row in rows], parts, packed=False)
 
     def __len__(self) -> int:
-        return math.ceil(len(self.rows) / self.batch_size)
+        return len(self._parts)
 
     def __getitem__(self, index: int) -> Batch:
         rows = self.rows_of(index)
         return self.collate(rows, rows, self.pad_token_id)
 
     def rows_of(self, index: int) -> list[Row]:
-        return self.rows[index * self.batch_size : (index + 1) * self.batch_size]
+        return [self.rows[row] for row in self._parts[index]]

@@ -13,6 +13,8 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import SupervisedConfig
 
 IDENTITY = "stage_identity"
+PROGRESS_FILE = "progress.pt"
+"""In a checkpoint that is a folder: its identity and how far the run had come."""
 
 
 def checkpoint_dir(config: SupervisedConfig) -> Path:
@@ -41,7 +43,8 @@ def completed_micro_batches(path: Path, identity: dict[str, Any]) -> int:
     Raises:
         UserError: it is of a run with other data, batches or seed.
     """
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    file = path / PROGRESS_FILE if path.is_dir() else path
+    checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     saved = checkpoint.get(IDENTITY, {})
     if different := [name for name in identity if saved.get(name) != identity[name]]:
         name = different[0]

@@ -36,25 +36,20 @@ class KTOModule(SupervisedModule):
         self.policy = PolicyModel(hf, temperature=1.0, compile_backbone=config.model.compile)
         self.reference = Reference(self.policy, compile_backbone=config.model.compile)
         self._kl: Tensor | None = None
-        """Of the optimizer step or validation under way; None before its first batch."""
+        """Of the optimizer step or validation under way; None outside of training: of the batch itself."""
+        self._estimated_for = -1
+        """The optimizer step that ``_kl`` is of."""
 
     def training_step(self, batch: KTOBatch, batch_index: int) -> Tensor:
-        if self._kl is None:
-            self._kl = self._kl_of_all_ranks(batch.mismatched)
+        step = batch_index // self.trainer.accumulate_grad_batches
+        if step != self._estimated_for:
+            self._kl, self._estimated_for = self._kl_of_all_ranks(batch.mismatched), step
         return super().training_step(batch, batch_index)
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._kl = None
-        super().on_before_optimizer_step(optimizer)
-
     def validation_step(self, batch: KTOBatch, batch_index: int) -> None:
-        if self._kl is None:
+        if batch_index == 0:
             self._kl = self._kl_of_all_ranks(batch.mismatched.of(self.trainer.val_dataloaders.dataset.rows))
         super().validation_step(batch, batch_index)
-
-    def on_validation_epoch_end(self) -> None:
-        self._kl = None
-        super().on_validation_epoch_end()
 
     def losses(self, batch: KTOBatch) -> tuple[Tensor, int, Sums]:
         kl = mean_kl(self.sum_ratios(batch.mismatched)) if self._kl is None else self._kl
@@ -105,7 +100,8 @@ def mean_kl(sums: Tensor) -> Tensor:
 
 def train_kto(config: KTOConfig) -> dict[str, float]:
     """Train, validate and export; the validation metrics."""
-    stage = Stage(config, config.data, load_unpaired, partial(collate_kto, max_length=config.data.max_length))
+    collate = partial(collate_kto, fit=config.trainer, max_length=config.data.max_length)
+    stage = Stage(config, config.data, load_unpaired, collate)
     logger.info("%s", balance(stage.train_rows, config))
     hf = load_causal_lm(training_precision(config.model))
     add_lora(hf, config.model)

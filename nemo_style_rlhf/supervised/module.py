@@ -1,5 +1,6 @@
 """What the LightningModules of the supervised stages share: optimizer, loss of an optimizer step, metrics."""
 
+import math
 import time
 from abc import ABC, abstractmethod
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import DeepSpeedStrategy
 from torch import Tensor
 
 from nemo_style_rlhf.engine.schedule import lr_factor
@@ -33,8 +35,11 @@ class SupervisedModule(pl.LightningModule, ABC):
         """Of dropout; the stage sets it."""
         self.identity: dict[str, Any] = {}
         """Noted in every checkpoint; the stage sets it."""
+        self.validates = False
+        """There are rows for it; the stage sets it."""
         self._trained, self._validated = Tally(), Tally()
-        self._stepped_at = 0.0
+        self._stepped_at = self._grad_norm = 0.0
+        self._validated_at = -1
 
     @abstractmethod
     def losses(self, batch: Any) -> tuple[Tensor, int, Sums]:
@@ -54,21 +59,42 @@ class SupervisedModule(pl.LightningModule, ABC):
         loss, count, others = self.losses(batch)
         self._trained.add({"loss": loss, **others}, count)
         # Lightning divides by the number of micro-batches and of ranks; the step's own count is the right divisor.
-        return loss / batch.step_count * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        divisors = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        if self._zero is not None:  # DeepSpeed divides by the number of micro-batches once more
+            divisors *= self.trainer.accumulate_grad_batches
+        return loss / batch.step_count * divisors
+
+    @property
+    def _zero(self) -> DeepSpeedStrategy | None:
+        """What holds the gradients in shares, and clips them."""
+        return self.trainer.strategy if isinstance(self.trainer.strategy, DeepSpeedStrategy) else None
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._zero is not None:
+            return
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in self.parameters() if weight.grad is not None])
-        if not torch.isfinite(norm):
-            raise UserError(
-                f"the gradient of step {self.global_step} is not finite: lower engine.optim.lr or check the data"
-            )
+        self._grad_norm = float(norm)
+        self._require_finite(self.global_step)
         if self.config.gradient_clip_val:  # here, because Lightning refuses to clip for fused optimizers
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.gradient_clip_val, norm)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        step, lr = self.global_step, optimizer.param_groups[0]["lr"]
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches:
+            return  # DeepSpeed is told of every micro-batch
+        if self._zero is not None:
+            self._grad_norm = float(self._zero.deepspeed_engine.get_global_grad_norm())
+            self._require_finite(step)
         self.log_dict({f"train/{name}": mean for name, mean in self._means(self._trained).items()})
-        self.log_dict({"train/grad_norm": norm, "train/lr": optimizer.param_groups[0]["lr"]})
+        self.log_dict({"train/grad_norm": self._grad_norm, "train/lr": lr})
         now = time.perf_counter()
         self.log("timers/step", now - self._stepped_at)
         self._stepped_at = now
+
+    def _require_finite(self, step: int) -> None:
+        if not math.isfinite(self._grad_norm):
+            raise UserError(f"the gradient of step {step} is not finite: lower engine.optim.lr or check the data")
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
         loss, count, others = self.losses(batch)
@@ -76,6 +102,14 @@ class SupervisedModule(pl.LightningModule, ABC):
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict({f"val/{name}": mean for name, mean in self._means(self._validated).items()})
+        self._validated_at = self.global_step
+
+    def on_train_end(self) -> None:
+        """Validate what the last step made, if that has not been done."""
+        if self.validates and self._validated_at != self.global_step:
+            self.trainer.validating = True
+            self.trainer.fit_loop.epoch_loop.val_loop.run()
+            self.trainer.training = True
 
     def _means(self, tally: "Tally") -> dict[str, float]:
         """Of all ranks, since the last call."""

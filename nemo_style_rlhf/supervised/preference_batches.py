@@ -1,5 +1,6 @@
 """Micro-batches of DPO and KTO."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.data.supervised import PreferencePair, SFTExample, UnpairedExample
-from nemo_style_rlhf.supervised.batches import SFTBatch, collate_sft
+from nemo_style_rlhf.schema.supervised import FitConfig
+from nemo_style_rlhf.supervised.batches import SFTBatch, collate_sft, even_parts, parts_within, split
 
 
 @dataclass
@@ -36,23 +38,24 @@ class MismatchedPairs:
     Lightning would look through all its rows for tensors to move.
     """
 
-    def __init__(
-        self, rows: Sequence[UnpairedExample], pad_token_id: int, *, micro_batch_size: int, max_length: int
-    ) -> None:
-        self.rows, self.pad_token_id = rows, pad_token_id
-        self.micro_batch_size, self.max_length = micro_batch_size, max_length
+    def __init__(self, rows: Sequence[UnpairedExample], pad_token_id: int, fit: FitConfig, max_length: int) -> None:
+        self.rows, self.pad_token_id, self.fit, self.max_length = rows, pad_token_id, fit, max_length
 
     def of(self, rows: Sequence[UnpairedExample]) -> "MismatchedPairs":
         """The same of other rows."""
-        return MismatchedPairs(
-            rows, self.pad_token_id, micro_batch_size=self.micro_batch_size, max_length=self.max_length
-        )
+        return MismatchedPairs(rows, self.pad_token_id, self.fit, self.max_length)
 
     def micro_batches(self, rank: int = 0, ranks: int = 1) -> Iterator[SFTBatch]:
-        """The share of one rank."""
-        pairs = sorted(mismatched(self.rows, self.max_length), key=len, reverse=True)[rank::ranks]
-        for start in range(0, len(pairs), self.micro_batch_size):
-            yield _padded(pairs[start : start + self.micro_batch_size], self.pad_token_id)
+        """The share of one rank; of at least ``ranks`` rows every rank gets as many."""
+        pairs = mismatched(self.rows, self.max_length)
+        if not pairs:
+            return
+        lengths = [len(pair) for pair in pairs]
+        parts = math.ceil(len(pairs) / (self.fit.micro_batch_size or self.fit.batch_size))
+        if self.fit.micro_batch_tokens:
+            parts = parts_within(lengths, self.fit.micro_batch_tokens, packed=False)
+        for part in split(lengths, even_parts(parts, len(pairs), ranks), packed=False)[rank::ranks]:
+            yield _padded([pairs[row] for row in part], self.pad_token_id)
 
 
 def mismatched(rows: Sequence[UnpairedExample], max_length: int) -> list[SFTExample]:
@@ -92,11 +95,12 @@ class KTOBatch:
 
 
 def collate_kto(
-    rows: Sequence[UnpairedExample], step_rows: Sequence[UnpairedExample], pad_token_id: int, *, max_length: int
-) -> KTOBatch:
+    rows: Sequence[UnpairedExample], step_rows: Sequence[UnpairedExample], pad_token_id: int, *, fit: FitConfig,
+    max_length: int,
+) -> KTOBatch:  # fmt: skip
     """``rows`` of the optimizer step ``step_rows``; ``max_length`` bounds prompt and response together."""
     texts = _padded(rows, pad_token_id)
-    others = MismatchedPairs(step_rows, pad_token_id, micro_batch_size=len(rows), max_length=max_length)
+    others = MismatchedPairs(step_rows, pad_token_id, fit, max_length)
     desirable = torch.tensor([row.desirable for row in rows])
     return KTOBatch(texts.input_ids, texts.action_mask, desirable, others, len(step_rows))
 

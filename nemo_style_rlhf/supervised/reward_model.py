@@ -79,7 +79,7 @@ def _rewards(
     """Of the chosen and of the rejected responses, float64 [pairs], and the subsets the pairs belong to."""
     module.to(stage.device).eval()  # after a fit Lightning leaves it on the CPU
     rows, scores = [], []
-    with stage.trainer.precision_plugin.forward_context():
+    with stage.autocast():
         for part, batch in stage.on_device(pairs):
             rows += part
             scores.append(torch.stack(module.scores(batch).double().cpu().chunk(2)))

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.apply_func import move_data_to_device
 from omegaconf import OmegaConf
+from pytorch_lightning.strategies import Strategy
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,7 +28,7 @@ from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import lora_identity, save_adapter
 from nemo_style_rlhf.schema.common import ModelConfig
-from nemo_style_rlhf.schema.supervised import PairDataConfig, SupervisedConfig, SupervisedDataConfig
+from nemo_style_rlhf.schema.supervised import ZERO_STAGES, PairDataConfig, SupervisedConfig, SupervisedDataConfig
 from nemo_style_rlhf.supervised.batches import Collate, Positions, TrainingBatches, ValidationBatches, parts_within
 from nemo_style_rlhf.supervised.checkpoints import (
     AtomicCheckpointIO,
@@ -79,7 +80,7 @@ class Stage:
         if config.model.gradient_checkpointing:
             hf.gradient_checkpointing_enable()
         module.train()
-        module.seed, module.identity = config.run.seed, self._identity
+        module.seed, module.identity, module.validates = config.run.seed, self._identity, bool(self.val_rows)
         resumed = None if dry_run else last_checkpoint(config)
         done = 0 if resumed is None else completed_micro_batches(resumed, self._identity)
         self.trainer = self._trainer(resumed_step=0 if resumed is None else done // self._accumulate)
@@ -88,19 +89,13 @@ class Stage:
         self.trainer.fit(
             module,
             self._loader(self._batches(), done=done),
-            self._validation() if self._validates_within_fit else None,
+            self._validation(),
             ckpt_path=resumed,
         )
-        metrics = self._last_validation(module, trained=done < self.total_steps * self._accumulate)
+        found = self.trainer.callback_metrics.items()
+        metrics = {name: float(value) for name, value in found if name.startswith("val/")}
         logger.info("trained %d steps %s", self.trainer.global_step, _formatted(metrics))
         return metrics
-
-    def _last_validation(self, module: SupervisedModule, *, trained: bool) -> dict[str, float]:
-        if trained and self._validates_within_fit and self.total_steps % self.config.trainer.val_interval == 0:
-            found = self.trainer.callback_metrics.items()  # the last step was followed by one
-            return {name: float(value) for name, value in found if name.startswith("val/")}
-        validation = self._validation()
-        return {} if validation is None else dict(self.trainer.validate(module, validation, verbose=False)[0])
 
     def _load(self, load: Loader, path: str) -> Sequence[Any]:
         rows, report = load(path, self.data, self.tokenizer)
@@ -141,7 +136,7 @@ class Stage:
             **lora_identity(self.config.model),
             "training rows": len(self.train_rows), "trainer.batch_size": fit.batch_size, "run.seed": run.seed,
             "optimizer steps": self.total_steps, "micro-batches per step": self._micro_batches,
-            "ranks": self._world_size,
+            "ranks": self._world_size, "trainer.strategy": fit.strategy,
         }  # fmt: skip
 
     def _batches(self, *, micro_batches: int = 0) -> TrainingBatches[Any, Any]:
@@ -160,15 +155,14 @@ class Stage:
         if not self.val_rows:
             return None
         batch_size = self.config.trainer.val_batch_size
-        rows = self.val_rows[:batch_size] if self.config.run.dry_run else self.val_rows
+        rows = self.val_rows[: max(batch_size, self._world_size)] if self.config.run.dry_run else self.val_rows
         if len(rows) < self._world_size:
             raise UserError(
                 f"{self.data.val_path} has {len(rows)} rows for {self._world_size} ranks: give each rank one, or set "
                 "data.val_path=null"
             )
-        batch_size = min(batch_size, len(rows) // self._world_size)  # no rank without a batch
         batches: ValidationBatches[Any, Any] = ValidationBatches(
-            rows, self.collate, self.tokenizer.pad_token_id, batch_size=batch_size
+            rows, self.collate, self.tokenizer.pad_token_id, batch_size=batch_size, ranks=self._world_size
         )
         return self._loader(batches)
 
@@ -177,28 +171,38 @@ class Stage:
         return DataLoader(batches, batch_size=None, sampler=positions)
 
     @property
-    def _validates_within_fit(self) -> bool:
-        return 0 < self.config.trainer.val_interval < self.total_steps
+    def _autocasts(self) -> bool:
+        emulated = self.device.type == "cpu" and CPU_EMULATES_BF16  # less precise, and four times slower than fp32
+        return self.config.model.dtype == "bfloat16" and not emulated
 
-    @property
-    def _precision(self) -> Literal["bf16-mixed", "32-true"]:
-        if self.device.type == "cpu" and CPU_EMULATES_BF16:
-            return "32-true"  # the mixed one would compute less precisely, and four times slower
-        return "bf16-mixed" if self.config.model.dtype == "bfloat16" else "32-true"
+    def autocast(self) -> torch.autocast:
+        """What the models compute in."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocasts)
+
+    def _strategy(self) -> Strategy | str:
+        stage = ZERO_STAGES.get(self.config.trainer.strategy)
+        if stage is None:
+            return "ddp" if self._world_size > 1 else "auto"
+        from nemo_style_rlhf.supervised.zero import ZeroStrategy  # 3 s, and only now is its device known
+
+        clip = self.config.engine.gradient_clip_val
+        return ZeroStrategy(stage, gradient_clip_val=clip, autocasts=self._autocasts, device=self.device)
 
     def _trainer(self, *, resumed_step: int) -> pl.Trainer:
         config, fit = self.config, self.config.trainer
         saves = config.checkpoint.save_interval > 0 and not config.run.dry_run
+        strategy = self._strategy()
         return pl.Trainer(
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
             devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             num_nodes=self._world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            strategy="ddp" if self._world_size > 1 else "auto",
+            strategy=strategy,
             use_distributed_sampler=False,  # each rank's share is in its loader already
-            precision=self._precision,
+            # A strategy that is more than a name brings its own.
+            precision="bf16-mixed" if self._autocasts and isinstance(strategy, str) else None,
             max_epochs=1,  # the data set is the whole run
             accumulate_grad_batches=self._accumulate,
-            val_check_interval=fit.val_interval * self._accumulate if self._validates_within_fit else None,
+            val_check_interval=fit.val_interval * self._accumulate if 0 < fit.val_interval < self.total_steps else None,
             num_sanity_val_steps=0,
             log_every_n_steps=fit.log_interval,
             logger=self._loggers(resumed_step),

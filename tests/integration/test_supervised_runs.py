@@ -1,6 +1,7 @@
 """Supervised runs that are killed, split over ranks or packed end with the weights of one that is not."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -150,6 +151,54 @@ def test_packed_token_budgets_and_ranks_end_with_the_same_weights(folder: Path, 
         for other in others:
             assert line.keys() == other.keys()
             assert all(abs(line[name] - other[name]) < 1e-4 * max(1, abs(line[name])) for name in line), (line, other)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "script"),
+    [("zero1", "train_sft"), ("zero2", "train_reward_model"), ("zero3", "train_kto")],
+)
+def test_shares_over_ranks_do_not_change_the_result(folder: Path, strategy: str, script: str) -> None:
+    """Weights, and all metrics but the timers: losses, the gradient's norm, the validations.
+
+    These are of five batches of rows, for two ranks, and after steps 7, 14, 21 and the last.
+    """
+    settings = [
+        "trainer.micro_batch_size=2", "engine.gradient_clip_val=0.5", "trainer.val_batch_size=13", "trainer.val_interval=7"
+    ]  # fmt: skip
+    whole = train(folder, script, f"{script}_clipped", *settings)
+    shared = train(folder, script, f"{script}_{strategy}", f"trainer.strategy={strategy}", *settings, ranks=2)
+    assert_near(whole, shared, 1e-5)
+    lines = zip(metrics(folder, f"{script}_clipped"), metrics(folder, f"{script}_{strategy}"), strict=True)
+    for line, other in lines:
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-4)
+    if script == "train_reward_model":
+        evaluations = [
+            json.loads((folder / f"{script}_{run}" / "pair_evaluation.json").read_text())
+            for run in ("clipped", strategy)
+        ]
+        assert evaluations[0]["all"]["accuracy"] == evaluations[1]["all"]["accuracy"]
+
+
+def test_shares_over_ranks_resume_to_the_last_bit(folder: Path) -> None:
+    """DPO's reference, the policy without its adapters, is in shares, too."""
+    run = "dpo_shares"
+    settings = [
+        "trainer.strategy=zero3", "model.lora.rank=4", "trainer.micro_batch_size=2", "checkpoint.save_interval=10",
+        "checkpoint.keep_last=3",
+    ]  # fmt: skip
+    whole = train(folder, "train_dpo", run, *settings, ranks=2)
+    saved = sorted((folder / run / "checkpoints").glob("*.ckpt"))
+    assert [path.name for path in saved] == ["step_00000010.ckpt", "step_00000020.ckpt"]
+    shutil.rmtree(saved[1])
+    shutil.rmtree(folder / run / "export")
+    lines = metrics(folder, run)
+    resumed = train(folder, "train_dpo", run, *settings, "run.resume=must", ranks=2)
+    for name, weight in whole.items():
+        assert torch.equal(weight, resumed[name]), name
+    assert metrics(folder, run) == lines
+    refused = command(folder, "train_dpo", run, *settings, "run.resume=must", "trainer.strategy=auto", ranks=1)
+    done = subprocess.run(refused, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "resume it as it was" in done.stderr
 
 
 def test_the_reward_model_knows_its_own_statistics_and_quality(folder: Path) -> None:

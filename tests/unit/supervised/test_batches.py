@@ -106,8 +106,10 @@ def test_positions_of_ranks_and_after_a_resume():
     assert list(second) == [3, 5] and len(second) == 3
 
 
-@given(rows, st.integers(1, 5))
-def test_validation_sees_every_row_once(examples, batch_size):
-    batches = ValidationBatches(examples, collate_sft, 0, batch_size=batch_size)
+@given(rows, st.integers(1, 5), st.integers(1, 3))
+def test_validation_sees_every_row_once(examples, batch_size, ranks):
+    ranks = min(ranks, len(examples))
+    batches = ValidationBatches(examples, collate_sft, 0, batch_size=batch_size, ranks=ranks)
+    assert len(batches) % ranks == 0 and all(batches.rows_of(k) for k in range(len(batches)))
     counted = sum(int(batches[k].action_mask.sum()) for k in range(len(batches)))
     assert counted == sum(len(example) - max(example.prompt_length, 1) for example in examples)

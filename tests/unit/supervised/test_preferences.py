@@ -7,20 +7,20 @@ import hypothesis.strategies as st
 import pytest
 import pytorch_lightning as pl
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_style_rlhf.algorithms.preference_loss import dpo_loss, kto_loss
 from nemo_style_rlhf.data.supervised import PreferencePair, UnpairedExample
-from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig
+from nemo_style_rlhf.schema.supervised import DPOConfig, FitConfig, KTOConfig
 from nemo_style_rlhf.supervised.batches import TrainingBatches, ValidationBatches
 from nemo_style_rlhf.supervised.dpo import DPOModule
 from nemo_style_rlhf.supervised.kto import KTOModule, balance, mean_kl
 from nemo_style_rlhf.supervised.preference_batches import MismatchedPairs, collate_dpo, collate_kto, mismatched
 
 MAX_LENGTH = 12
-collate = partial(collate_kto, max_length=MAX_LENGTH)
+collate = partial(collate_kto, fit=FitConfig(), max_length=MAX_LENGTH)
 
 
 def model() -> LlamaForCausalLM:
@@ -206,12 +206,22 @@ def test_mismatched_texts_are_cut_and_a_lone_row_has_none():
 
 
 @given(prompts, st.integers(1, 5), st.integers(1, 4))
-def test_ranks_share_the_mismatched_texts(drawn, size, ranks):
+def test_ranks_share_the_mismatched_texts_in_equally_many_batches(drawn, size, ranks):
+    """Or ZeRO-3, whose ranks gather weights together, would wait for ever."""
+    assume(len(drawn) >= ranks)
     rows = [UnpairedExample([prompt, 2, 3], 1, True) for prompt in drawn]
-    pairs = MismatchedPairs(rows, 0, micro_batch_size=size, max_length=MAX_LENGTH)
-    shares = [batch for rank in range(ranks) for batch in pairs.micro_batches(rank, ranks)]
-    assert sum(len(batch.input_ids) for batch in shares) == len(rows)
-    assert all(len(batch.input_ids) <= size for batch in shares)
+    pairs = MismatchedPairs(rows, 0, FitConfig(micro_batch_size=size), MAX_LENGTH)
+    shares = [list(pairs.micro_batches(rank, ranks)) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    sizes = [len(batch.input_ids) for share in shares for batch in share]
+    assert sum(sizes) == len(rows) and min(sizes) > 0 and max(sizes) <= max(size, 2)
+
+
+@given(prompts)
+def test_mismatched_texts_keep_to_the_token_budget(drawn):
+    rows = [UnpairedExample([prompt] * prompt + [2, 3], prompt, True) for prompt in drawn]
+    pairs = MismatchedPairs(rows, 0, FitConfig(micro_batch_tokens=16), MAX_LENGTH)
+    assert all(batch.input_ids.numel() <= 16 for batch in pairs.micro_batches())
 
 
 def test_the_balance_of_the_weights_is_reported():

@@ -1,0 +1,81 @@
+"""Lightning's DeepSpeed strategy as the stages use it: also on CPUs, with checkpoints that are whole or absent."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric.utilities.seed import reset_seed
+from pytorch_lightning.plugins.precision import DeepSpeedPrecision
+from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
+
+from nemo_style_rlhf.checkpoint.files import storage_failure
+from nemo_style_rlhf.engine.shares import make_whole, use_heads_in_shares
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.bootstrap import init_distributed
+from nemo_style_rlhf.supervised.checkpoints import IDENTITY, PROGRESS_FILE
+
+
+class ZeroStrategy(DeepSpeedStrategy):
+    """ZeRO 1 to 3 (arXiv 1910.02054), with fp32 weights.
+
+    When a fit has ended well the module is plain again, on the CPU, and the first rank's weights are whole.
+    """
+
+    def __init__(self, stage: int, *, gradient_clip_val: float, autocasts: bool, device: torch.device) -> None:
+        """``autocasts``: compute in bfloat16, as Lightning's bf16-mixed does without DeepSpeed."""
+        on_cpu = device.type == "cpu"
+        super().__init__(
+            stage=stage,
+            overlap_comm=not on_cpu,
+            logging_batch_size_per_gpu=1,
+            exclude_frozen_parameters=True,
+            precision_plugin=DeepSpeedPrecision("32-true"),  # DeepSpeed's own mixed precision has bfloat16 weights
+        )
+        assert isinstance(self.config, dict)
+        self.config["gradient_clipping"] = gradient_clip_val
+        self.config["torch_autocast"] = {"enabled": autocasts, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        self._device = torch.device("cpu", 0) if on_cpu else device  # DeepSpeed wants an index
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._device
+
+    def setup_environment(self) -> None:
+        DDPStrategy.setup_environment(self)  # Lightning's own refuses CPUs, which DeepSpeed does not
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        init_distributed(self._device)
+
+    def _initialize_deepspeed_train(self, model: torch.nn.Module) -> None:
+        super()._initialize_deepspeed_train(model)
+        if self.zero_stage_3:
+            use_heads_in_shares(model)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """A folder, to which every rank adds its share."""
+        final = Path(self.broadcast(str(filepath)))
+        beside = final.with_name(final.name + ".tmp")
+        try:
+            super().save_checkpoint(checkpoint, beside, storage_options)
+            self.barrier()
+            if self.is_global_zero:
+                torch.save({name: checkpoint[name] for name in (IDENTITY, "loops")}, beside / PROGRESS_FILE)
+                for path in (path for path in beside.rglob("*") if path.is_file()):
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+                beside.replace(final)
+        except (OSError, RuntimeError) as error:
+            reason = storage_failure(error)
+            if reason is None:
+                raise
+            raise UserError(
+                f"the checkpoint {final} cannot be written ({reason}): make room and start again, the last one is whole"
+            ) from error
+        self.barrier()
+
+    def on_train_end(self) -> None:
+        if self.zero_stage_3:
+            make_whole(self.deepspeed_engine, keep=self.is_global_zero)
