@@ -5,6 +5,7 @@ import logging
 import shutil
 from pathlib import Path
 
+from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from nemo_style_rlhf.ppo.build import build_trainer
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import FilterConfig
@@ -13,9 +14,14 @@ log = logging.getLogger(__name__)
 
 
 def run(config: PPOActorConfig) -> None:
-    """Train, or with ``run.dry_run`` go through every phase once and leave no trace."""
+    """Train, or with ``run.dry_run`` go through every phase once and leave no trace.
+
+    Raises:
+        SystemExit: SIGUSR1 ended the run early, exit code ``PREEMPTED_EXIT``.
+    """
     if not config.run.dry_run:
-        build_trainer(config).fit()
+        if not build_trainer(config).fit():
+            raise SystemExit(PREEMPTED_EXIT)
         return
     tiny = tiny_run(config)
     shutil.rmtree(tiny.run.output_dir, ignore_errors=True)

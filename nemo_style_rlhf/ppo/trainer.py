@@ -20,6 +20,7 @@ from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
+from nemo_style_rlhf.launch.preemption import stop_requested
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.lora import lora_identity, save_adapter
 from nemo_style_rlhf.ppo.audit import Probe, audit_gap, audit_signs
@@ -85,14 +86,18 @@ class PPOTrainer:
         self._probe_gap = 0.0
         self.progress = Progress()
 
-    def fit(self) -> None:
+    def fit(self) -> bool:
         """Run to the last step from wherever the last committed checkpoint stands, and export the policy.
 
         A server that dies or restarts on the way is waited for; then both halves go back to their last common checkpoint.
+        SIGUSR1 (launch/preemption.py) ends the run after the step it came in, committed; in the last one it is ignored.
+
+        Returns:
+            Whether the last step is done.
         """
-        in_step_with_server = False
+        in_step_with_server = stopping = False
         with StepProgress(self._total_steps, enabled=self._config.tracking.progress) as bar:
-            while self.progress.step < self._total_steps or not in_step_with_server:
+            while not stopping and (self.progress.step < self._total_steps or not in_step_with_server):
                 started = perf_counter()
                 try:
                     if not in_step_with_server:
@@ -100,10 +105,11 @@ class PPOTrainer:
                         in_step_with_server = True
                         continue
                     metrics = self.train_step()
-                    self._commit_if_due()
+                    stopping = stop_requested() and self.progress.step < self._total_steps
+                    self._commit_if_due(now=stopping)
                 except (ServerRestarted, ServerUnreachable) as event:
                     log.warning("%s; both halves go back to their last common checkpoint", event)
-                    in_step_with_server = False
+                    in_step_with_server = stopping = False
                     continue
                 bar.show(
                     self.progress.step,
@@ -112,9 +118,13 @@ class PPOTrainer:
                     tokens_per_second=metrics["timers/tokens_per_second"],
                     seconds_per_step=perf_counter() - started,
                 )
-        self._export("export")
+        if stopping:
+            log.info("SIGUSR1: step %d is committed, the run ends; start it again to go on", self.progress.step)
+        else:
+            self._export("export")
         self._parts.collector.close()
         self._parts.metrics.close()
+        return not stopping
 
     def undo(self) -> None:
         """Put the critic server back to where this run found it (dry runs)."""
@@ -211,9 +221,9 @@ class PPOTrainer:
             write_atomically(self._output_dir / "best" / "best.json", json.dumps(note).encode())
         return metrics
 
-    def _commit_if_due(self) -> None:
+    def _commit_if_due(self, *, now: bool) -> None:
         step = self.progress.step
-        if step % self._config.checkpoint.save_interval == 0 or step == self._total_steps:
+        if now or step % self._config.checkpoint.save_interval == 0 or step == self._total_steps:
             self._commit()
 
     def _commit(self) -> None:

@@ -39,6 +39,10 @@ class Process:
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
 
+    def signal(self, number: int) -> None:
+        """To the child alone."""
+        self._child.send_signal(number)
+
     def terminate(self) -> int:
         self._child.terminate()
         return self.wait(60)
@@ -70,6 +74,14 @@ def start_server(directory: Path, *overrides: str) -> tuple[Process, int]:
         assert time.monotonic() < deadline, process.output()
         time.sleep(0.1)
     return process, int(json.loads(ready.read_text())["port"])
+
+
+def wait_for_output(process: Process, text: str, *, after: int = 0) -> None:
+    """Until ``text`` stands in the output behind its first ``after`` characters."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while text not in process.output()[after:]:
+        assert process.poll() is None and time.monotonic() < deadline, process.output()
+        time.sleep(0.05)
 
 
 def run_pair(directory: Path, server_overrides: list[str], actor_overrides: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.integration.processes import proxy, run_pair, start_actor, start_server
+from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
+from tests.integration.processes import proxy, run_pair, start_actor, start_server, wait_for_output
 from tests.models import save_policy, save_reward_model
 
 STEPS = 6
@@ -232,3 +234,32 @@ def test_killing_both_processes_changes_nothing(finished, inputs, tmp_path):
         sorted((folder / "critic" / "exports").glob("*/critic/model.safetensors")) for folder in (tmp_path, finished)
     ]
     assert critics[0][-1].read_bytes() == critics[1][-1].read_bytes()
+
+
+def test_sigusr1_ends_a_run_with_a_checkpoint_and_changes_nothing(finished, inputs, tmp_path):
+    """While it loads, which it outlives until the first step is done, and in mid-run; the same metrics and weights."""
+    (tmp_path / "critic").mkdir()
+    server, port = start_server(tmp_path / "critic", *server_overrides(inputs))
+    checkpoints = tmp_path / "actor" / "checkpoints"
+    try:
+        for moment in ("rows", f"PPO 2/{STEPS}", None):
+            actor = start_actor(tmp_path / "actor", port, *actor_overrides(inputs))
+            seen = len(actor.output())
+            try:
+                if moment is not None:
+                    wait_for_output(actor, moment, after=seen)
+                    actor.signal(signal.SIGUSR1)
+                code = actor.wait(240)
+            finally:
+                actor.kill()
+            assert code == (0 if moment is None else PREEMPTED_EXIT), actor.output()
+            step = int(max(folder.name for folder in checkpoints.iterdir()).removeprefix("step_"))
+            assert step == {"rows": 1, None: STEPS}.get(moment, step)
+            assert (step < STEPS) == (moment is not None)
+            assert (tmp_path / "actor" / "export").exists() == (moment is None)
+    finally:
+        assert server.terminate() == 0
+    assert without_timers(metrics(tmp_path / "actor")) == without_timers(metrics(finished / "actor"))
+    assert (tmp_path / "actor/export/model.safetensors").read_bytes() == (
+        finished / "actor/export/model.safetensors"
+    ).read_bytes()
