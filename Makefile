@@ -51,6 +51,11 @@ lint: envs
 test: envs lint
 	$(ACTOR)/bin/python -m pytest
 
+# Needs root and Slurm: tests/cluster/install.sh.
+.PHONY: test-cluster
+test-cluster: envs
+	$(ACTOR)/bin/python -m pytest tests/cluster -n 0
+
 # TRL's PPOTrainer and GRPOTrainer, the peers of `make bench`, in environments of their own.
 define PEER_ENV
 $(1)/.complete-%: requirements/torch-%.txt requirements/$(2).txt

@@ -1,0 +1,188 @@
+#!/usr/bin/env bash
+# PPO as one heterogeneous Slurm job: component 0 is the critic server, component 1 the actor.
+#
+#   export CRITIC_ARGS="model.path=$REWARD_MODEL" ACTOR_ARGS="model.path=$POLICY data.train_path=$PROMPTS"
+#   sbatch slurm/ppo_hetjob.sh
+#
+# The job ends with the actor: its exit code is the actor's, or that of the critic if it died first. Before the time
+# limit it commits a checkpoint and requeues itself. More: docs/cluster.md
+
+# --- What Slurm is asked for --------------------------------------------------------------------------------
+# Edit it here, or say it in sbatch's environment (SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT,
+# SBATCH_GPUS_PER_NODE, ...), or on its command line, where ":" separates the components:
+#   sbatch --partition=gpu --nodes=1 --gpus-per-node=8 : --nodes=4 --gpus-per-node=8 slurm/ppo_hetjob.sh
+#SBATCH --job-name=ppo
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@600
+##SBATCH --partition=gpu
+##SBATCH --account=alignment
+##SBATCH --time=24:00:00
+#SBATCH --nodes=1
+#SBATCH --exclusive
+##SBATCH --gpus-per-node=8
+#SBATCH hetjob
+##SBATCH --partition=gpu
+#SBATCH --nodes=1
+#SBATCH --exclusive
+##SBATCH --gpus-per-node=8
+
+# --- Site settings: the environment of sbatch overrides each of them ----------------------------------------
+# The repository, at the same path on every node.
+: "${PROJECT_DIR:=$SLURM_SUBMIT_DIR}"
+# Gets critic/ and actor/, the run.output_dir of each, and their logs. That of an earlier job continues it.
+: "${OUTPUT_DIR:=outputs/$SLURM_JOB_NAME-$SLURM_JOB_ID}"
+# Overrides of the two programs, quoted as in a shell; --config-name=... too.
+: "${CRITIC_ARGS:=}" "${ACTOR_ARGS:=}"
+# Processes per node: one for each GPU.
+: "${CRITIC_RANKS:=1}" "${ACTOR_RANKS:=1}"
+# Shell commands before the program: module load ..., export NCCL_...
+: "${CRITIC_SETUP:=}" "${ACTOR_SETUP:=}"
+# The interpreter, with what stands before it in a container: apptainer exec --nv server.sif python
+: "${CRITIC_PYTHON:=.venv-server/bin/python}" "${ACTOR_PYTHON:=.venv-actor/bin/python}"
+# More options of srun: --container-image=... --container-mounts=...
+: "${CRITIC_SRUN:=}" "${ACTOR_SRUN:=}"
+# Seconds from the server's SIGTERM to its SIGKILL.
+: "${STOP_GRACE_S:=5}"
+# Seconds before the time limit from which a checkpoint is no longer waited for.
+: "${REQUEUE_MARGIN_S:=60}"
+# ------------------------------------------------------------------------------------------------------------
+
+set -uo pipefail
+PREEMPTED=75 # the actor's exit code once SIGUSR1 has made it commit and end: PREEMPTED_EXIT in launch/preemption.py
+
+say() { echo "$(date '+%F %T') $*"; }
+refuse() { echo "error: $*" >&2; exit 2; }
+
+[[ -n ${SLURM_JOB_ID_HET_GROUP_1:-} ]] ||
+    refuse "this is no heterogeneous Slurm job: start it with sbatch slurm/ppo_hetjob.sh"
+cd "$PROJECT_DIR" && [[ -f servers/serve_ppo_critic.py ]] ||
+    refuse "PROJECT_DIR=$PROJECT_DIR is not the repository: submit from its root, or set PROJECT_DIR"
+[[ -n $CRITIC_ARGS ]] || refuse "CRITIC_ARGS is empty: export CRITIC_ARGS=\"model.path=REWARD_MODEL\" before sbatch"
+[[ -n $ACTOR_ARGS ]] ||
+    refuse "ACTOR_ARGS is empty: export ACTOR_ARGS=\"model.path=POLICY data.train_path=PROMPTS\" before sbatch"
+mkdir -p "$OUTPUT_DIR" || refuse "OUTPUT_DIR=$OUTPUT_DIR cannot be made: give a folder that every node can write to"
+# xargs splits as a shell does but expands nothing: brackets and braces belong to the overrides.
+mapfile -d '' -t critic_args < <(xargs -r printf '%s\0' <<<"$CRITIC_ARGS")
+mapfile -d '' -t actor_args < <(xargs -r printf '%s\0' <<<"$ACTOR_ARGS")
+
+# Of this job alone, and never on a command line.
+NSR_CRITIC_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+export NSR_CRITIC_TOKEN
+
+deadline=
+on_time_limit() {
+    local end
+    end=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e | head -n 1)
+    say "SIGUSR1, the time limit is $end: the actor is told to commit a checkpoint"
+    deadline=$(($(date -d "$end" +%s 2>/dev/null || echo 9999999999) - REQUEUE_MARGIN_S))
+}
+trap on_time_limit USR1
+
+running() { kill -0 "$1" 2>/dev/null; }
+pause() { sleep "$1" & wait $!; } # a plain sleep would hold traps up
+
+end_components() {
+    kill -TERM "$actor" 2>/dev/null # SIGKILL for its tasks; first, or it would take the server's end for a fault
+    local tries=$((5 * STOP_GRACE_S))
+    kill -USR2 "$critic" 2>/dev/null # SIGTERM for the server: as_task
+    while running "$critic" && ((tries-- > 0)); do pause 0.2; done
+    kill -TERM "$critic" 2>/dev/null
+    for tries in {1..15}; do running "$critic" || running "$actor" || break; pause 0.2; done
+}
+
+# Runs on the nodes, once per task: SIGNAL SETUP RANKS_PER_NODE MASTER_ADDR MASTER_PORT COMMAND...
+# Slurm signals every process of a task, and srun makes SIGTERM a SIGKILL. So the job sends SIGUSR2, which only this shell
+# heeds: it sends SIGNAL to the program alone, not to Triton or a worker of its.
+as_task() {
+    eval "$2"
+    if ((SLURM_NTASKS > 1)); then
+        export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$3
+        export MASTER_ADDR=$4 MASTER_PORT=$5
+    fi
+    (trap '' USR1 USR2 && exec "${@:6}") & # SIGUSR1 would end an actor that is still being imported
+    local program=$! code
+    trap "kill -$1 $program" USR2
+    trap : TERM # the program has it, too
+    wait $program
+    code=$?
+    while kill -0 $program 2>/dev/null; do wait $program; code=$?; done # a trap ends a wait
+    exit $code
+}
+task=(bash -c "$(declare -f as_task); as_task \"\$@\"" task)
+
+# A task is a whole process with its threads: it may use every core and GPU of its node.
+step=(srun --export=ALL --overcommit --cpu-bind=none --kill-on-bad-exit=1 --open-mode=append)
+critic_step=("${step[@]}" --het-group=0 --job-name=critic $CRITIC_SRUN)
+actor_step=("${step[@]}" --het-group=1 --job-name=actor $ACTOR_SRUN)
+critic_nodes=$SLURM_JOB_NUM_NODES_HET_GROUP_0 actor_nodes=$SLURM_JOB_NUM_NODES_HET_GROUP_1
+
+# Run on a component's first node: the address that leads to it from the node $1, and two free ports.
+where='
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+    route.connect((sys.argv[1], 9))
+    address = route.getsockname()[0]
+ports = [socket.create_server((address, 0)) for _ in range(2)]
+print(address, *(port.getsockname()[1] for port in ports))
+'
+# NODELIST: where Slurm itself reaches its first node; no resolver knows the names of cloud nodes and emulated ones.
+first_address() {
+    scontrol show node "$(scontrol show hostnames "$1" | head -n 1)" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'
+}
+actor_address=$(first_address "$SLURM_JOB_NODELIST_HET_GROUP_1")
+critic_address=$(first_address "$SLURM_JOB_NODELIST_HET_GROUP_0")
+read -r host port critic_master_port < <("${critic_step[@]}" --nodes=1 --ntasks=1 \
+    "${task[@]}" TERM "$CRITIC_SETUP" 1 - - $CRITIC_PYTHON -c "$where" "$actor_address" | tail -n 1)
+[[ -n ${critic_master_port:-} ]] || refuse "CRITIC_PYTHON=$CRITIC_PYTHON did not run on the critic's node: see above"
+read -r actor_host _ actor_master_port < <("${actor_step[@]}" --nodes=1 --ntasks=1 \
+    "${task[@]}" USR1 "$ACTOR_SETUP" 1 - - $ACTOR_PYTHON -c "$where" "$critic_address" | tail -n 1)
+[[ -n ${actor_master_port:-} ]] || refuse "ACTOR_PYTHON=$ACTOR_PYTHON did not run on the actor's node: see above"
+
+say "critic on $SLURM_JOB_NODELIST_HET_GROUP_0 at $host:$port, actor on $SLURM_JOB_NODELIST_HET_GROUP_1, in $OUTPUT_DIR"
+"${critic_step[@]}" --output="$OUTPUT_DIR/critic.log" \
+    --nodes="$critic_nodes" --ntasks=$((critic_nodes * CRITIC_RANKS)) --ntasks-per-node="$CRITIC_RANKS" \
+    "${task[@]}" TERM "$CRITIC_SETUP" "$CRITIC_RANKS" "$host" "$critic_master_port" \
+    $CRITIC_PYTHON servers/serve_ppo_critic.py "run.output_dir=$OUTPUT_DIR/critic" "${critic_args[@]}" \
+    "server.host=$host" "server.port=$port" &
+critic=$!
+"${actor_step[@]}" --output="$OUTPUT_DIR/actor.log" \
+    --nodes="$actor_nodes" --ntasks=$((actor_nodes * ACTOR_RANKS)) --ntasks-per-node="$ACTOR_RANKS" \
+    "${task[@]}" USR1 "$ACTOR_SETUP" "$ACTOR_RANKS" "$actor_host" "$actor_master_port" \
+    $ACTOR_PYTHON trainers/train_ppo_actor.py "run.output_dir=$OUTPUT_DIR/actor" "${actor_args[@]}" \
+    "remote_critic_rm.host=$host" "remote_critic_rm.port=$port" &
+actor=$!
+trap 'say "SIGTERM"; end_components; exit 143' TERM
+
+while running "$critic" && running "$actor"; do
+    pause 1
+    if [[ -n $deadline ]]; then
+        kill -USR2 "$actor" 2>/dev/null # SIGUSR1 for the program; again, as one may come too early to be heeded
+        (($(date +%s) < deadline)) || break
+    fi
+done
+if running "$critic" && running "$actor"; then
+    say "no checkpoint within the time: the job goes on from the last one"
+    first= code=$PREEMPTED
+elif running "$actor"; then
+    first=critic
+    wait "$critic" && code=1 || code=$?
+else
+    first=actor
+    wait "$actor"
+    code=$?
+fi
+[[ -n $first ]] && say "the $first ended with exit code $code"
+end_components
+case $code in
+0) wait "$critic" || say "the critic ended with exit code $? after the run was complete" ;;
+"$PREEMPTED")
+    say "requeueing"
+    trap - TERM
+    scontrol requeue "$SLURM_JOB_ID" && pause 600 # Slurm ends this script; one that ends itself may count as failed
+    say "the job could not be requeued: submit it again with OUTPUT_DIR=$OUTPUT_DIR, the run goes on"
+    ;;
+*) tail -n 20 "$OUTPUT_DIR/$first.log" ;;
+esac
+exit "$code"

@@ -1,0 +1,134 @@
+"""`sbatch slurm/ppo_hetjob.sh` on a real Slurm: it completes, dies as one, and goes on after the time limit."""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.jobs import Job, make_inputs, submit
+from tests.cluster.slurm import Cluster
+
+CRITIC_RANKS = "1"
+RUN_S = 300.0
+JOINT_DEATH_S = 10.0
+TOKEN_ENV = "NSR_CRITIC_TOKEN"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    make_inputs(folder)
+    return folder
+
+
+def processes(job: Job, script: str = "") -> list[psutil.Process]:
+    """Those of the job's two programs, or of the one whose command line names ``script``."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        ours = {f"run.output_dir={job.output_dir / part}" for part in ("critic", "actor")} & set(words)
+        if ours and script in " ".join(words) and Path(words[0]).name.startswith("python"):
+            found.append(process)
+    return found
+
+
+def token_of(process: psutil.Process) -> str:
+    return process.environ()[TOKEN_ENV]
+
+
+@pytest.fixture(scope="module")
+def completed(cluster, inputs, tmp_path_factory) -> tuple[Job, str]:
+    """A job that nobody disturbs, and its token as its processes had it in their environment."""
+    job = submit(cluster, inputs, tmp_path_factory.mktemp("completed") / "run", "--time=60", CRITIC_RANKS=CRITIC_RANKS)
+    job.wait_for_step(2)
+    tokens = {token_of(process) for process in processes(job)}
+    assert len(tokens) == 1
+    token = tokens.pop()
+    for process in psutil.process_iter(["cmdline"]):
+        assert token not in " ".join(process.info["cmdline"] or [])
+    job.wait_for_end(RUN_S)
+    return job, token
+
+
+def test_a_job_completes_on_two_nodes_and_leaves_them_at_once(completed):
+    job, _ = completed
+    components = [job.fields(0), job.fields(1)]
+    assert [fields["JobState"] for fields in components] == ["COMPLETED"] * 2, job.report()
+    assert components[0]["ExitCode"] == "0:0"
+    assert components[0]["NodeList"] != components[1]["NodeList"]
+    exported = (job.output_dir / "actor" / "export" / "model.safetensors").stat().st_mtime
+    for fields in components:
+        assert datetime.fromisoformat(fields["EndTime"]).timestamp() - exported < JOINT_DEATH_S
+    assert "received SIGTERM" in (job.output_dir / "critic.log").read_text()
+    assert "the critic ended" not in job.log.read_text()
+    assert not processes(job)
+
+
+def test_the_reward_rises(completed):
+    rewards = [row["train_rollouts/rewards"] for row in completed[0].rows()]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.05
+
+
+def test_the_token_is_in_no_file(completed, cluster):
+    job, token = completed
+    assert len(token) == 64
+    for folder in (job.output_dir.parent, cluster.folder):
+        for file in folder.rglob("*"):
+            if file.is_file() and file.stat().st_size < 2**20:
+                assert token.encode() not in file.read_bytes(), file
+
+
+def cancel_component(job: Job) -> None:
+    job.cluster.run("scancel", f"{job.number}+1")
+
+
+def cancel_step(job: Job) -> None:
+    with contextlib.suppress(RuntimeError):  # ends the step, and complains that the other component has none of this id
+        job.cluster.run("scancel", job.steps()["critic"])
+
+
+def kill_server(job: Job) -> None:
+    for process in processes(job, "serve_ppo_critic"):
+        process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end_one", [cancel_component, cancel_step, kill_server])
+def test_the_end_of_one_component_ends_both(cluster, inputs, tmp_path, end_one: Callable[[Job], None]):
+    job = submit(cluster, inputs, tmp_path / "run", "--time=60", CRITIC_RANKS=CRITIC_RANKS)
+    job.wait_for_step(2)
+    end_one(job)
+    seconds = job.wait_for_end(60)
+    print(f"{end_one.__name__}: both ended after {seconds:.1f} s")
+    assert seconds < JOINT_DEATH_S, job.report()
+    assert job.state in {"FAILED", "CANCELLED"}
+    assert not processes(job)
+    assert "ended with exit code" in job.log.read_text()
+
+
+def test_a_time_limit_requeues_and_the_resumed_job_ends_with_the_same_weights(completed, cluster, inputs, tmp_path):
+    """The signal comes when slurmctld next looks at time limits, twice a minute: while the first start still loads, or in
+    its first steps."""
+    slow_start = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || sleep 15'  # or the run might be over before
+    job = submit(cluster, inputs, tmp_path / "run", "--time=5", CRITIC_RANKS=CRITIC_RANKS, CRITIC_SETUP=slow_start)
+    job.wait_for_requeue(RUN_S)
+    steps = len(job.rows())
+    assert 0 < steps < len(completed[0].rows()), job.report()
+    assert not (job.output_dir / "actor" / "export").exists()
+    cluster.start_now(job.number)
+    job.wait_for_end(RUN_S)
+    assert job.state == "COMPLETED", job.report()
+    assert f"resumed from step {steps}" in (job.output_dir / "actor.log").read_text()
+    weights = [run.output_dir / "actor" / "export" / "model.safetensors" for run in (job, completed[0])]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    rewards = [[row["train_rollouts/rewards"] for row in run.rows()] for run in (job, completed[0])]
+    assert rewards[0] == rewards[1]
