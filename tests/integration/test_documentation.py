@@ -122,3 +122,12 @@ def test_links_lead_somewhere():
         for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_setting_of_the_batch_scripts_is_documented():
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    for script in (ROOT / "slurm").glob("*.sh"):
+        settings = re.findall(r'"\$\{([A-Z_]+):=', script.read_text())
+        assert len(settings) >= 5
+        for name in settings:
+            assert f"`{name}`" in page, f"{script.name}: {name}"
