@@ -10,7 +10,7 @@ from tests.integration.processes import ROOT
 from tests.models import save_policy, save_reward_model
 
 LOADING_S = 180.0
-STEPS = 200
+STEPS = 120
 CRITIC = [
     "model.dtype=float32", "run.num_threads=1", "engine.optim.lr=1e-3", "engine.zero_stage=0",
 ]  # fmt: skip

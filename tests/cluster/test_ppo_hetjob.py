@@ -118,7 +118,7 @@ def test_the_end_of_one_component_ends_both(cluster, inputs, tmp_path, end_one: 
 def test_a_time_limit_requeues_and_the_resumed_job_ends_with_the_same_weights(completed, cluster, inputs, tmp_path):
     """The signal comes when slurmctld next looks at time limits, twice a minute: while the first start still loads, or in
     its first steps."""
-    slow_start = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || sleep 15'  # or the run might be over before
+    slow_start = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || sleep 8'  # twice; or the run might be over before
     job = submit(cluster, inputs, tmp_path / "run", "--time=5", CRITIC_RANKS=CRITIC_RANKS, CRITIC_SETUP=slow_start)
     job.wait_for_requeue(RUN_S)
     steps = len(job.rows())
