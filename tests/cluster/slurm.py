@@ -110,8 +110,13 @@ class Cluster:
         shown = self.run("scontrol", "--oneliner", "show", "job", name)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
-    def start_now(self, number: int) -> None:
-        """A requeued job waits for two minutes: Slurm gives its own messages that long to arrive."""
+    def start_soon(self, number: int) -> None:
+        """In 10 s instead of two minutes, what Slurm gives a requeued job's last processes and messages.
+
+        At once would be too soon: nodes still refuse the job's credentials, and it counts as failed. A start time in the
+        future would be too late: a heterogeneous job is looked at again when something changes.
+        """
+        time.sleep(10)
         self.run("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=60")
 
     def _start(self) -> None:

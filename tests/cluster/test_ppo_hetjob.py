@@ -124,7 +124,7 @@ def test_a_time_limit_requeues_and_the_resumed_job_ends_with_the_same_weights(co
     steps = len(job.rows())
     assert 0 < steps < len(completed[0].rows()), job.report()
     assert not (job.output_dir / "actor" / "export").exists()
-    cluster.start_now(job.number)
+    cluster.start_soon(job.number)
     job.wait_for_end(RUN_S)
     assert job.state == "COMPLETED", job.report()
     assert f"resumed from step {steps}" in (job.output_dir / "actor.log").read_text()

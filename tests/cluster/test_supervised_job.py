@@ -55,7 +55,7 @@ def test_two_nodes_train_one_model_and_a_requeued_job_ends_with_the_same_weights
     cluster.run("scancel", "--batch", "--signal=USR1", str(number))
     wait_until(lambda: state(cluster, number, cut) == "PENDING", "the job is requeued", RUN_S)
     assert not (cut / "export").exists()
-    cluster.start_now(number)
+    cluster.start_soon(number)
     wait_until(lambda: state(cluster, number, cut) == "COMPLETED", "the resumed run is done", RUN_S)
     log = Path(f"{cut}.log").read_text()
     assert "resuming from" in log and "requeued" in log
