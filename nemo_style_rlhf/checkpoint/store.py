@@ -55,21 +55,18 @@ class CheckpointStore:
         self._keep_last = keep_last
 
     def save(
-        self, step: int, run_id: str, *, write_actor: Callable[[Path], None], save_critic: Callable[[str], dict[str, Any]],
+        self, step: int, run_id: str, *, write_actor: Callable[[Path], None], critic: dict[str, Any],
         state: dict[str, Any], versions: dict[str, str],
     ) -> Path:  # fmt: skip
-        """Make a checkpoint whole or not at all.
-
-        The critic's half is durable first, then the actor's; the manifest that names both appears by rename.
+        """Make a checkpoint whole or not at all: the manifest that names both halves appears last, by rename.
 
         Args:
-            write_actor: writes the actor's half into an empty folder.
-            save_critic: makes the critic's half durable under a checkpoint id and returns its description.
+            write_actor: writes the actor's half into an empty folder, :meth:`actor_half`.
+            critic: what describes the critic's half, which is durable already.
 
         Raises:
             UserError: the disk refused; checkpoints committed before are whole.
         """
-        critic = save_critic(checkpoint_id(run_id, step))
         folder = self._folder(step)
         try:
             self._write(folder, Manifest(FORMAT, step, run_id, {}, critic, state, versions), write_actor)

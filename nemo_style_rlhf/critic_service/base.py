@@ -1,5 +1,6 @@
 """What every server answers: its status, and the rewards of texts where it serves a reward model. No network."""
 
+import os
 import secrets
 import threading
 import time
@@ -12,10 +13,12 @@ import torch
 
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.batches import Batches
+from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.protocol import Array, Code, ProtocolError
 from nemo_style_rlhf.critic_service.reward_model import RewardModel
 from nemo_style_rlhf.data.reward_text import RewardText
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 
@@ -32,6 +35,8 @@ class Service:
     def __init__(self, identity: Identity, reward: RewardModel | None, *, max_request_bytes: int) -> None:
         self.boot_id = secrets.token_hex(8)
         self.shutdown_requested = threading.Event()
+        self.dismiss: Callable[[], None] = lambda: None
+        """Lets other ranks end, too; nothing is computed after it."""
         self.roles: list[str] = []
         self._handlers: dict[str, Callable[[Mapping[str, Array]], Tensors]] = {protocol.STATUS.name: self._status}
         self._limits = protocol.Limits(identity.vocab_size, identity.max_length, max_request_bytes)
@@ -109,8 +114,10 @@ def load_reward_service(config: RewardServerProcessConfig, device: torch.device,
     """The reward-only server.
 
     Raises:
-        UserError: the checkpoint is missing or is no reward model with one label.
+        UserError: the checkpoint is missing or is no reward model with one label, or there are several ranks.
     """
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UserError(f"a reward server is one rank, WORLD_SIZE is {ranks}: start several servers instead")
     tokenizer = load_tokenizer(config.model.path)
     model = load_reward_model(config.model, normalize=config.reward.normalize_rewards)
     identity = Identity.of(
@@ -126,4 +133,6 @@ def load_reward_service(config: RewardServerProcessConfig, device: torch.device,
         device=device,
     )
     text = RewardText(config.model.path, tokenizer, append_eos=config.reward.append_eos)
-    return Service(identity, RewardModel(model, text, batches), max_request_bytes=config.server.max_request_bytes)
+    return Service(
+        identity, RewardModel(model, text, batches, Crew()), max_request_bytes=config.server.max_request_bytes
+    )

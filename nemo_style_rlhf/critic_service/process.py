@@ -17,6 +17,7 @@ import torch
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.base import Service
+from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.protocol import REQUEST, RESPONSE, Array, json_tensor
 from nemo_style_rlhf.critic_service.triton import Door
 from nemo_style_rlhf.launch import bootstrap
@@ -28,7 +29,7 @@ SUPERVISION_PERIOD_S = 0.5
 ANSWER_DELIVERY_S = 1.0
 """A fatal error is still told to the client; after this long the process goes down."""
 CLOSE_TIMEOUT_S = 2.0
-Loader = Callable[[torch.device, Path], Service]
+Loader = Callable[[torch.device, Path], Service | Crew]
 
 
 def serve(run: RunConfig, server: ServerConfig, token: str | None, load: Loader) -> None:
@@ -37,7 +38,7 @@ def serve(run: RunConfig, server: ServerConfig, token: str | None, load: Loader)
     The exit code is 0 after ``critic_shutdown``, SIGTERM or SIGINT, 1 after a fatal error or the death of tritonserver.
 
     Args:
-        load: the service, given the device and the folder that it may write to.
+        load: the service, or whom to follow, given the device and the folder that it may write to.
     """
     device = bootstrap.setup(run)
     stop = threading.Event()
@@ -50,9 +51,19 @@ def serve(run: RunConfig, server: ServerConfig, token: str | None, load: Loader)
         signal.signal(number, on_signal)
     if run.dry_run:
         with tempfile.TemporaryDirectory(prefix="critic_dry_run_") as scratch:
-            rehearse(load(device, Path(scratch)))
+            loaded = load(device, Path(scratch))
+            if isinstance(loaded, Crew):
+                loaded.follow()
+            else:
+                rehearse(loaded)
+                loaded.dismiss()
         return
-    _flush_and_exit(_serve(load(device, Path(run.output_dir)), server, token, stop))
+    loaded = load(device, Path(run.output_dir))
+    if isinstance(loaded, Crew):
+        loaded.follow()
+        _flush_and_exit(0)
+    else:
+        _flush_and_exit(_serve(loaded, server, token, stop))
 
 
 def _serve(service: Service, config: ServerConfig, token: str | None, stop: threading.Event) -> int:
@@ -69,10 +80,13 @@ def _serve(service: Service, config: ServerConfig, token: str | None, stop: thre
             "serving %s at http://%s:%d, boot id %s", " and ".join(service.roles), door.host, door.port, service.boot_id
         )
         code = _supervise(service, door, stop)
-        if code == 0 and not service.stop(config.shutdown_grace_s):
-            LOGGER.warning(
-                "the running call was abandoned after %.0f s and counts as not applied", config.shutdown_grace_s
-            )
+        if code == 0:
+            if service.stop(config.shutdown_grace_s):
+                service.dismiss()
+            else:
+                LOGGER.warning(
+                    "the running call was abandoned after %.0f s and counts as not applied", config.shutdown_grace_s
+                )
     finally:
         if ready_file is not None:
             ready_file.unlink(missing_ok=True)

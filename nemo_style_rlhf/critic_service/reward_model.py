@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from nemo_style_rlhf.critic_service.batches import Batches
+from nemo_style_rlhf.critic_service.crew import Crew, on_all_ranks
 from nemo_style_rlhf.critic_service.protocol import Array, InferRequest
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores
@@ -15,12 +16,17 @@ from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores
 class RewardModel:
     """Rewards of sequences. Not thread-safe: one caller at a time."""
 
-    def __init__(self, model: ScalarModel, text: RewardText, batches: Batches, *, offload: bool = False) -> None:
+    def __init__(
+        self, model: ScalarModel, text: RewardText, batches: Batches, crew: Crew, *, offload: bool = False
+    ) -> None:
         """
         Args:
             text: forms the sequences of texts.
+            crew: the ranks that share the sequences; each has the whole model.
             offload: keep the weights in host memory while nothing is scored.
         """
+        self.crew = crew
+        crew.join(self)
         self.text = text
         self._model = model.requires_grad_(False).eval()
         self._batches = batches
@@ -28,18 +34,25 @@ class RewardModel:
         if not offload:
             self._model.to(batches.device)
 
+    @on_all_ranks
     @torch.no_grad()
     def score(self, request: InferRequest) -> Array:
-        """Rewards float32 [B]."""
+        """Rewards float32 [B]; on the first rank."""
         lengths = request.lengths.tolist()
-        rewards = np.empty(len(lengths), dtype=np.float32)
+        scored: list[tuple[list[int], Array]] = []
         with self._on_device():
-            for rows in self._batches.split(lengths):
+            for rows, counts in self.crew.share(self._batches.split(lengths)):
+                if not counts:
+                    continue
                 token_ids, attention_mask = self._batches.inputs(request, rows)
                 scores = self._model(token_ids, attention_mask)[: len(rows)]
                 row_lengths = torch.tensor([lengths[row] for row in rows], device=scores.device)
                 pooled = sequence_scores(scores, token_ids[: len(rows)], row_lengths, self._batches.pad_token_id)
-                rewards[rows] = pooled.cpu().numpy()
+                scored.append((rows, pooled.cpu().numpy()))
+        rewards = np.empty(len(lengths), dtype=np.float32)
+        for share in self.crew.gather(scored):
+            for rows, found in share:
+                rewards[rows] = found
         return rewards
 
     @contextmanager

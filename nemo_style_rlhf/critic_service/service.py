@@ -11,6 +11,7 @@ import torch
 
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.base import Service, Tensors
+from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.ledger import Ledger
 from nemo_style_rlhf.critic_service.protocol import Array, Code, InferRequest, ProtocolError, TrainPart
 from nemo_style_rlhf.critic_service.store import HalfStore
@@ -29,6 +30,7 @@ class CriticService(Service):
         self._store = store
         self._ledger = Ledger()
         self._last_save: tuple[tuple[protocol.CheckpointRequest, int], dict[str, Any]] | None = None
+        self.dismiss = worker.crew.dismiss
         self.roles.insert(0, "critic")
         self._handlers |= {
             protocol.INFER.name: self._infer,
@@ -157,14 +159,16 @@ class CriticService(Service):
             yield
 
 
-def load_critic_service(config: PPOCriticConfig, device: torch.device, output_dir: Path) -> CriticService:
-    """The critic process's service; checkpoints go below ``output_dir``.
+def load_critic_service(config: PPOCriticConfig, device: torch.device, output_dir: Path) -> CriticService | Crew:
+    """The critic process's service, which on other ranks than the first is to follow that; checkpoints go below ``output_dir``.
 
     Raises:
         UserError: the checkpoint is missing or is no reward model with one label.
     """
     bootstrap.init_distributed(device)
     worker = CriticWorker(config, device)
+    if not worker.crew.is_first:
+        return worker.crew
     return CriticService(worker, HalfStore(output_dir), max_request_bytes=config.server.max_request_bytes)
 
 

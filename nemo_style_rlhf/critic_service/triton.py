@@ -43,18 +43,16 @@ def preflight(config: ServerConfig) -> str | None:
     """Everything that can be refused before a model loads; returns the token.
 
     Raises:
-        UserError: an address that needs a token and has none, a port in use, several ranks, NumPy 2.
+        UserError: an address that needs a token and has none, a port in use, NumPy 2.
     """
     _refuse_numpy_2()
-    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise UserError(f"the server runs with one rank, WORLD_SIZE is {ranks}: start one process")
     token = read_token(config.token)
     if config.host not in LOOPBACK and token is None:
         raise UserError(
             f"server.host={config.host} would open the server to the network without a token: set "
             f"server.token.token_file or the environment variable {config.token.token_env}, or bind 127.0.0.1"
         )
-    if config.port:
+    if config.port and os.environ.get("RANK", "0") == "0":  # of several ranks the first has the door
         _wait_for_port(config.host, config.port)
     return token
 

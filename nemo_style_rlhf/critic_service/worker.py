@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nemo_style_rlhf.algorithms.value_loss import ValueLoss, value_loss
 from nemo_style_rlhf.critic_service.batches import Batches
+from nemo_style_rlhf.critic_service.crew import Crew, on_all_ranks
 from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.protocol import Array, InferRequest, TrainPlan
 from nemo_style_rlhf.critic_service.reward_model import RewardModel
@@ -29,7 +30,10 @@ class Abandoned(Exception):
 
 
 class CriticWorker:
-    """The trained critic, and the frozen reward model beside it. Not thread-safe: one caller at a time."""
+    """The trained critic, and the frozen reward model beside it. Not thread-safe: one caller at a time.
+
+    With several ranks the first calls, and all share the micro-batches, which are those of one rank.
+    """
 
     def __init__(self, config: PPOCriticConfig, device: torch.device) -> None:
         """Load the reward model as the critic, and once more as itself.
@@ -38,6 +42,8 @@ class CriticWorker:
             UserError: the checkpoint is missing or is no reward model with one label.
         """
         self.config = config
+        self.crew = Crew()
+        self.crew.join(self)
         self.tokenizer = load_tokenizer(config.model.path)
         critic = load_reward_model(config.model, normalize=config.critic.normalize_rewards)
         self.identity = Identity.of(
@@ -54,7 +60,7 @@ class CriticWorker:
             text = RewardText(config.model.path, self.tokenizer, append_eos=config.critic.append_eos)
             offload = config.critic.offload_reward_model
             model = load_reward_model(config.model, normalize=config.critic.normalize_rewards)
-            self.reward = RewardModel(model, text, self.batches, offload=offload)
+            self.reward = RewardModel(model, text, self.batches, self.crew, offload=offload)
         add_lora(critic.hf, config.model)
         if config.model.gradient_checkpointing:
             critic.hf.gradient_checkpointing_enable()
@@ -63,23 +69,26 @@ class CriticWorker:
         self.engine = Engine(critic, config.engine, device=device)
         self.engine.offload_optimizer()
 
+    @on_all_ranks
     @torch.no_grad()
     def infer(self, request: InferRequest) -> Array:
-        """Values float32 [N] per state."""
+        """Values float32 [N] per state; on the first rank."""
         self.engine.eval()
         lengths = request.lengths.tolist()
         offsets = request.offsets
+        found: list[tuple[int, Array]] = []
+        for rows, counts in self.crew.share(self.batches.split(lengths)):
+            token_values = self.engine(*self.batches.inputs(request, rows)).cpu()
+            if counts:
+                row_lengths = [lengths[row] for row in rows]
+                found += zip(rows, np.split(unpad(token_values, row_lengths).numpy(), np.cumsum(row_lengths)))
         values = np.empty(len(request.tokens), dtype=np.float32)
-        for rows in self.batches.split(lengths):
-            token_values = unpad(
-                self.engine(*self.batches.inputs(request, rows)).cpu(), [lengths[row] for row in rows]
-            ).numpy()
-            start = 0
-            for row in rows:
-                values[offsets[row] : offsets[row + 1]] = token_values[start : start + lengths[row]]
-                start += lengths[row]
+        for share in self.crew.gather(found):
+            for row, of_row in share:
+                values[offsets[row] : offsets[row + 1]] = of_row
         return values
 
+    @on_all_ranks
     def train(
         self,
         request: InferRequest,
@@ -88,7 +97,7 @@ class CriticWorker:
         mask: Array,
         plan: TrainPlan,
         *,
-        should_stop: Callable[[], bool],
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
         """One train step: an optimizer step with the clipped value loss for every mini-batch of ``plan``.
 
@@ -97,8 +106,8 @@ class CriticWorker:
             should_stop: asked between micro-batches.
 
         Returns:
-            Metrics, means over the optimizer steps; ``tokens`` counts unmasked tokens, ``explained_variance`` is that of the
-            values each token had just before the optimizer step that used it.
+            On the first rank metrics, means over the optimizer steps; ``tokens`` counts unmasked tokens,
+            ``explained_variance`` is that of the values each token had just before the optimizer step that used it.
 
         Raises:
             NonFiniteError: the loss or gradient is NaN or infinite: the weights in memory are lost, checkpoints are not.
@@ -112,7 +121,7 @@ class CriticWorker:
         for rows, normalizer in zip(plan.mini_batches, plan.normalizers, strict=True):
             mini_lengths = [lengths[row] for row in rows]
             loss = 0.0
-            for picks in self.batches.split(mini_lengths):
+            for picks, counts in self.crew.share(self.batches.split(mini_lengths)):
                 if should_stop():
                     raise Abandoned
                 micro = [rows[pick] for pick in picks]
@@ -120,37 +129,49 @@ class CriticWorker:
                 old, target, weight = (
                     self.batches.padded(array, request, micro) for array in (old_values, returns, mask)
                 )
+                if not counts:
+                    weight = torch.zeros_like(weight)
                 result = value_loss(
                     values, old, target, weight, clip=self.config.critic.loss_clip_val, normalizer=normalizer
                 )
                 self.engine.backward(result.loss)
-                loss += result.loss.item()
-                total.add(result, values.detach(), target, weight)
+                if counts:
+                    loss += result.loss.item()
+                    total.add(result, values.detach(), target, weight)
             stats = self.engine.step()
             total.losses.append(loss)
             total.grad_norms.append(stats.grad_norm)
             total.lr = stats.lr
         self.engine.eval()
         self.engine.offload_optimizer()
-        return total.metrics(seconds=time.monotonic() - started)
+        totals = self.crew.gather(total)
+        return _Totals.of(totals).metrics(seconds=time.monotonic() - started) if totals else {}
 
+    @on_all_ranks
     def digest(self) -> str:
         """SHA-256 over the critic's weights and optimizer state."""
         return self.engine.digest()
 
+    @on_all_ranks
     def save(self, directory: Path) -> None:
+        """``directory`` is one that all ranks see."""
         self.engine.save(directory)
         self.engine.offload_optimizer()
+        self.crew.gather(None)  # whole only once every rank has written
 
+    @on_all_ranks
     def load(self, directory: Path) -> None:
         self.engine.load(directory)
         self.engine.offload_optimizer()
 
+    @on_all_ranks
     def export(self, directory: Path) -> None:
         """Write the critic as a Hugging Face directory that AutoModelForSequenceClassification loads."""
         hf = self.engine.module.hf
         named = ((name.removeprefix("hf."), tensor) for name, tensor in self.engine.named_weights())
         weights = {name: tensor.cpu() for name, tensor in merged(named, hf)}
+        if not self.crew.is_first:
+            return
         dropout_off = {key: getattr(hf.config, key) for key in original_dropout(self.config.model.path)}
         for key, value in original_dropout(self.config.model.path).items():
             setattr(hf.config, key, value)
@@ -178,6 +199,17 @@ class _Totals:
         self._clipped += float(result.clip_fraction) * int(counted.sum())
         self._values.append(values[counted].double().cpu())
         self._returns.append(returns[counted].double().cpu())
+
+    @staticmethod
+    def of(shares: "list[_Totals]") -> "_Totals":
+        """Of all ranks."""
+        whole = shares[0]
+        for share in shares[1:]:
+            whole.losses = [mine + theirs for mine, theirs in zip(whole.losses, share.losses, strict=True)]
+            whole._clipped += share._clipped
+            whole._values += share._values
+            whole._returns += share._returns
+        return whole
 
     def metrics(self, *, seconds: float) -> dict[str, float]:
         values, returns = torch.cat(self._values), torch.cat(self._returns)

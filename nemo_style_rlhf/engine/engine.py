@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_style_rlhf.engine.schedule import lr_factor
+from nemo_style_rlhf.engine.shares import use_heads_in_shares, whole
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import tensor_bytes
 from nemo_style_rlhf.schema.common import EngineConfig
@@ -61,6 +62,9 @@ class Engine:
             weight_decay=config.optim.weight_decay,
             fused=True,
         )
+        self._grad_norm = 0.0
+        if config.zero_stage == 0:
+            optimizer.register_step_pre_hook(self._clip)
         schedule = partial(lr_factor, config=config.scheduler, total_steps=self._steps)
         self._deepspeed, self._optimizer, _, self._scheduler = deepspeed.initialize(
             model=module,
@@ -69,6 +73,8 @@ class Engine:
             config=_deepspeed_config(config, module),
             dist_init_required=False,
         )
+        if config.zero_stage == 3:
+            use_heads_in_shares(module)
         self._offloaded = False
         self._partly_frozen = not all(parameter.requires_grad for parameter in module.parameters())
 
@@ -85,7 +91,8 @@ class Engine:
         Raises:
             NonFiniteError: the loss is NaN or infinite; the weights have not changed.
         """
-        if not math.isfinite(loss.item()):
+        # Of several ranks one alone must not stop: there the gradient shows it to all.
+        if self._deepspeed.dp_world_size == 1 and not math.isfinite(loss.item()):
             raise NonFiniteError(f"the loss is {loss.item()}")
         self._deepspeed.backward(loss * self._deepspeed.dp_world_size)
 
@@ -96,18 +103,19 @@ class Engine:
             NonFiniteError: the gradient was NaN or infinite; the weights are lost, the last checkpoint is not.
         """
         lr = float(self._scheduler.get_last_lr()[0])
-        unsharded_fp32 = not self._deepspeed.zero_optimization() and not self._deepspeed.bfloat16_enabled()
-        grad_norm = self._parameter_grad_norm() if unsharded_fp32 else 0.0
         self._deepspeed.step()
-        if not unsharded_fp32:
-            grad_norm = float(self._deepspeed.get_global_grad_norm())
+        grad_norm = float(self._deepspeed.get_global_grad_norm()) if self.config.zero_stage else self._grad_norm
         if not math.isfinite(grad_norm):
             raise NonFiniteError(f"the gradient norm is {grad_norm}")
         return StepStats(grad_norm=grad_norm, lr=lr)
 
-    def _parameter_grad_norm(self) -> float:
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients))
+    def _clip(self, *_: object) -> None:
+        """Without ZeRO: between the reduction over ranks and the update. DeepSpeed would clip, but keep the norm to itself."""
+        parameters = list(self.module.parameters())
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
+        self._grad_norm = float(norm)
+        if self.config.gradient_clip_val:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.gradient_clip_val, norm)
 
     def train(self) -> None:
         self._deepspeed.train()
@@ -127,15 +135,23 @@ class Engine:
             self._offloaded = False
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and persistent buffer of the module, whole, under its checkpoint name, tied ones under each name."""
-        yield from self.module.state_dict(keep_vars=False).items()
+        """Every parameter and persistent buffer of the module, whole, under its checkpoint name, tied ones under each name.
+
+        One whole parameter at a time, where ZeRO-3 holds them in shares; every rank calls it.
+        """
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            yield name, whole(tensor)
 
     def digest(self) -> str:
-        """SHA-256 over weights, optimizer state and schedule."""
+        """SHA-256 over weights, optimizer state and schedule; of all ranks where there are several, and every rank calls it."""
         digest = hashlib.sha256()
         _update(digest, self.module.state_dict())
         _update(digest, self._deepspeed.optimizer.state_dict())
         _update(digest, self._scheduler.state_dict())
+        if self._deepspeed.dp_world_size > 1:
+            shares: list[Any] = [None] * self._deepspeed.dp_world_size
+            torch.distributed.all_gather_object(shares, digest.hexdigest())
+            _update(digest, shares)
         return digest.hexdigest()
 
     def save(self, directory: Path) -> None:
@@ -175,10 +191,9 @@ def _update(digest: "hashlib._Hash", node: Any) -> None:
 
 
 def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]:
-    if config.zero_stage == 0 and torch.distributed.get_world_size() > 1:
-        # Before its step the gradient norm would be that of one rank.
+    if config.zero_stage == 3 and not all(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
-            "engine.zero_stage=0 is for one rank: use engine.zero_stage=1, the same with less memory per rank"
+            "engine.zero_stage=3 with model.lora.rank would have to merge adapters that are in shares: use engine.zero_stage=2"
         )
     bf16 = next(module.parameters()).dtype == torch.bfloat16
     if bf16 and config.zero_stage == 0:
@@ -193,11 +208,12 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # backward() accumulates, step() is the boundary: our counts vary
-        "gradient_clipping": config.gradient_clip_val,
+        "gradient_clipping": config.gradient_clip_val if config.zero_stage else 0.0,
         "zero_optimization": {
             "stage": config.zero_stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
+            "overlap_comm": config.zero_stage == 3 and next(module.parameters()).is_cuda,
         },
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": bf16},

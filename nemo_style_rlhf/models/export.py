@@ -1,19 +1,25 @@
 """A trained model as a plain Hugging Face directory."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from nemo_style_rlhf.models.loading import original_dropout
 from nemo_style_rlhf.models.lora import CARRIED_FILES, merged
 
 
-def export_model(model: PreTrainedModel, directory: Path, *, source: str, config_source: str | None = None) -> None:
+def export_model(
+    model: PreTrainedModel, directory: Path, *, source: str, config_source: str | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Write ``model`` with the tokenizer, chat template, dropout settings and notes of ``source``, which it was trained from.
 
-    A model built from a bare config takes its dropout settings from there, ``config_source``.
-    Adapters are merged. Written beside and renamed: ``directory`` is whole or as it was before.
+    A model built from a bare config takes its dropout settings from there, ``config_source``; one whose own weights are in
+    shares comes with whole ``weights``. Adapters are merged. Written beside and renamed: ``directory`` is whole or as it was
+    before.
     """
     beside = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
@@ -21,7 +27,7 @@ def export_model(model: PreTrainedModel, directory: Path, *, source: str, config
     trained_with = {key: getattr(model.config, key) for key in original}
     use_cache = model.config.use_cache
     _set(model, {**original, "use_cache": True})
-    model.save_pretrained(beside, state_dict=dict(merged(model.state_dict().items(), model)))
+    model.save_pretrained(beside, state_dict=dict(merged((weights or model.state_dict()).items(), model)))
     _set(model, {**trained_with, "use_cache": use_cache})
     AutoTokenizer.from_pretrained(source).save_pretrained(beside)
     for name in CARRIED_FILES:

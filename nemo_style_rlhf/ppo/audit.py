@@ -39,7 +39,7 @@ class Probe:
             ids = torch.tensor([sequence], device=engine.device)
             mask = torch.ones_like(ids, dtype=torch.float32)
             mask[:, -1] = 0  # the last token has no action
-            trained = engine.module(ids, mask, temperature=1.0).logprobs.cpu()
+            trained = engine(ids, mask, temperature=1.0).logprobs.cpu()
             gaps.append(float((trained - sampled).abs().max()))
         gap = max(gaps)
         if not gap <= self._max_gap:

@@ -17,6 +17,7 @@ from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.data.encoding import decode_response
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
+from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.data.templates import check_template
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
@@ -24,7 +25,7 @@ from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import policy_weights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
-from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
+from nemo_style_rlhf.launch.bootstrap import init_distributed, require_all_ranks, setup
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.digests import tokenizer_digest
 from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm, load_tokenizer
@@ -65,15 +66,19 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     critic = _meet_critic(config, tokenizer, policy, max_length) if uses_critic_process(config) else None
     scorer = _scorer(config, critic)
     init_distributed(device)
+    ranks = Ranks()
+    run_id = ranks.from_first(run_id)
     add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
     engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
     engine.eval()
-    reference = _reference(config, engine, device) if config.needs_reference else None
+    reference = _reference(config, engine, device, ranks) if config.needs_reference else None
     own_stop_strings = any(prompt.sampling.stop for prompt in [*prompts, *val_prompts])
     generator = _generator(config, engine, tokenizer, max_length, device, own_stop_strings)
+    require_all_ranks()
     resolved = OmegaConf.to_container(OmegaConf.structured(config))
-    write_atomically(output_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
+    if ranks.is_first:
+        write_atomically(output_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
     assert isinstance(resolved, dict)
     parts = Parts(
         engine=engine,
@@ -90,6 +95,7 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
             max_length=config.generation.max_length,
             temperature=config.generation.temperature,
             run_seed=config.run.seed,
+            ranks=ranks,
         ),
         critic=critic,
         prompts=prompts,
@@ -102,8 +108,11 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
             max_gap=config.audit.max_probe_gap or MAX_GAP[config.model.dtype],
         ),
         store=store,
-        metrics=MetricsWriter(output_dir, config.tracking, {str(key): value for key, value in resolved.items()}),
+        metrics=MetricsWriter(output_dir, config.tracking, {str(key): value for key, value in resolved.items()})
+        if ranks.is_first
+        else None,
         versions={name: importlib.metadata.version(name) for name in PACKAGES},
+        ranks=ranks,
     )
     return PPOTrainer(config, parts, run_id=run_id, total_steps=total_steps)
 
@@ -214,11 +223,11 @@ def _policy_model(config: PPOActorConfig, model: PreTrainedModel) -> PolicyModel
     return PolicyModel(model, temperature=config.generation.temperature, compile_backbone=config.model.compile)
 
 
-def _reference(config: PPOActorConfig, policy: Engine, device: torch.device) -> Reference:
+def _reference(config: PPOActorConfig, policy: Engine, device: torch.device, ranks: Ranks) -> Reference:
     if config.model.lora.rank:
-        return AdaptersOff(policy, policy.module, config.engine, device)
+        return AdaptersOff(policy, policy.module, config.engine, device, ranks)
     model = _policy_model(config, load_causal_lm(config.model))
-    return FrozenCopy(model, config.engine, device, cpu_offload=config.model.reference == "cpu_offload")
+    return FrozenCopy(model, config.engine, device, ranks, cpu_offload=config.model.reference == "cpu_offload")
 
 
 def _generator(

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -24,14 +25,20 @@ def run(config: PPOActorConfig) -> None:
             raise SystemExit(PREEMPTED_EXIT)
         return
     tiny = tiny_run(config)
-    shutil.rmtree(tiny.run.output_dir, ignore_errors=True)
+    _clear(tiny)
     try:
         trainer = build_trainer(tiny)
         trainer.fit()
         trainer.undo()
     finally:
-        shutil.rmtree(tiny.run.output_dir, ignore_errors=True)
+        _clear(tiny)
     log.info("dry run: every phase ran once")
+
+
+def _clear(config: PPOActorConfig) -> None:
+    """By the first rank: the others may be done earlier."""
+    if os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(config.run.output_dir, ignore_errors=True)
 
 
 def tiny_run(config: PPOActorConfig) -> PPOActorConfig:

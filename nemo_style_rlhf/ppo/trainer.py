@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.files import write_atomically
-from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
+from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest, checkpoint_id
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.data.sampling import PromptSampler
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
@@ -65,20 +66,25 @@ class Parts:
     generator: Generator
     collector: Collector
     critic: RemoteCritic | None
-    """None where neither the algorithm nor the reward needs that process."""
+    """None where neither the algorithm nor the reward needs that process. All ranks ask it; the first alone changes it."""
     prompts: list[Prompt]
     val_prompts: list[Prompt]
     tokenizer: PreTrainedTokenizerBase
     probe: Probe
     store: CheckpointStore
-    metrics: MetricsWriter
+    metrics: MetricsWriter | None
+    """Of the first rank."""
     versions: dict[str, str]
+    ranks: Ranks
 
 
 class PPOTrainer:
+    """Every rank runs it; the first alone writes, and speaks to the server for all but scores."""
+
     def __init__(self, config: PPOActorConfig, parts: Parts, *, run_id: str, total_steps: int) -> None:
         self._config = config
         self._parts = parts
+        self._ranks = parts.ranks
         self._run_id = run_id
         self._total_steps = total_steps
         self._output_dir = Path(config.run.output_dir)
@@ -96,7 +102,8 @@ class PPOTrainer:
             Whether the last step is done.
         """
         in_step_with_server = stopping = False
-        with StepProgress(self._total_steps, enabled=self._config.tracking.progress) as bar:
+        shown = self._config.tracking.progress and self._ranks.is_first
+        with StepProgress(self._total_steps, enabled=shown) as bar:
             while not stopping and (self.progress.step < self._total_steps or not in_step_with_server):
                 started = perf_counter()
                 try:
@@ -105,7 +112,8 @@ class PPOTrainer:
                         in_step_with_server = True
                         continue
                     metrics = self.train_step()
-                    stopping = stop_requested() and self.progress.step < self._total_steps
+                    stop = any(self._ranks.all_gather(stop_requested()))  # not every rank may have been told by now
+                    stopping = stop and self.progress.step < self._total_steps
                     self._commit_if_due(now=stopping)
                 except (ServerRestarted, ServerUnreachable) as event:
                     log.warning("%s; both halves go back to their last common checkpoint", event)
@@ -123,14 +131,16 @@ class PPOTrainer:
         else:
             self._export("export")
         self._parts.collector.close()
-        self._parts.metrics.close()
+        if self._parts.metrics is not None:
+            self._parts.metrics.close()
         return not stopping
 
     def undo(self) -> None:
         """Put the critic server back to where this run found it (dry runs)."""
-        if self._parts.critic is not None:
+        critic = self._parts.critic
+        if critic is not None and self._ranks.is_first:
             first = self._parts.store.committed_steps()[0]
-            self._parts.critic.restore(checkpoint_id(self._run_id, first), None)
+            critic.restore(checkpoint_id(self._run_id, first), None)
 
     def train_step(self) -> dict[str, float]:
         """One PPO step: prompts, rollout and scores, both updates, weights to the generator, metrics.
@@ -151,15 +161,16 @@ class PPOTrainer:
         metrics = rollout_metrics(experience)
         audit_gap(config.audit, metrics)
         plan = mini_batch_plan(experience, config.algorithm, seed=config.run.seed, step=step)
-        critic_update = self._train_critic(experience, plan)
+        trains_critic = parts.critic is not None and config.algorithm.uses_critic
+        critic_update = self._train_critic(experience, plan) if trains_critic and self._ranks.is_first else None
         warming_up = step <= config.algorithm.critic_warmup_steps
         if not warming_up:
             metrics |= update_actor(
-                parts.engine, experience, plan, config.algorithm, max_length=config.generation.max_length
+                parts.engine, experience, plan, config.algorithm, self._ranks, max_length=config.generation.max_length
             )
         timers.lap("actor_update")
-        if critic_update is not None:
-            critic_metrics = critic_update.result()
+        if trains_critic:
+            critic_metrics = self._ranks.on_first(lambda: {} if critic_update is None else critic_update.result())
             timers.lap("wait_for_critic")
             metrics["timers/critic_train"] = critic_metrics.pop("seconds")
             metrics |= {f"critic/{name}": value for name, value in critic_metrics.items()}
@@ -169,7 +180,7 @@ class PPOTrainer:
             self.progress,
             step=step,
             data_position=position,
-            critic_step=self.progress.critic_step + (critic_update is not None),
+            critic_step=self.progress.critic_step + trains_critic,
             collector=asdict(parts.collector.state),
         )
         metrics |= {
@@ -179,19 +190,22 @@ class PPOTrainer:
         if self._validation_due(step):
             metrics |= self._validate()
             timers.lap("validation")
-        if config.tracking.save_rollouts:
+        if config.tracking.save_rollouts and self._ranks.is_first:
             rows = rollout_rows(experience, parts.tokenizer)
             write_jsonl(self._output_dir / "rollouts" / f"step_{step:06d}.jsonl", rows)
         timers.lap("tracking")
         metrics |= _timer_metrics(timers, experience)
-        parts.metrics.write(step, metrics)
+        self._write_metrics(step, metrics)
         audit_signs(config.audit, metrics)
         return metrics
 
-    def _train_critic(self, experience: Experience, plan: list[list[int]]) -> "Future[dict[str, float]] | None":
+    def _write_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        if self._parts.metrics is not None:
+            self._parts.metrics.write(step, metrics)
+
+    def _train_critic(self, experience: Experience, plan: list[list[int]]) -> "Future[dict[str, float]]":
         """Start the critic's update in the other process."""
-        if self._parts.critic is None or not self._config.algorithm.uses_critic:
-            return None
+        assert self._parts.critic is not None
         return self._parts.critic.train(critic_batch(experience, plan), step=self.progress.critic_step + 1)
 
     def _send_weights(self, version: int, timers: Timers) -> None:
@@ -217,8 +231,9 @@ class PPOTrainer:
         if self._config.checkpoint.keep_best and (best is None or reward > best):
             self.progress = replace(self.progress, best_reward=reward)
             self._export("best")
-            note = {"step": self.progress.step, "val_rollouts/rewards": reward}
-            write_atomically(self._output_dir / "best" / "best.json", json.dumps(note).encode())
+            if self._ranks.is_first:
+                note = {"step": self.progress.step, "val_rollouts/rewards": reward}
+                write_atomically(self._output_dir / "best" / "best.json", json.dumps(note).encode())
         return metrics
 
     def _commit_if_due(self, *, now: bool) -> None:
@@ -227,70 +242,105 @@ class PPOTrainer:
             self._commit()
 
     def _commit(self) -> None:
-        """Save both halves, name them in one manifest, then let both sides prune."""
+        """Save both halves, the critic's first, name them in one manifest, then let both sides prune."""
         parts, config = self._parts, self._config.checkpoint
-        critic = parts.critic
+        critic, name = parts.critic, checkpoint_id(self._run_id, self.progress.step)
         last = self.progress.step == self._total_steps
-        parts.store.save(
-            self.progress.step,
-            self._run_id,
-            write_actor=self._write_half,
-            save_critic=lambda name: {} if critic is None else critic.save(name, export=last and config.export_critic),
-            state=asdict(self.progress),
-            versions=parts.versions,
+        described = self._ranks.on_first(
+            lambda: {} if critic is None else critic.save(name, export=last and config.export_critic)
         )
-        if critic is not None:
-            critic.commit(checkpoint_id(self._run_id, self.progress.step), config.keep_last)
+        if self._ranks.is_first:
+            parts.store.save(
+                self.progress.step,
+                self._run_id,
+                write_actor=self._write_half,
+                critic=described,
+                state=asdict(self.progress),
+                versions=parts.versions,
+            )
+        else:
+            self._write_half(parts.store.actor_half(self.progress.step))
+        self._ranks.on_first(lambda: self._prune(name))
+
+    def _prune(self, committed: str) -> None:
+        parts = self._parts
+        if parts.critic is not None:
+            parts.critic.commit(committed, self._config.checkpoint.keep_last)
         parts.store.prune()
 
     def _write_half(self, directory: Path) -> None:
+        """Every rank writes its share."""
+        self._ranks.barrier()  # the first has made the folder
         self._parts.engine.save(directory / "engine")
-        save_rng(directory / "rng.pt")
-        (directory / LORA_FILE).write_text(json.dumps(lora_identity(self._config.model)))
+        save_rng(directory / self._rng_file)
+        if self._ranks.is_first:
+            (directory / LORA_FILE).write_text(json.dumps(lora_identity(self._config.model)))
+        self._ranks.barrier()  # whole only now
+
+    @property
+    def _rng_file(self) -> str:
+        return "rng.pt" if self._ranks.is_first else f"rng_{self._ranks.rank}.pt"
 
     def _restore(self) -> None:
         """Bring both halves to the last common checkpoint; a run without one starts, and commits its step 0."""
+        parts = self._parts
+        manifest = self._ranks.on_first(self._restore_critic)
+        if parts.critic is not None and not self._ranks.is_first:
+            parts.critic.wait_until_ready(log.info)  # which may be another process than before
+        if manifest is None:
+            self._start()
+            return
+        half = parts.store.actor_half(manifest.step)
+        parts.engine.load(half / "engine")
+        load_rng(half / self._rng_file)
+        self.progress = Progress(**manifest.state)
+        if self.progress.collector:
+            parts.collector.state = CollectorState(**self.progress.collector)
+        self._send_weights(self.progress.step, Timers())
+        if parts.metrics is not None:
+            parts.metrics.rewind(self.progress.step)
+        if self.progress.step == 0:
+            self._log_step_zero()
+        log.info("resumed from step %d", self.progress.step)
+
+    def _restore_critic(self) -> Manifest | None:
+        """The checkpoint its critic's half is restored from; None for a run that starts."""
         parts = self._parts
         if parts.critic is not None:
             parts.critic.wait_until_ready(log.info)
             parts.critic.acquire(self._run_id)
         manifest = parts.store.latest()
-        if manifest is None:
-            self._start()
-            return
-        if parts.critic is not None:
+        if parts.critic is None:
+            return manifest
+        if manifest is not None:
             parts.critic.restore(checkpoint_id(manifest.run_id, manifest.step), manifest.critic["files"])
-        half = parts.store.actor_half(manifest.step)
-        parts.engine.load(half / "engine")
-        load_rng(half / "rng.pt")
-        self.progress = Progress(**manifest.state)
-        if self.progress.collector:
-            parts.collector.state = CollectorState(**self.progress.collector)
-        self._send_weights(self.progress.step, Timers())
-        parts.metrics.rewind(self.progress.step)
-        if self.progress.step == 0:
-            self._log_step_zero()
-        log.info("resumed from step %d", self.progress.step)
-
-    def _start(self) -> None:
-        critic = self._parts.critic
-        if critic is not None and (critic_step := critic.status().critic_step) != 0:
+        elif (critic_step := parts.critic.status().critic_step) != 0:
             raise UserError(
                 f"the critic server has already trained {critic_step} steps but {self._output_dir} holds no checkpoint to resume "
                 "from: restart the server, or give the run.output_dir of the run it belongs to"
             )
+        return manifest
+
+    def _start(self) -> None:
         self._send_weights(0, Timers())
         self._commit()
         self._log_step_zero()
 
     def _log_step_zero(self) -> None:
-        self._parts.metrics.rewind(-1)
+        if self._parts.metrics is not None:
+            self._parts.metrics.rewind(-1)
         if self._config.algorithm.val_check_interval:
-            self._parts.metrics.write(0, self._validate())
+            self._write_metrics(0, self._validate())
 
     def _export(self, name: str) -> None:
         directory, hf = self._output_dir / name, self._parts.engine.module.hf
-        export_model(hf, directory, source=self._config.model.path)
+        weights = {}
+        for key, tensor in policy_weights(self._parts.engine):
+            if self._ranks.is_first:
+                weights[key] = tensor.cpu()
+        if not self._ranks.is_first:
+            return
+        export_model(hf, directory, source=self._config.model.path, weights=weights)
         if self._config.model.lora.rank:
             save_adapter(hf, self._output_dir / f"{name}_adapter", self._config.model, export=directory)
         log.info("exported the policy to %s", directory)

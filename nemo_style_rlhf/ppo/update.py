@@ -10,6 +10,7 @@ from torch import Tensor
 from nemo_style_rlhf.algorithms.kl import kl_loss
 from nemo_style_rlhf.algorithms.masking import aggregate
 from nemo_style_rlhf.algorithms.policy_loss import policy_loss
+from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.rollout.logprobs import MicroBatch, PolicyForward, micro_batch_iterator
 from nemo_style_rlhf.rollout.types import Experience
@@ -44,6 +45,15 @@ class TokenMeans:
         for name, mean in means.items():
             self.totals[name] = self.totals.get(name, 0.0) + float(mean) * tokens
 
+    @staticmethod
+    def of(shares: "Sequence[TokenMeans]") -> "TokenMeans":
+        """Of all ranks together."""
+        names = sorted({name for share in shares for name in share.totals})
+        return TokenMeans(
+            {name: sum(share.totals.get(name, 0.0) for share in shares) for name in names},
+            sum(share.tokens for share in shares),
+        )
+
     def mean(self, name: str) -> float:
         return self.totals[name] / max(self.tokens, 1.0)
 
@@ -53,13 +63,14 @@ def update_actor(
     experience: Experience,
     plan: Sequence[Sequence[int]],
     config: AlgorithmConfig,
+    ranks: Ranks,
     *,
     max_length: int,
 ) -> dict[str, float]:
     """One optimizer step for each entry of ``plan``; metrics averaged over tokens, of the last step where noted.
 
     Every loss is divided by the token or sequence count of its whole optimizer step, so the split into micro-batches does
-    not change the gradient.
+    not change the gradient; ``ranks`` share them.
 
     Args:
         max_length: tokens a response may have, the constant of ``seq_sum_constant``.
@@ -84,17 +95,22 @@ def update_actor(
             )
         )
         normalizer = loss_normalizer(batches, config.loss_aggregation, max_length=max_length)
-        for batch in batches:
-            loss, statistics = micro_batch_loss(engine, experience, batch, config, normalizer)
+        for batch, counts in ranks.share(batches):
+            loss, statistics = micro_batch_loss(
+                engine, experience, batch if counts else batch.emptied(), config, normalizer
+            )
             engine.backward(loss)
-            losses += float(loss.detach())
-            means.add(len(batch.positions), **statistics)
-            if number == 0:
-                first.add(len(batch.positions), **statistics)
+            if counts:
+                losses += float(loss.detach())
+                means.add(len(batch.positions), **statistics)
+                if number == 0:
+                    first.add(len(batch.positions), **statistics)
         stats = engine.step()
         grad_norms.append(stats.grad_norm)
         lr = stats.lr
     engine.eval()
+    means, first = TokenMeans.of(ranks.all_gather(means)), TokenMeans.of(ranks.all_gather(first))
+    losses = sum(ranks.all_gather(losses))
     return {
         "train_optim/loss": losses / len(plan),
         "train_optim/ppo_ratio": means.mean("ratio"),

@@ -14,11 +14,13 @@ from nemo_style_rlhf.algorithms.masking import masked_mean
 from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ragged import pad, unpad
+from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.generation.interface import GenerationRequest, Generator
 from nemo_style_rlhf.rollout.logprobs import PolicyForward, action_aligned, action_mask, batch_logprobs
 from nemo_style_rlhf.rollout.reference import Reference
 from nemo_style_rlhf.rollout.sampling import (
     Decode,
+    Pending,
     Sampled,
     Timers,
     generate_and_score,
@@ -63,6 +65,8 @@ class Collector:
     temperature: float
     """Of generation's config."""
     run_seed: int
+    ranks: Ranks
+    """Each generates a part of the samples with an engine of its own; all have the whole Experience."""
 
     def __post_init__(self) -> None:
         algorithm = self.algorithm
@@ -105,14 +109,16 @@ class Collector:
         if self.algorithm.old_logprobs == "sampler":
             logprobs = sampler_logprobs
         else:
-            logprobs = batch_logprobs(self.policy, tokens, lengths, mask, self.engine, self.device, temperatures)
+            logprobs = batch_logprobs(
+                self.policy, tokens, lengths, mask, self.engine, self.device, self.ranks, temperatures
+            )
         timers.lap("logprobs")
         kl, ref_logprobs = torch.zeros_like(logprobs), None
         if self.reference is not None:
             ref_logprobs = self.reference.logprobs(tokens, lengths, mask, temperatures)
             kl = kl_estimate(logprobs, ref_logprobs, kind=self.algorithm.kl_estimator)
         timers.lap("reference_logprobs")
-        scores = joined([group.result() for group in pending])
+        scores = self._scores(pending)
         timers.lap("wait_for_scores")
         experience = Experience(
             rollouts=rollouts,
@@ -140,7 +146,7 @@ class Collector:
         rollouts, pending = self._generate(
             self._requests(prompts, 0, samples_per_prompt, run_seed, Counter()), {p.prompt_id: p for p in prompts}
         )
-        return Sampled(rollouts, joined([group.result() for group in pending]))
+        return Sampled(rollouts, self._scores(pending))
 
     def close(self) -> None:
         self.scorer.close()
@@ -149,7 +155,7 @@ class Collector:
 
     def _rollouts(
         self, take: Callable[[int], list[Prompt]], step: int, timers: Timers
-    ) -> tuple[list[Rollout], list[Future[Scores]], dict[str, float]]:
+    ) -> tuple[list[Rollout], Pending, dict[str, float]]:
         """The step's samples and their scores to come; with a filter, after as many rollouts as it takes."""
         algorithm = self.algorithm
         wanted = algorithm.num_rollout_samples // algorithm.samples_per_prompt
@@ -164,7 +170,7 @@ class Collector:
             timers.lap("generate")
             if not algorithm.filter.enabled:
                 return rollouts, pending, {}
-            sampled = Sampled(rollouts, joined([group.result() for group in pending]))
+            sampled = Sampled(rollouts, self._scores(pending))
             timers.lap("wait_for_scores")
             rows = self._rows_that_teach(sampled)
             if rows:
@@ -179,7 +185,7 @@ class Collector:
         scores: Future[Scores] = Future()
         scores.set_result(joined([part.scores for part in kept]))
         counts = {"filtered_prompts": float(dropped), "rounds": float(rounds)}
-        return [rollout for part in kept for rollout in part.rollouts], [scores], counts
+        return [rollout for part in kept for rollout in part.rollouts], {0: scores}, counts
 
     def _rows_that_teach(self, sampled: Sampled) -> list[int]:
         """Rows of the prompts whose mean filtering score lies strictly between the bounds."""
@@ -204,8 +210,14 @@ class Collector:
 
     def _generate(
         self, requests: Sequence[GenerationRequest], prompts: dict[int, Prompt]
-    ) -> tuple[list[Rollout], list[Future[Scores]]]:
-        return generate_and_score(self.generator, self.scorer, requests, prompts, self.decode)
+    ) -> tuple[list[Rollout], Pending]:
+        return generate_and_score(self.generator, self.scorer, requests, prompts, self.decode, self.ranks)
+
+    def _scores(self, pending: Pending) -> Scores:
+        """Of all groups, those that other ranks wait for, too."""
+        shares = self.ranks.everyone(lambda: {group: scores.result() for group, scores in pending.items()})
+        groups = {group: scores for share in shares for group, scores in share.items()}
+        return joined([groups[group] for group in sorted(groups)])
 
     # --- what they teach ----------------------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
 """Log-probabilities of a ragged batch, micro-batch by micro-batch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nemo_style_rlhf.data.ragged import micro_batches, pad, round_up
+from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.models.policy import ActionLogprobs
 from nemo_style_rlhf.schema.common import EngineConfig
 
@@ -34,6 +35,10 @@ class MicroBatch:
     """[rows, T] on the device."""
     temperature: Tensor | None
     """[rows] on the device, where prompts have their own."""
+
+    def emptied(self) -> "MicroBatch":
+        """The same forward with no action selected: a loss of 0."""
+        return replace(self, positions=self.positions[:0], action_mask=torch.zeros_like(self.action_mask))
 
 
 def micro_batch_iterator(
@@ -74,16 +79,24 @@ def batch_logprobs(
     mask: Tensor,
     config: EngineConfig,
     device: torch.device,
+    ranks: Ranks,
     temperatures: Tensor | None = None,
 ) -> Tensor:
-    """[N] float32 on the CPU: log-probabilities where ``mask`` is 1, else 0.
+    """[N] float32 on the CPU: log-probabilities where ``mask`` is 1, else 0. ``ranks`` share the micro-batches.
 
     Policy and reference see the same micro-batches, so their KL is exactly 0 while their weights are equal.
     """
-    logprobs = torch.zeros(len(tokens))
-    for batch in micro_batch_iterator(tokens, lengths, mask, config, device, temperatures=temperatures):
+    found = []
+    for batch, counts in ranks.share(
+        list(micro_batch_iterator(tokens, lengths, mask, config, device, temperatures=temperatures))
+    ):
         result = forward(batch.input_ids, batch.action_mask, temperature=batch.temperature)
-        logprobs[batch.positions] = result.logprobs.cpu()
+        if counts:
+            found.append((batch.positions, result.logprobs.cpu()))
+    logprobs = torch.zeros(len(tokens))
+    for share in ranks.all_gather(found):
+        for positions, of_batch in share:
+            logprobs[positions] = of_batch
     return logprobs
 
 

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.models.lora import adapters_off
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.rollout.logprobs import PolicyForward, batch_logprobs
@@ -22,26 +23,32 @@ class Reference(Protocol):
 class AdaptersOff:
     """The policy that is trained, without its adapters: no second model."""
 
-    def __init__(self, policy: PolicyForward, module: nn.Module, config: EngineConfig, device: torch.device) -> None:
+    def __init__(
+        self, policy: PolicyForward, module: nn.Module, config: EngineConfig, device: torch.device, ranks: Ranks
+    ) -> None:
         """``module`` holds the adapters of ``policy``."""
         self._policy, self._module = policy, module
-        self._config, self._device = config, device
+        self._config, self._device, self._ranks = config, device, ranks
 
     def logprobs(
         self, tokens: Tensor, lengths: Sequence[int], mask: Tensor, temperatures: Tensor | None = None
     ) -> Tensor:
         with adapters_off(self._module):
-            return batch_logprobs(self._policy, tokens, lengths, mask, self._config, self._device, temperatures)
+            return batch_logprobs(
+                self._policy, tokens, lengths, mask, self._config, self._device, self._ranks, temperatures
+            )
 
 
 class FrozenCopy:
     """A copy of the policy as it was at the start of the run; never trained, never saved."""
 
-    def __init__(self, model: PolicyModel, config: EngineConfig, device: torch.device, *, cpu_offload: bool) -> None:
-        """With ``cpu_offload`` it is on ``device`` only while it computes."""
+    def __init__(
+        self, model: PolicyModel, config: EngineConfig, device: torch.device, ranks: Ranks, *, cpu_offload: bool
+    ) -> None:
+        """With ``cpu_offload`` it is on ``device`` only while it computes. Each of ``ranks`` has one, whole."""
         self._model = model.eval().requires_grad_(False)
         self._config = config
-        self._device = device
+        self._device, self._ranks = device, ranks
         self._cpu_offload = cpu_offload and device.type != "cpu"
         if not self._cpu_offload:
             self._model.to(device)
@@ -51,7 +58,9 @@ class FrozenCopy:
     ) -> Tensor:
         if self._cpu_offload:
             self._model.to(self._device)
-        result = batch_logprobs(self._model, tokens, lengths, mask, self._config, self._device, temperatures)
+        result = batch_logprobs(
+            self._model, tokens, lengths, mask, self._config, self._device, self._ranks, temperatures
+        )
         if self._cpu_offload:
             self._model.to("cpu")
         return result

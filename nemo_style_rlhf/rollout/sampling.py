@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.generation.interface import GenerationRequest, Generator, SampleId, sample_seed
 from nemo_style_rlhf.rollout.types import Rollout
 from nemo_style_rlhf.scoring.interface import Scorer, Scores, ScoringSample
@@ -17,6 +18,8 @@ from nemo_style_rlhf.scoring.interface import Scorer, Scores, ScoringSample
 SCORING_GROUP = 32
 """Samples per scoring request: small enough that scoring starts early, large enough that the server's batches are full."""
 
+Pending = dict[int, Future[Scores]]
+"""Scores to come, of the groups that this rank generated."""
 Decode = Callable[[list[int], list[int]], str]
 """Token ids of prompt and response to the response's text, without special tokens."""
 
@@ -92,30 +95,47 @@ def generate_and_score(
     requests: Sequence[GenerationRequest],
     prompts: dict[int, Prompt],
     decode: Decode,
-) -> tuple[list[Rollout], list[Future[Scores]]]:
-    """Generate every request; a group of ``SCORING_GROUP`` neighbours is sent to be scored as soon as it is complete.
+    ranks: Ranks,
+) -> tuple[list[Rollout], Pending]:
+    """Generate every request; a group of neighbours is sent to be scored as soon as it is complete.
 
-    Groups are cut by position in ``requests``, never by who finished first, so the scorer's batches are repeatable.
+    Groups are cut by position in ``requests``, never by who finished first, so the scorer's batches are repeatable. Of
+    several ranks each takes a group whenever it has room, so that one whose samples are short takes more of them.
 
     Returns:
-        Rollouts in the order of ``requests``, and the futures of the groups in order.
+        Rollouts of all ranks in the order of ``requests``, and the scores to come of this rank's groups.
     """
-    slots = {request.sample: slot for slot, request in enumerate(requests)}
-    rollouts: list[Rollout | None] = [None] * len(requests)
-    starts = range(0, len(requests), SCORING_GROUP)
-    missing = [len(requests[start : start + SCORING_GROUP]) for start in starts]
-    futures: dict[int, Future[Scores]] = {}
-    generator.submit(requests)
-    for completion in generator.completed():
-        slot = slots[completion.request.sample]
-        prompt = prompts[completion.request.sample.prompt_id]
-        rollouts[slot] = Rollout.from_completion(completion, prompt.text, prompt.label, prompt.metadata)
-        group = slot // SCORING_GROUP
-        missing[group] -= 1
-        if missing[group] == 0:
-            members = rollouts[group * SCORING_GROUP : (group + 1) * SCORING_GROUP]
-            futures[group] = scorer.score([_scoring_sample(rollout, decode) for rollout in members if rollout])
-    return [rollout for rollout in rollouts if rollout is not None], [futures[group] for group in range(len(starts))]
+    alone = ranks.size == 1
+    # Of several ranks each is to find eight groups or more, and to begin with half of its share.
+    size = SCORING_GROUP if alone else min(SCORING_GROUP, max(1, len(requests) // (8 * ranks.size)))
+    room = len(requests) + size if alone else max(size, len(requests) // (2 * ranks.size))
+    groups = [requests[start : start + size] for start in range(0, len(requests), size)]
+    members = {request.sample: (group, row) for group, part in enumerate(groups) for row, request in enumerate(part)}
+    rollouts: dict[int, list[Rollout | None]] = {}
+    pending: Pending = {}
+    queue = ranks.queue(len(groups))
+    running = 0
+
+    def take_more() -> None:
+        nonlocal running
+        while running + size <= room and (group := next(queue, None)) is not None:
+            rollouts[group] = [None] * len(groups[group])
+            running += len(groups[group])
+            generator.submit(groups[group])
+
+    take_more()
+    while running:
+        for completion in generator.completed():
+            group, row = members[completion.request.sample]
+            prompt = prompts[completion.request.sample.prompt_id]
+            rollouts[group][row] = Rollout.from_completion(completion, prompt.text, prompt.label, prompt.metadata)
+            running -= 1
+            done = [rollout for rollout in rollouts[group] if rollout is not None]
+            if len(done) == len(groups[group]):
+                pending[group] = scorer.score([_scoring_sample(rollout, decode) for rollout in done])
+                take_more()
+    everyones = {group: done for share in ranks.all_gather(rollouts) for group, done in share.items()}
+    return [rollout for group in sorted(everyones) for rollout in everyones[group] if rollout is not None], pending
 
 
 def joined(groups: Sequence[Scores]) -> Scores:

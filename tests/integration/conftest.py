@@ -36,11 +36,12 @@ def critic(shared_server: CriticServer) -> Iterator[RemoteCritic]:
 
 @pytest.fixture
 def make_server(tmp_path: Path, reward_model: Path) -> Iterator[Callable[..., CriticServer]]:
-    """``make_server(*overrides, environment=...)``: a server of the test's own, not started yet."""
+    """``make_server(*overrides, environment=..., ranks=...)``: a server of the test's own, not started yet."""
     made: list[CriticServer] = []
 
-    def make(*overrides: str, environment: dict[str, str] | None = None) -> CriticServer:
-        made.append(CriticServer(tmp_path / f"server{len(made)}", reward_model, list(overrides), environment or {}))
+    def make(*overrides: str, environment: dict[str, str] | None = None, ranks: int = 1) -> CriticServer:
+        directory = tmp_path / f"server{len(made)}"
+        made.append(CriticServer(directory, reward_model, list(overrides), environment or {}, ranks=ranks))
         return made[-1]
 
     yield make

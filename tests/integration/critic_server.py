@@ -33,6 +33,7 @@ class CriticServer:
     overrides: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     port: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -40,8 +41,10 @@ class CriticServer:
         self.log = self.output_dir / "server.log"
 
     def command(self, *extra: str) -> list[str]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         return [
             str(PYTHON),
+            *(torchrun if self.ranks > 1 else []),
             "servers/serve_ppo_critic.py",
             f"run.output_dir={self.output_dir}",
             f"model.path={self.model}",

@@ -96,10 +96,12 @@ def run_pair(directory: Path, server_overrides: list[str], actor_overrides: list
         assert server.terminate() == 0
 
 
-def start_actor(directory: Path, port: int, *overrides: str) -> Process:
+def start_actor(directory: Path, port: int, *overrides: str, ranks: int = 1) -> Process:
     directory.mkdir(parents=True, exist_ok=True)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [
         sys.executable,
+        *(torchrun if ranks > 1 else []),
         "trainers/train_ppo_actor.py",
         f"run.output_dir={directory}",
         f"remote_critic_rm.port={port}",

@@ -1,4 +1,4 @@
-"""Rules 7 to 9: a locked door, an honest death, one rank; and what the command line refuses."""
+"""Rules 7 and 8: a locked door, an honest death; and what the command line refuses."""
 
 import os
 import signal
@@ -181,14 +181,6 @@ def test_rule_8_the_actors_shutdown_ends_it_with_0(make_server) -> None:
     with server.client() as critic:
         critic.shutdown()
     assert server.process.wait(30) == 0
-
-
-# --- rule 9: one rank -------------------------------------------------------------------------------------------------
-
-
-def test_rule_9_more_than_one_rank_is_refused_in_one_sentence(make_server) -> None:
-    sentence = refusal(make_server(), environment={"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
-    assert "runs with one rank, WORLD_SIZE is 2" in sentence
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
@@ -78,7 +79,7 @@ class Pair:
         mask = action_mask(rollouts)
         tokens = torch.cat([rollout.tokens for rollout in rollouts])
         lengths = [len(rollout.tokens) for rollout in rollouts]
-        trained = batch_logprobs(self.engine, tokens, lengths, mask, EngineConfig(), self.engine.device)
+        trained = batch_logprobs(self.engine, tokens, lengths, mask, EngineConfig(), self.engine.device, Ranks())
         sampled = torch.cat([torch.cat([rollout.sampler_logprobs[1:], torch.zeros(1)]) for rollout in rollouts])
         return float((trained - sampled).abs().max())
 
@@ -231,7 +232,7 @@ def test_a_group_is_scored_while_others_are_still_decoded(tmp_path, device):
     requests = make_requests(prompts, step=1, samples_per_prompt=1, max_tokens=12, run_seed=1)
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     rollouts, futures = generate_and_score(
-        pair.generator, scorer, requests, by_id, lambda prompt, response: str(response)
+        pair.generator, scorer, requests, by_id, lambda prompt, response: str(response), Ranks()
     )
     assert len(scorer.groups) == len(futures) == 4
     assert [unfinished for _, unfinished in scorer.groups[:3]] == sorted(

@@ -1,13 +1,24 @@
-"""Two ranks make the same optimizer steps as one."""
+"""Two ranks learn what one learns."""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.integration.processes import ROOT
+from tests.integration.processes import ROOT, run_pair, start_actor, start_server
+from tests.integration.test_ppo import metrics, without_timers
+from tests.models import save_policy, save_reward_model
+
+SERVER = ["model.dtype=float32", "run.num_threads=1", "engine.optim.lr=1e-3", "engine.optim.eps=1e-5"]
+ACTOR = [
+    "model=fp32", "run.num_threads=1", "engine.optim.lr=1e-3", "engine.optim.eps=1e-5", "engine.micro_batch_tokens=256",
+    "algorithm.max_steps=3", "algorithm.num_rollout_samples=50", "algorithm.mini_batches=2", "algorithm.val_check_interval=1",
+    "algorithm.num_val_samples=8", "generation.max_length=12", "generation.kv_cache_gib=0.1", "checkpoint.save_interval=2",
+]  # fmt: skip
 
 
 def steps(ranks, preset, zero_stage, output):
@@ -21,9 +32,64 @@ def steps(ranks, preset, zero_stage, output):
     return json.loads(output.read_text()), torch.load(output.with_suffix(".pt"))
 
 
-@pytest.mark.parametrize(("preset", "zero_stage"), [("ppo", 1), ("grpo", 2), ("dr_grpo", 1)])
-def test_two_ranks_take_the_same_steps_as_one(preset, zero_stage, tmp_path):
-    one_norms, one = steps(1, preset, zero_stage, tmp_path / "one.json")
-    two_norms, two = steps(2, preset, zero_stage, tmp_path / "two.json")
-    assert two_norms == pytest.approx(one_norms, rel=1e-6)
-    assert float((one - two).norm()) <= 1e-6 * float(one.norm())
+@pytest.mark.parametrize(("preset", "zero_stages"), [("ppo", [0, 3]), ("grpo", [2]), ("dr_grpo", [1])])
+def test_two_ranks_take_the_same_steps_as_one(preset, zero_stages, tmp_path):
+    alone, expected = steps(1, preset, 1, tmp_path / "one.json")
+    for zero_stage in zero_stages:
+        shared, weights = steps(2, preset, zero_stage, tmp_path / "two.json")
+        tolerance = 1e-6 if zero_stage else 1e-5
+        assert shared == pytest.approx(alone, rel=tolerance, abs=tolerance, nan_ok=True)
+        assert float((expected - weights).norm()) <= tolerance * float(expected.norm())
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    save_policy(folder / "policy", tie_word_embeddings=True)
+    save_reward_model(folder / "reward")
+    rows = [{"prompt": " ".join(f"w{(2 + 7 * i + j) % 62}" for j in range(2 + i % 5))} for i in range(30)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def overrides(inputs: Path) -> tuple[list[str], list[str]]:
+    """Of server and actor."""
+    data = [f"data.{name}_path={inputs / 'prompts.jsonl'}" for name in ("train", "val")]
+    return [*SERVER, f"model.path={inputs / 'reward'}"], [*ACTOR, f"model.path={inputs / 'policy'}", *data]
+
+
+@pytest.fixture(scope="module")
+def alone(inputs, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    run_pair(folder, *overrides(inputs))
+    return folder
+
+
+@pytest.mark.parametrize(("zero_stage", "stops"), [(1, [3]), (3, [2, 3])])
+def test_an_actor_of_two_ranks_ends_where_one_does(inputs, alone, tmp_path, zero_stage, stops):
+    """Each with a vLLM of its own; also in two runs, the second from the checkpoint of the first."""
+    server_overrides, actor_overrides = overrides(inputs)
+    settings = [*actor_overrides, f"engine.zero_stage={zero_stage}"]
+    (tmp_path / "critic").mkdir()
+    server, port = start_server(tmp_path / "critic", *server_overrides)
+    try:
+        for step in stops:
+            actor = start_actor(tmp_path / "actor", port, *settings, f"algorithm.max_steps={step}", ranks=2)
+            assert actor.wait(240) == 0, actor.output()
+    finally:
+        actor.kill()
+        assert server.terminate() == 0
+    left, right = (load_file(folder / "actor" / "export" / "model.safetensors") for folder in (alone, tmp_path))
+    for name, weight in left.items():
+        torch.testing.assert_close(right[name], weight, atol=1e-5, rtol=0, msg=name)
+    lines = [without_timers(metrics(folder / "actor")) for folder in (alone, tmp_path)]
+    for one, two in zip(*lines, strict=True):
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
+    responses = [
+        [
+            json.loads(line)["response"]
+            for line in (folder / "actor/rollouts/step_000003.jsonl").read_text().splitlines()
+        ]
+        for folder in (alone, tmp_path)
+    ]
+    assert responses[0] == responses[1]

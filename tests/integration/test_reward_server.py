@@ -23,6 +23,7 @@ from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from tests.integration.critic_server import PYTHON, ROOT, CriticServer, agree, sequences
 from tests.integration.processes import start_actor
 from tests.integration.test_critic_numbers import texts
+from tests.integration.test_critic_process import refusal
 from tests.models import save_policy, save_reward_model
 
 CHARACTERS = ["<end>", *" w0123456789"]
@@ -222,3 +223,11 @@ def test_sigterm_ends_it_with_0(server: RewardServer) -> None:
     assert server.terminate() == 0
     assert not server.ready_file.exists()
     assert not (server.output_dir / "outputs").exists()
+
+
+def test_several_ranks_are_refused_in_one_sentence(reward_model: Path, tmp_path: Path) -> None:
+    server = RewardServer(tmp_path, reward_model, [f"run.output_dir={tmp_path}/outputs"])
+    environment = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    assert "a reward server is one rank, WORLD_SIZE is 2: start several servers" in refusal(
+        server, environment=environment
+    )

@@ -20,7 +20,7 @@ def save(store, step, content="weights"):
         step,
         "run",
         write_actor=lambda half: (half / "w.bin").write_text(f"{content} {step}"),
-        save_critic=lambda name: {"checkpoint_id": name, "files": {}},
+        critic={"checkpoint_id": checkpoint_id("run", step), "files": {}},
         state={"step": step},
         versions={},
     )
@@ -48,7 +48,7 @@ def test_an_attempt_that_died_before_its_manifest_does_not_count_and_can_be_repe
     with pytest.raises(
         UserError, match=r"step 2 could not be saved .*\(No space left on device\).* resumes from step 1"
     ):
-        store.save(2, "run", write_actor=no_space, save_critic=lambda name: {}, state={}, versions={})
+        store.save(2, "run", write_actor=no_space, critic={}, state={}, versions={})
     assert store.latest().step == 1
     save(store, 2)
     assert store.latest().step == 2

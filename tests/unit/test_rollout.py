@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
 from nemo_style_rlhf.models.policy import PolicyModel
@@ -121,7 +122,7 @@ def collect(max_length=6, stop=range(24), scorer=None, takes=None, **algorithm):
         generator,
         scorer or LengthScorer(),
         policy,
-        FrozenCopy(policy, engine, CPU, cpu_offload=False),
+        FrozenCopy(policy, engine, CPU, Ranks(), cpu_offload=False),
         decode=lambda prompt, response: str(response),
         algorithm=AlgorithmConfig(num_rollout_samples=40, samples_per_prompt=10, **algorithm),
         engine=engine,
@@ -129,6 +130,7 @@ def collect(max_length=6, stop=range(24), scorer=None, takes=None, **algorithm):
         max_length=max_length,
         temperature=1.0,
         run_seed=3,
+        ranks=Ranks(),
     )
 
     def take(count):

@@ -1,0 +1,108 @@
+"""Samples over ranks: which rank computes what, and how the others come to know."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+PATIENCE = timedelta(days=365)
+"""While one rank waits for a server or a slow rollout the others must not give up."""
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+
+class Ranks:
+    """Those of torchrun or srun, after ``bootstrap.init_distributed``; without that, one. Every rank makes the same calls."""
+
+    def __init__(self) -> None:
+        self.rank: int = dist.get_rank() if dist.is_initialized() else 0
+        self.size: int = dist.get_world_size() if dist.is_initialized() else 1
+        # Not the models' group: that may be NCCL's, and gives up after half an hour.
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
+        self._queues = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
+        """What this rank computes of ``parts``, as many on every rank, and whether it counts: an extra one does not.
+
+        Collectives inside a forward or backward pass would otherwise wait for ranks that have run out of parts.
+        """
+        for first in range(0, len(parts), self.size):
+            own = first + self.rank
+            yield (parts[own], True) if own < len(parts) else (parts[0], False)
+
+    def queue(self, count: int) -> Iterator[int]:
+        """Some of the numbers below ``count``, in order: every number goes to the rank that asks first."""
+        name = f"nemo_style_rlhf/queue/{self._queues}"
+        self._queues += 1
+        if self.size == 1:
+            yield from range(count)
+            return
+        store = dist.distributed_c10d._get_default_store()
+        while (number := store.add(name, 1) - 1) < count:
+            yield number
+
+    def gather(self, result: Result) -> list[Result]:
+        """On the first rank those of all ranks, in order; on the others nothing."""
+        if self.size == 1:
+            return [result]
+        gathered: list[Any] | None = [None] * self.size if self.is_first else None
+        dist.gather_object(result, gathered, dst=0, group=self._group)
+        return gathered or []
+
+    def all_gather(self, result: Result) -> list[Result]:
+        """Those of all ranks, in order."""
+        if self.size == 1:
+            return [result]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, result, group=self._group)
+        return gathered
+
+    def barrier(self) -> None:
+        """Go on when all ranks are here."""
+        self.all_gather(None)
+
+    def from_first(self, value: Any) -> Any:
+        """The first rank's."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def on_first(self, compute: Callable[[], Result]) -> Result:
+        """What ``compute`` returns or raises on the first rank, where alone it is called."""
+        return self.from_first(_outcome(compute) if self.is_first else None)()
+
+    def everyone(self, compute: Callable[[], Result]) -> list[Result]:
+        """What ``compute`` returns on each rank; what it raises on one is raised on all."""
+        return [outcome() for outcome in self.all_gather(_outcome(compute))]
+
+
+@dataclass
+class _Returned(Generic[Result]):
+    value: Result
+
+    def __call__(self) -> Result:
+        return self.value
+
+
+@dataclass
+class _Raised:
+    error: Exception
+
+    def __call__(self) -> NoReturn:
+        raise self.error
+
+
+def _outcome(compute: Callable[[], Result]) -> Callable[[], Result]:
+    """Returns or raises what ``compute`` did; it can be sent to other ranks."""
+    try:
+        return _Returned(compute())
+    except Exception as error:  # noqa: BLE001 every rank raises it
+        return _Raised(error)

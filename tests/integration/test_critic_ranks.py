@@ -1,0 +1,96 @@
+"""Rule 9: a server of two ranks answers, learns and saves as one of one rank does."""
+
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.protocol import Array
+from tests.integration.critic_server import CriticServer, runs, sequences, train_batch
+
+STEPS = 3
+SPLIT = "engine.micro_batch_tokens=100"
+"""Of a step some mini-batches are then five micro-batches, for two ranks, and some inferences are one."""
+
+
+@dataclass
+class Learned:
+    values: list[Array]
+    """Before the first and after the last step."""
+    rewards: Array
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+
+def learn(critic: RemoteCritic, server: CriticServer) -> Learned:
+    """Three train steps from the untrained critic, and a checkpoint ``learned`` with an export."""
+    first = critic.infer(sequences(1)).result()
+    metrics = [critic.train(train_batch(step, count=9), step=step).result() for step in range(1, STEPS + 1)]
+    last = critic.infer(sequences(1)).result()
+    assert first.rewards is not None
+    critic.save("learned", export=True)
+    weights = load_file(server.output_dir / "exports" / "learned" / "critic" / "model.safetensors")
+    return Learned([np.concatenate(answer.values) for answer in (first, last)], first.rewards, metrics, weights)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Learned:
+    server = CriticServer(tmp_path_factory.mktemp("alone"), reward_model).start()
+    try:
+        with server.client() as critic:
+            return learn(critic, server)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_two_ranks_learn_what_one_learns(make_server, alone: Learned, zero_stage: int) -> None:
+    server = make_server(f"engine.zero_stage={zero_stage}", SPLIT, ranks=2).start()
+    with server.client() as critic:
+        learned = learn(critic, server)
+        np.testing.assert_allclose(learned.rewards, alone.rewards, atol=2e-6)
+        for values, expected in zip(learned.values, alone.values, strict=True):
+            np.testing.assert_allclose(values, expected, atol=1e-5)
+        for metrics, expected in zip(learned.metrics, alone.metrics, strict=True):
+            assert metrics | {"seconds": 0} == pytest.approx(expected | {"seconds": 0}, rel=1e-4, abs=1e-5)
+        assert learned.weights.keys() == alone.weights.keys()
+        for name, weight in alone.weights.items():
+            torch.testing.assert_close(learned.weights[name], weight, atol=1e-5, rtol=0, msg=name)
+
+        critic.train(train_batch(7), step=STEPS + 1).result()
+        further = critic.infer(sequences(2)).result().values
+        critic.restore("learned", None)
+        critic.train(train_batch(7), step=STEPS + 1).result()
+        for values, again in zip(further, critic.infer(sequences(2)).result().values, strict=True):
+            np.testing.assert_array_equal(values, again)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        critic.shutdown()
+    assert server.process.wait(60) == 0, server.log.read_text()[-3000:]
+    assert not any(map(runs, children))
+
+
+def test_the_death_of_a_rank_ends_the_server(make_server) -> None:
+    """And no call on its models is answered with half of the ranks."""
+    server = make_server(SPLIT, "engine.zero_stage=1", ranks=2).start()
+    with server.client(retries=1) as critic:
+        critic.infer(sequences(1)).result()
+        ranks = psutil.Process(server.process.pid).children()
+        follower = next(rank for rank in ranks if rank.environ().get("RANK") == "1")
+        follower.send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        assert server.process.wait(60) != 0
+        assert time.monotonic() - started < 40
+    assert not any(map(runs, ranks))
+
+
+def test_a_dry_run_ends_all_ranks(make_server) -> None:
+    dry = make_server("engine.zero_stage=3", "run.dry_run=true", ranks=2)
+    assert dry.spawn().wait(120) == 0, dry.log.read_text()[-3000:]
+    assert "dry run passed: critic and reward" in dry.log.read_text()
