@@ -106,8 +106,8 @@ def generate_and_score(
         Rollouts of all ranks in the order of ``requests``, and the scores to come of this rank's groups.
     """
     alone = ranks.size == 1
-    # Of several ranks each is to find eight groups or more, and to begin with half of its share.
-    size = SCORING_GROUP if alone else min(SCORING_GROUP, max(1, len(requests) // (8 * ranks.size)))
+    # Of several ranks each is to find sixteen groups or more, and to begin with half of its share.
+    size = SCORING_GROUP if alone else min(SCORING_GROUP, max(1, len(requests) // (16 * ranks.size)))
     room = len(requests) + size if alone else max(size, len(requests) // (2 * ranks.size))
     groups = [requests[start : start + size] for start in range(0, len(requests), size)]
     members = {request.sample: (group, row) for group, part in enumerate(groups) for row, request in enumerate(part)}
@@ -133,7 +133,7 @@ def generate_and_score(
             done = [rollout for rollout in rollouts[group] if rollout is not None]
             if len(done) == len(groups[group]):
                 pending[group] = scorer.score([_scoring_sample(rollout, decode) for rollout in done])
-                take_more()
+            take_more()
     everyones = {group: done for share in ranks.all_gather(rollouts) for group, done in share.items()}
     return [rollout for group in sorted(everyones) for rollout in everyones[group] if rollout is not None], pending
 
