@@ -25,14 +25,14 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
-    _fsync(path.parent)
+    fsync(path.parent)
 
 
 def fsync_tree(directory: Path) -> None:
     """Flush every file and folder below ``directory`` to disk."""
     for path in sorted(directory.rglob("*")):
-        _fsync(path)
-    _fsync(directory)
+        fsync(path)
+    fsync(directory)
 
 
 def file_digests(directory: Path) -> dict[str, str]:
@@ -53,7 +53,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Flush one file, or the names in one folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -154,15 +154,19 @@ class RemoteCritic:
         self._max_request_bytes = min(self._config.max_request_bytes, status.max_request_bytes)
         return status
 
+    def shake_hands_again(self) -> Status:
+        """As :meth:`handshake`, with what was agreed on there: after :class:`ServerRestarted` the server is another process."""
+        if self._agreement is None:
+            raise RuntimeError("handshake() comes first")
+        return self.handshake(**self._agreement)
+
     def acquire(self, run_id: str) -> int:
         """Become the one writer; an earlier holder's calls are refused from now on. Returns the critic's step.
 
         Shakes hands again, so that after :class:`ServerRestarted` this is the first call to the new process.
         """
-        if self._agreement is None:
-            raise RuntimeError("handshake() comes before acquire()")
-        self.handshake(**self._agreement)
-        request = {"run_id": run_id, "tokenizer_digest": self._agreement["tokenizer_digest"]}
+        digest = self.shake_hands_again().tokenizer_digest
+        request = {"run_id": run_id, "tokenizer_digest": digest}
         answer = self._ask(protocol.ACQUIRE, request)
         self._lease = str(answer["lease"])
         return int(answer["critic_step"])

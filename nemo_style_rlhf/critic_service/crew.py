@@ -1,13 +1,22 @@
 """One service over several ranks: the first answers requests, and every call on the models is made on all of them."""
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from nemo_style_rlhf.checkpoint.files import storage_failure
 from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.engine.engine import NonFiniteError
+
+LOGGER = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
+
+
+class OutOfStep(Exception):
+    """This rank has left a call that the others are still in: the process cannot go on."""
 
 
 class Crew(Ranks):
@@ -38,7 +47,10 @@ class Crew(Ranks):
         while (told := self.from_first(None)) is not None:
             index, method, arguments = told
             member = self._members[index]
-            getattr(type(member), method).__wrapped__(member, *arguments)
+            try:
+                getattr(type(member), method).__wrapped__(member, *arguments)
+            except NonFiniteError as error:  # the first rank has it, too: it answers, and ends all
+                LOGGER.error("%s", error)
 
 
 class Member(Protocol):
@@ -56,6 +68,13 @@ def on_all_ranks(
     @functools.wraps(method)
     def everywhere(self: AnyMember, *arguments: Arguments.args, **local: Arguments.kwargs) -> Result:
         self.crew.tell(self, method.__name__, arguments)
-        return method(self, *arguments, **local)
+        try:
+            return method(self, *arguments, **local)
+        except (OSError, RuntimeError) as error:
+            if self.crew.size > 1 and (reason := storage_failure(error)):
+                raise OutOfStep(
+                    f"the disk refused ({reason}) in the middle of a call of {self.crew.size} ranks"
+                ) from error
+            raise
 
     return everywhere

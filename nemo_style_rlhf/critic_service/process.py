@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,15 @@ def _serve(service: Service, config: ServerConfig, token: str | None, stop: thre
 def _supervise(service: Service, door: Door, stop: threading.Event) -> int:
     """Wait for a reason to end; its exit code."""
     while True:
-        if stop.wait(SUPERVISION_PERIOD_S):
+        told = stop.wait(SUPERVISION_PERIOD_S)
+        if door.fatal.is_set():  # first: the end of another rank brings a signal, too
+            time.sleep(ANSWER_DELIVERY_S)
+            return 1
+        if told:
             return 0
         if service.shutdown_requested.is_set():
             LOGGER.info("asked to stop by the actor")
             return 0
-        if door.fatal.is_set():
-            stop.wait(ANSWER_DELIVERY_S)
-            return 1
         if not door.alive:
             LOGGER.error("tritonserver died, the server ends; the last lines of its log:\n%s", door.log_tail())
             return 1

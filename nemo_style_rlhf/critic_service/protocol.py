@@ -60,6 +60,10 @@ class ProtocolError(Exception):
         self.code = code
         self.message = message
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between ranks."""
+        return ProtocolError, (self.code, self.message)
+
     @property
     def fatal(self) -> bool:
         """The process that raises it must end: it holds no valid critic any more."""

@@ -169,7 +169,8 @@ def load_critic_service(config: PPOCriticConfig, device: torch.device, output_di
     worker = CriticWorker(config, device)
     if not worker.crew.is_first:
         return worker.crew
-    return CriticService(worker, HalfStore(output_dir), max_request_bytes=config.server.max_request_bytes)
+    shape = {"ranks": worker.crew.size, "engine.zero_stage": config.engine.zero_stage}
+    return CriticService(worker, HalfStore(output_dir, shape), max_request_bytes=config.server.max_request_bytes)
 
 
 def _json(answer: Mapping[str, Any]) -> Tensors:

@@ -8,7 +8,7 @@ in the same ``<checkpoint_id>`` folder: only ``critic`` is ever touched.
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from nemo_style_rlhf.checkpoint.files import damaged_files, file_digests, fsync_tree, storage_failure, write_atomically
@@ -26,12 +26,16 @@ class Half:
     critic_step: int
     digests: dict[str, str]
     """SHA-256 of every other file, by path relative to the half."""
+    shape: dict[str, int] = field(default_factory=dict)
+    """Of the server that wrote it: what the cut into files depends on."""
 
 
 class HalfStore:
     """All halves below one output directory."""
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, shape: dict[str, int] | None = None) -> None:
+        """``shape`` is the server's; halves of another one cannot be restored."""
+        self._shape = shape or {}
         self._checkpoints = output_dir.resolve() / "checkpoints"
         self._exports = output_dir.resolve() / "exports"
         self._committed_file = self._checkpoints / "critic_committed.json"
@@ -60,7 +64,7 @@ class HalfStore:
 
         def write_half(directory: Path) -> None:
             write(directory)
-            half = Half(critic_step, file_digests(directory))
+            half = Half(critic_step, file_digests(directory), self._shape)
             (directory / RECORD).write_text(json.dumps(asdict(half), indent=1))
 
         target = self._half(checkpoint_id)
@@ -80,6 +84,14 @@ class HalfStore:
         """
         directory = self._require(checkpoint_id)
         half = _read(directory)
+        if half.shape != self._shape:
+            was, now = (
+                ", ".join(f"{name} {value}" for name, value in shape.items()) for shape in (half.shape, self._shape)
+            )
+            raise ProtocolError(
+                Code.CONFLICT,
+                f"checkpoint {checkpoint_id} is of a server with {was}, this one has {now}: start it as it was",
+            )
         if digests is not None and digests != half.digests:
             differing = sorted(
                 name for name in {*digests, *half.digests} if digests.get(name) != half.digests.get(name)

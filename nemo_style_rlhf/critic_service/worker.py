@@ -169,7 +169,10 @@ class CriticWorker:
         """Write the critic as a Hugging Face directory that AutoModelForSequenceClassification loads."""
         hf = self.engine.module.hf
         named = ((name.removeprefix("hf."), tensor) for name, tensor in self.engine.named_weights())
-        weights = {name: tensor.cpu() for name, tensor in merged(named, hf)}
+        weights = {}
+        for name, tensor in merged(named, hf):
+            if self.crew.is_first:
+                weights[name] = tensor.cpu()
         if not self.crew.is_first:
             return
         dropout_off = {key: getattr(hf.config, key) for key in original_dropout(self.config.model.path)}

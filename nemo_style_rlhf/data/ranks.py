@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """Those of torchrun or srun, after ``bootstrap.init_distributed``; without that, one. Every rank makes the same calls."""
+    """Those of ``bootstrap.init_distributed``; without that, one. Every rank makes the same calls."""
 
     def __init__(self) -> None:
         self.rank: int = dist.get_rank() if dist.is_initialized() else 0
@@ -37,7 +37,7 @@ class Ranks:
             yield (parts[own], True) if own < len(parts) else (parts[0], False)
 
     def queue(self, count: int) -> Iterator[int]:
-        """Some of the numbers below ``count``, in order: every number goes to the rank that asks first."""
+        """Some of the numbers below ``count``, in order: each goes to the rank that asks first, and so not always to the same."""
         name = f"nemo_style_rlhf/queue/{self._queues}"
         self._queues += 1
         if self.size == 1:

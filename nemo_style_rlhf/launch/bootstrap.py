@@ -62,7 +62,7 @@ def setup(run: RunConfig) -> torch.device:
 
 
 def init_distributed(device: torch.device) -> None:
-    """Join the process group of torchrun or srun, or be a group of one."""
+    """Join the process group that torchrun's variables describe, or be a group of one."""
     import deepspeed  # type: ignore[import-untyped]
     from deepspeed.ops import __compatible_ops__  # type: ignore[import-untyped]
     from deepspeed.utils import logger  # type: ignore[import-untyped]

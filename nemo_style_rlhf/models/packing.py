@@ -42,8 +42,13 @@ def is_packed(hf: PreTrainedModel) -> bool:
 
 
 def pack(input_ids: Tensor, wanted: Tensor) -> Packed:
-    """Rows of ``input_ids`` [B, T], each up to its last entry in ``wanted`` [B, T]; rows that want nothing are left out."""
+    """Rows of ``input_ids`` [B, T], each up to its last entry in ``wanted`` [B, T]; rows that want nothing are left out.
+
+    Where nothing is wanted at all one token is computed: attention needs one.
+    """
     kept = wanted.bool().flip(1).cumsum(1).flip(1) > 0
+    if not kept.any():
+        kept[0, 0] = True
     lengths = kept.sum(1)
     lengths = lengths[lengths > 0]
     boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

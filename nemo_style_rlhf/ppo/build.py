@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+import os
 import uuid
 from functools import partial
 from pathlib import Path
@@ -29,10 +30,10 @@ from nemo_style_rlhf.launch.bootstrap import init_distributed, require_all_ranks
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.digests import tokenizer_digest
 from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm, load_tokenizer
-from nemo_style_rlhf.models.lora import add_lora, lora_identity
+from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import MAX_GAP, Probe
-from nemo_style_rlhf.ppo.trainer import LORA_FILE, Parts, PPOTrainer
+from nemo_style_rlhf.ppo.trainer import IDENTITY_FILE, Parts, PPOTrainer, run_identity
 from nemo_style_rlhf.rollout.collector import Collector
 from nemo_style_rlhf.rollout.reference import AdaptersOff, FrozenCopy, Reference
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -55,7 +56,7 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     device = setup(config.run)
     output_dir = Path(config.run.output_dir)
     store = CheckpointStore(output_dir / "checkpoints", config.checkpoint.keep_last)
-    run_id = _run_id(config, store)
+    run_id = _run_id(config, store) if os.environ.get("RANK", "0") == "0" else ""
     tokenizer = load_tokenizer(config.model.path)
     prompts = _load(config.data.train_path, config, tokenizer)
     val_prompts = _load(config.data.val_path, config, tokenizer) if config.data.val_path else []
@@ -131,12 +132,14 @@ def _run_id(config: PPOActorConfig, store: CheckpointStore) -> str:
                 f"run.resume=must but {config.run.output_dir} holds no undamaged checkpoint: use run.resume=auto"
             )
         return uuid.uuid4().hex[:12]
-    saved = json.loads((store.actor_half(manifest.step) / LORA_FILE).read_bytes())
-    if saved != (given := lora_identity(config.model)):
-        raise UserError(
-            f"{config.run.output_dir} holds a run with {saved}, this one has {given}: resume it as it was, or choose another "
-            "run.output_dir"
-        )
+    saved = json.loads((store.actor_half(manifest.step) / IDENTITY_FILE).read_bytes())
+    given = run_identity(config, int(os.environ.get("WORLD_SIZE", "1")))
+    for name in given:
+        if saved.get(name) != given[name]:
+            raise UserError(
+                f"{config.run.output_dir} holds a run with {name} {saved.get(name)}, this one has {given[name]}: resume it as it "
+                "was, or choose another run.output_dir"
+            )
     return manifest.run_id
 
 

@@ -36,8 +36,8 @@ from nemo_style_rlhf.tracking.metrics import MetricsWriter, write_jsonl
 from nemo_style_rlhf.tracking.progress import StepProgress
 
 log = logging.getLogger(__name__)
-LORA_FILE = "lora.json"
-"""In the actor's half of a checkpoint: what its adapters are."""
+IDENTITY_FILE = "identity.json"
+"""In the actor's half of a checkpoint: what a run that resumes from it must have in common with it."""
 VALIDATION_SEED_OFFSET = 2**32
 """Validation samples have seeds of their own, the same ones every time."""
 
@@ -274,7 +274,7 @@ class PPOTrainer:
         self._parts.engine.save(directory / "engine")
         save_rng(directory / self._rng_file)
         if self._ranks.is_first:
-            (directory / LORA_FILE).write_text(json.dumps(lora_identity(self._config.model)))
+            (directory / IDENTITY_FILE).write_text(json.dumps(run_identity(self._config, self._ranks.size)))
         self._ranks.barrier()  # whole only now
 
     @property
@@ -286,7 +286,8 @@ class PPOTrainer:
         parts = self._parts
         manifest = self._ranks.on_first(self._restore_critic)
         if parts.critic is not None and not self._ranks.is_first:
-            parts.critic.wait_until_ready(log.info)  # which may be another process than before
+            parts.critic.wait_until_ready(log.info)
+            parts.critic.shake_hands_again()  # it may be another process than before
         if manifest is None:
             self._start()
             return
@@ -344,6 +345,11 @@ class PPOTrainer:
         if self._config.model.lora.rank:
             save_adapter(hf, self._output_dir / f"{name}_adapter", self._config.model, export=directory)
         log.info("exported the policy to %s", directory)
+
+
+def run_identity(config: PPOActorConfig, ranks: int) -> dict[str, Any]:
+    """What the weights and optimizer states of a checkpoint depend on."""
+    return {**lora_identity(config.model), "engine.zero_stage": config.engine.zero_stage, "ranks": ranks}
 
 
 def critic_batch(experience: Experience, plan: list[list[int]]) -> CriticTrainBatch:

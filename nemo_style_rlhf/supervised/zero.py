@@ -1,6 +1,6 @@
 """Lightning's DeepSpeed strategy as the stages use it: also on CPUs, with checkpoints that are whole or absent."""
 
-import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.plugins.precision import DeepSpeedPrecision
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 
-from nemo_style_rlhf.checkpoint.files import storage_failure
+from nemo_style_rlhf.checkpoint.files import fsync, fsync_tree, storage_failure
 from nemo_style_rlhf.engine.shares import make_whole, use_heads_in_shares
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.bootstrap import init_distributed
@@ -58,15 +58,17 @@ class ZeroStrategy(DeepSpeedStrategy):
         """A folder, to which every rank adds its share."""
         final = Path(self.broadcast(str(filepath)))
         beside = final.with_name(final.name + ".tmp")
+        if self.is_global_zero:
+            shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed
+        self.barrier()
         try:
             super().save_checkpoint(checkpoint, beside, storage_options)
             self.barrier()
             if self.is_global_zero:
                 torch.save({name: checkpoint[name] for name in (IDENTITY, "loops")}, beside / PROGRESS_FILE)
-                for path in (path for path in beside.rglob("*") if path.is_file()):
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
+                fsync_tree(beside)
                 beside.replace(final)
+                fsync(final.parent)
         except (OSError, RuntimeError) as error:
             reason = storage_failure(error)
             if reason is None:

@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.jobs import Job, make_inputs, submit
 from tests.cluster.slurm import Cluster
 
-CRITIC_RANKS = "1"
+CRITIC_RANKS = "2"
 RUN_S = 300.0
 JOINT_DEATH_S = 10.0
 TOKEN_ENV = "NSR_CRITIC_TOKEN"

@@ -11,6 +11,7 @@ from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.launch.bootstrap import init_distributed
 from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.models.packing import PACKED_ATTENTION
 from nemo_style_rlhf.ppo.update import update_actor
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import build
@@ -32,7 +33,7 @@ def main(preset: str, zero_stage: int, output: Path) -> None:
         optim=OptimizerConfig(lr=1e-2),
         gradient_clip_val=0.1,
     )
-    model = policy("eager")
+    model = policy(PACKED_ATTENTION)
     if zero_stage == 0:
         model.float()  # DeepSpeed's plain reduction knows no float64
     engine, ranks = Engine(model, engine_config, device=torch.device("cpu")), Ranks()

@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.processes import ROOT, run_pair, start_actor, start_server
+from tests.integration.processes import ROOT, proxy, run_pair, start_actor, start_server
 from tests.integration.test_ppo import metrics, without_timers
 from tests.models import save_policy, save_reward_model
 
@@ -34,12 +36,20 @@ def steps(ranks, preset, zero_stage, output):
 
 @pytest.mark.parametrize(("preset", "zero_stages"), [("ppo", [0, 3]), ("grpo", [2]), ("dr_grpo", [1])])
 def test_two_ranks_take_the_same_steps_as_one(preset, zero_stages, tmp_path):
+    """The model packs its sequences, and of the last step one rank has none."""
     alone, expected = steps(1, preset, 1, tmp_path / "one.json")
     for zero_stage in zero_stages:
         shared, weights = steps(2, preset, zero_stage, tmp_path / "two.json")
         tolerance = 1e-6 if zero_stage else 1e-5
         assert shared == pytest.approx(alone, rel=tolerance, abs=tolerance, nan_ok=True)
         assert float((expected - weights).norm()) <= tolerance * float(expected.norm())
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +75,26 @@ def alone(inputs, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("zero_stage", "stops"), [(1, [3]), (3, [2, 3])])
-def test_an_actor_of_two_ranks_ends_where_one_does(inputs, alone, tmp_path, zero_stage, stops):
-    """Each with a vLLM of its own; also in two runs, the second from the checkpoint of the first."""
+@pytest.mark.parametrize(("zero_stage", "stops", "server_dies"), [(1, [3], True), (3, [2, 3], False)])
+def test_an_actor_of_two_ranks_ends_where_one_does(inputs, alone, tmp_path, zero_stage, stops, server_dies):
+    """Each with a vLLM of its own; also over the death of the server, and in two runs, the second from a checkpoint."""
     server_overrides, actor_overrides = overrides(inputs)
     settings = [*actor_overrides, f"engine.zero_stage={zero_stage}"]
     (tmp_path / "critic").mkdir()
     server, port = start_server(tmp_path / "critic", *server_overrides)
-    try:
+    with proxy(lambda: port, lambda direction, endpoint: None) as proxy_port:
         for step in stops:
-            actor = start_actor(tmp_path / "actor", port, *settings, f"algorithm.max_steps={step}", ranks=2)
-            assert actor.wait(240) == 0, actor.output()
-    finally:
-        actor.kill()
-        assert server.terminate() == 0
+            actor = start_actor(tmp_path / "actor", proxy_port, *settings, f"algorithm.max_steps={step}", ranks=2)
+            try:
+                if server_dies:
+                    wait_until((tmp_path / "actor" / "metrics.jsonl").exists)
+                    server.kill()
+                    server, port = start_server(tmp_path / "critic", *server_overrides)
+                assert actor.wait(240) == 0, actor.output()
+            finally:
+                actor.kill()
+    assert server.terminate() == 0
+    assert ("both halves go back" in actor.output()) == server_dies
     left, right = (load_file(folder / "actor" / "export" / "model.safetensors") for folder in (alone, tmp_path))
     for name, weight in left.items():
         torch.testing.assert_close(right[name], weight, atol=1e-5, rtol=0, msg=name)
