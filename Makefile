@@ -76,6 +76,12 @@ bench: envs bench-peer-env
 	$(ACTOR)/bin/python benchmarks/ppo_step.py --peer
 	$(ACTOR)/bin/python benchmarks/grpo_step.py --peer
 
+# Faults at random moments of PPO runs, each of which must end with the bits of one without any.
+.PHONY: chaos
+FAULTS ?= 40
+chaos: envs
+	$(ACTOR)/bin/python -m tests.integration.chaos --faults $(FAULTS) --seed $(SEED)
+
 .PHONY: clean
 clean:
 	rm -rf outputs build *.egg-info .ruff_cache .mypy_cache .hypothesis

@@ -87,6 +87,10 @@ class RemoteCritic:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def address(self) -> str:
+        return self._connection.address
+
     # --- handshake ----------------------------------------------------------------------------------------------------
 
     def wait_until_ready(self, progress: Callable[[str], None]) -> Status:

@@ -26,7 +26,7 @@ class ServerRestarted(Exception):
     """The server process is another one than before: its critic is back at the start until a checkpoint is restored."""
 
 
-class LeaseLost(Exception):
+class LeaseLost(UserError):
     """Another actor acquired the lease: this one may not change the critic any more."""
 
 
@@ -143,7 +143,10 @@ class Connection:
         if refusal.code is Code.RESTARTED:
             raise ServerRestarted(f"{self.address}: {refusal.message}")
         if refusal.code is Code.LEASE_LOST:
-            raise LeaseLost(f"{self.address}: {refusal.message}")
+            raise LeaseLost(
+                f"{self.address}: {refusal.message}; this run ends with its last checkpoint whole: stop the other one and start "
+                "this one again"
+            )
         if refusal.code is Code.INVALID and ("unknown model" in str(text) or "is not ready" in str(text)):
             raise _NotReady(f"{endpoint.name} is not served at {self.address}")
         raise ProtocolError(refusal.code, f"{endpoint.name} at {self.address}: {refusal.message}")

@@ -192,9 +192,7 @@ def _scorer(config: PPOActorConfig, critic: RemoteCritic | None) -> Scorer:
         weight = reward.critic.weight
         sources["critic"] = RemoteCriticScorer(critic, with_rewards=weight != 0), weight
     if reward.server.weight != 0:
-        server = RemoteCritic(reward.server)
-        server.require_rewards(server.wait_until_ready(log.info))
-        sources["server"] = RewardServerScorer(server), reward.server.weight
+        sources["server"] = RewardServerScorer(reward.server, log.info), reward.server.weight
     if reward.function.weight != 0:
         sources["function"] = FunctionScorer(reward.function), reward.function.weight
     if reward.endpoints.weight != 0:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest, checkpoint_id
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic, ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.data.sampling import PromptSampler
@@ -314,13 +315,28 @@ class PPOTrainer:
         if parts.critic is None:
             return manifest
         if manifest is not None:
-            parts.critic.restore(checkpoint_id(manifest.run_id, manifest.step), manifest.critic["files"])
-        elif (critic_step := parts.critic.status().critic_step) != 0:
+            return self._restore_newest(parts.critic, manifest)
+        if (critic_step := parts.critic.status().critic_step) != 0:
             raise UserError(
                 f"the critic server has already trained {critic_step} steps but {self._output_dir} holds no checkpoint to resume "
                 "from: restart the server, or give the run.output_dir of the run it belongs to"
             )
-        return manifest
+        return None
+
+    def _restore_newest(self, critic: RemoteCritic, newest: Manifest) -> Manifest:
+        """The newest checkpoint whose critic's half the server has, undamaged."""
+        manifest, refusal = newest, None
+        while True:
+            try:
+                critic.restore(checkpoint_id(manifest.run_id, manifest.step), manifest.critic["files"])
+                return manifest
+            except ProtocolError as error:
+                refusal = refusal or error
+                older = self._parts.store.latest(below=manifest.step)
+                if error.code not in (Code.CONFLICT, Code.NOT_FOUND) or older is None:
+                    raise UserError(f"no checkpoint can be restored: {refusal.message}") from error
+                log.warning("%s: falling back to step %d", error.message, older.step)
+                manifest = older
 
     def _start(self) -> None:
         self._send_weights(0, Timers())

@@ -1,6 +1,6 @@
 """Where rewards come from; several sources add up, each times its weight."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from nemo_style_rlhf.errors import UserError
@@ -24,6 +24,29 @@ class RewardServerConfig(RemoteCriticConfig):
 
     port: int = 5568
     weight: float = 0.0
+    replicas: list[str] = field(default_factory=list)
+    """host:port of further servers of the same reward model. Each request goes to the least busy one; one that dies is left out
+    and asked again later."""
+    cooldown_s: float = 10.0
+    """How long a replica that failed is left alone, while others answer."""
+
+    def validate(self) -> None:
+        super().validate()
+        for replica in self.replicas:
+            host, _, port = replica.rpartition(":")
+            require(bool(host) and port.isdigit(), "reward.server.replicas", replica, "host:port")
+        require(self.cooldown_s >= 0, "reward.server.cooldown_s", self.cooldown_s, "seconds from 0 up")
+
+    @property
+    def servers(self) -> "list[RewardServerConfig]":
+        """One for each server. Of several, a request that fails goes to another one at once."""
+        if not self.replicas:
+            return [self]
+        places = [
+            (self.host, self.port),
+            *((host, int(port)) for host, _, port in (r.rpartition(":") for r in self.replicas)),
+        ]
+        return [replace(self, host=host, port=port, retries=0, replicas=[]) for host, port in places]
 
 
 @dataclass

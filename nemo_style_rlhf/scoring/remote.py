@@ -1,15 +1,25 @@
 """Scores of the critic process, and of a reward-only server."""
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
-from nemo_style_rlhf.critic_service.client import CriticInference, RemoteCritic
-from nemo_style_rlhf.critic_service.protocol import Array
+from nemo_style_rlhf.critic_service.client import CriticInference, RemoteCritic, ServerUnreachable
+from nemo_style_rlhf.critic_service.protocol import Array, Code, ProtocolError
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.reward import RewardServerConfig
+from nemo_style_rlhf.scoring.balance import LeastBusy
 from nemo_style_rlhf.scoring.futures import mapped
 from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
+
+LOGGER = logging.getLogger(__name__)
+THREADS_PER_REPLICA = 2
+FIRST_RETRY_S = 0.5
+LONGEST_RETRY_WAIT_S = 10.0
 
 
 class RemoteCriticScorer:
@@ -35,18 +45,74 @@ class RemoteCriticScorer:
 
 
 class RewardServerScorer:
-    """Rewards of text, by a server whose reward model may have another tokenizer."""
+    """Rewards of text, by one or more servers of one reward model, whose tokenizer may be another one than the policy's."""
 
-    def __init__(self, server: RemoteCritic) -> None:
-        self._server = server
+    def __init__(self, config: RewardServerConfig, progress: Callable[[str], None]) -> None:
+        """Wait for all servers.
+
+        Args:
+            progress: gets a line every few seconds.
+
+        Raises:
+            UserError: one does not answer, serves no reward model, or another one than the first.
+        """
+        self._config = config
+        self._servers = [RemoteCritic(server) for server in config.servers]
+        for server in self._servers:
+            server.require_rewards(server.wait_until_ready(progress))
+        self._model = _served(self._servers[0])
+        self._replicas = LeastBusy(self._servers, rest_s=config.cooldown_s)
+        self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(THREADS_PER_REPLICA * len(self._servers), thread_name_prefix="reward-server")
+        for server in self._servers[1:]:
+            self._require_same(server)
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
-        answer = self._server.score_text([sample.prompt for sample in samples], [s.response for s in samples])
-        return mapped(answer, self._scores)
+        texts = [sample.prompt for sample in samples], [sample.response for sample in samples]
+        if len(self._servers) == 1:
+            return mapped(self._servers[0].score_text(*texts), self._scores)
+        return mapped(self._pool.submit(self._ask, *texts), self._scores)
 
     def close(self) -> None:
-        self._server.close()
+        self._closing.set()
+        self._pool.shutdown(cancel_futures=True)
+        for server in self._servers:
+            server.close()
+
+    def _ask(self, prompts: list[str], responses: list[str]) -> Array:
+        """
+        Raises:
+            ServerUnreachable: no replica answered, ``retries`` times in a row.
+        """
+        wait_s = FIRST_RETRY_S
+        for attempt in range(self._config.retries + 1):
+            try:
+                with self._replicas.take() as server:
+                    self._require_same(server)  # what comes back may be another one
+                    return server.score_text(prompts, responses).result()
+            except (ServerUnreachable, ProtocolError) as error:
+                if isinstance(error, ProtocolError) and error.code is not Code.STOPPING:
+                    raise
+                if attempt == self._config.retries or self._closing.is_set():
+                    raise
+                LOGGER.warning("%s; another replica is asked", error)
+            if self._replicas.all_rest:
+                self._closing.wait(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_RETRY_WAIT_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _require_same(self, server: RemoteCritic) -> None:
+        if (served := _served(server)) != self._model:
+            raise UserError(
+                f"the replica at {server.address} serves the model {served[0][:16]}, the first one {self._model[0][:16]}: serve "
+                "the same one, configured alike, on all of reward.server.replicas"
+            )
 
     @staticmethod
     def _scores(rewards: Array) -> Scores:
         return Scores(rewards=torch.tensor(rewards, dtype=torch.float32))
+
+
+def _served(server: RemoteCritic) -> tuple[str, str]:
+    status = server.status()
+    return status.model_digest, status.config_digest

@@ -81,7 +81,8 @@ def test_a_command_of_the_readme_runs(command, world, port, token, tmp_path):
     if "train_ppo_actor" in command:
         overrides = [f"remote_critic_rm.port={port}", "generation.kv_cache_gib=0.1"]
         overrides += [] if "token_file" in command else [f"remote_critic_rm.token.token_file={token}"]
-        words[2:2] = overrides
+        after_script = words.index("trainers/train_ppo_actor.py") + 1
+        words[after_script:after_script] = overrides
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
 

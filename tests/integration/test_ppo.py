@@ -31,16 +31,20 @@ ACTOR = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
+def save_inputs(folder: Path) -> Path:
     """A policy with dropout in its config, a reward model, prompts."""
-    folder = tmp_path_factory.mktemp("inputs")
+    folder.mkdir(exist_ok=True)
     save_policy(folder / "policy", attention_dropout=0.1)
     save_reward_model(folder / "reward")
     for name, start in (("train", 2), ("val", 30)):
         rows = [{"prompt": " ".join(f"w{(start + 7 * i + j) % 62}" for j in range(2 + i % 5))} for i in range(30)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return save_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def server_overrides(inputs: Path) -> list[str]:

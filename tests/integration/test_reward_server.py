@@ -3,7 +3,8 @@
 import json
 import math
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
+from nemo_style_rlhf.scoring.interface import ScoringSample
+from nemo_style_rlhf.scoring.remote import RewardServerScorer
 from tests.integration.critic_server import PYTHON, ROOT, CriticServer, agree, sequences
-from tests.integration.processes import start_actor
+from tests.integration.processes import proxy, start_actor
 from tests.integration.test_critic_numbers import texts
 from tests.integration.test_critic_process import refusal
 from tests.models import save_policy, save_reward_model
@@ -209,6 +212,57 @@ def test_an_actor_without_a_critic_trains_on_its_rewards(
         responses = [as_continued(row["response"]) for row in rollout]
         expected = plain_rewards(letters.model, [row["prompt"] for row in rollout], responses)
         np.testing.assert_allclose([row["reward"] for row in rollout], expected, atol=1e-5)
+
+
+def scoring_samples(prompts: list[str], responses: list[str]) -> list[ScoringSample]:
+    return [ScoringSample(torch.zeros(0), *texts) for texts in zip(prompts, responses, strict=True)]
+
+
+def test_replicas_share_the_load_and_one_may_die_and_return(
+    server: RewardServer, reward_model: Path, tmp_path: Path
+) -> None:
+    replica = RewardServer(tmp_path, reward_model, []).start()
+    asked = {"first": 0, "replica": 0}
+
+    def count(name: str) -> Callable[[str, str], None]:
+        def watch(direction: str, endpoint: str) -> None:
+            asked[name] += (direction, endpoint) == ("request", "reward_infer")
+
+        return watch
+
+    prompts, responses = texts(33, count=40)
+    samples, expected = scoring_samples(prompts, responses), plain_rewards(server.model, prompts, responses)
+    with proxy(lambda: server.port, count("first")) as one, proxy(lambda: replica.port, count("replica")) as two:
+        config = server.config(port=one, replicas=[f"127.0.0.1:{two}"], cooldown_s=0.5, retries=3)
+        scorer = RewardServerScorer(config, lambda line: None)
+
+        def score() -> dict[str, int]:
+            """How many of eight concurrent requests went where; all are answered, rightly."""
+            asked.update(first=0, replica=0)
+            groups = [scorer.score(samples[start : start + 5]) for start in range(0, 40, 5)]
+            rewards = torch.cat([group.result().rewards for group in groups])
+            np.testing.assert_allclose(rewards, expected, atol=1e-5)
+            return dict(asked)
+
+        try:
+            assert min(score().values()) >= 2
+            replica.kill()
+            assert score()["first"] == 8
+            replica.port = 0
+            replica.start()
+            time.sleep(0.6)
+            assert score()["replica"] >= 2
+        finally:
+            scorer.close()
+            replica.close()
+
+
+def test_a_replica_with_another_model_is_refused(server: RewardServer, letters: RewardServer) -> None:
+    config = server.config(replicas=[f"127.0.0.1:{letters.port}"], token=TokenConfig(f"{letters.output_dir}/token"))
+    with pytest.raises(
+        UserError, match=rf"the replica at 127\.0\.0\.1:{letters.port} serves the model .* serve the same one"
+    ):
+        RewardServerScorer(config, lambda line: None)
 
 
 def test_an_actor_that_needs_a_critic_says_so(server: RewardServer, actor_overrides: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""Which of several equal servers is asked next."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Server = TypeVar("Server")
+
+
+@dataclass
+class _Place(Generic[Server]):
+    server: Server
+    running: int = 0
+    """Requests it is working on."""
+    resting_until: float = 0.0
+    """time.monotonic() before which it is asked only if no other is left."""
+
+
+class LeastBusy(Generic[Server]):
+    """Requests go to the healthy server with the fewest of them; one that fails rests for a while. Thread-safe."""
+
+    def __init__(self, servers: Sequence[Server], *, rest_s: float) -> None:
+        self._places = [_Place(server) for server in servers]
+        self._rest_s = rest_s
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def take(self) -> Iterator[Server]:
+        """The server for one request; an exception within the context is its failure."""
+        place = self._chosen()
+        try:
+            yield place.server
+            place.resting_until = 0.0
+        except Exception:
+            place.resting_until = time.monotonic() + self._rest_s
+            raise
+        finally:
+            with self._lock:
+                place.running -= 1
+
+    @property
+    def all_rest(self) -> bool:
+        with self._lock:
+            return all(place.resting_until > time.monotonic() for place in self._places)
+
+    def _chosen(self) -> _Place[Server]:
+        """Where all are resting, the one that has rested longest."""
+        with self._lock:
+            now = time.monotonic()
+            healthy = [place for place in self._places if place.resting_until <= now]
+            if healthy:
+                chosen = min(healthy, key=lambda place: place.running)
+            else:
+                chosen = min(self._places, key=lambda place: place.resting_until)
+            chosen.running += 1
+            return chosen

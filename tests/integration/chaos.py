@@ -1,0 +1,257 @@
+"""Faults at random moments of a run that is started again whenever it ends: `make chaos FAULTS=40 SEED=1`.
+
+Whatever happens, the run must end with the bits of one that nobody disturbed.
+"""
+
+import argparse
+import contextlib
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
+from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from tests.integration.processes import Process, proxy, run_pair, start_actor, start_server
+from tests.integration.test_ppo import STEPS, actor_overrides, metrics, save_inputs, server_overrides, without_timers
+
+TIMEOUT_S = 5.0
+"""Of the actor's calls; a stalled one takes longer."""
+FULL_DISK_BYTES = 2**18
+"""A file may not grow beyond it; a model's does."""
+MESSAGES = 30
+"""A fault comes after up to as many messages; a PPO step is about ten."""
+RUN_TIMEOUT_S = 400.0
+
+
+class Broken(ConnectionError):
+    """Ends the message under way."""
+
+
+@dataclass
+class Run:
+    """Server and actor below ``folder``, and what happens to them."""
+
+    folder: Path
+    inputs: Path
+    server: Process
+    port: int
+    actor: Process | None = None
+    faults: list[Callable[["Run"], None]] = field(default_factory=list)
+    """Still to come."""
+    countdown: int = 0
+    happened: list[str] = field(default_factory=list)
+
+    def committed(self) -> list[int]:
+        return CheckpointStore(self.folder / "actor" / "checkpoints", keep_last=2).committed_steps()
+
+    def kill_both(self) -> None:
+        assert self.actor is not None
+        self.actor.kill()
+        self.server.kill()
+
+
+def kill_actor(run: Run) -> None:
+    assert run.actor is not None
+    run.actor.kill()
+    raise Broken
+
+
+def kill_server(run: Run) -> None:
+    run.server.kill()
+    raise Broken
+
+
+def kill_both(run: Run) -> None:
+    run.kill_both()
+    raise Broken
+
+
+def kill_tritonserver(run: Run) -> None:
+    for child in psutil.Process(run.server.pid).children(recursive=True):
+        if child.name() == "tritonserver":
+            child.kill()
+
+
+def cut_connection(run: Run) -> None:
+    raise Broken
+
+
+def stall(run: Run) -> None:
+    time.sleep(TIMEOUT_S + 2)
+    raise Broken
+
+
+def terminate_actor(run: Run) -> None:
+    assert run.actor is not None
+    run.actor.signal(signal.SIGTERM)
+
+
+def preempt_actor(run: Run) -> None:
+    assert run.actor is not None
+    run.actor.signal(signal.SIGUSR1)
+
+
+def terminate_server(run: Run) -> None:
+    run.server.signal(signal.SIGTERM)
+
+
+def take_over(run: Run) -> None:
+    """As a second actor would; it leaves at once."""
+    with RemoteCritic(RemoteCriticConfig(port=run.port, retries=0)) as intruder:
+        status = intruder.status()
+        intruder.handshake(tokenizer_digest=status.tokenizer_digest, vocab_size=status.vocab_size, needs_rewards=False)
+        intruder.acquire("intruder")
+
+
+def damage(half: Path) -> None:
+    largest = max((path for path in half.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def damage_actor_half(run: Run) -> None:
+    """Of the last of several checkpoints: a run whose only one is lost cannot go on."""
+    run.kill_both()
+    if len(steps := run.committed()) > 1:
+        damage(run.folder / "actor" / "checkpoints" / f"step_{steps[-1]:06d}" / "actor")
+    raise Broken
+
+
+def damage_critic_half(run: Run) -> None:
+    run.kill_both()
+    if len(steps := run.committed()) > 1:
+        (half,) = (run.folder / "critic" / "checkpoints").glob(f"*-step_{steps[-1]:06d}/critic")
+        damage(half)
+    raise Broken
+
+
+def limit_files(process: Process, size: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
+
+
+def fill_actors_disk(run: Run) -> None:
+    assert run.actor is not None
+    limit_files(run.actor, FULL_DISK_BYTES)
+
+
+def fill_servers_disk(run: Run) -> None:
+    limit_files(run.server, FULL_DISK_BYTES)
+
+
+FAULTS = [
+    kill_actor, kill_server, kill_both, kill_tritonserver, cut_connection, stall, terminate_actor, preempt_actor,
+    terminate_server, take_over, damage_actor_half, damage_critic_half, fill_actors_disk, fill_servers_disk,
+]  # fmt: skip
+
+
+def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
+    """As many runs as it takes for all faults to happen, each compared with a run without any; what happened."""
+    inputs = save_inputs(folder / "inputs")
+    (folder / "undisturbed").mkdir()
+    run_pair(folder / "undisturbed", server_overrides(inputs), actor_overrides(inputs))
+    draw = random.Random(seed)
+    left = draw.sample(FAULTS, len(FAULTS)) + draw.choices(FAULTS, k=max(0, faults - len(FAULTS)))
+    left = left[:faults]
+    happened: list[str] = []
+    while left:
+        run = disturbed_run(folder / f"run{len(happened)}", inputs, left, draw)
+        happened += run.happened
+        left = left[len(run.happened) :]
+        check(run, folder / "undisturbed")
+    return happened
+
+
+def disturbed_run(folder: Path, inputs: Path, faults: list[Callable[[Run], None]], draw: random.Random) -> Run:
+    (folder / "critic").mkdir(parents=True)
+    server, port = start_server(folder / "critic", *server_overrides(inputs))
+    run = Run(folder, inputs, server, port, faults=list(faults), countdown=draw.randint(1, MESSAGES))
+
+    def watch(direction: str, endpoint: str) -> None:
+        run.countdown -= 1
+        if run.countdown != 0 or not run.faults:
+            return
+        fault, run.countdown = run.faults.pop(0), draw.randint(1, MESSAGES)
+        steps = run.committed()
+        run.happened.append(
+            f"{fault.__name__} at the {direction} of {endpoint} after step {steps[-1] if steps else None}"
+        )
+        print(run.happened[-1], flush=True)
+        fault(run)
+
+    deadline = time.monotonic() + RUN_TIMEOUT_S * (1 + len(faults) / 10)
+    with proxy(lambda: run.port, watch) as proxy_port:
+        try:
+            while (code := keep_running(run, proxy_port)) != 0:
+                assert time.monotonic() < deadline, (run.happened, code, run.actor and run.actor.output()[-6000:])
+                time.sleep(0.05)
+        finally:
+            if run.actor is not None:
+                run.actor.kill()
+            run.server.kill()
+    return run
+
+
+def keep_running(run: Run, proxy_port: int) -> int | None:
+    """Start again what has ended; the actor's exit code."""
+    if run.server.poll() is not None:
+        run.server, run.port = start_server(run.folder / "critic", *server_overrides(run.inputs))
+    code = None if run.actor is None else run.actor.poll()
+    if run.actor is None or code not in (None, 0):
+        limit_files(run.server, psutil.RLIM_INFINITY)  # somebody has made room
+        patience = [f"remote_critic_rm.{name}={TIMEOUT_S}" for name in ("infer_timeout_s", "train_timeout_base_s")]
+        run.actor = start_actor(run.folder / "actor", proxy_port, *actor_overrides(run.inputs), *patience)
+    return code
+
+
+def check(run: Run, undisturbed: Path) -> None:
+    """It ended as if nothing had happened.
+
+    Raises:
+        AssertionError: it did not.
+    """
+    story = "; ".join(run.happened)
+    for left, right in zip(
+        *(without_timers(metrics(folder / "actor")) for folder in (run.folder, undisturbed)), strict=True
+    ):
+        assert left == right, story
+    exports = [
+        [
+            folder / "actor/export/model.safetensors",
+            *sorted((folder / "critic/exports").glob("*/critic/model.safetensors")),
+        ]
+        for folder in (run.folder, undisturbed)
+    ]
+    for left, right in zip(*exports, strict=True):
+        assert left.read_bytes() == right.read_bytes(), story
+    last = CheckpointStore(run.folder / "actor" / "checkpoints", keep_last=2).latest()
+    assert last is not None and (last.step, last.critic["critic_step"]) == (STEPS, STEPS), story
+    orphans = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(run.folder) in " ".join(process.info["cmdline"] or [])
+    ]
+    assert not orphans, (story, orphans)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
+        happened = chaos(Path(folder), faults=arguments.faults, seed=arguments.seed)
+    print(f"seed {arguments.seed}: {len(happened)} faults, and every run ended with the undisturbed one's bits")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
