@@ -75,6 +75,14 @@ class Door:
         os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
         _remove_segments(lambda pid: not psutil.pid_exists(pid))  # of servers that were killed: 50 MB each
         pytriton.triton.Model = ModelWithCleanErrors
+        try:
+            self._start(config, roles)
+        except TimeoutError:  # seen once: it listened, and never answered
+            LOGGER.warning("tritonserver is started again")
+            _wait_for_port(self.host, self.port)
+            self._start(config, roles)
+
+    def _start(self, config: ServerConfig, roles: list[str]) -> None:
         self._workspace = Path(tempfile.mkdtemp(prefix="critic_triton_"))
         self._log = None if config.verbose else self._workspace / "triton.log"
         self._triton = Triton(

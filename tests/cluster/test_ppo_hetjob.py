@@ -104,7 +104,7 @@ def kill_server(job: Job) -> None:
 
 @pytest.mark.parametrize("end_one", [cancel_component, cancel_step, kill_server])
 def test_the_end_of_one_component_ends_both(cluster, inputs, tmp_path, end_one: Callable[[Job], None]):
-    job = submit(cluster, inputs, tmp_path / "run", "--time=60", CRITIC_RANKS=CRITIC_RANKS)
+    job = submit(cluster, inputs, tmp_path / "run", "--time=60")
     job.wait_for_step(2)
     end_one(job)
     seconds = job.wait_for_end(60)
