@@ -331,9 +331,11 @@ class PPOTrainer:
                 critic.restore(checkpoint_id(manifest.run_id, manifest.step), manifest.critic["files"])
                 return manifest
             except ProtocolError as error:
+                if error.code not in (Code.CONFLICT, Code.NOT_FOUND):
+                    raise
                 refusal = refusal or error
                 older = self._parts.store.latest(below=manifest.step)
-                if error.code not in (Code.CONFLICT, Code.NOT_FOUND) or older is None:
+                if older is None:
                     raise UserError(f"no checkpoint can be restored: {refusal.message}") from error
                 log.warning("%s: falling back to step %d", error.message, older.step)
                 manifest = older
