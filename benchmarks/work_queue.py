@@ -3,8 +3,8 @@
     .venv-actor/bin/torchrun --nproc-per-node=2 benchmarks/work_queue.py
 
 Every rank has a vLLM of its own on the 19 M-parameter policy. Lengths are log-normal, at most 256 tokens, and those of a
-prompt's samples alike. Prints a Markdown
-table; groups are those the rank generated, in the order in which they were done.
+prompt's samples alike. Prints a Markdown table; `work_queue.jsonl` in the work directory says which rank generated which
+samples, in the order in which they were done.
 """
 
 import argparse
@@ -21,38 +21,49 @@ from processes import ROOT
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ranks import Ranks
-from nemo_style_rlhf.generation.interface import GenerationRequest, SampleId, sample_seed
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
 from nemo_style_rlhf.rollout.sampling import generate_and_score
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
+from nemo_style_rlhf.tracking.metrics import write_jsonl
 
 LONGEST = 256
 SAMPLES_PER_PROMPT = 8
 
 
-class Trace:
-    """A scorer that notes what this rank generated."""
+class Counting:
+    """A generator that notes what it generated."""
 
-    def __init__(self) -> None:
+    def __init__(self, generator: VLLMGenerator) -> None:
+        self._generator = generator
         self.started = self.ended = time.perf_counter()
         self.tokens = 0
-        self.groups: list[str] = []
+        self.samples: list[int] = []
 
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._generator.submit(requests)
+
+    def completed(self) -> Iterator[Completion]:
+        for completion in self._generator.completed():
+            self.ended = time.perf_counter()
+            self.tokens += len(completion.token_ids)
+            self.samples.append(completion.request.sample.prompt_id)
+            yield completion
+
+
+class NoScores:
     def score(self, samples: Sequence[ScoringSample]) -> Future[Scores]:
-        self.ended = time.perf_counter()
-        self.tokens += sum(len(sample.tokens) - models.PROMPT_TOKENS for sample in samples)
-        self.groups.append(samples[0].prompt)
         scores: Future[Scores] = Future()
         scores.set_result(Scores(torch.zeros(len(samples))))
         return scores
 
 
 class DealtBeforehand(Ranks):
-    def queue(self, count: int) -> Iterator[int]:
-        yield from range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+    def queue(self, count: int, *, dealt: int) -> Iterator[int]:
+        yield from range(self.rank, count, self.size)
 
 
 def main() -> None:
@@ -71,19 +82,23 @@ def main() -> None:
         str(folder / "policy"), GenerationConfig(max_length=LONGEST, ignore_eos=True, kv_cache_gib=0.5), dtype="bfloat16",
         seed=0, max_model_len=models.PROMPT_TOKENS + LONGEST, eos_token_ids=[], weight_shapes={},
     )  # fmt: skip
-    rows = []
+    rows, traces = [], []
     for number in range(arguments.rounds):
         for name, way in ways.items():
             requests, prompts = rollout(arguments.samples, number)
             ranks.barrier()
-            trace = Trace()
-            generate_and_score(generator, trace, requests, prompts, lambda prompt, response: "", way)
-            shares = ranks.all_gather((trace.tokens, trace.ended - trace.started, trace.groups))
+            counting = Counting(generator)
+            generate_and_score(counting, NoScores(), requests, prompts, lambda prompt, response: "", way)
+            shares = ranks.all_gather((counting.tokens, counting.ended - counting.started, counting.samples))
             rows.append(row(number, name, shares))
+            traces.append({"rollout": number, "dealing": name, "samples": [share[2] for share in shares]})
     if ranks.is_first:
-        print("| rollout | | tokens of the busiest rank over the mean | seconds, rank by rank | groups, rank by rank |")
+        print(
+            "| rollout | | tokens of the busiest rank over the mean | seconds, rank by rank | samples, rank by rank |"
+        )
         print("|---|---|---|---|---|")
         print("\n".join(rows), flush=True)
+        write_jsonl(arguments.work_dir / "work_queue.jsonl", traces)
     ranks.barrier()
     os._exit(0)  # vLLM's engine would take seconds to end
 
@@ -92,10 +107,8 @@ def rollout(samples: int, number: int) -> tuple[list[GenerationRequest], dict[in
     rng = np.random.default_rng(number)
     of_prompts = rng.lognormal(3.0, 1.0, -(-samples // SAMPLES_PER_PROMPT)).repeat(SAMPLES_PER_PROMPT)[:samples]
     lengths = np.clip((of_prompts * rng.lognormal(0.0, 0.3, samples)).astype(int), 1, LONGEST)
-    group = max(1, samples // (16 * int(os.environ["WORLD_SIZE"])))
     prompts = {
-        index: Prompt(index, rng.integers(1, 8000, models.PROMPT_TOKENS).tolist(), str(index // group))
-        for index in range(samples)
+        index: Prompt(index, rng.integers(1, 8000, models.PROMPT_TOKENS).tolist(), "") for index in range(samples)
     }
     ids = [SampleId(number, index, 0) for index in range(samples)]
     return [
@@ -107,8 +120,8 @@ def rollout(samples: int, number: int) -> tuple[list[GenerationRequest], dict[in
 def row(number: int, name: str, shares: list[tuple[int, float, list[str]]]) -> str:
     tokens = [share[0] for share in shares]
     seconds = ", ".join(f"{share[1]:.1f}" for share in shares)
-    groups = "; ".join(" ".join(share[2]) for share in shares)
-    return f"| {number} | {name} | {max(tokens) * len(tokens) / sum(tokens):.2f} | {seconds} | {groups} |"
+    samples = ", ".join(str(len(share[2])) for share in shares)
+    return f"| {number} | {name} | {max(tokens) * len(tokens) / sum(tokens):.2f} | {seconds} | {samples} |"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,42 +55,42 @@ class CheckpointStore:
         self._root = root
         self._keep_last = keep_last
 
-    def save(
-        self, step: int, run_id: str, *, write_actor: Callable[[Path], None], critic: dict[str, Any],
-        state: dict[str, Any], versions: dict[str, str],
-    ) -> Path:  # fmt: skip
-        """Make a checkpoint whole or not at all: the manifest that names both halves appears last, by rename.
+    def begin(self, step: int) -> Path:
+        """An empty folder for the actor's half; its checkpoint counts once it is committed."""
+        shutil.rmtree(self._folder(step), ignore_errors=True)  # of an attempt that ended early, or damaged
+        half = self.actor_half(step)
+        half.mkdir(parents=True)
+        return half
 
-        Args:
-            write_actor: writes the actor's half into an empty folder, :meth:`actor_half`.
-            critic: what describes the critic's half, which is durable already.
+    def commit(
+        self, step: int, run_id: str, *, critic: dict[str, Any], state: dict[str, Any], versions: dict[str, str]
+    ) -> None:
+        """Make the files in the actor's half, and what describes the critic's, a checkpoint: the manifest that names both appears
+        last, by rename."""
+        folder, half = self._folder(step), self.actor_half(step)
+        fsync_tree(folder)
+        manifest = Manifest(FORMAT, step, run_id, file_digests(half), critic, state, versions)
+        write_atomically(folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+
+    @contextmanager
+    def whole_or_absent(self, step: int) -> Iterator[None]:
+        """Around all that writes a checkpoint.
 
         Raises:
             UserError: the disk refused; checkpoints committed before are whole.
         """
-        folder = self._folder(step)
         try:
-            self._write(folder, Manifest(FORMAT, step, run_id, {}, critic, state, versions), write_actor)
+            yield
         except (OSError, RuntimeError) as error:
             if (reason := storage_failure(error)) is None:
                 raise
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self._folder(step), ignore_errors=True)
             committed = self.committed_steps()
             resume = f"it resumes from step {committed[-1]}" if committed else "there is no earlier one"
             raise UserError(
                 f"the checkpoint of step {step} could not be saved in {self._root} ({reason}): "
                 f"make room and start again, {resume}"
             ) from error
-        return folder
-
-    def _write(self, folder: Path, manifest: Manifest, write_actor: Callable[[Path], None]) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that never got a manifest, or of a damaged checkpoint
-        half = folder / ACTOR_HALF
-        half.mkdir(parents=True)
-        write_actor(half)
-        fsync_tree(folder)
-        manifest.actor = file_digests(half)
-        write_atomically(folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
 
     def prune(self) -> None:
         """Delete what is older than the newest ``keep_last`` committed checkpoints."""

@@ -44,6 +44,8 @@ class Service:
         self._refusing = threading.Event()
         self._abandoning = threading.Event()
         self._model_lock = threading.Lock()
+        self._working = [self._model_lock]
+        """Held while a call must not be cut off, in the order in which calls take them."""
         self._busy: tuple[str, float] | None = None
         if reward is not None:
             self._reward = reward
@@ -105,7 +107,8 @@ class Service:
     def stop(self, grace_s: float) -> bool:
         """Refuse new work and wait for the running call; False when it had to be abandoned after ``grace_s`` seconds."""
         self._refusing.set()
-        finished = self._model_lock.acquire(timeout=grace_s)
+        deadline = time.monotonic() + grace_s
+        finished = all([lock.acquire(timeout=max(0.0, deadline - time.monotonic())) for lock in self._working])
         self._abandoning.set()
         return finished
 

@@ -259,11 +259,13 @@ class RemoteCritic:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save(self, checkpoint_id: str, *, export: bool = False) -> dict[str, Any]:
-        """Make the critic's half durable: ``files`` (digests by name), ``critic_step``, ``state_digest``, maybe ``export``."""
-        return self._ask(
-            protocol.SAVE, {"lease": self._require_lease(), "checkpoint_id": checkpoint_id, "export": export}
-        )
+    def save(self, checkpoint_id: str, *, export: bool = False) -> "Future[dict[str, Any]]":
+        """Make the critic's half durable: ``files`` (digests by name), ``critic_step``, ``state_digest``, maybe ``export``.
+
+        It is that of the train steps asked for before this call.
+        """
+        request = {"lease": self._require_lease(), "checkpoint_id": checkpoint_id, "export": export}
+        return self._train_pool.submit(self._ask, protocol.SAVE, request)
 
     def commit(self, checkpoint_id: str, keep: int) -> list[str]:
         """Tell the server that the pair is whole; it keeps the last ``keep`` and returns what it removed."""

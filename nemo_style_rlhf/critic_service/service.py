@@ -1,5 +1,6 @@
 """What a request to the critic process does."""
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,8 @@ class CriticService(Service):
         self._worker = worker
         self._store = store
         self._ledger = Ledger()
+        self._storing = threading.Lock()  # one save, commit or restore at a time; taken before the models'
+        self._working.insert(0, self._storing)
         self._last_save: tuple[tuple[protocol.CheckpointRequest, int], dict[str, Any]] | None = None
         self.dismiss = worker.crew.dismiss
         self.roles.insert(0, "critic")
@@ -112,33 +115,40 @@ class CriticService(Service):
             )
         self._require_open()
         lease = self._ledger.acquire(request.run_id)  # at once, so that work queued under the old lease is refused
-        with self._models(f"acquire by {request.run_id}"):  # work running under it is finished first
+        with self._storing, self._models(f"acquire by {request.run_id}"):  # work running under it is finished first
             return _json({"lease": lease, "boot_id": self.boot_id, "critic_step": self._ledger.step})
 
     def _save(self, inputs: Mapping[str, Array]) -> Tensors:
+        """Only the copy holds the models: others are answered while it is written."""
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.CheckpointRequest)
-        with self._leased(request.lease, f"save of {request.checkpoint_id}"):
-            step = self._ledger.step
-            if self._last_save is None or self._last_save[0] != (request, step):
-                half = self._store.save(request.checkpoint_id, step, self._worker.save)
-                answer: dict[str, Any] = {
-                    "critic_step": step,
-                    "files": half.digests,
-                    "state_digest": self._worker.digest(),
-                }
+        with self._storing:
+            with self._leased(request.lease, f"save of {request.checkpoint_id}"):
+                step = self._ledger.step
+                if self._last_save is not None and self._last_save[0] == (request, step):
+                    return _json(self._last_save[1])
+                self._worker.snapshot()
+                answer: dict[str, Any] = {"critic_step": step, "state_digest": self._worker.digest()}
                 if request.export:
                     answer["export"] = str(self._store.export(request.checkpoint_id, self._worker.export))
-                self._last_save = (request, step), answer
-            return _json(self._last_save[1])
+            answer["files"] = self._store.save(request.checkpoint_id, step, self._write_half).digests
+            self._last_save = (request, step), answer
+            return _json(answer)
+
+    def _write_half(self, directory: Path) -> None:
+        with self._model_lock:
+            self._worker.begin_files(directory)
+        self._worker.wait_for_files()
+        with self._model_lock:
+            self._worker.end_files()
 
     def _commit(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.CommitRequest)
-        with self._leased(request.lease, f"commit of {request.checkpoint_id}"):
+        with self._storing, self._leased(request.lease, f"commit of {request.checkpoint_id}"):
             return _json({"pruned": self._store.commit(request.checkpoint_id, request.keep)})
 
     def _restore(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.CheckpointRequest)
-        with self._leased(request.lease, f"restore of {request.checkpoint_id}"):
+        with self._storing, self._leased(request.lease, f"restore of {request.checkpoint_id}"):
             directory, half = self._store.verified(request.checkpoint_id, request.digests)
             self._worker.load(directory)
             self._ledger.restored(half.critic_step)

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from nemo_style_rlhf.critic_service.reward_model import RewardModel
 from nemo_style_rlhf.data.ragged import unpad
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer, original_dropout
 from nemo_style_rlhf.models.lora import add_lora, merged
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
@@ -67,6 +69,9 @@ class CriticWorker:
         if config.model.compile:
             critic.compile(dynamic=True)
         self.engine = Engine(critic, config.engine, device=device)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._snapshot = Snapshot()
+        self._files: Future[None] = Future()
         self.engine.offload_optimizer()
 
     @on_all_ranks
@@ -153,11 +158,29 @@ class CriticWorker:
         return self.engine.digest()
 
     @on_all_ranks
-    def save(self, directory: Path) -> None:
-        """``directory`` is one that all ranks see."""
-        self.engine.save(directory)
+    def snapshot(self) -> None:
+        """Copy the critic's state in memory, for the files of a checkpoint."""
+        self._snapshot = self.engine.snapshot()
         self.engine.offload_optimizer()
-        self.crew.gather(None)  # whole only once every rank has written
+
+    @on_all_ranks
+    def begin_files(self, directory: Path) -> None:
+        """Have each rank's files of the snapshot written to ``directory``, which all ranks see; meanwhile others may call."""
+        self._files = self._writer.submit(self._snapshot.write, directory)
+
+    def wait_for_files(self) -> None:
+        """Of this rank."""
+        wait([self._files])
+
+    @on_all_ranks
+    def end_files(self) -> None:
+        """Return when every rank has written.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        self._files.result()
+        self.crew.gather(None)
 
     @on_all_ranks
     def load(self, directory: Path) -> None:

@@ -3,9 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from nemo_style_rlhf.data.records import Dropped
 from nemo_style_rlhf.errors import UserError
+
+TOOLS_KEY = "tools"
+"""In a row with messages: the tools its conversation may call, for the chat template."""
 
 
 class Encoder:
@@ -56,20 +61,28 @@ class Encoder:
                 ids.append(eos)
         return ids
 
-    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        """``messages`` rendered by the chat template.
+    def chat(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """``messages`` rendered by the chat template, which may describe ``tools`` (JSON schemas) at their beginning.
 
         Raises:
             UserError: there is no chat template.
-            jinja2.TemplateError: it refuses these messages.
+            Dropped: it refuses these messages.
         """
         if self.chat_template is None and self.tokenizer.chat_template is None:
             raise UserError("messages need a chat template and the tokenizer has none: set data.chat_template")
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, chat_template=self.chat_template, add_generation_prompt=add_generation_prompt, tokenize=False
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=self.chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
             )
-        )
+        except jinja2.TemplateError as error:
+            raise Dropped(f"refused by the chat template ({error})") from error
+        return str(rendered)
 
     def rendered(self, text: str) -> list[int]:
         """Tokens of a text in which the chat template has already put every special token."""

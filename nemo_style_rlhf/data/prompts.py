@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_style_rlhf.data.encoding import Encoder
+from nemo_style_rlhf.data.encoding import TOOLS_KEY, Encoder
 from nemo_style_rlhf.data.hh import cut_last_answer
-from nemo_style_rlhf.data.records import DropReport, Record, read_records
+from nemo_style_rlhf.data.records import Dropped, DropReport, Record, read_records
 from nemo_style_rlhf.data.templates import render
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.data import PromptRowsConfig
@@ -35,8 +35,8 @@ def load_prompts(
 ) -> tuple[list[Prompt], DropReport]:
     """Tokenised prompts of one file, in its order.
 
-    Prompts longer than ``config.max_prompt_length`` tokens, empty ones and HH transcripts without an answer are dropped and
-    counted in the report.
+    Prompts longer than ``config.max_prompt_length`` tokens, empty ones, conversations that the chat template refuses and HH
+    transcripts without an answer are dropped and counted in the report.
 
     Raises:
         UserError: missing file, broken JSON, missing key, empty data set, or nothing left.
@@ -45,15 +45,15 @@ def load_prompts(
     report = DropReport(path)
     prompts = []
     for record in read_records(path):
-        text = _prompt_text(record, config, encoder)
-        if text is None:
-            report.drop("without an assistant turn", record)
-            continue
-        token_ids = encoder.rendered(text) if config.format == "messages" else encoder.prompt(text)
-        if not token_ids:
-            report.drop("empty", record)
-        elif len(token_ids) > config.max_prompt_length:
-            report.drop(f"longer than {config.max_prompt_length} tokens", record)
+        try:
+            text = _prompt_text(record, config, encoder)
+            token_ids = encoder.rendered(text) if config.format == "messages" else encoder.prompt(text)
+            if not token_ids:
+                raise Dropped("empty")
+            if len(token_ids) > config.max_prompt_length:
+                raise Dropped(f"longer than {config.max_prompt_length} tokens")
+        except Dropped as reason:
+            report.drop(str(reason), record)
         else:
             label, metadata = _label(record, config), _metadata(record, config)
             prompts.append(Prompt(record.index, token_ids, text, label, metadata, _sampling(record, config)))
@@ -62,17 +62,19 @@ def load_prompts(
     return prompts, report
 
 
-def _prompt_text(record: Record, config: PromptRowsConfig, encoder: Encoder) -> str | None:
+def _prompt_text(record: Record, config: PromptRowsConfig, encoder: Encoder) -> str:
     if config.format == "messages":
         messages = record.get(config.key, "data.prompt_key")
         if not isinstance(messages, list) or not messages:
             raise UserError(
                 f"{record.where}: {config.key!r} is not a list of messages: check the file or set data.format=text"
             )
-        return encoder.chat(messages, add_generation_prompt=True)
+        return encoder.chat(messages, add_generation_prompt=True, tools=record.fields.get(TOOLS_KEY))
     text = record.text(config.key, "data.prompt_key")
     prompt = cut_last_answer(text) if config.format == "hh" else text
-    return None if prompt is None else render(config.prompt_template, prompt)
+    if prompt is None:
+        raise Dropped("without an assistant turn")
+    return render(config.prompt_template, prompt)
 
 
 def _label(record: Record, config: PromptRowsConfig) -> str | None:

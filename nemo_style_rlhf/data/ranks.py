@@ -1,5 +1,6 @@
 """Samples over ranks: which rank computes what, and how the others come to know."""
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +22,7 @@ class Ranks:
         self.size: int = dist.get_world_size() if dist.is_initialized() else 1
         # Not the models' group: that may be NCCL's, and gives up after half an hour.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
-        self._queues = 0
+        self._stores = 0
 
     @property
     def is_first(self) -> bool:
@@ -36,16 +37,24 @@ class Ranks:
             own = first + self.rank
             yield (parts[own], True) if own < len(parts) else (parts[0], False)
 
-    def queue(self, count: int) -> Iterator[int]:
-        """Some of the numbers below ``count``, in order: each goes to the rank that asks first, and so not always to the same."""
-        name = f"nemo_style_rlhf/queue/{self._queues}"
-        self._queues += 1
+    def queue(self, count: int, *, dealt: int) -> Iterator[int]:
+        """This rank's of the numbers below ``count``: the first ``dealt`` in turn, each later one goes to whoever asks for it."""
         if self.size == 1:
             yield from range(count)
             return
-        store = dist.distributed_c10d._get_default_store()
-        while (number := store.add(name, 1) - 1) < count:
+        store = self._new_store()
+        yield from range(self.rank, min(dealt, count), self.size)
+        while (number := dealt + store.add("taken", 1) - 1) < count:
             yield number
+
+    def groups(self, sizes: Sequence[int]) -> "Groups[Any]":
+        """Groups of ``sizes`` whose members are made by any rank."""
+        return Groups(sizes, self._new_store() if self.size > 1 else None)
+
+    def _new_store(self) -> dist.Store:
+        """One that the ranks share, empty."""
+        self._stores += 1
+        return dist.PrefixStore(f"nemo_style_rlhf/{self._stores}", dist.distributed_c10d._get_default_store())
 
     def gather(self, result: Result) -> list[Result]:
         """On the first rank those of all ranks, in order; on the others nothing."""
@@ -82,6 +91,30 @@ class Ranks:
     def everyone(self, compute: Callable[[], Result]) -> list[Result]:
         """What ``compute`` returns on each rank; what it raises on one is raised on all."""
         return [outcome() for outcome in self.all_gather(_outcome(compute))]
+
+
+class Groups(Generic[Part]):
+    """Whoever adds the last member of a group has the whole group, those of other ranks included."""
+
+    def __init__(self, sizes: Sequence[int], store: dist.Store | None) -> None:
+        self._sizes = sizes
+        self._store = store
+        self._own: dict[int, dict[int, Part]] = {}
+
+    def add(self, group: int, row: int, member: Part) -> list[Part] | None:
+        """The members of ``group`` by row, now that it is complete; None before, and on the other ranks."""
+        own = self._own.setdefault(group, {})
+        own[row] = member
+        rows = range(self._sizes[group])
+        if self._store is None:
+            return [own[row] for row in rows] if len(own) == len(rows) else None
+        self._store.set(f"{group}/{row}", pickle.dumps(member))
+        if self._store.add(f"{group}", 1) < len(rows):
+            return None
+        whole = [own[row] if row in own else pickle.loads(self._store.get(f"{group}/{row}")) for row in rows]
+        for row in rows:
+            self._store.delete_key(f"{group}/{row}")
+        return whole
 
 
 @dataclass

@@ -49,6 +49,10 @@ class Record:
         return value
 
 
+class Dropped(Exception):
+    """A row that cannot be used, with the reason for the report."""
+
+
 @dataclass
 class DropReport:
     """How many rows were kept, how many were dropped for which reason, and the first of them."""

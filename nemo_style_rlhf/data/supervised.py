@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_style_rlhf.data.encoding import Encoder
+from nemo_style_rlhf.data.encoding import TOOLS_KEY, Encoder
 from nemo_style_rlhf.data.hh import split_last_answer
-from nemo_style_rlhf.data.records import DropReport, Record, read_records
+from nemo_style_rlhf.data.records import Dropped, DropReport, Record, read_records
 from nemo_style_rlhf.data.templates import render
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import (
@@ -82,10 +83,6 @@ class UnpairedExample(SFTExample):
     """One answer to a prompt, judged by itself."""
 
     desirable: bool
-
-
-class Dropped(Exception):
-    """A row that cannot be used, with the reason for the report."""
 
 
 def load_sft(
@@ -170,9 +167,10 @@ def _conversation(record: Record, config: SFTDataConfig, encoder: Encoder) -> Co
     if not turns or turns[-1] != len(messages) - 1:
         raise Dropped("without an assistant's last turn")
     text, answer, ids, read = "", "", list[int](), list[tuple[int, int]]()
+    chat = partial(encoder.chat, tools=record.fields.get(TOOLS_KEY))
     for turn in turns if config.learn == "all_answers" else turns[-1:]:
-        prompt = encoder.chat(messages[:turn], add_generation_prompt=True)
-        answer = _rendered_answer(prompt, messages[: turn + 1], encoder)
+        prompt = chat(messages[:turn], add_generation_prompt=True)
+        answer = _rendered_answer(prompt, messages[: turn + 1], chat)
         if not prompt.startswith(text):
             raise Dropped("rendered differently with an answer than without")
         start = len(ids)
@@ -276,8 +274,9 @@ def _last_answer(
             messages = [*_messages(record, config.prompt_key, "data.prompt_key"), *messages]
     if messages[-1].get("role") != "assistant":
         raise Dropped("without an assistant's last turn")
-    prompt = encoder.chat(messages[:-1], add_generation_prompt=True)
-    return Prompt(prompt, by_chat_template=True), _rendered_answer(prompt, messages, encoder)
+    chat = partial(encoder.chat, tools=record.fields.get(TOOLS_KEY))
+    prompt = chat(messages[:-1], add_generation_prompt=True)
+    return Prompt(prompt, by_chat_template=True), _rendered_answer(prompt, messages, chat)
 
 
 def _messages(record: Record, key: str, setting: str) -> list[dict[str, Any]]:
@@ -287,12 +286,12 @@ def _messages(record: Record, key: str, setting: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _rendered_answer(prompt: str, messages: list[dict[str, Any]], encoder: Encoder) -> str:
+def _rendered_answer(prompt: str, messages: list[dict[str, Any]], chat: Callable[..., str]) -> str:
     """The last of ``messages`` as the chat template writes it behind ``prompt``, which it makes of those before."""
     answer = messages[-1]
     if not str(answer.get("content") or "").strip() and not answer.get("tool_calls"):
         raise Dropped("with an empty response")
-    through = encoder.chat(messages, add_generation_prompt=False)
+    through = chat(messages, add_generation_prompt=False)
     if not through.startswith(prompt):
         raise Dropped("rendered differently with an answer than without")
     return through[len(prompt) :]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nemo_style_rlhf.engine.schedule import lr_factor
 from nemo_style_rlhf.engine.shares import use_heads_in_shares, whole
+from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import tensor_bytes
 from nemo_style_rlhf.schema.common import EngineConfig
@@ -73,6 +74,8 @@ class Engine:
             config=_deepspeed_config(config, module),
             dist_init_required=False,
         )
+        self._deepspeed.checkpoint_engine = InMemory(self._deepspeed._config)
+        self._deepspeed._copy_recovery_script = lambda _: None  # it would go to disk at once
         if config.zero_stage == 3:
             use_heads_in_shares(module)
         self._offloaded = False
@@ -154,15 +157,18 @@ class Engine:
             _update(digest, shares)
         return digest.hexdigest()
 
-    def save(self, directory: Path) -> None:
-        """Write trained weights, optimizer, schedule and counters below ``directory``; every rank calls it."""
+    def snapshot(self) -> Snapshot:
+        """A copy of trained weights, optimizer, schedule and counters in host memory; every rank calls it, and writes its own."""
         self.reload_optimizer()
+        writer = self._deepspeed.checkpoint_engine
+        writer.snapshot = Snapshot()
         self._deepspeed.save_checkpoint(
-            str(directory), tag=CHECKPOINT_TAG, save_latest=False, exclude_frozen_parameters=self._partly_frozen
+            str(FOLDER), tag=CHECKPOINT_TAG, save_latest=False, exclude_frozen_parameters=self._partly_frozen
         )
+        return writer.snapshot
 
     def load(self, directory: Path) -> None:
-        """Bring back what :meth:`save` wrote, to the last bit; every rank calls it."""
+        """Bring back a snapshot written to ``directory``, to the last bit; every rank calls it."""
         self.reload_optimizer()
         loaded, _ = self._deepspeed.load_checkpoint(
             str(directory), tag=CHECKPOINT_TAG, load_module_strict=not self._partly_frozen

@@ -33,7 +33,8 @@ from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm, load_t
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import MAX_GAP, Probe
-from nemo_style_rlhf.ppo.trainer import IDENTITY_FILE, Parts, PPOTrainer, run_identity
+from nemo_style_rlhf.ppo.saving import IDENTITY_FILE
+from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer, run_identity
 from nemo_style_rlhf.rollout.collector import Collector
 from nemo_style_rlhf.rollout.reference import AdaptersOff, FrozenCopy, Reference
 from nemo_style_rlhf.schema.actor import PPOActorConfig

@@ -1,23 +1,21 @@
-"""RNG states of the process, as one file of a checkpoint."""
+"""RNG states of the process, as one file of a checkpoint holds them."""
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 
-def save_rng(path: Path) -> None:
-    """Python's, NumPy's, torch's and every CUDA device's generator state."""
-    torch.save(
-        {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        },
-        path,
-    )
+def rng_states() -> dict[str, Any]:
+    """Python's, NumPy's, torch's and every CUDA device's, for torch.save."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
 
 
 def load_rng(path: Path) -> None:

@@ -27,7 +27,7 @@ from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.lora import lora_identity, save_adapter
 from nemo_style_rlhf.ppo.audit import Probe, audit_gap, audit_signs
 from nemo_style_rlhf.ppo.metrics import rollout_metrics, rollout_rows, validation_metrics
-from nemo_style_rlhf.ppo.rng import load_rng, save_rng
+from nemo_style_rlhf.ppo.saving import Saver
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
 from nemo_style_rlhf.rollout.collector import Collector, CollectorState
 from nemo_style_rlhf.rollout.sampling import Timers
@@ -37,8 +37,6 @@ from nemo_style_rlhf.tracking.metrics import MetricsWriter, write_jsonl
 from nemo_style_rlhf.tracking.progress import StepProgress
 
 log = logging.getLogger(__name__)
-IDENTITY_FILE = "identity.json"
-"""In the actor's half of a checkpoint: what a run that resumes from it must have in common with it."""
 VALIDATION_SEED_OFFSET = 2**32
 """Validation samples have seeds of their own, the same ones every time."""
 
@@ -90,7 +88,11 @@ class PPOTrainer:
         self._total_steps = total_steps
         self._output_dir = Path(config.run.output_dir)
         self._sampler = PromptSampler(len(parts.prompts), config.run.seed, config.data.shuffle)
-        self._probe_gap = 0.0
+        self._probe_gap = self._save_stall = 0.0
+        self._saver = Saver(
+            parts.store, parts.critic, run_id=run_id, keep_last=config.checkpoint.keep_last,
+            identity=run_identity(config, parts.ranks.size), versions=parts.versions,
+        )  # fmt: skip
         self.progress = Progress()
 
     def fit(self) -> bool:
@@ -116,6 +118,8 @@ class PPOTrainer:
                     stop = any(self._ranks.all_gather(stop_requested()))  # not every rank may have been told by now
                     stopping = stop and self.progress.step < self._total_steps
                     self._commit_if_due(now=stopping)
+                    if stopping or self.progress.step == self._total_steps:
+                        self._saver.settle()
                 except (ServerRestarted, ServerUnreachable) as event:
                     log.warning("%s; both halves go back to their last common checkpoint", event)
                     in_step_with_server = stopping = False
@@ -195,7 +199,8 @@ class PPOTrainer:
             rows = rollout_rows(experience, parts.tokenizer)
             write_jsonl(self._output_dir / "rollouts" / f"step_{step:06d}.jsonl", rows)
         timers.lap("tracking")
-        metrics |= _timer_metrics(timers, experience)
+        metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._save_stall}
+        self._save_stall = 0.0
         self._write_metrics(step, metrics)
         audit_signs(config.audit, metrics)
         return metrics
@@ -243,48 +248,15 @@ class PPOTrainer:
             self._commit()
 
     def _commit(self) -> None:
-        """Save both halves, the critic's first, name them in one manifest, then let both sides prune."""
-        parts, config = self._parts, self._config.checkpoint
-        critic, name = parts.critic, checkpoint_id(self._run_id, self.progress.step)
-        last = self.progress.step == self._total_steps
-        described = self._ranks.on_first(
-            lambda: {} if critic is None else critic.save(name, export=last and config.export_critic)
-        )
-        if self._ranks.is_first:
-            parts.store.save(
-                self.progress.step,
-                self._run_id,
-                write_actor=self._write_half,
-                critic=described,
-                state=asdict(self.progress),
-                versions=parts.versions,
-            )
-        else:
-            self._write_half(parts.store.actor_half(self.progress.step))
-        self._ranks.on_first(lambda: self._prune(name))
-
-    def _prune(self, committed: str) -> None:
-        parts = self._parts
-        if parts.critic is not None:
-            parts.critic.commit(committed, self._config.checkpoint.keep_last)
-        parts.store.prune()
-
-    def _write_half(self, directory: Path) -> None:
-        """Every rank writes its share."""
-        self._ranks.barrier()  # the first has made the folder
-        self._parts.engine.save(directory / "engine")
-        save_rng(directory / self._rng_file)
-        if self._ranks.is_first:
-            (directory / IDENTITY_FILE).write_text(json.dumps(run_identity(self._config, self._ranks.size)))
-        self._ranks.barrier()  # whole only now
-
-    @property
-    def _rng_file(self) -> str:
-        return "rng.pt" if self._ranks.is_first else f"rng_{self._ranks.rank}.pt"
+        step, began = self.progress.step, perf_counter()
+        export_critic = step == self._total_steps and self._config.checkpoint.export_critic
+        self._saver.save(self._parts.engine, step, asdict(self.progress), export_critic=export_critic)
+        self._save_stall = perf_counter() - began
 
     def _restore(self) -> None:
         """Bring both halves to the last common checkpoint; a run without one starts, and commits its step 0."""
         parts = self._parts
+        self._saver.abandon()
         manifest = self._ranks.on_first(self._restore_critic)
         if parts.critic is not None and not self._ranks.is_first:
             parts.critic.wait_until_ready(log.info)
@@ -292,9 +264,7 @@ class PPOTrainer:
         if manifest is None:
             self._start()
             return
-        half = parts.store.actor_half(manifest.step)
-        parts.engine.load(half / "engine")
-        load_rng(half / self._rng_file)
+        self._saver.load(parts.engine, manifest.step)
         self.progress = Progress(**manifest.state)
         if self.progress.collector:
             parts.collector.state = CollectorState(**self.progress.collector)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from time import perf_counter
 
 import torch
@@ -18,8 +19,12 @@ from nemo_style_rlhf.scoring.interface import Scorer, Scores, ScoringSample
 SCORING_GROUP = 32
 """Samples per scoring request: small enough that scoring starts early, large enough that the server's batches are full."""
 
+RUNNING_PART = 3
+"""Of several ranks each decodes a third of its share at a time: less would even out their tokens still better, in smaller
+batches."""
+
 Pending = dict[int, Future[Scores]]
-"""Scores to come, of the groups that this rank generated."""
+"""Scores to come, of the groups that were completed on this rank."""
 Decode = Callable[[list[int], list[int]], str]
 """Token ids of prompt and response to the response's text, without special tokens."""
 
@@ -99,43 +104,42 @@ def generate_and_score(
 ) -> tuple[list[Rollout], Pending]:
     """Generate every request; a group of neighbours is sent to be scored as soon as it is complete.
 
-    Groups are cut by position in ``requests``, never by who finished first, so the scorer's batches are repeatable. Of
-    several ranks each takes a group whenever it has room, so that one whose samples are short takes more of them.
+    Groups are cut by position in ``requests``, never by who finished first, so the scorer's batches are repeatable. Several
+    ranks are dealt the first requests in turn, so that the samples of a prompt are spread; the rest go one by one to whoever
+    has room.
 
     Returns:
-        Rollouts of all ranks in the order of ``requests``, and the scores to come of this rank's groups.
+        Rollouts of all ranks in the order of ``requests``, and the scores to come of the groups completed on this rank.
     """
-    alone = ranks.size == 1
-    # Of several ranks each is to find sixteen groups or more, and to begin with half of its share.
-    size = SCORING_GROUP if alone else min(SCORING_GROUP, max(1, len(requests) // (16 * ranks.size)))
-    room = len(requests) + size if alone else max(size, len(requests) // (2 * ranks.size))
-    groups = [requests[start : start + size] for start in range(0, len(requests), size)]
-    members = {request.sample: (group, row) for group, part in enumerate(groups) for row, request in enumerate(part)}
-    rollouts: dict[int, list[Rollout | None]] = {}
+    room = len(requests) if ranks.size == 1 else max(1, len(requests) // (RUNNING_PART * ranks.size))
+    numbers = {request.sample: number for number, request in enumerate(requests)}
+    groups = ranks.groups(
+        [min(SCORING_GROUP, len(requests) - start) for start in range(0, len(requests), SCORING_GROUP)]
+    )
+    queue = ranks.queue(len(requests), dealt=room * ranks.size)
+    rollouts: dict[int, Rollout] = {}
     pending: Pending = {}
-    queue = ranks.queue(len(groups))
     running = 0
 
     def take_more() -> None:
         nonlocal running
-        while running + size <= room and (group := next(queue, None)) is not None:
-            rollouts[group] = [None] * len(groups[group])
-            running += len(groups[group])
-            generator.submit(groups[group])
+        if taken := [requests[number] for number in islice(queue, room - running)]:
+            running += len(taken)
+            generator.submit(taken)
 
     take_more()
     while running:
         for completion in generator.completed():
-            group, row = members[completion.request.sample]
+            number = numbers[completion.request.sample]
             prompt = prompts[completion.request.sample.prompt_id]
-            rollouts[group][row] = Rollout.from_completion(completion, prompt.text, prompt.label, prompt.metadata)
+            rollouts[number] = Rollout.from_completion(completion, prompt.text, prompt.label, prompt.metadata)
             running -= 1
-            done = [rollout for rollout in rollouts[group] if rollout is not None]
-            if len(done) == len(groups[group]):
-                pending[group] = scorer.score([_scoring_sample(rollout, decode) for rollout in done])
+            group, row = divmod(number, SCORING_GROUP)
+            if whole := groups.add(group, row, rollouts[number]):
+                pending[group] = scorer.score([_scoring_sample(rollout, decode) for rollout in whole])
             take_more()
-    everyones = {group: done for share in ranks.all_gather(rollouts) for group, done in share.items()}
-    return [rollout for group in sorted(everyones) for rollout in everyones[group] if rollout is not None], pending
+    everyones = {number: rollout for share in ranks.all_gather(rollouts) for number, rollout in share.items()}
+    return [everyones[number] for number in sorted(everyones)], pending
 
 
 def joined(groups: Sequence[Scores]) -> Scores:

@@ -21,7 +21,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) 
     """For tests that leave it serving. Its checkpoint ``START`` is the untrained critic: the fixture ``critic`` restores it."""
     server = CriticServer(tmp_path_factory.mktemp("shared_server"), reward_model).start()
     with server.client() as critic:
-        critic.save(START)
+        critic.save(START).result()
     yield server
     server.close()
 

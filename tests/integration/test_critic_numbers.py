@@ -122,7 +122,7 @@ def test_training_equals_a_plain_torch_loop(critic: RemoteCritic, reward_model: 
     """Losses and exported weights after three train steps of two optimizer steps each, fp32."""
     batches = [train_batch(seed) for seed in (11, 12, 13)]
     metrics = [critic.train(batch, step=step).result() for step, batch in enumerate(batches, start=1)]
-    exported = critic.save("final", export=True)["export"]
+    exported = critic.save("final", export=True).result()["export"]
     model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
     losses = train_plainly(model, batches)
     np.testing.assert_allclose([step["loss"] for step in metrics], losses, atol=1e-6)

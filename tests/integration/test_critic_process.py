@@ -125,7 +125,7 @@ def test_rule_8_sigterm_lets_a_running_call_finish(make_server) -> None:
 def test_rule_8_sigterm_abandons_a_call_that_takes_too_long(make_server) -> None:
     server = make_server("server.shutdown_grace_s=1").start()
     with server.client(retries=1) as critic:
-        critic.save("before")
+        critic.save("before").result()
         training = critic.train(long_batch(5000), step=1)
         wait_until_busy(critic)
         children = psutil.Process(server.process.pid).children(recursive=True)
@@ -162,7 +162,7 @@ def test_rule_8_a_dead_tritonserver_is_noticed(make_server) -> None:
 def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_server) -> None:
     server = make_server().start()
     with server.client(retries=2) as critic:
-        good = critic.save("good")
+        good = critic.save("good").result()
         batch = train_batch(1)
         for returns in batch.returns:
             returns[:] = 1e30

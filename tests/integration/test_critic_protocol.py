@@ -97,7 +97,7 @@ def test_rule_2_a_new_lease_invalidates_the_old_one(shared_server: CriticServer,
     with shared_server.client("second actor") as second:
         for refused in (
             lambda: critic.train(train_batch(1), step=1).result(),
-            lambda: critic.save("stale"),
+            lambda: critic.save("stale").result(),
             lambda: critic.commit(START, keep=100),
             lambda: critic.restore(START, None),
             critic.shutdown,
@@ -162,11 +162,11 @@ def test_rule_3_a_step_in_parts_equals_a_step_in_one(shared_server: CriticServer
     """The same metrics and the same bits of weights and optimizer state."""
     batch = train_batch(4, count=100)
     whole = critic.train(batch, step=1).result()
-    expected = critic.save("whole")["state_digest"]
+    expected = critic.save("whole").result()["state_digest"]
     critic.restore(START, None)
     with shared_server.client(max_request_bytes=8192) as splitting:
         in_parts = splitting.train(batch, step=1).result()
-        assert splitting.save("parts")["state_digest"] == expected
+        assert splitting.save("parts").result()["state_digest"] == expected
     assert {**in_parts, "seconds": 0} == {**whole, "seconds": 0}
 
 
@@ -176,11 +176,11 @@ def test_rule_3_repeated_parts_return_the_stored_answer_and_train_nothing(critic
     assert send(critic, first) == {"staged": 1, "parts": 2}
     assert critic.status().critic_step == 0
     answer = send(critic, second)
-    digest = critic.save("once")["state_digest"]
+    digest = critic.save("once").result()["state_digest"]
     assert send(critic, second) == answer
     assert send(critic, first) == answer
     assert critic.status().critic_step == 1
-    assert critic.save("twice")["state_digest"] == digest
+    assert critic.save("twice").result()["state_digest"] == digest
 
 
 def test_rule_3_a_step_that_does_not_follow_is_refused_with_both_numbers(critic: RemoteCritic) -> None:
@@ -213,7 +213,7 @@ def test_rule_3_a_restarted_server_is_noticed(scratch_server: CriticServer) -> N
     with server.client(retries=20) as critic:
         step = critic.status().critic_step + 1
         critic.train(train_batch(6), step=step).result()
-        critic.save("trained")
+        critic.save("trained").result()
         expected = critic.infer(sequences(1)).result()
         server.kill()
         waiting = critic.infer(sequences(1))  # sent while nobody listens
@@ -235,12 +235,12 @@ def test_rule_3_a_restarted_server_is_noticed(scratch_server: CriticServer) -> N
 def test_rule_4_restore_is_exact_to_the_last_bit(critic: RemoteCritic) -> None:
     """Weights, optimizer and schedule: the steps after a restore equal the steps that were made before."""
     critic.train(train_batch(1), step=1).result()
-    saved = critic.save("one")
+    saved = critic.save("one").result()
     then = [critic.train(train_batch(seed), step=seed).result() for seed in (2, 3)]
-    digest = critic.save("three")["state_digest"]
+    digest = critic.save("three").result()["state_digest"]
     assert critic.restore("one", saved["files"]) == 1
     again = [critic.train(train_batch(seed), step=seed).result() for seed in (2, 3)]
-    assert critic.save("three-again")["state_digest"] == digest
+    assert critic.save("three-again").result()["state_digest"] == digest
     assert [{**step, "seconds": 0} for step in again] == [{**step, "seconds": 0} for step in then]
 
 
@@ -248,7 +248,7 @@ def test_rule_4_commit_keeps_the_last_ones(scratch_server: CriticServer) -> None
     server = scratch_server
     with server.client() as critic:
         for name in ("a", "b", "crashed", "c"):
-            critic.save(name)
+            critic.save(name).result()
             if name != "crashed":
                 pruned = critic.commit(name, keep=2)
         assert {"a", "crashed"} <= set(pruned)
@@ -260,7 +260,7 @@ def test_rule_4_commit_keeps_the_last_ones(scratch_server: CriticServer) -> None
 
 
 def test_rule_4_a_half_that_is_not_the_manifests_is_refused(shared_server: CriticServer, critic: RemoteCritic) -> None:
-    files = critic.save("damaged")["files"]
+    files = critic.save("damaged").result()["files"]
     name = next(iter(files))
     with pytest.raises(ProtocolError, match="not the one asked for"):
         critic.restore("damaged", {**files, name: "0" * 64})
@@ -275,12 +275,12 @@ def test_rule_4_a_full_disk_spares_the_last_good_checkpoint(scratch_server: Crit
     """A file-size limit on the live process stands in for the full disk."""
     server = scratch_server
     with server.client() as critic:
-        good = critic.save("good")
+        good = critic.save("good").result()
         critic.train(train_batch(1), step=good["critic_step"] + 1).result()
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         for name in ("good", "next"):
             with pytest.raises(UserError, match="could not be saved") as refusal:
-                critic.save(name)
+                critic.save(name).result()
             assert str(server.output_dir) not in str(refusal.value)
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         assert critic.restore("good", good["files"]) == good["critic_step"]

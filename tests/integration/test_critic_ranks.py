@@ -35,7 +35,7 @@ def learn(critic: RemoteCritic, server: CriticServer) -> Learned:
     metrics = [critic.train(train_batch(step, count=9), step=step).result() for step in range(1, STEPS + 1)]
     last = critic.infer(sequences(1)).result()
     assert first.rewards is not None
-    critic.save("learned", export=True)
+    critic.save("learned", export=True).result()
     weights = load_file(server.output_dir / "exports" / "learned" / "critic" / "model.safetensors")
     return Learned([np.concatenate(answer.values) for answer in (first, last)], first.rewards, metrics, weights)
 

@@ -15,15 +15,13 @@ from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
 from nemo_style_rlhf.errors import UserError
 
 
-def save(store, step, content="weights"):
-    return store.save(
-        step,
-        "run",
-        write_actor=lambda half: (half / "w.bin").write_text(f"{content} {step}"),
-        critic={"checkpoint_id": checkpoint_id("run", step), "files": {}},
-        state={"step": step},
-        versions={},
-    )
+def save(store, step):
+    with store.whole_or_absent(step):
+        half = store.begin(step)
+        (half / "w.bin").write_text(f"weights {step}")
+        critic = {"checkpoint_id": checkpoint_id("run", step), "files": {}}
+        store.commit(step, "run", critic=critic, state={"step": step}, versions={})
+    return half.parent
 
 
 def test_latest_is_the_newest_whole_one(tmp_path):
@@ -41,14 +39,14 @@ def test_an_attempt_that_died_before_its_manifest_does_not_count_and_can_be_repe
     store = CheckpointStore(tmp_path, keep_last=2)
     save(store, 1)
 
-    def no_space(half):
-        (half / "w.bin").write_text("hal")
-        raise OSError(28, "No space left on device")
+    def no_space():
+        with store.whole_or_absent(2):
+            (store.begin(2) / "w.bin").write_text("hal")
+            raise OSError(28, "No space left on device")
 
-    with pytest.raises(
-        UserError, match=r"step 2 could not be saved .*\(No space left on device\).* resumes from step 1"
-    ):
-        store.save(2, "run", write_actor=no_space, critic={}, state={}, versions={})
+    sentence = r"step 2 could not be saved .*\(No space left on device\).* resumes from step 1"
+    with pytest.raises(UserError, match=sentence):
+        no_space()
     assert store.latest().step == 1
     save(store, 2)
     assert store.latest().step == 2

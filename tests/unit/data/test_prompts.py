@@ -64,6 +64,18 @@ def test_messages_pass_through_the_chat_template_which_brings_its_own_special_to
     assert prompt.token_ids == [0, 2, 3, 27]
 
 
+def test_the_chat_template_sees_a_rows_tools_and_may_refuse_a_conversation(tmp_path, tokenizer):
+    template = (
+        "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}{{ tools[0].name }}{{ messages[0].content }}"
+    )
+    messages = [{"role": "user", "content": "b"}]
+    rows = [{"messages": messages}, {"messages": messages, "tools": [{"name": "a"}]}]
+    path = write(tmp_path / "m.jsonl", rows)
+    prompts, report = load_prompts(path, config(format="messages", chat_template=template), tokenizer)
+    assert [prompt.text for prompt in prompts] == ["ab"]
+    assert report.dropped == {"refused by the chat template (no tools)": 1}
+
+
 @pytest.mark.parametrize(
     ("single", "eos", "expected"),
     [

@@ -91,6 +91,18 @@ def test_a_pair_knows_where_its_responses_start(tmp_path, tokenizer):
     assert (pair.chosen[4:], pair.rejected[4:]) == ([B, EOS], [C, C, EOS])
 
 
+def test_conversations_that_the_chat_template_refuses_are_dropped_and_counted(tmp_path, tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{{ tools[0].name }}{{ m.content }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": [{"role": "system", "content": "c"}, *messages]}, {"messages": messages}]
+    examples, report = sft(tmp_path, tokenizer, *({**row, "tools": [{"name": "c"}]} for row in rows))
+    assert examples == [([C, A, C, B, EOS], 2)]
+    assert report.dropped == {"refused by the chat template (no system role)": 1}
+
+
 ENDING_TURNS = (
     "{{ bos_token }}{% for m in messages %}{{ m.content }}"
     "{% if m.role == 'user' %}z{% else %}{{ eos_token }}y{% endif %}{% endfor %}"

@@ -1,0 +1,109 @@
+"""Checkpoints that are written while training goes on: it stands still for the copy in memory, not for the disk."""
+
+import json
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
+from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.snapshot import Snapshot
+from nemo_style_rlhf.ppo.rng import load_rng, rng_states
+
+log = logging.getLogger(__name__)
+IDENTITY_FILE = "identity.json"
+"""In the actor's half of a checkpoint: what a run that resumes from it must have in common with it."""
+
+
+class Saver:
+    """Writes one checkpoint at a time. Every rank makes the same calls; what fails on one is raised on all."""
+
+    def __init__(
+        self, store: CheckpointStore, critic: RemoteCritic | None, *, run_id: str, keep_last: int,
+        identity: dict[str, Any], versions: dict[str, str],
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._critic = critic
+        self._run_id = run_id
+        self._keep_last = keep_last
+        self._identity = identity
+        self._versions = versions
+        self._ranks = Ranks()  # of its own: training's would mix both threads' messages
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(self, engine: Engine, step: int, state: dict[str, Any], *, export_critic: bool) -> None:
+        """Copy what ``step`` has come to, and begin to write it; a train step asked of the critic later comes after the copy.
+
+        Raises:
+            Exception: as :meth:`settle`, of the checkpoint before.
+        """
+        self.settle()
+        critic_half: Future[dict[str, Any]] | None = None
+        if self._critic is not None and self._ranks.is_first:
+            critic_half = self._critic.save(checkpoint_id(self._run_id, step), export=export_critic)
+        copy, rng = engine.snapshot(), rng_states()
+        self._writing = self._thread.submit(self._write, step, copy, rng, state, critic_half)
+
+    def settle(self) -> None:
+        """Wait until the last checkpoint is written.
+
+        Raises:
+            UserError: the disk refused.
+            ProtocolError, ServerRestarted, ServerUnreachable: of the critic's half.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def abandon(self) -> None:
+        """As :meth:`settle`, but a checkpoint that the server did not live to see is none."""
+        try:
+            self.settle()
+        except (ServerRestarted, ServerUnreachable) as error:
+            log.warning("%s; the last checkpoint is not complete", error)
+
+    def load(self, engine: Engine, step: int) -> None:
+        """Bring back the actor's half."""
+        half = self._store.actor_half(step)
+        engine.load(half / "engine")
+        load_rng(half / self._rng_file)
+
+    def _write(
+        self, step: int, copy: Snapshot, rng: dict[str, Any], state: dict[str, Any],
+        critic_half: "Future[dict[str, Any]] | None",
+    ) -> None:  # fmt: skip
+        """The critic's half first; then the actor's, and the manifest that names both; then both sides prune."""
+        half, whole_or_absent = self._store.actor_half(step), partial(self._store.whole_or_absent, step)
+
+        def begin() -> dict[str, Any]:
+            described = {} if critic_half is None else critic_half.result()
+            with whole_or_absent():
+                self._store.begin(step)
+            return described
+
+        def write() -> None:
+            with whole_or_absent():
+                copy.write(half / "engine")
+                torch.save(rng, half / self._rng_file)
+
+        def commit() -> None:
+            with whole_or_absent():
+                (half / IDENTITY_FILE).write_text(json.dumps(self._identity))
+                self._store.commit(step, self._run_id, critic=described, state=state, versions=self._versions)
+            if self._critic is not None:
+                self._critic.commit(checkpoint_id(self._run_id, step), self._keep_last)
+            self._store.prune()
+
+        described = self._ranks.on_first(begin)
+        self._ranks.everyone(write)
+        self._ranks.on_first(commit)
+
+    @property
+    def _rng_file(self) -> str:
+        return "rng.pt" if self._ranks.is_first else f"rng_{self._ranks.rank}.pt"
