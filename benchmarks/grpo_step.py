@@ -20,6 +20,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(DTYPES), default="19m", help="see benchmarks/models.py")
     parser.add_argument("--peer", action="store_true", help="alternate with TRL's GRPOTrainer and print the ratio")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile, both sides"
+    )
+    parser.add_argument(
+        "--old-logprobs",
+        choices=["sampler", "trainer"],
+        default="sampler",
+        help="trainer, our default and what TRL does, is one forward pass more",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of a run")
     parser.add_argument("--warmup", type=int, default=2, help="first steps of a run, which do not count")
@@ -30,7 +39,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="torch threads of every process")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "outputs" / "benchmarks")
     parser.add_argument("--actor", action="append", default=[], metavar="KEY=VALUE", help="another override")
-    parser.set_defaults(compile=False)
     arguments = parser.parse_args()
     if arguments.peer and not PEER_GRPO_PYTHON.exists():
         parser.error("--peer needs TRL's environment: run `make bench-peer-env` first")
@@ -48,6 +56,7 @@ def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:
         "reward.function.path=benchmarks/distinct_words.py",
         f"run.num_threads={arguments.threads}",
         f"model.dtype={DTYPES[arguments.model]}",
+        f"model.compile={str(arguments.compile).lower()}",
         f"model.path={models_dir(arguments) / 'policy'}",
         f"data.train_path={models_dir(arguments) / 'prompts.jsonl'}",
         f"generation.max_length={arguments.response_length}",
@@ -56,6 +65,7 @@ def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:
         f"algorithm.samples_per_prompt={arguments.group}",
         f"algorithm.mini_batches={arguments.mini_batches}",
         "algorithm.initial_policy_kl_penalty=0",
+        f"algorithm.old_logprobs={arguments.old_logprobs}",
         f"algorithm.max_steps={arguments.warmup + arguments.steps}",
         *arguments.actor,
     ]
@@ -68,7 +78,7 @@ def measure_peer(arguments: argparse.Namespace, result: Measured) -> None:
         PEER_GRPO_PYTHON, "benchmarks/peer_trl_grpo.py", "--models", models_dir(arguments), "--dtype",
         DTYPES[arguments.model], "--samples", arguments.samples, "--group", arguments.group, "--response-length",
         arguments.response_length, "--mini-batches", arguments.mini_batches, "--threads", arguments.threads,
-        "--steps", arguments.steps, "--warmup", arguments.warmup,
+        "--steps", arguments.steps, "--warmup", arguments.warmup, *(["--compile"] if arguments.compile else []),
     ]  # fmt: skip
     peer = run_json(command, arguments.work_dir / "peer_grpo.log")
     result.add_round(peer["seconds"], peer["phases"], {"TRL": peer["peak_rss_bytes"]})

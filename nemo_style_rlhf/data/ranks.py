@@ -1,5 +1,6 @@
 """Samples over ranks: which rank computes what, and how the others come to know."""
 
+import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 PATIENCE = timedelta(days=365)
 """While one rank waits for a server or a slow rollout the others must not give up."""
+_STORES = itertools.count()
+"""Numbers for their names, the same on every rank."""
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
@@ -22,7 +25,6 @@ class Ranks:
         self.size: int = dist.get_world_size() if dist.is_initialized() else 1
         # Not the models' group: that may be NCCL's, and gives up after half an hour.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
-        self._stores = 0
 
     @property
     def is_first(self) -> bool:
@@ -51,10 +53,13 @@ class Ranks:
         """Groups of ``sizes`` whose members are made by any rank."""
         return Groups(sizes, self._new_store() if self.size > 1 else None)
 
+    def tally(self) -> "Tally":
+        """A sum to which every rank adds."""
+        return Tally(self._new_store() if self.size > 1 else None)
+
     def _new_store(self) -> dist.Store:
         """One that the ranks share, empty."""
-        self._stores += 1
-        return dist.PrefixStore(f"nemo_style_rlhf/{self._stores}", dist.distributed_c10d._get_default_store())
+        return dist.PrefixStore(f"nemo_style_rlhf/{next(_STORES)}", dist.distributed_c10d._get_default_store())
 
     def gather(self, result: Result) -> list[Result]:
         """On the first rank those of all ranks, in order; on the others nothing."""
@@ -91,6 +96,19 @@ class Ranks:
     def everyone(self, compute: Callable[[], Result]) -> list[Result]:
         """What ``compute`` returns on each rank; what it raises on one is raised on all."""
         return [outcome() for outcome in self.all_gather(_outcome(compute))]
+
+
+class Tally:
+    """A sum over ranks, as it is at this moment."""
+
+    def __init__(self, store: dist.Store | None) -> None:
+        self._store = store
+        self._own = 0
+
+    def add(self, amount: int) -> int:
+        """The sum, with ``amount`` in it."""
+        self._own += amount
+        return self._own if self._store is None else self._store.add("sum", amount)
 
 
 class Groups(Generic[Part]):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation import cpu_kernels
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
 from nemo_style_rlhf.generation.transfer import Manifest
 from nemo_style_rlhf.schema.generation import GenerationConfig
@@ -52,6 +53,7 @@ class VLLMGenerator:
                 # Several ranks were started by somebody else: vLLM joins them, each on its own device.
                 distributed_executor_backend="external_launcher" if _ranks() > 1 else None,
                 enforce_eager=config.enforce_eager,
+                ir_op_priority={} if torch.cuda.is_available() or not config.enforce_eager else cpu_kernels.register(),
                 logprobs_mode="processed_logprobs",  # of the distribution sampled from, after the temperature
                 generation_config="vllm",  # not the checkpoint's own sampling defaults
                 disable_log_stats=True,

@@ -285,30 +285,13 @@ class PPOTrainer:
         if parts.critic is None:
             return manifest
         if manifest is not None:
-            return self._restore_newest(parts.critic, manifest)
+            return restore_newest(parts.critic, parts.store, manifest)
         if (critic_step := parts.critic.status().critic_step) != 0:
             raise UserError(
                 f"the critic server has already trained {critic_step} steps but {self._output_dir} holds no checkpoint to resume "
                 "from: restart the server, or give the run.output_dir of the run it belongs to"
             )
         return None
-
-    def _restore_newest(self, critic: RemoteCritic, newest: Manifest) -> Manifest:
-        """The newest checkpoint whose critic's half the server has, undamaged."""
-        manifest, refusal = newest, None
-        while True:
-            try:
-                critic.restore(checkpoint_id(manifest.run_id, manifest.step), manifest.critic["files"])
-                return manifest
-            except ProtocolError as error:
-                if error.code not in (Code.CONFLICT, Code.NOT_FOUND):
-                    raise
-                refusal = refusal or error
-                older = self._parts.store.latest(below=manifest.step)
-                if older is None:
-                    raise UserError(f"no checkpoint can be restored: {refusal.message}") from error
-                log.warning("%s: falling back to step %d", error.message, older.step)
-                manifest = older
 
     def _start(self) -> None:
         self._send_weights(0, Timers())
@@ -333,6 +316,24 @@ class PPOTrainer:
         if self._config.model.lora.rank:
             save_adapter(hf, self._output_dir / f"{name}_adapter", self._config.model, export=directory)
         log.info("exported the policy to %s", directory)
+
+
+def restore_newest(critic: RemoteCritic, store: CheckpointStore, newest: Manifest) -> Manifest:
+    """Have the server restore its half of the newest checkpoint whose half it has, undamaged."""
+    manifest, refusal = newest, None
+    while True:
+        try:
+            critic.restore(checkpoint_id(manifest.run_id, manifest.step), manifest.critic["files"])
+            return manifest
+        except ProtocolError as error:
+            if error.code not in (Code.CONFLICT, Code.NOT_FOUND):
+                raise
+            refusal = refusal or error
+            older = store.latest(below=manifest.step)
+            if older is None:
+                raise UserError(f"no checkpoint can be restored: {refusal.message}") from error
+            log.warning("%s: falling back to step %d", error.message, older.step)
+            manifest = older
 
 
 def run_identity(config: PPOActorConfig, ranks: int) -> dict[str, Any]:

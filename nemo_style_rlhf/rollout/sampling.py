@@ -19,9 +19,12 @@ from nemo_style_rlhf.scoring.interface import Scorer, Scores, ScoringSample
 SCORING_GROUP = 32
 """Samples per scoring request: small enough that scoring starts early, large enough that the server's batches are full."""
 
-RUNNING_PART = 3
-"""Of several ranks each decodes a third of its share at a time: less would even out their tokens still better, in smaller
+RUNNING_PART = 4
+"""Of several ranks each decodes a quarter of its share at a time: less would even out their tokens still better, in smaller
 batches."""
+
+MOST_OF_A_SHARE = 1.05
+"""A rank that is ahead leaves the rest to the others once it has so much of its share of the tokens, as far as can be told."""
 
 Pending = dict[int, Future[Scores]]
 """Scores to come, of the groups that were completed on this rank."""
@@ -106,7 +109,7 @@ def generate_and_score(
 
     Groups are cut by position in ``requests``, never by who finished first, so the scorer's batches are repeatable. Several
     ranks are dealt the first requests in turn, so that the samples of a prompt are spread; the rest go one by one to whoever
-    has room.
+    has room and is not ahead in tokens.
 
     Returns:
         Rollouts of all ranks in the order of ``requests``, and the scores to come of the groups completed on this rank.
@@ -117,13 +120,15 @@ def generate_and_score(
         [min(SCORING_GROUP, len(requests) - start) for start in range(0, len(requests), SCORING_GROUP)]
     )
     queue = ranks.queue(len(requests), dealt=room * ranks.size)
+    share = _TokenShare(ranks, len(requests))
     rollouts: dict[int, Rollout] = {}
     pending: Pending = {}
     running = 0
 
     def take_more() -> None:
         nonlocal running
-        if taken := [requests[number] for number in islice(queue, room - running)]:
+        wanted = min(room - running, max(share.room - running, int(running == 0)))
+        if taken := [requests[number] for number in islice(queue, max(0, wanted))]:
             running += len(taken)
             generator.submit(taken)
 
@@ -134,12 +139,30 @@ def generate_and_score(
             prompt = prompts[completion.request.sample.prompt_id]
             rollouts[number] = Rollout.from_completion(completion, prompt.text, prompt.label, prompt.metadata)
             running -= 1
+            share.add(len(completion.token_ids))
             group, row = divmod(number, SCORING_GROUP)
             if whole := groups.add(group, row, rollouts[number]):
                 pending[group] = scorer.score([_scoring_sample(rollout, decode) for rollout in whole])
             take_more()
     everyones = {number: rollout for share in ranks.all_gather(rollouts) for number, rollout in share.items()}
     return [everyones[number] for number in sorted(everyones)], pending
+
+
+class _TokenShare:
+    """How much more of a rollout this rank may take on."""
+
+    def __init__(self, ranks: Ranks, samples: int) -> None:
+        self._most = MOST_OF_A_SHARE * samples / ranks.size if ranks.size > 1 else samples
+        self._tokens, self._finished = ranks.tally(), ranks.tally()
+        self._own = 0
+        self.room = samples
+        """Samples of mean length that still fit into its share: those it has running, and further ones."""
+
+    def add(self, tokens: int) -> None:
+        """Of a finished sample."""
+        self._own += tokens
+        mean = self._tokens.add(tokens) / self._finished.add(1)
+        self.room = int(self._most - self._own / mean)
 
 
 def joined(groups: Sequence[Scores]) -> Scores:

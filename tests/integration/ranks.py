@@ -1,4 +1,5 @@
-"""Started by test_ranks.py under torchrun: an actor's update over these ranks, in float64 where ZeRO allows it."""
+"""Started by test_ranks.py under torchrun: an actor's update over these ranks, in float64 where ZeRO allows it, and the loss of
+its first optimizer step without DeepSpeed, always in float64."""
 
 import json
 import sys
@@ -12,7 +13,10 @@ from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.launch.bootstrap import init_distributed
 from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION
-from nemo_style_rlhf.ppo.update import update_actor
+from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.ppo.update import loss_normalizer, micro_batch_loss, update_actor
+from nemo_style_rlhf.rollout.logprobs import micro_batch_iterator
+from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig
@@ -33,15 +37,33 @@ def main(preset: str, zero_stage: int, output: Path) -> None:
         optim=OptimizerConfig(lr=1e-2),
         gradient_clip_val=0.1,
     )
+    ranks, seen = Ranks(), experience(config)
     model = policy(PACKED_ATTENTION)
+    loss = loss_without_deepspeed(model, seen, config, engine_config, ranks)
     if zero_stage == 0:
         model.float()  # DeepSpeed's plain reduction knows no float64
-    engine, ranks = Engine(model, engine_config, device=torch.device("cpu")), Ranks()
-    metrics = update_actor(engine, experience(config), PLAN, config, ranks, max_length=MAX_LENGTH)
+    engine = Engine(model, engine_config, device=torch.device("cpu"))
+    metrics = update_actor(engine, seen, PLAN, config, ranks, max_length=MAX_LENGTH)
     weights = torch.cat([weight.flatten() for _, weight in engine.named_weights()])
     if ranks.is_first:
         torch.save(weights, output.with_suffix(".pt"))
-        output.write_text(json.dumps(metrics))
+        output.write_text(json.dumps([metrics, loss]))
+
+
+@torch.no_grad()
+def loss_without_deepspeed(
+    model: PolicyModel, seen: Experience, config: AlgorithmConfig, engine_config: EngineConfig, ranks: Ranks
+) -> float:
+    batches = list(
+        micro_batch_iterator(seen.tokens, seen.lengths, seen.mask, engine_config, torch.device("cpu"), PLAN[0])
+    )
+    normalizer = loss_normalizer(batches, config.loss_aggregation, max_length=MAX_LENGTH)
+    losses = [
+        float(micro_batch_loss(model, seen, batch, config, normalizer)[0])
+        for batch, counts in ranks.share(batches)
+        if counts
+    ]
+    return sum(ranks.all_gather(sum(losses)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Rules 1 to 5 of the wire protocol, against the real server process."""
 
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -10,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, LeaseLost, RemoteCritic, ServerRestarted, parse_json
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.ppo.trainer import restore_newest
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.integration.critic_server import START, CriticServer, agree, sequences, train_batch
 
@@ -269,6 +272,25 @@ def test_rule_4_a_half_that_is_not_the_manifests_is_refused(shared_server: Criti
     with pytest.raises(ProtocolError, match="damaged"):
         critic.restore("damaged", files)
     assert critic.restore(START, None) == 0
+
+
+def test_rule_4_the_actor_falls_back_to_a_checkpoint_whose_critic_half_is_whole(
+    shared_server: CriticServer, critic: RemoteCritic, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (1, 2):
+        store.begin(step)
+        half = critic.save(checkpoint_id("run", step)).result()
+        store.commit(step, "run", critic=half, state={}, versions={})
+    newest = store.latest()
+    assert newest is not None and newest.step == 2
+    halves = shared_server.output_dir / "checkpoints"
+    (halves / checkpoint_id("run", 2) / "critic" / next(iter(half["files"]))).write_bytes(b"x")
+    assert restore_newest(critic, store, newest).step == 1
+    assert "is damaged" in caplog.text and "falling back to step 1" in caplog.text
+    shutil.rmtree(halves / checkpoint_id("run", 1))
+    with pytest.raises(UserError, match="no checkpoint can be restored: checkpoint run-step_000002 is damaged"):
+        restore_newest(critic, store, newest)
 
 
 def test_rule_4_a_full_disk_spares_the_last_good_checkpoint(scratch_server: CriticServer) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.generation import cpu_kernels
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
 from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
@@ -34,6 +35,20 @@ def device():
     device = setup(RunConfig(output_dir="unused", device="cpu"))
     init_distributed(device)
     return device
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vllms_own_kernels_compute_what_its_operations_in_torch_do(device, dtype):
+    assert cpu_kernels.register() == {name: ["cpu_c", "native"] for name in ("rms_norm", "fused_add_rms_norm")}
+    from vllm import ir
+
+    x, residual, weight = torch.randn(7, 96, dtype=dtype), torch.randn(7, 96, dtype=dtype), torch.rand(96, dtype=dtype)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    rms_norm, fused = ir.ops.rms_norm.impls, ir.ops.fused_add_rms_norm.impls
+    plain = [rms_norm[provider].impl_fn(x, weight, 1e-6) for provider in ("native", "cpu_c")]
+    torch.testing.assert_close(*plain, **tolerance)
+    both = [fused[provider].impl_fn(x.clone(), residual.clone(), weight, 1e-6) for provider in ("native", "cpu_c")]
+    torch.testing.assert_close(*both, **tolerance)
 
 
 class Pair:

@@ -31,18 +31,40 @@ def steps(ranks, preset, zero_stage, output):
         ],
         cwd=ROOT, check=True, timeout=120, capture_output=True,
     )  # fmt: skip
-    return json.loads(output.read_text()), torch.load(output.with_suffix(".pt"))
+    return *json.loads(output.read_text()), torch.load(output.with_suffix(".pt"))
 
 
 @pytest.mark.parametrize(("preset", "zero_stages"), [("ppo", [0, 3]), ("grpo", [2]), ("dr_grpo", [1])])
 def test_two_ranks_take_the_same_steps_as_one(preset, zero_stages, tmp_path):
     """The model packs its sequences, and of the last step one rank has none."""
-    alone, expected = steps(1, preset, 1, tmp_path / "one.json")
+    alone, loss_alone, expected = steps(1, preset, 1, tmp_path / "one.json")
     for zero_stage in zero_stages:
-        shared, weights = steps(2, preset, zero_stage, tmp_path / "two.json")
+        shared, loss, weights = steps(2, preset, zero_stage, tmp_path / "two.json")
+        assert loss == pytest.approx(loss_alone, rel=1e-9)
         tolerance = 1e-6 if zero_stage else 1e-5
         assert shared == pytest.approx(alone, rel=tolerance, abs=tolerance, nan_ok=True)
         assert float((expected - weights).norm()) <= tolerance * float(expected.norm())
+
+
+def test_a_vllm_that_starts_before_deepspeed_is_noticed(inputs, tmp_path):
+    """Its process group is of one rank: each would train alone."""
+    script = tmp_path / "wrong_order.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from nemo_style_rlhf.generation.vllm import VLLMGenerator\n"
+        "from nemo_style_rlhf.launch.bootstrap import init_distributed, require_all_ranks, setup\n"
+        "from nemo_style_rlhf.schema.common import RunConfig\n"
+        "from nemo_style_rlhf.schema.generation import GenerationConfig\n"
+        "device = setup(RunConfig(output_dir='unused', device='cpu', num_threads=1))\n"
+        "VLLMGenerator(sys.argv[1], GenerationConfig(kv_cache_gib=0.1), dtype='float32', seed=0, max_model_len=40,\n"
+        "              eos_token_ids=[0], weight_shapes={})\n"
+        "init_distributed(device)\n"
+        "require_all_ranks()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run([*command, str(inputs / "policy")], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "2 ranks were started but this one's process group has 1" in done.stderr
 
 
 def wait_until(there: Callable[[], bool]) -> None:

@@ -38,7 +38,7 @@ OWNERS = {
     "pytorch_lightning": {"supervised", "tracking"},
     "datasets": {"data"},
     "hydra": {"launch"},
-    "jinja2": {"evaluation"},
+    "jinja2": {"evaluation", "data"},
 }
 CLIENT_SIDE = {"protocol", "kserve", "connection", "client", "secret"}
 
