@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
+from tests.integration import warm
 from tests.unit.data.conftest import letter_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -16,8 +16,7 @@ TEMPLATE = "q{prompt}"
 
 
 def train(script: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"trainers/{script}.py", "run.num_threads=1", *overrides]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return warm.run([f"trainers/{script}.py", "run.num_threads=1", *overrides], timeout=300)
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
