@@ -275,7 +275,7 @@ class PPOTrainer:
         self._parts.engine.save(directory / "engine")
         save_rng(directory / self._rng_file)
         if self._ranks.is_first:
-            (directory / IDENTITY_FILE).write_text(json.dumps(run_identity(self._config, self._ranks.size)))
+            (directory / IDENTITY_FILE).write_text(json.dumps(run_identity(self._config)))
         self._ranks.barrier()  # whole only now
 
     @property
@@ -294,7 +294,8 @@ class PPOTrainer:
             return
         half = parts.store.actor_half(manifest.step)
         parts.engine.load(half / "engine")
-        load_rng(half / self._rng_file)
+        if (half / self._rng_file).exists():  # else a rank that was not there then: it goes on from run.seed
+            load_rng(half / self._rng_file)
         self.progress = Progress(**manifest.state)
         if self.progress.collector:
             parts.collector.state = CollectorState(**self.progress.collector)
@@ -365,9 +366,9 @@ class PPOTrainer:
         log.info("exported the policy to %s", directory)
 
 
-def run_identity(config: PPOActorConfig, ranks: int) -> dict[str, Any]:
-    """What the weights and optimizer states of a checkpoint depend on."""
-    return {**lora_identity(config.model), "engine.zero_stage": config.engine.zero_stage, "ranks": ranks}
+def run_identity(config: PPOActorConfig) -> dict[str, Any]:
+    """What the weights and optimizer states of a checkpoint depend on; engine.zero_stage and the ranks may change."""
+    return {**lora_identity(config.model), "model.dtype": config.model.dtype}
 
 
 def critic_batch(experience: Experience, plan: list[list[int]]) -> CriticTrainBatch:
