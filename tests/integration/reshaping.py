@@ -74,6 +74,8 @@ def make_engine(stage: int, case: Case) -> Engine:
     optim = OptimizerConfig(lr=0.02, weight_decay=0.1)
     scheduler = SchedulerConfig(name="cosine", warmup_steps=2, total_steps=10)
     config = EngineConfig(zero_stage=stage, optim=optim, scheduler=scheduler, gradient_clip_val=0.5)
+    if stage == 3:  # several flat tensors, as in a model of billions
+        config.deepspeed = {"zero_optimization": {"stage": 3, "sub_group_size": 30, "reduce_bucket_size": 100}}
     return Engine(model, config, device=torch.device("cpu"))
 
 
