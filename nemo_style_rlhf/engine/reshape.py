@@ -26,8 +26,8 @@ SHARD_KEYS = {1: ZERO12_KEYS, 2: ZERO12_KEYS, 3: (ds.FP32_FLAT_GROUPS, ds.OPTIMI
 
 
 @dataclass(frozen=True)
-class Run:
-    """Elements of a flattened parameter that are next to each other in a flat tensor."""
+class Piece:
+    """Elements of a flattened parameter that stand together in a flat tensor."""
 
     parameter: str
     begin: int
@@ -86,17 +86,17 @@ class Whole:
         """
         self.step: Tensor | None = None
         """Optimizer steps taken, as Adam counts them; None before the first, when there are no moments either."""
-        self._found: dict[str, list[tuple[Run, dict[str, Tensor]]]] = defaultdict(list)
+        self._found: dict[str, list[tuple[Piece, dict[str, Tensor]]]] = defaultdict(list)
         if saved.zero_stage == 0:
             self._add_plain(saved.model, list(shapes))
         for rank in range(saved.ranks if saved.zero_stage else 0):
             shard = saved.shard(rank)
             if saved.zero_stage == 3:
-                runs = _zero3_runs(saved.model[ds.PARAM_SHAPES], rank, saved.ranks)
+                pieces = _zero3_pieces(saved.model[ds.PARAM_SHAPES], rank, saved.ranks)
             else:
-                runs = self._zero12_runs(shard[ds.PARAM_SLICE_MAPPINGS])
-            self._add(runs, *(shard[key] for key in SHARD_KEYS[saved.zero_stage]))
-        found = {name: sum(run.length for run, _ in runs) for name, runs in self._found.items()}
+                pieces = self._zero12_pieces(shard[ds.PARAM_SLICE_MAPPINGS])
+            self._add(pieces, *(shard[key] for key in SHARD_KEYS[saved.zero_stage]))
+        found = {name: sum(piece.length for piece, _ in pieces) for name, pieces in self._found.items()}
         if found != {name: shape.numel() for name, shape in shapes.items()}:
             raise UserError(
                 f"the checkpoint in {saved.directory} is of a model with other trained parameters: resume it with the model.path "
@@ -107,36 +107,36 @@ class Whole:
         """Torch's optimizer numbers the trained parameters in the module's order."""
         weights = [model["module"][name].flatten() for name in names if name in model["module"]]
         if len(names) == len(weights) == len(model["optimizer"]["param_groups"][0]["params"]):
-            runs = [[Run(name, 0, weight.numel(), 0)] for name, weight in zip(names, weights, strict=True)]
-            self._add(runs, weights, model["optimizer"])
+            pieces = [[Piece(name, 0, weight.numel(), 0)] for name, weight in zip(names, weights, strict=True)]
+            self._add(pieces, weights, model["optimizer"])
 
-    def _add(self, runs: Sequence[list[Run]], weights: Sequence[Tensor], optimizer: dict[str, Any]) -> None:
-        """Take in flat tensors with the runs of each, and torch's state dict of their optimizer."""
+    def _add(self, pieces: Sequence[list[Piece]], weights: Sequence[Tensor], optimizer: dict[str, Any]) -> None:
+        """Take in flat tensors with the pieces of each, and torch's state dict of their optimizer."""
         (self.param_group,) = optimizer["param_groups"]
-        for index, (of_flat, weight) in enumerate(zip(runs, weights, strict=True)):
+        for index, (of_flat, weight) in enumerate(zip(pieces, weights, strict=True)):
             state = optimizer["state"].get(index, {})
             self.step = state.get("step", self.step)
             flats = {WEIGHT: weight, **{name: state[name].flatten() for name in MOMENTS if name in state}}
-            for run in of_flat:
-                self._found[run.parameter].append((run, flats))
+            for piece in of_flat:
+                self._found[piece.parameter].append((piece, flats))
 
-    def _zero12_runs(self, mappings: list[dict[str, Any]]) -> list[list[Run]]:
+    def _zero12_pieces(self, mappings: list[dict[str, Any]]) -> list[list[Piece]]:
         """Of the next rank: where a parameter goes over the end of one it goes on in the next."""
         return [
             [
-                Run(name, sum(run.length for run, _ in self._found[name]), address.numel, address.start)
+                Piece(name, sum(piece.length for piece, _ in self._found[name]), address.numel, address.start)
                 for name, address in mapping.items()
             ]
             for mapping in mappings
         ]
 
-    def read(self, kind: str, wanted: Run, into: Tensor) -> None:
+    def read(self, kind: str, wanted: Piece, into: Tensor) -> None:
         """Copy ``wanted`` of the weights or of a moment to its offset in the flat tensor ``into``."""
-        for run, flats in self._found[wanted.parameter]:
-            begin = max(run.begin, wanted.begin)
-            length = min(run.begin + run.length, wanted.begin + wanted.length) - begin
+        for piece, flats in self._found[wanted.parameter]:
+            begin = max(piece.begin, wanted.begin)
+            length = min(piece.begin + piece.length, wanted.begin + wanted.length) - begin
             if length > 0 and kind in flats:
-                source = flats[kind].narrow(0, run.offset + begin - run.begin, length)
+                source = flats[kind].narrow(0, piece.offset + begin - piece.begin, length)
                 into.narrow(0, wanted.offset + begin - wanted.begin, length).copy_(source)
 
 
@@ -154,7 +154,7 @@ def load_reshaped(engine: Any, saved: Saved) -> None:
     else:
         for name, weight in trained.items():
             flat = torch.empty(weight.numel())
-            whole.read(WEIGHT, Run(name, 0, weight.numel(), 0), into=flat)
+            whole.read(WEIGHT, Piece(name, 0, weight.numel(), 0), into=flat)
             weight.data.copy_(flat.view_as(weight))
     for name in saved.model[ds.BUFFER_NAMES]:
         engine.module.get_buffer(name).copy_(saved.model["module"][name])
@@ -173,9 +173,9 @@ def _load_optimizer(engine: Any, whole: Whole, trained: dict[str, Any]) -> None:
 
     def filled(kind: str) -> list[Tensor]:
         tensors = [torch.zeros(shape.numel()) for _, shape in flats]
-        for tensor, (runs, _) in zip(tensors, flats, strict=True):
-            for run in runs:
-                whole.read(kind, run, into=tensor)
+        for tensor, (pieces, _) in zip(tensors, flats, strict=True):
+            for piece in pieces:
+                whole.read(kind, piece, into=tensor)
         return [tensor.view(shape) for tensor, (_, shape) in zip(tensors, flats, strict=True)]
 
     states = {}
@@ -192,34 +192,34 @@ def _load_optimizer(engine: Any, whole: Whole, trained: dict[str, Any]) -> None:
     engine.optimizer.load_state_dict([shard] * engine.dp_world_size, load_from_fp32_weights=True)
 
 
-def _own_flats(engine: Any, own: dict[str, Any], trained: dict[str, Any]) -> list[tuple[list[Run], Size]]:
+def _own_flats(engine: Any, own: dict[str, Any], trained: dict[str, Any]) -> list[tuple[list[Piece], Size]]:
     """What this rank's optimizer holds, and in which shape: ``own`` is its state dict."""
     stage = engine.zero_optimization_stage()
     if stage == 0:
-        return [([Run(name, 0, weight.numel(), 0)], weight.shape) for name, weight in trained.items()]
+        return [([Piece(name, 0, weight.numel(), 0)], weight.shape) for name, weight in trained.items()]
     weights = own[SHARD_KEYS[stage][0]]
     if stage == 3:
-        groups = _zero3_runs(engine._get_zero_param_shapes(), torch.distributed.get_rank(), engine.dp_world_size)
-        return [(runs, flat.shape) for runs, flat in zip(groups, weights, strict=True)]
+        groups = _zero3_pieces(engine._get_zero_param_shapes(), torch.distributed.get_rank(), engine.dp_world_size)
+        return [(pieces, flat.shape) for pieces, flat in zip(groups, weights, strict=True)]
     mappings = [(name, weight._hp_mapping) for name, weight in trained.items() if weight._hp_mapping is not None]
     places = [(name, mapping.lp_fragment_address, mapping.hp_fragment_address) for name, mapping in mappings]
-    runs = [Run(name, low.start, low.numel, high.start) for name, low, high in places]
+    pieces = [Piece(name, low.start, low.numel, high.start) for name, low, high in places]
     ((flat, padding),) = zip(weights, own[ds.GROUP_PADDINGS], strict=True)
-    return [(runs, Size([flat.numel() + padding]))]
+    return [(pieces, Size([flat.numel() + padding]))]
 
 
-def _zero3_runs(shapes: list[dict[str, Size]], rank: int, ranks: int) -> list[list[Run]]:
+def _zero3_pieces(shapes: list[dict[str, Size]], rank: int, ranks: int) -> list[list[Piece]]:
     """Every parameter is cut into as many equal parts as there are ranks, the last ones padded or empty."""
-    runs = []
+    pieces = []
     for group in shapes:
         offset = 0
         of_group = []
         for name, shape in group.items():
             part = ceil(shape.numel() / ranks)
-            of_group.append(Run(name, rank * part, max(0, min(part, shape.numel() - rank * part)), offset))
+            of_group.append(Piece(name, rank * part, max(0, min(part, shape.numel() - rank * part)), offset))
             offset += part
-        runs.append(of_group)
-    return runs
+        pieces.append(of_group)
+    return pieces
 
 
 def _read(path: Path) -> dict[str, Any]:
