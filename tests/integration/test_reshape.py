@@ -41,7 +41,7 @@ def test_all_of_it_comes_back_to_the_last_bit_and_training_goes_on(case: Case, w
     assert saved.keys() == loaded.keys()
     for name, value in saved.items():
         assert torch.equal(value, loaded[name]) if isinstance(value, torch.Tensor) else value == loaded[name], name
-    tolerance = 1e-5 if case.dtype == torch.float32 else 1e-2  # gradients in bf16 are rounded before they are added up
+    tolerance = 1e-5 if case.dtype == torch.float32 else 1e-3  # gradients in bf16 are rounded before they are added up
     for name, value in expected.items():
         if name.startswith("fp32"):
             torch.testing.assert_close(further[name], value, atol=tolerance, rtol=0, msg=name)
