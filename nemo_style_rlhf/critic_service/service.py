@@ -179,8 +179,8 @@ def load_critic_service(config: PPOCriticConfig, device: torch.device, output_di
     worker = CriticWorker(config, device)
     if not worker.crew.is_first:
         return worker.crew
-    shape = {"ranks": worker.crew.size, "engine.zero_stage": config.engine.zero_stage}
-    return CriticService(worker, HalfStore(output_dir, shape), max_request_bytes=config.server.max_request_bytes)
+    store = HalfStore(output_dir, {"model.dtype": config.model.dtype})
+    return CriticService(worker, store, max_request_bytes=config.server.max_request_bytes)
 
 
 def _json(answer: Mapping[str, Any]) -> Tensors:

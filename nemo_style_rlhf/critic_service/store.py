@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nemo_style_rlhf.checkpoint.files import damaged_files, file_digests, fsync_tree, storage_failure, write_atomically
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
@@ -26,15 +27,15 @@ class Half:
     critic_step: int
     digests: dict[str, str]
     """SHA-256 of every other file, by path relative to the half."""
-    shape: dict[str, int] = field(default_factory=dict)
-    """Of the server that wrote it: what the cut into files depends on."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Of the server that wrote it: what one that restores it must agree with."""
 
 
 class HalfStore:
     """All halves below one output directory."""
 
-    def __init__(self, output_dir: Path, shape: dict[str, int] | None = None) -> None:
-        """``shape`` is the server's; halves of another one cannot be restored."""
+    def __init__(self, output_dir: Path, shape: dict[str, Any] | None = None) -> None:
+        """``shape`` is the server's; halves of one that differs in it cannot be restored."""
         self._shape = shape or {}
         self._checkpoints = output_dir.resolve() / "checkpoints"
         self._exports = output_dir.resolve() / "exports"
@@ -84,14 +85,12 @@ class HalfStore:
         """
         directory = self._require(checkpoint_id)
         half = _read(directory)
-        if half.shape != self._shape:
-            was, now = (
-                ", ".join(f"{name} {value}" for name, value in shape.items()) for shape in (half.shape, self._shape)
-            )
-            raise ProtocolError(
-                Code.CONFLICT,
-                f"checkpoint {checkpoint_id} is of a server with {was}, this one has {now}: start it as it was",
-            )
+        for name, value in self._shape.items():
+            if (was := half.shape.get(name, value)) != value:
+                raise ProtocolError(
+                    Code.CONFLICT,
+                    f"checkpoint {checkpoint_id} is of a server with {name} {was}, this one has {value}: start it as it was",
+                )
         if digests is not None and digests != half.digests:
             differing = sorted(
                 name for name in {*digests, *half.digests} if digests.get(name) != half.digests.get(name)

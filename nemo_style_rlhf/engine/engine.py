@@ -12,6 +12,7 @@ import deepspeed  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 
+from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
 from nemo_style_rlhf.engine.schedule import lr_factor
 from nemo_style_rlhf.engine.shares import use_heads_in_shares, whole
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
@@ -168,13 +169,21 @@ class Engine:
         return writer.snapshot
 
     def load(self, directory: Path) -> None:
-        """Bring back a snapshot written to ``directory``, to the last bit; every rank calls it."""
+        """Bring back a snapshot written to ``directory``, of this or another ZeRO stage and number of ranks, to the last bit.
+
+        Every rank calls it, and sees the files of all.
+
+        Raises:
+            UserError: the checkpoint is of another dtype or model.
+        """
         self.reload_optimizer()
-        loaded, _ = self._deepspeed.load_checkpoint(
-            str(directory), tag=CHECKPOINT_TAG, load_module_strict=not self._partly_frozen
-        )
-        if loaded is None:
-            raise FileNotFoundError(f"DeepSpeed found no checkpoint in {directory}")
+        saved = Saved(directory / CHECKPOINT_TAG)
+        if saved.fits(self._deepspeed):
+            self._deepspeed.load_checkpoint(
+                str(directory), tag=CHECKPOINT_TAG, load_module_strict=not self._partly_frozen
+            )
+        else:
+            load_reshaped(self._deepspeed, saved)
         # DeepSpeed 0.19.8 keeps stale links to the old optimizer states on an engine that has already stepped.
         if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
             self._optimizer._hp_optimizer_states_linked = False

@@ -134,9 +134,9 @@ def _run_id(config: PPOActorConfig, store: CheckpointStore) -> str:
             )
         return uuid.uuid4().hex[:12]
     saved = json.loads((store.actor_half(manifest.step) / IDENTITY_FILE).read_bytes())
-    given = run_identity(config, int(os.environ.get("WORLD_SIZE", "1")))
+    given = run_identity(config)
     for name in given:
-        if saved.get(name) != given[name]:
+        if saved.get(name, given[name]) != given[name]:
             raise UserError(
                 f"{config.run.output_dir} holds a run with {name} {saved.get(name)}, this one has {given[name]}: resume it as it "
                 "was, or choose another run.output_dir"

@@ -24,4 +24,4 @@ def load_rng(path: Path) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])  # there may be fewer than then

@@ -72,7 +72,8 @@ class Saver:
         """Bring back the actor's half."""
         half = self._store.actor_half(step)
         engine.load(half / "engine")
-        load_rng(half / self._rng_file)
+        if (half / self._rng_file).exists():  # else a rank that was not there then: it goes on from run.seed
+            load_rng(half / self._rng_file)
 
     def _write(
         self, step: int, copy: Snapshot, rng: dict[str, Any], state: dict[str, Any],

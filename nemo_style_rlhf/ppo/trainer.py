@@ -91,7 +91,7 @@ class PPOTrainer:
         self._probe_gap = self._save_stall = 0.0
         self._saver = Saver(
             parts.store, parts.critic, run_id=run_id, keep_last=config.checkpoint.keep_last,
-            identity=run_identity(config, parts.ranks.size), versions=parts.versions,
+            identity=run_identity(config), versions=parts.versions,
         )  # fmt: skip
         self.progress = Progress()
 
@@ -336,9 +336,9 @@ def restore_newest(critic: RemoteCritic, store: CheckpointStore, newest: Manifes
             manifest = older
 
 
-def run_identity(config: PPOActorConfig, ranks: int) -> dict[str, Any]:
-    """What the weights and optimizer states of a checkpoint depend on."""
-    return {**lora_identity(config.model), "engine.zero_stage": config.engine.zero_stage, "ranks": ranks}
+def run_identity(config: PPOActorConfig) -> dict[str, Any]:
+    """What the weights and optimizer states of a checkpoint depend on; engine.zero_stage and the ranks may change."""
+    return {**lora_identity(config.model), "model.dtype": config.model.dtype}
 
 
 def critic_batch(experience: Experience, plan: list[list[int]]) -> CriticTrainBatch:

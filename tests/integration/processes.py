@@ -57,14 +57,14 @@ class Process:
         return self.log.read_text(errors="replace")
 
 
-def start_server(directory: Path, *overrides: str) -> tuple[Process, int]:
+def start_server(directory: Path, *overrides: str, ranks: int = 1) -> tuple[Process, int]:
     """`servers/serve_ppo_critic.py` on a free port; returns when it answers."""
     ready = directory / "ready.json"
     ready.unlink(missing_ok=True)
     process = Process(
         [
-            str(SERVER_PYTHON), "servers/serve_ppo_critic.py", f"run.output_dir={directory}", "server.port=0",
-            f"server.ready_file={ready}", *overrides,
+            str(SERVER_PYTHON), *_torchrun(ranks), "servers/serve_ppo_critic.py", f"run.output_dir={directory}",
+            "server.port=0", f"server.ready_file={ready}", *overrides,
         ],
         directory / "server.log",
     )  # fmt: skip
@@ -98,15 +98,18 @@ def run_pair(directory: Path, server_overrides: list[str], actor_overrides: list
 
 def start_actor(directory: Path, port: int, *overrides: str, ranks: int = 1) -> Process:
     directory.mkdir(parents=True, exist_ok=True)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [
         sys.executable,
-        *(torchrun if ranks > 1 else []),
+        *_torchrun(ranks),
         "trainers/train_ppo_actor.py",
         f"run.output_dir={directory}",
         f"remote_critic_rm.port={port}",
     ]
     return Process([*command, *overrides], directory / "actor.log")
+
+
+def _torchrun(ranks: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
 
 
 Watcher = Callable[[str, str], None]

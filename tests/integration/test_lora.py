@@ -94,9 +94,15 @@ def test_checkpoints_hold_adapters_and_a_resumed_run_ends_with_the_same_weights(
         assert torch.equal(weight, resumed[name]), name
 
 
-def test_a_run_is_not_resumed_with_other_adapters(inputs: Path, finished: Path) -> None:
+@pytest.mark.parametrize(
+    ("override", "was", "given"),
+    [("model.lora.alpha=32", "'alpha': 16", "'alpha': 32"), ("model.dtype=bfloat16", "dtype float32", "has bfloat16")],
+)
+def test_a_run_is_not_resumed_with_other_adapters_or_dtype(
+    inputs: Path, finished: Path, override: str, was: str, given: str
+) -> None:
     """The checkpoint holds neither alpha nor the model that the adapters belong to."""
-    actor = start_actor(finished / "actor", 9, *actor_overrides(inputs, 5), "model.lora.alpha=32")
+    actor = start_actor(finished / "actor", 9, *actor_overrides(inputs, 5), override)
     assert actor.wait(60) == 2
-    assert "'alpha': 16" in actor.output() and "'alpha': 32" in actor.output()
+    assert was in actor.output() and given in actor.output()
     assert "resume it as it was, or choose another run.output_dir" in actor.output()

@@ -1,6 +1,7 @@
 """Two ranks learn what one learns."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ ACTOR = [
     "model=fp32", "run.num_threads=1", "engine.optim.lr=1e-3", "engine.optim.eps=1e-5", "engine.micro_batch_tokens=256",
     "algorithm.max_steps=3", "algorithm.num_rollout_samples=50", "algorithm.mini_batches=2", "algorithm.val_check_interval=1",
     "algorithm.num_val_samples=8", "generation.max_length=12", "generation.kv_cache_gib=0.1", "checkpoint.save_interval=2",
+    "checkpoint.export_critic=true",
 ]  # fmt: skip
 
 
@@ -93,7 +95,7 @@ def overrides(inputs: Path) -> tuple[list[str], list[str]]:
 @pytest.fixture(scope="module")
 def alone(inputs, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    run_pair(folder, *overrides(inputs))
+    run_pair(folder, *([*settings, "engine.zero_stage=0"] for settings in overrides(inputs)))
     return folder
 
 
@@ -117,17 +119,40 @@ def test_an_actor_of_two_ranks_ends_where_one_does(inputs, alone, tmp_path, zero
                 actor.kill()
     assert server.terminate() == 0
     assert ("both halves go back" in actor.output()) == server_dies
-    left, right = (load_file(folder / "actor" / "export" / "model.safetensors") for folder in (alone, tmp_path))
-    for name, weight in left.items():
-        torch.testing.assert_close(right[name], weight, atol=1e-5, rtol=0, msg=name)
-    lines = [without_timers(metrics(folder / "actor")) for folder in (alone, tmp_path)]
+    assert_same_run(alone, tmp_path)
+
+
+def test_a_run_goes_on_in_another_shape(inputs, alone, tmp_path):
+    """Both halves, from their second step: one rank without ZeRO before, two ranks with it after."""
+    run = shutil.copytree(alone, tmp_path / "run", ignore=shutil.ignore_patterns("step_000003*", "export*"))
+    server_overrides, actor_overrides = overrides(inputs)
+    server, port = start_server(run / "critic", *server_overrides, "engine.zero_stage=2", ranks=2)
+    actor = start_actor(run / "actor", port, *actor_overrides, "engine.zero_stage=2", ranks=2)
+    try:
+        assert actor.wait(240) == 0, actor.output()
+    finally:
+        actor.kill()
+        server.terminate()
+    assert "resumed from step 2" in actor.output()
+    assert_same_run(alone, run)
+    exports = "critic/exports/*-step_000003/critic/model.safetensors"
+    assert_same_weights(*(next(folder.glob(exports)) for folder in (alone, run)))
+
+
+def assert_same_weights(left: Path, right: Path) -> None:
+    one, two = load_file(left), load_file(right)
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, atol=1e-5, rtol=0, msg=name)
+
+
+def assert_same_run(alone: Path, folder: Path) -> None:
+    """Of three steps, to rounding."""
+    assert_same_weights(*(run / "actor" / "export" / "model.safetensors" for run in (alone, folder)))
+    lines = [without_timers(metrics(run / "actor")) for run in (alone, folder)]
     for one, two in zip(*lines, strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
     responses = [
-        [
-            json.loads(line)["response"]
-            for line in (folder / "actor/rollouts/step_000003.jsonl").read_text().splitlines()
-        ]
-        for folder in (alone, tmp_path)
+        [json.loads(line)["response"] for line in (run / "actor/rollouts/step_000003.jsonl").read_text().splitlines()]
+        for run in (alone, folder)
     ]
     assert responses[0] == responses[1]

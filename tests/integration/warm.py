@@ -18,7 +18,7 @@ _server.set_forkserver_preload(LIBRARIES)
 
 
 def run(command: Sequence[str], *, timeout: float) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)`` for a script and its arguments."""
+    """A script and its arguments, as ``subprocess.run(..., cwd=ROOT, capture_output=True, text=True)`` would."""
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder) / "stdout", Path(folder) / "stderr"
         process = _server.Process(target=_run_script, args=(list(command), stdout, stderr))

@@ -147,6 +147,16 @@ def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints/a/critic.tmp").exists()
 
 
+def test_a_half_of_another_dtype_is_not_restored_whatever_its_ranks(tmp_path: Path) -> None:
+    store = HalfStore(tmp_path, {"model.dtype": "float32"})
+    store.save("a", 3, lambda directory: (directory / "weights").write_text("w"))
+    with pytest.raises(ProtocolError, match=r"a server with model\.dtype float32, this one has bfloat16"):
+        HalfStore(tmp_path, {"model.dtype": "bfloat16"}).verified("a", None)
+    record = tmp_path / "checkpoints/a/critic/critic.json"
+    record.write_text(record.read_text().replace('"model.dtype": "float32"', '"ranks": 2'))  # as earlier servers wrote
+    assert store.verified("a", None)[1].critic_step == 3
+
+
 def test_pruning_leaves_the_actors_half_alone(tmp_path: Path) -> None:
     store = HalfStore(tmp_path)
     for name in ("a", "b"):
