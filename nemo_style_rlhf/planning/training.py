@@ -60,12 +60,14 @@ def step_buffers(trained: int, width: int, *, stage: int, ranks: int) -> dict[st
     }
 
 
-def norm_buffer(trained: int, largest: int, *, ranks: int, freed: int | None) -> int:
-    """The gradient's norm: DeepSpeed copies one tensor after the other to fp64 (``get_norm_dtype``).
+def norm_buffer(trained: int, largest: int, *, stage: int, ranks: int, freed: int | None) -> int:
+    """The gradient's norm: DeepSpeed's ZeRO copies one tensor after the other to fp64 (``get_norm_dtype``).
 
     On a GPU only the largest counts, with ``freed`` None. On a heap each copy leaves a hole, with the tensor's norm behind it, so
     that together they take 8 bytes per element; what forward and backward ``freed`` (bytes) is used first.
     """
+    if stage == 0:
+        return 0
     alone = NORM * largest
     return alone if freed is None else max(alone, NORM * trained // ranks - freed)
 
@@ -109,7 +111,7 @@ def training_phases(
             kind: max(part[kind] for part in (*inference.values(), update)) for kind in ("activations", "logits")
         }
         freed = sum(largest.values()) + learned.total()
-        norm = norm_buffer(model.trained, model.largest, ranks=ranks, freed=freed) if engine.zero_stage else 0
+        norm = norm_buffer(model.trained, model.largest, **share, freed=freed)
         step = Counter({"optimizer step": sum(buffers.values()) + norm})
         return [Phase("update", held + learned + Counter(largest) + step)]
     resting = held
@@ -120,7 +122,7 @@ def training_phases(
     # The gradients become the share by way of the bucket; then that and its copies are there at once.
     reduced = buffers.get("bucket", 0) + max(buffers["reduction"], buffers.get("share", 0))
     stepped = sum(buffers.get(name, 0) for name in ("share", "flat", "fp32"))
-    norm = norm_buffer(model.trained, model.largest, ranks=ranks, freed=None) + buffers.get("share", 0)
+    norm = norm_buffer(model.trained, model.largest, **share, freed=None) + buffers.get("share", 0)
     return [
         *(Phase(name, resting + part) for name, part in inference.items()),
         Phase("forward and backward", held + learned + update),

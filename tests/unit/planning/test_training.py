@@ -47,6 +47,8 @@ def test_the_buffers_of_an_optimizer_step():
 
 
 def test_copies_for_the_norm_use_what_backward_left():
-    assert training.norm_buffer(1000, 300, ranks=1, freed=None) == 2400  # a GPU: one tensor at a time
-    assert training.norm_buffer(1000, 300, ranks=1, freed=5000) == 3000  # 8000 of holes, 5000 of them there already
-    assert training.norm_buffer(1000, 300, ranks=1, freed=9000) == 2400
+    assert training.norm_buffer(1000, 300, stage=1, ranks=1, freed=None) == 2400  # a GPU: one tensor at a time
+    assert (
+        training.norm_buffer(1000, 300, stage=1, ranks=1, freed=5000) == 3000
+    )  # 8000 of holes, 5000 of them there already
+    assert training.norm_buffer(1000, 300, stage=1, ranks=1, freed=9000) == 2400
