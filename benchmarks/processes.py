@@ -28,6 +28,8 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         self.peak_rss_bytes = 0
+        self.own_peak_rss_bytes = 0
+        """Of the child alone, as the kernel counts it (VmHWM)."""
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [str(word) for word in command],
@@ -51,6 +53,9 @@ class Child:
             except psutil.NoSuchProcess:  # it ended since it was listed
                 continue
         self.peak_rss_bytes = max(self.peak_rss_bytes, resident)
+        for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):  # an ended process has none
+                self.own_peak_rss_bytes = int(line.split()[1]) * 1024
 
     def fail(self, what: str) -> "ChildFailed":
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])

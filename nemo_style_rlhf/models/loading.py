@@ -25,7 +25,7 @@ from nemo_style_rlhf.schema.common import ModelConfig
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of ``path``; without a pad token it pads with the EOS (or unknown) token, so no embedding is added."""
-    _require_directory(path)
+    require_directory(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -73,7 +73,7 @@ def load_reward_model(config: ModelConfig, *, new_head: bool = False, normalize:
     Raises:
         UserError: it has another number of labels, or no ``score`` head over every token (an encoder, for instance).
     """
-    _require_directory(config.path)
+    require_directory(config.path)
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -108,7 +108,7 @@ def _is_dropout(key: str, value: object) -> bool:
 
 
 def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (), **kwargs: Any) -> PreTrainedModel:
-    _require_directory(config.path)
+    require_directory(config.path)
     hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **kwargs)
     if config.disable_dropout:
         _zero_dropout(hf_config)
@@ -162,7 +162,11 @@ def _attention(config: ModelConfig) -> str:
     return "flash_attention_2"
 
 
-def _require_directory(path: str) -> None:
+def require_directory(path: str) -> None:
+    """
+    Raises:
+        UserError: ``path`` is clearly a folder but holds no model.
+    """
     if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").exists():
         raise UserError(f"there is no Hugging Face model at {path} (no config.json): give the path of a saved model")
 

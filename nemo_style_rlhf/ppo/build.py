@@ -65,7 +65,7 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     policy = load_causal_lm(config.model)
     max_length = _max_sequence_length(config, [*prompts, *val_prompts], policy)
     check_template(config.model.path, config.data, tokenizer)
-    critic = _meet_critic(config, tokenizer, policy, max_length) if uses_critic_process(config) else None
+    critic = _meet_critic(config, tokenizer, policy, max_length) if config.uses_critic_process else None
     scorer = _scorer(config, critic)
     init_distributed(device)
     ranks = Ranks()
@@ -178,11 +178,6 @@ def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: 
             f"{limit} positions of {config.model.path}: lower data.max_prompt_length or generation.max_length"
         )
     return needed
-
-
-def uses_critic_process(config: PPOActorConfig) -> bool:
-    """For the values of gae, for its reward model, or both."""
-    return config.algorithm.uses_critic or config.reward.critic.weight != 0
 
 
 def _scorer(config: PPOActorConfig, critic: RemoteCritic | None) -> Scorer:

@@ -112,6 +112,11 @@ class PPOActorConfig:
     def needs_reference(self) -> bool:
         return self.algorithm.initial_policy_kl_penalty != 0 or self.audit.signs.max_init_policy_kl is not None
 
+    @property
+    def uses_critic_process(self) -> bool:
+        """For the values of gae, for its reward model, or both."""
+        return self.algorithm.uses_critic or self.reward.critic.weight != 0
+
     def validate(self) -> None:
         if self.algorithm.val_check_interval and not self.data.val_path:
             raise UserError(

@@ -31,7 +31,7 @@ def build(schema: type[Schema], config: DictConfig) -> Schema:
         raise UserError(f"{error.full_key} is not set: give it on the command line, {error.full_key}=...") from error
     except OmegaConfBaseException as error:
         raise UserError(one_sentence(error)) from error
-    _validate(instance)
+    validate(instance)
     assert isinstance(instance, schema)
     return instance
 
@@ -43,11 +43,16 @@ def one_sentence(error: OmegaConfBaseException) -> str:
     return f"configuration key {key}: {reason}" if key and str(key) not in reason else f"configuration: {reason}"
 
 
-def _validate(node: Any) -> None:
+def validate(node: Any) -> None:
+    """Call every ``validate`` of a dataclass and of those in it, innermost first.
+
+    Raises:
+        UserError: an impossible value or combination.
+    """
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
         if dataclasses.is_dataclass(value):
-            _validate(value)
+            validate(value)
     if hasattr(node, "validate"):
         node.validate()
 

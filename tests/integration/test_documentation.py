@@ -14,6 +14,7 @@ from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
+from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from tests.integration.processes import ROOT, start_server
 from tests.models import save_policy, save_reward_model
@@ -99,7 +100,14 @@ def test_the_make_targets_of_the_documentation_exist():
 
 def test_every_key_of_the_right_hand_columns_exists():
     known = {}
-    for schema in (PPOActorConfig, PPOCriticConfig, RewardServerProcessConfig, EvaluationConfig, InspectDataConfig):
+    for schema in (
+        PPOActorConfig,
+        PPOCriticConfig,
+        RewardServerProcessConfig,
+        EvaluationConfig,
+        InspectDataConfig,
+        PlanConfig,
+    ):
         known.update(dict.fromkeys(_keys(OmegaConf.structured(schema))))
     sections = {key.split(".")[0] for key in known}
     for page in (ROOT / "README.md", ROOT / "docs" / "migrating.md"):

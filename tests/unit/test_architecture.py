@@ -27,6 +27,7 @@ ALLOWED = {
     "ppo": BASE
     | {"rollout", "engine", "checkpoint", "tracking", "algorithms", "models", "data", "generation", "scoring"}
     | {"critic_service", "launch"},
+    "planning": BASE | {"models", "data", "generation", "rollout"},  # numbers of what it plans
     "evaluation": BASE | {"generation", "scoring", "models", "data", "checkpoint", "launch"},
     "supervised": BASE | {"models", "data", "algorithms", "tracking", "launch", "engine", "checkpoint"},
 }

@@ -1,0 +1,111 @@
+"""The actor's memory."""
+
+from collections import Counter
+
+from nemo_style_rlhf.data.ragged import round_up
+from nemo_style_rlhf.generation.transfer import BUCKET_BYTES
+from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
+from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
+from nemo_style_rlhf.planning.device import Device
+from nemo_style_rlhf.planning.phases import ACTOR, GIB, Phase, ProcessPlan
+from nemo_style_rlhf.planning.training import trained_model, training_phases
+from nemo_style_rlhf.schema.plan import PlanConfig
+
+CPU_KV_CACHE_GIB = 1.0
+"""generation/vllm.py's, where none is given."""
+PREFILL_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""Tokens of one vLLM step: max_num_batched_tokens of ``vllm/engine/arg_utils.py`` for ``LLM``."""
+
+
+def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_length: int) -> ProcessPlan:
+    """
+    Args:
+        prompt_length: tokens of the longest prompt.
+    """
+    algorithm, response = config.algorithm, config.generation.max_length
+    held = trained_model(policy, config.engine, ranks=config.ranks, libraries=device.libraries("actor"))
+    offloaded = config.model.reference == "cpu_offload" and device.cuda
+    if config.needs_reference and not config.model.lora.rank and not offloaded:
+        held["reference"] = policy.weights
+    held += _generator(config, policy, device)
+    loading = held + Counter({"weights in transit": 0 if device.cuda else policy.on_disk})
+    samples = -(-algorithm.num_rollout_samples // config.ranks)
+    scoring = policy.inference(_batch(config, samples, prompt_length, response))
+    if config.needs_reference and offloaded:
+        scoring["reference"] = policy.weights
+    rollout = _decoding(config, policy, device, samples, prompt_length)
+    update = policy.training(
+        _batch(config, -(-samples // algorithm.mini_batches), prompt_length, response),
+        with_entropy=algorithm.entropy_bonus != 0,
+    )
+    phases = [
+        Phase("loading vLLM", loading),
+        *training_phases(
+            policy, config.engine, device, held, {"rollout": rollout, "log-probabilities": scoring}, update,
+            ranks=config.ranks,
+        ),
+        Phase("weights to vLLM", held + Counter({"weights in transit": _in_transit(config, policy, device)})),
+        Phase("export", held + Counter({"weights in transit": 0 if device.cuda else _exported(config, policy)})),
+    ]  # fmt: skip
+    return ProcessPlan(ACTOR, tuple(phases), config.ranks)
+
+
+def _batch(config: PlanConfig, samples: int, prompt: int, response: int) -> Batch:
+    """The micro-batch of ``micro_batch_iterator`` where all sequences are as long as the longest."""
+    rows = max(1, min(samples, config.engine.micro_batch_tokens // (prompt + response)))
+    padded = rows if config.model.packing else round_up(rows, config.engine.row_multiple)
+    return Batch(rows=padded, length=round_up(prompt + response, 8), actions=rows * response)
+
+
+def _generator(config: PlanConfig, policy: Blueprint, device: Device) -> Counter[str]:
+    """vLLM's weights and KV cache, or on a GPU without ``kv_cache_gib`` the share of it that vLLM fills with both.
+
+    A policy in bf16 is in fp32 there where the CPU has no bf16 instructions. On a CPU the matrix of the logits is kept twice, as
+    it came and packed for its kernel (``UnquantizedEmbeddingMethod``), apart from a tied embedding.
+    """
+    generation = config.generation
+    if generation.backend == "hf":
+        cached = generation.max_num_seqs * policy.kv_bytes_per_token * (config.generation.max_length)
+        return Counter({"vLLM weights": policy.weights, "KV cache": cached})
+    emulated = CPU_EMULATES_BF16 and not device.cuda and policy.width == 2
+    weights = policy.base_weights * (2 if emulated else 1) // generation.tensor_parallel_size
+    if device.cuda and generation.kv_cache_gib is None:
+        share = int(generation.gpu_memory_utilization * device.memory)
+        return Counter({"vLLM weights": weights, "KV cache": max(0, share - weights)})
+    if not device.cuda:
+        weights += policy.head * (2 if emulated else 1)
+    gib = CPU_KV_CACHE_GIB if generation.kv_cache_gib is None else generation.kv_cache_gib
+    return Counter({"vLLM weights": weights, "KV cache": int(gib * GIB)})
+
+
+def _decoding(config: PlanConfig, policy: Blueprint, device: Device, samples: int, prompt: int) -> Counter[str]:
+    """Of vLLM beside its weights and cache: a layer's activations for the tokens of one step, and the sampler's logits.
+
+    A layer holds the residual, its input, gate and up projection and their product. The sampler (``vllm/v1/sample``) holds
+    logits in the model's dtype and in fp32 and log-probabilities in fp32; on a GPU also probabilities and noise in fp32. With
+    ``gpu_memory_utilization`` both are part of the share.
+    """
+    if device.cuda and config.generation.kv_cache_gib is None:
+        return Counter()
+    rows = min(samples, config.generation.max_num_seqs)
+    tokens = min(PREFILL_TOKENS[device.kind], rows * prompt)
+    return Counter(
+        {
+            "activations": tokens * (2 * policy.hidden + 3 * policy.intermediate) * policy.width,
+            "logits": rows * policy.vocabulary * (policy.width + (16 if device.cuda else 8)),
+        }
+    )
+
+
+def _in_transit(config: PlanConfig, policy: Blueprint, device: Device) -> int:
+    """The new weights of a layer and, on a CPU, what its kernel packs them into, of the largest layers (embedding and head);
+    a bucket where what is sent is not the engine's own memory (merged adapters, shares put together)."""
+    layers = 2 * policy.head * (1 if device.cuda else 2)
+    copies = config.model.lora.rank or config.engine.zero_stage == 3
+    return layers + (min(policy.base_weights, BUCKET_BYTES) if copies else 0)
+
+
+def _exported(config: PlanConfig, policy: Blueprint) -> int:
+    """safetensors turns the whole model into bytes before it writes them; merged adapters are a copy before that."""
+    copies = config.model.lora.rank or config.engine.zero_stage == 3
+    return policy.base_weights * (2 if copies else 1)

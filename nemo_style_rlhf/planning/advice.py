@@ -1,0 +1,77 @@
+"""Which settings would save most, found by planning with each of them."""
+
+import copy
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import validate
+from nemo_style_rlhf.schema.plan import PlanConfig
+
+ADAPTER_RANK = 16
+WORTH_NAMING = 2**20
+"""Bytes."""
+
+
+@dataclass(frozen=True)
+class Change:
+    text: str
+    """As it is written on the command line."""
+    saved: int
+    """Bytes on one device."""
+
+
+class Plans(Protocol):
+    def demand(self, config: PlanConfig, names: Collection[str]) -> int: ...
+
+
+def best_changes(config: PlanConfig, planner: Plans, names: Collection[str], *, count: int = 3) -> list[Change]:
+    """The ``count`` single settings that lower most what the processes ``names`` want; fewer where fewer help."""
+    before = planner.demand(config, names)
+    changes = []
+    for key, value in candidates(config):
+        changed = copy.deepcopy(config)
+        _set(changed, key, value)
+        try:
+            validate(changed)
+            saved = before - planner.demand(changed, names)
+        except UserError:  # this setting is not possible beside the others
+            continue
+        if saved >= WORTH_NAMING:
+            changes.append(Change(f"{key}={str(value).lower() if isinstance(value, bool) else value}", saved))
+    return sorted(changes, key=lambda change: -change.saved)[:count]
+
+
+def candidates(config: PlanConfig) -> Iterator[tuple[str, Any]]:
+    """Settings to try, as key and value; what is set already is not among them."""
+    for prefix, side, ranks in (("", config, config.ranks), ("critic.", config.critic, config.critic_ranks)):
+        if not side.model.lora.rank:
+            yield f"{prefix}model.lora.rank", ADAPTER_RANK
+        if side.model.dtype == "float32":
+            yield f"{prefix}model.dtype", "bfloat16"
+        if not side.model.gradient_checkpointing:
+            yield f"{prefix}model.gradient_checkpointing", True
+        if not side.model.packing:
+            yield f"{prefix}model.packing", True
+        if side.model.attn_implementation != "sdpa":
+            yield f"{prefix}model.attn_implementation", "sdpa"
+        yield f"{prefix}engine.micro_batch_tokens", max(1, side.engine.micro_batch_tokens // 2)
+        if side.engine.zero_stage < 3 and ranks > 1:
+            yield f"{prefix}engine.zero_stage", side.engine.zero_stage + 1
+        yield f"{prefix.replace('.', '_')}ranks", 2 * ranks
+    if config.model.reference == "copy":
+        yield "model.reference", "cpu_offload"
+    yield "generation.kv_cache_gib", (config.generation.kv_cache_gib or 1.0) / 2
+    yield "generation.gpu_memory_utilization", config.generation.gpu_memory_utilization / 2
+    if not config.critic.critic.offload_reward_model:
+        yield "critic.critic.offload_reward_model", True
+    if not config.critic.engine.offload_optimizer_states:
+        yield "critic.engine.offload_optimizer_states", True
+
+
+def _set(config: Any, key: str, value: Any) -> None:
+    *groups, name = key.split(".")
+    for group in groups:
+        config = getattr(config, group)
+    setattr(config, name, value)

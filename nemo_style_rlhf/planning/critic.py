@@ -1,0 +1,40 @@
+"""The critic server's memory."""
+
+from collections import Counter
+
+from nemo_style_rlhf.data.ragged import round_up
+from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
+from nemo_style_rlhf.planning.device import Device
+from nemo_style_rlhf.planning.phases import CRITIC, ProcessPlan
+from nemo_style_rlhf.planning.training import trained_model, training_phases
+from nemo_style_rlhf.rollout.sampling import SCORING_GROUP
+from nemo_style_rlhf.schema.plan import PlanConfig
+
+
+def plan_critic(config: PlanConfig, critic: Blueprint, device: Device, *, prompt_length: int) -> ProcessPlan:
+    """
+    Args:
+        prompt_length: tokens of the longest prompt.
+    """
+    server, ranks, algorithm = config.critic, config.critic_ranks, config.algorithm
+    length = prompt_length + config.generation.max_length
+    held = trained_model(critic, server.engine, ranks=ranks, libraries=device.libraries("critic"))
+    scoring = Counter[str]()
+    if server.critic.combine_rm_and_critic_server:
+        offloaded = server.critic.offload_reward_model and device.cuda
+        (scoring if offloaded else held)["reward model"] = critic.base_weights
+    samples = -(-algorithm.num_rollout_samples // ranks)
+    scoring += critic.inference(_batch(config, min(samples, SCORING_GROUP), length))
+    phases = training_phases(
+        critic, server.engine, device, held, {"values and rewards": scoring},
+        critic.training(_batch(config, -(-samples // algorithm.mini_batches), length)), ranks=ranks,
+    )  # fmt: skip
+    return ProcessPlan(CRITIC, tuple(phases), ranks)
+
+
+def _batch(config: PlanConfig, samples: int, length: int) -> Batch:
+    """The micro-batch of ``Batches`` where all sequences are as long as the longest."""
+    engine = config.critic.engine
+    rows = max(1, min(samples, engine.micro_batch_tokens // length))
+    padded = rows if config.critic.model.packing else round_up(rows, engine.row_multiple)
+    return Batch(rows=padded, length=length, actions=0)

@@ -1,0 +1,45 @@
+"""What a process holds, phase by phase; the peak is that of the phase which holds most."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+GIB = 2**30
+ACTOR, CRITIC = "actor", "critic server"
+COMPONENTS = (
+    "libraries",
+    "weights",
+    "fp32 masters",
+    "gradients",
+    "optimizer states",
+    "optimizer step",
+    "activations",
+    "logits",
+    "reference",
+    "reward model",
+    "vLLM weights",
+    "KV cache",
+    "weights in transit",
+)
+"""Rows of the table, in its order."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    parts: Counter[str]
+    """Bytes of each component, of one rank."""
+
+    @property
+    def total(self) -> int:
+        return self.parts.total()
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    name: str
+    phases: tuple[Phase, ...]
+    ranks: int
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)

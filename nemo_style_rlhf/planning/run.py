@@ -1,0 +1,108 @@
+"""What `trainers/plan.py` does once its configuration is checked."""
+
+from collections.abc import Collection
+from dataclasses import asdict
+
+from rich.console import Console
+
+from nemo_style_rlhf.data.prompts import load_prompts
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.loading import load_tokenizer
+from nemo_style_rlhf.planning.actor import plan_actor
+from nemo_style_rlhf.planning.advice import Change, best_changes
+from nemo_style_rlhf.planning.blueprint import Blueprint
+from nemo_style_rlhf.planning.critic import plan_critic
+from nemo_style_rlhf.planning.device import Device, find_device
+from nemo_style_rlhf.planning.phases import ACTOR, CRITIC, GIB, ProcessPlan
+from nemo_style_rlhf.planning.report import table
+from nemo_style_rlhf.schema.common import ModelConfig
+from nemo_style_rlhf.schema.plan import PlanConfig
+
+
+def plan(config: PlanConfig) -> None:
+    """Print what each process will hold at its peak.
+
+    Raises:
+        UserError: it does not fit; or what the run itself would refuse about models and prompts.
+    """
+    if not config.critic.model.path:
+        config.critic.model.path = config.model.path  # a reward model made of the policy
+    planner = Planner(config)
+    processes = planner.plan(config)
+    console = Console(highlight=False)
+    console.print(f"GiB of each rank at the peak of its process, on {planner.device.name}:", soft_wrap=True)
+    console.print(table(processes, planner.device, together=config.together))
+    if over := _too_large(processes, planner.device, together=config.together):
+        raise UserError(_refusal(over, planner.device, best_changes(config, planner, [plan.name for plan in over])))
+
+
+class Planner:
+    """Plans variants of one run; shapes are read and traced once for each model."""
+
+    def __init__(self, config: PlanConfig) -> None:
+        self.device: Device = find_device(config)
+        self._longest_prompt = _longest_prompt(config)
+        self._blueprints: dict[tuple[str, bool], Blueprint] = {}
+
+    def plan(self, config: PlanConfig, names: Collection[str] = (ACTOR, CRITIC)) -> list[ProcessPlan]:
+        """Of those processes in ``names`` that the run has."""
+        policy = self._blueprint(config.model, scalar=False)
+        prompt = self._prompt_length(config, policy)
+        processes = []
+        if ACTOR in names:
+            processes.append(plan_actor(config, policy, self.device, prompt_length=prompt))
+        if CRITIC in names and config.uses_critic_process:
+            critic = self._blueprint(config.critic.model, scalar=True)
+            processes.append(plan_critic(config, critic, self.device, prompt_length=prompt))
+        return processes
+
+    def demand(self, config: PlanConfig, names: Collection[str]) -> int:
+        """Bytes that the processes ``names`` want of one device."""
+        return sum(on_device(plan, self.device) for plan in self.plan(config, names))
+
+    def _blueprint(self, model: ModelConfig, *, scalar: bool) -> Blueprint:
+        key = repr(asdict(model)), scalar
+        if key not in self._blueprints:
+            self._blueprints[key] = Blueprint(model, scalar=scalar, cuda=self.device.cuda)
+        return self._blueprints[key]
+
+    def _prompt_length(self, config: PlanConfig, policy: Blueprint) -> int:
+        response, limit = config.generation.max_length, policy.max_positions
+        if self._longest_prompt is None:
+            return min(config.data.max_prompt_length, max(1, (limit or 2**31) - response))
+        if limit is not None and self._longest_prompt + response > limit:
+            raise UserError(
+                f"a prompt of {self._longest_prompt} tokens and generation.max_length={response} are more than the {limit} "
+                f"positions of {config.model.path}: lower data.max_prompt_length or generation.max_length"
+            )
+        return self._longest_prompt
+
+
+def on_device(plan: ProcessPlan, device: Device) -> int:
+    """Bytes that ``plan`` wants of a device: ranks have one each, but only one host."""
+    return plan.peak.total * (1 if device.cuda else plan.ranks)
+
+
+def _longest_prompt(config: PlanConfig) -> int | None:
+    """Tokens; None where there are no prompts yet."""
+    if not config.data.train_path:
+        return None
+    prompts, _ = load_prompts(config.data.train_path, config.data, load_tokenizer(config.model.path))
+    return max(len(prompt.token_ids) for prompt in prompts)
+
+
+def _too_large(processes: list[ProcessPlan], device: Device, *, together: bool) -> list[ProcessPlan]:
+    if together:
+        return processes if sum(on_device(plan, device) for plan in processes) > device.memory else []
+    return [plan for plan in processes if on_device(plan, device) > device.memory]
+
+
+def _refusal(over: list[ProcessPlan], device: Device, changes: list[Change]) -> str:
+    needs = " and ".join(f"the {plan.name} needs {on_device(plan, device) / GIB:.1f} GiB" for plan in over)
+    saves = ", ".join(f"{change.text} ({change.saved / GIB:.1f} GiB)" for change in changes)
+    advice = (
+        f"what saves most: {saves}"
+        if changes
+        else "no single setting saves anything: use a smaller model or a larger device"
+    )
+    return f"{needs} but the device is {device.name}; {advice}"

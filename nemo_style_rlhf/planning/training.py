@@ -1,0 +1,130 @@
+"""Bytes of a trained model and its update.
+
+``trained`` counts the elements that learn, ``width`` their bytes (2 in bf16, 4 in fp32), ``ranks`` those that share. The shares
+are those of ZeRO (arXiv 1910.02054, figure 1); the buffers were read from DeepSpeed 0.19.8, ``zero/stage_1_and_2.py``.
+"""
+
+from collections import Counter
+
+from nemo_style_rlhf.planning.blueprint import Blueprint
+from nemo_style_rlhf.planning.device import Device
+from nemo_style_rlhf.planning.phases import Phase
+from nemo_style_rlhf.schema.common import EngineConfig
+
+MASTER = 4
+"""fp32, also where the weights are fp32: DeepSpeed's stages 1 to 3 clone them (``single_partition_of_fp32_groups``)."""
+ADAM = 8
+"""exp_avg and exp_avg_sq in fp32."""
+NORM = 8
+"""fp64."""
+MAX_LIVE = 10**9
+"""Elements that ZeRO-3 keeps gathered: ``stage3_max_live_parameters``, which is as far apart as it looks for another use."""
+
+
+def masters(trained: int, *, stage: int, ranks: int) -> int:
+    return MASTER * trained // ranks if stage else 0
+
+
+def optimizer_states(trained: int, *, stage: int, ranks: int) -> int:
+    return ADAM * trained // (ranks if stage else 1)
+
+
+def weights(trained: int, frozen: int, width: int, *, stage: int, ranks: int) -> int:
+    """Of the model in its dtype; ZeRO-3 holds a share, and as much of the whole as it keeps gathered."""
+    if stage < 3:
+        return (trained + frozen) * width
+    return trained * width // ranks + min(trained, MAX_LIVE) * width
+
+
+def gradients(trained: int, width: int, *, stage: int, ranks: int) -> int:
+    """That add up between two optimizer steps, in the weights' dtype; from ZeRO-2 on a rank keeps those of its share."""
+    return trained * width // (ranks if stage >= 2 else 1)
+
+
+def step_buffers(trained: int, width: int, *, stage: int, ranks: int) -> dict[str, int]:
+    """What an optimizer step takes beside the gradients, in the order in which it does.
+
+    Without ZeRO the gradients are flattened once, for the reduction over ranks. With it: the bucket they are copied into
+    (``reduce_bucket_size``, all of them, see engine.py), its flattened copy where several ranks reduce it, the rank's share of
+    the result, that share flattened, and the same in fp32 where it is not yet.
+    """
+    if stage == 0:
+        return {"reduction": trained * width}
+    share = trained * width // ranks
+    return {
+        "bucket": trained * width,
+        "reduction": trained * width if ranks > 1 else 0,
+        "share": share,
+        "flat": share,
+        "fp32": MASTER * trained // ranks if width < MASTER else 0,
+    }
+
+
+def norm_buffer(trained: int, largest: int, *, stage: int, ranks: int, freed: int | None) -> int:
+    """The gradient's norm: DeepSpeed's ZeRO copies one tensor after the other to fp64 (``get_norm_dtype``).
+
+    On a GPU only the largest counts, with ``freed`` None. On a heap each copy leaves a hole, with the tensor's norm behind it, so
+    that together they take 8 bytes per element; what forward and backward ``freed`` (bytes) is used first.
+    """
+    if stage == 0:
+        return 0
+    alone = NORM * largest
+    return alone if freed is None else max(alone, NORM * trained // ranks - freed)
+
+
+def trained_model(model: Blueprint, engine: EngineConfig, *, ranks: int, libraries: int) -> Counter[str]:
+    """What one rank holds of it from its start to its end."""
+    share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
+    return Counter(
+        {
+            "libraries": libraries,
+            "weights": weights(model.trained, model.elements - model.trained, model.width, **share),
+            "fp32 masters": masters(model.trained, **share),
+            "optimizer states": optimizer_states(model.trained, **share),
+        }
+    )
+
+
+def training_phases(
+    model: Blueprint,
+    engine: EngineConfig,
+    device: Device,
+    held: Counter[str],
+    inference: dict[str, Counter[str]],
+    update: Counter[str],
+    *,
+    ranks: int,
+) -> list[Phase]:
+    """The phases of a step, beside what is ``held`` all the time.
+
+    On a GPU each frees its memory for the next. A CPU's heap keeps it (launch/malloc.py), and the next phase does not find all
+    of it again: activations and gradients leave holes between small blocks that stay, and a buffer as large as the model fits
+    into none of them; not even into that of the same buffer of the last step, since glibc before 2.38 looks for 96 bytes more
+    than an aligned block has (``_int_memalign``). So there what the forwards and backwards took at most and every buffer of the
+    optimizer step are counted together.
+    """
+    share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
+    learned = Counter({"gradients": gradients(model.trained, model.width, **share)})
+    buffers = step_buffers(model.trained, model.width, **share)
+    if not device.cuda:
+        largest = {
+            kind: max(part[kind] for part in (*inference.values(), update)) for kind in ("activations", "logits")
+        }
+        freed = sum(largest.values()) + learned.total()
+        norm = norm_buffer(model.trained, model.largest, **share, freed=freed)
+        step = Counter({"optimizer step": sum(buffers.values()) + norm})
+        return [Phase("update", held + learned + Counter(largest) + step)]
+    resting = held
+    if engine.offload_optimizer_states and engine.zero_stage in (1, 2):
+        resting = Counter(
+            {name: size for name, size in held.items() if name not in ("fp32 masters", "optimizer states")}
+        )
+    # The gradients become the share by way of the bucket; then that and its copies are there at once.
+    reduced = buffers.get("bucket", 0) + max(buffers["reduction"], buffers.get("share", 0))
+    stepped = sum(buffers.get(name, 0) for name in ("share", "flat", "fp32"))
+    norm = norm_buffer(model.trained, model.largest, **share, freed=None) + buffers.get("share", 0)
+    return [
+        *(Phase(name, resting + part) for name, part in inference.items()),
+        Phase("forward and backward", held + learned + update),
+        Phase("optimizer step", held + Counter({"optimizer step": max(reduced, stepped, norm)})),
+    ]

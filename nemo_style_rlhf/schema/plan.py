@@ -1,0 +1,29 @@
+"""Configuration of the memory preflight: both processes of a run, and where they are to run."""
+
+from dataclasses import dataclass, field
+
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.critic import PPOCriticConfig
+
+
+@dataclass
+class PlanConfig(PPOActorConfig):
+    """`trainers/plan.py`: the actor's keys as they are, the critic server's with ``critic.`` before them."""
+
+    critic: PPOCriticConfig = field(default_factory=PPOCriticConfig)
+    device_gib: float | None = None
+    """Memory of one device in GiB; null: that of this machine's CUDA device, or of this host where there is none."""
+    ranks: int = 1
+    """Of the actor, each with a device of its own; on a CPU they share the host."""
+    critic_ranks: int = 1
+    """Of the critic server."""
+    together: bool = False
+    """Both processes share the devices, so that the sum has to fit."""
+
+    def validate(self) -> None:
+        super().validate()
+        gib = self.device_gib
+        require(gib is None or gib > 0, "device_gib", gib, "the GiB of one device")
+        require(self.ranks > 0, "ranks", self.ranks, "a number of ranks above 0")
+        require(self.critic_ranks > 0, "critic_ranks", self.critic_ranks, "a number of ranks above 0")

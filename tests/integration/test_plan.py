@@ -1,0 +1,87 @@
+"""trainers/plan.py as a user runs it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+from tests.integration.processes import ROOT
+from tests.models import save_policy, save_reward_model
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    save_policy(folder / "policy", max_position_embeddings=4096)
+    save_reward_model(folder / "reward", max_position_embeddings=4096)
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "w1 w2 w3"}) + "\n")
+    return folder
+
+
+def plan(inputs: Path, *given: str, code: int = 0) -> tuple[str, str]:
+    command = [
+        sys.executable, "trainers/plan.py", f"model.path={inputs / 'policy'}", f"critic.model.path={inputs / 'reward'}",
+        "run.device=cpu", *given,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout, done.stderr
+
+
+def test_both_processes_are_planned_and_fit(inputs: Path):
+    output, errors = plan(
+        inputs, f"data.train_path={inputs / 'prompts.jsonl'}", "generation.max_length=8", "device_gib=4"
+    )
+    assert errors == ""
+    assert "on a host of 4 GiB" in output
+    for row in ("weights", "gradients", "optimizer states", "activations", "vLLM weights", "reward model", "total"):
+        assert row in output
+    assert re.search(r"KV cache\W+1\.00\W+-", output)
+
+
+def test_what_cannot_fit_is_refused_with_three_changes(inputs: Path):
+    _, errors = plan(inputs, "data.max_prompt_length=512", "device_gib=0.5", code=2)
+    assert re.fullmatch(
+        r"error: the actor needs [\d.]+ GiB and the critic server needs [\d.]+ GiB but the device is a host of 0.5 GiB; "
+        r"what saves most: ([\w.]+=[\w.]+ \([\d.]+ GiB\)(, )?){3}\n",
+        errors,
+    )
+
+
+def test_what_fits_alone_need_not_fit_together(inputs: Path):
+    given = (f"data.train_path={inputs / 'prompts.jsonl'}", "generation.max_length=8", "device_gib=1.8")
+    plan(inputs, *given)
+    assert "the critic server needs" in plan(inputs, *given, "together=true", code=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("critic.engine.zero_stag=2", "zero_stag"),
+        ("ranks=0", "ranks=0 is not possible"),
+        ("model.path=/nowhere", "there is no Hugging Face model at /nowhere"),
+        ("data.train_path=/nowhere.jsonl", "/nowhere.jsonl"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(inputs: Path, given: str, sentence: str):
+    _, errors = plan(inputs, given, code=2)
+    assert errors.count("\n") == 1 and sentence in errors
+
+
+def test_the_plan_starts_from_the_actors_defaults(inputs: Path):
+    def composed(script: str) -> dict[str, object]:
+        command = [sys.executable, script, "--cfg", "job", "model.path=x", "data.train_path=x", "run.output_dir=x"]
+        text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_container(OmegaConf.create(text))  # type: ignore[return-value]
+
+    planned = composed("trainers/plan.py")
+    actor = composed("trainers/train_ppo_actor.py")
+    assert {key: planned[key] for key in actor} == actor
+    assert set(actor) == set(PPOActorConfig.__dataclass_fields__)

@@ -1,0 +1,67 @@
+"""Whole plans of tiny models: which parts a process has, and what a setting does to them."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_style_rlhf.planning.advice import best_changes
+from nemo_style_rlhf.planning.phases import ACTOR, CRITIC, GIB
+from nemo_style_rlhf.planning.run import Planner
+from nemo_style_rlhf.schema.base import build
+from nemo_style_rlhf.schema.plan import PlanConfig
+from tests.models import save_policy, save_reward_model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("models")
+    return [
+        f"model.path={save_policy(folder / 'policy')}", f"critic.model.path={save_reward_model(folder / 'reward')}",
+        "run.output_dir=x", "critic.run.output_dir=x", "data.train_path=''", "generation.max_length=16", "run.device=cpu",
+        "device_gib=80",
+    ]  # fmt: skip
+
+
+def plans(models: list[str], *given: str) -> dict[str, dict[str, int]]:
+    config = build(PlanConfig, OmegaConf.from_dotlist([*models, *given]))
+    return {plan.name: plan.peak.parts for plan in Planner(config).plan(config)}
+
+
+def test_each_process_has_its_parts(models):
+    found = plans(models)
+    assert found[ACTOR]["reference"] == found[ACTOR]["weights"]
+    assert found[ACTOR]["KV cache"] == GIB
+    assert "reward model" not in +found[ACTOR]
+    assert found[CRITIC]["reward model"] == found[CRITIC]["weights"]
+    assert "vLLM weights" not in +found[CRITIC]
+
+
+def test_settings_take_parts_away(models):
+    without = plans(models, "algorithm.initial_policy_kl_penalty=0", "critic.critic.combine_rm_and_critic_server=false")
+    assert "reference" not in +without[ACTOR] and "reward model" not in +without[CRITIC]
+    server = ("reward.critic.weight=0", "reward.server.weight=1")
+    assert CRITIC not in plans(models, "algorithm.advantage_estimator=reinforce", *server)
+    assert plans(models, "generation.kv_cache_gib=0.5")[ACTOR]["KV cache"] == GIB // 2
+
+
+def test_a_gpu_offloads_and_gives_vllm_its_share(models):
+    gpu = plans(models, "run.device=cuda", "generation.gpu_memory_utilization=0.3", "model.reference=cpu_offload")[
+        ACTOR
+    ]
+    assert gpu["vLLM weights"] + gpu["KV cache"] == int(0.3 * 80 * GIB)
+    assert "reference" not in +gpu
+
+
+def test_ranks_share_the_optimizer_states(models):
+    alone, four = plans(models)[ACTOR], plans(models, "ranks=4")[ACTOR]
+    assert four["optimizer states"] == alone["optimizer states"] // 4
+    assert four["weights"] == alone["weights"]
+
+
+def test_advice_is_what_planning_again_says(models):
+    config = build(PlanConfig, OmegaConf.from_dotlist(models))
+    planner = Planner(config)
+    changes = best_changes(config, planner, [ACTOR])
+    assert [change.saved for change in changes] == sorted((change.saved for change in changes), reverse=True)
+    halved = next(change for change in changes if change.text == "generation.kv_cache_gib=0.5")
+    assert halved.saved == GIB // 2
+    assert not any(change.text.startswith("critic.") for change in changes)

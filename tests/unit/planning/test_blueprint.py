@@ -1,0 +1,74 @@
+"""Tiny Llamas as shapes: their parameters, and memory that grows as it must."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
+from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
+from tests.models import save_policy, save_reward_model
+
+# tests/models.py: 64 wide, 96 in the MLP, 2 layers, 64 tokens. A layer: 4 x 64^2 + 3 x 64 x 96 + 2 x 64 = 34,944.
+LAYERS = 2 * 34_944
+EMBEDDING = 64 * 64
+NORM = 64
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_policy(tmp_path_factory.mktemp("policy")))
+
+
+def blueprint(path: str, *, scalar: bool = False, cuda: bool = False, **settings: object) -> Blueprint:
+    return Blueprint(ModelConfig(path=path, **settings), scalar=scalar, cuda=cuda)
+
+
+def test_parameters_and_their_bytes(policy: str):
+    found = blueprint(policy)
+    assert found.elements == found.trained == LAYERS + 2 * EMBEDDING + NORM
+    assert found.weights == 2 * found.elements
+    assert found.largest == 64 * 96
+    assert found.head == 2 * EMBEDDING
+    assert found.kv_bytes_per_token == 2 * 2 * 64 * 2  # keys and values of 2 layers, 2 heads of 32, 2 bytes
+
+
+def test_a_critic_has_a_score_in_place_of_the_head(tmp_path: Path):
+    assert blueprint(str(save_reward_model(tmp_path)), scalar=True).elements == LAYERS + EMBEDDING + NORM + 64
+
+
+def test_adapters_are_all_that_trains(policy: str):
+    found = blueprint(policy, lora=LoRAConfig(rank=4))
+    # rank x (inputs + outputs) of each linear layer: 4 of 64 to 64, 3 between 64 and 96, in 2 layers.
+    assert found.trained == 2 * 4 * (4 * 128 + 3 * 160)
+    assert found.base_weights == 2 * (found.elements - found.trained)
+
+
+def test_activations_follow_rows_and_precision(policy: str):
+    small, large = Batch(8, 32, 100), Batch(16, 32, 200)
+    found = blueprint(policy)
+    once, twice = (found.training(batch)["activations"] for batch in (small, large))
+    assert 1.8 < twice / once < 2
+    assert found.inference(small)["activations"] < once / 3
+    assert blueprint(policy, dtype="float32").training(small)["activations"] > 1.4 * once
+    assert blueprint(policy, gradient_checkpointing=True).training(small)["activations"] < 0.8 * once
+
+
+def test_attention_of_a_gpu_does_not_hold_time_squared(policy: str):
+    long = Batch(8, 128, 100)
+    assert (
+        blueprint(policy, cuda=True).training(long)["activations"]
+        < 0.6 * blueprint(policy).training(long)["activations"]
+    )
+
+
+def test_packed_sequences_can_be_planned(policy: str):
+    assert blueprint(policy, packing=True).training(Batch(3, 32, 50)).total() > 0
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="no Hugging Face model at"):
+        blueprint(str(tmp_path / "nothing"))
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(UserError, match="not a model whose shapes transformers knows"):
+        blueprint(str(tmp_path))

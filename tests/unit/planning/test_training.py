@@ -1,0 +1,54 @@
+"""Shares and buffers of a trained model, against numbers derived by hand."""
+
+import pytest
+
+from nemo_style_rlhf.planning import training
+
+MILLION = 10**6
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "width", "weights", "gradients", "masters", "states"),
+    [
+        # bf16, one rank: 2 + 2 + 4 + 8 = 16 bytes per parameter, the sum of arXiv 1910.02054, section 3.1.
+        (1, 1, 2, 200, 200, 400, 800),
+        # Four ranks: masters and states are quartered by stage 1, gradients by stage 2.
+        (1, 4, 2, 200, 200, 100, 200),
+        (2, 4, 2, 200, 50, 100, 200),
+        # Stage 3 quarters the weights; below 10^9 elements the whole is gathered beside its share: 50 + 200.
+        (3, 4, 2, 250, 50, 100, 200),
+        # fp32 without ZeRO has no masters; with it the weights are there twice.
+        (0, 1, 4, 400, 400, 0, 800),
+        (1, 1, 4, 400, 400, 400, 800),
+    ],
+)
+def test_what_is_held_for_100_million_parameters(stage, ranks, width, weights, gradients, masters, states):
+    share = {"stage": stage, "ranks": ranks}
+    trained = 100 * MILLION
+    assert training.weights(trained, 0, width, **share) == weights * MILLION
+    assert training.gradients(trained, width, **share) == gradients * MILLION
+    assert training.masters(trained, **share) == masters * MILLION
+    assert training.optimizer_states(trained, **share) == states * MILLION
+
+
+def test_frozen_weights_have_neither_gradients_nor_states():
+    assert training.weights(1, 100, 2, stage=1, ranks=1) == 202
+    assert training.gradients(1, 2, stage=1, ranks=1) == 2
+
+
+def test_the_buffers_of_an_optimizer_step():
+    # bf16: bucket 2, share 2, flat 2, fp32 4 bytes per parameter.
+    assert sum(training.step_buffers(100, 2, stage=1, ranks=1).values()) == 1000
+    # fp32: nothing to cast, so bucket, share and flat of 4 bytes each.
+    assert sum(training.step_buffers(100, 4, stage=1, ranks=1).values()) == 1200
+    # Two ranks in bf16: bucket and its flattened copy are whole (200 each), the others half: 100, 100, 200.
+    assert sum(training.step_buffers(100, 2, stage=1, ranks=2).values()) == 800
+    assert sum(training.step_buffers(100, 4, stage=0, ranks=1).values()) == 400
+
+
+def test_copies_for_the_norm_use_what_backward_left():
+    assert training.norm_buffer(1000, 300, stage=1, ranks=1, freed=None) == 2400  # a GPU: one tensor at a time
+    assert (
+        training.norm_buffer(1000, 300, stage=1, ranks=1, freed=5000) == 3000
+    )  # 8000 of holes, 5000 of them there already
+    assert training.norm_buffer(1000, 300, stage=1, ranks=1, freed=9000) == 2400
