@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from nemo_style_rlhf.schema.actor import PPOActorConfig
-from tests.integration.processes import ROOT
+from tests.integration import warm
 from tests.models import save_policy, save_reward_model
 
 
@@ -23,11 +22,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(inputs: Path, *given: str, code: int = 0) -> tuple[str, str]:
-    command = [
-        sys.executable, "trainers/plan.py", f"model.path={inputs / 'policy'}", f"critic.model.path={inputs / 'reward'}",
-        "run.device=cpu", *given,
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    models = [f"model.path={inputs / 'policy'}", f"critic.model.path={inputs / 'reward'}"]
+    done = warm.run(["trainers/plan.py", *models, "run.device=cpu", *given], timeout=120)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout, done.stderr
@@ -75,10 +71,8 @@ def test_a_mistake_gets_one_sentence(inputs: Path, given: str, sentence: str):
 
 def test_the_plan_starts_from_the_actors_defaults(inputs: Path):
     def composed(script: str) -> dict[str, object]:
-        command = [sys.executable, script, "--cfg", "job", "model.path=x", "data.train_path=x", "run.output_dir=x"]
-        text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        from omegaconf import OmegaConf
-
+        given = ["--cfg", "job", "model.path=x", "data.train_path=x", "run.output_dir=x"]
+        text = warm.run([script, *given], timeout=120).stdout
         return OmegaConf.to_container(OmegaConf.create(text))  # type: ignore[return-value]
 
     planned = composed("trainers/plan.py")
