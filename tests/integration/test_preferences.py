@@ -127,8 +127,8 @@ def transcripts(split: str, count: int) -> list[dict[str, str]]:
         return [json.loads(next(lines)) for _ in range(count)]
 
 
-def write_transcripts(folder: Path) -> None:
-    write(folder / "train.jsonl", transcripts("train", 1300))
+def write_transcripts(folder: Path, train: int = 1300) -> None:
+    write(folder / "train.jsonl", transcripts("train", train))
     write(folder / "test.jsonl", transcripts("test", 500))
 
 
@@ -151,34 +151,38 @@ def test_sft_on_hh_transcripts(tmp_path):
     assert losses[-1] < losses[0]
 
 
+ALL_TRANSCRIPTS = [
+    "data.max_length=320", "trainer.batch_size=64", "trainer.micro_batch_size=16", "engine.optim.weight_decay=0.1"
+]  # fmt: skip
+"""What the annotators preferred is hard to tell for a 0.3 M model that knows children's stories: it takes long conversations
+and a low learning rate that a few steps lower the loss on pairs it has not seen, by a thousandth of a nat or two."""
+
+
 @needs_hh
 def test_reward_model_on_hh_transcripts(tmp_path):
-    """As with DPO below, a 0.3 M model learns these pairs by heart and nothing about others: held out, its loss stays within
-    0.002 of ln 2 for a few steps at a low learning rate and rises afterwards."""
-    write_transcripts(tmp_path)
-    done = train("train_reward_model", *hh_overrides(tmp_path), "trainer.max_steps=48", "trainer.val_interval=48")
+    write_transcripts(tmp_path, train=4166)
+    settings = [*ALL_TRANSCRIPTS, "engine.optim.lr=3e-4", "trainer.max_steps=10", "trainer.val_interval=5"]
+    done = train("train_reward_model", *hh_overrides(tmp_path), *settings)
     assert done.returncode == 0, done.stderr
     assert "3 with differing prompts, 2 with an empty response" in done.stderr
-    losses = [line["train/loss"] for line in metrics(tmp_path / "run") if "train/loss" in line]
-    assert sum(losses[-8:]) < 0.9 * sum(losses[:8]), losses
+    losses = [line["val/loss"] for line in metrics(tmp_path / "run") if "val/loss" in line]
+    assert losses[-1] < min(losses[0], math.log(2))  # a fresh head begins above ln 2
 
 
 @needs_hh
 def test_dpo_on_hh_transcripts(tmp_path):
-    """In 16 steps a 0.3 M model that knows children's stories does not find out what the annotators preferred; what it does
-    learn of unseen conversations is their language, through the likelihood of the chosen responses."""
-    write_transcripts(tmp_path)
-    done = train("train_dpo", *hh_overrides(tmp_path), "nll_weight=1", "beta=0.01")
+    write_transcripts(tmp_path, train=4166)
+    settings = [*ALL_TRANSCRIPTS, "engine.optim.lr=1e-4", "beta=0.05", "trainer.max_steps=6", "trainer.val_interval=3"]
+    done = train("train_dpo", *hh_overrides(tmp_path), *settings)
     assert done.returncode == 0, done.stderr
     assert (
-        "3 with differing prompts, 2 with an empty response" in done.stderr and "longer than 160 tokens" in done.stderr
+        "3 with differing prompts, 2 with an empty response" in done.stderr and "longer than 320 tokens" in done.stderr
     )
     lines = metrics(tmp_path / "run")
-    first, last = lines[0], lines[-1]
-    assert first["train/loss"] == pytest.approx(math.log(2) + first["train/nll"], abs=1e-4)
+    assert lines[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-4)
     losses = [line["val/loss"] for line in lines if "val/loss" in line]
-    assert losses[-1] < losses[0] < math.log(2) + first["train/nll"]
-    assert all(math.isfinite(value) for value in last.values())
+    assert losses[-1] < losses[0] < math.log(2)
+    assert all(math.isfinite(value) for value in lines[-1].values())
 
 
 @needs_hh
