@@ -167,6 +167,7 @@ class CriticWorker:
     def begin_files(self, directory: Path) -> None:
         """Have each rank's files of the snapshot written to ``directory``, which all ranks see; meanwhile others may call."""
         self._files = self._writer.submit(self._snapshot.write, directory)
+        self._snapshot = Snapshot()
 
     def wait_for_files(self) -> None:
         """Of this rank."""

@@ -161,12 +161,10 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """A copy of trained weights, optimizer, schedule and counters in host memory; every rank calls it, and writes its own."""
         self.reload_optimizer()
-        writer = self._deepspeed.checkpoint_engine
-        writer.snapshot = Snapshot()
         self._deepspeed.save_checkpoint(
             str(FOLDER), tag=CHECKPOINT_TAG, save_latest=False, exclude_frozen_parameters=self._partly_frozen
         )
-        return writer.snapshot
+        return self._deepspeed.checkpoint_engine.taken()
 
     def load(self, directory: Path) -> None:
         """Bring back a snapshot written to ``directory``, of this or another ZeRO stage and number of ranks, to the last bit.

@@ -38,7 +38,7 @@ class Piece:
 
 
 class Saved:
-    """What :meth:`Engine.save` wrote: ``model`` is DeepSpeed's file of buffers, counters, schedule and, below ZeRO 3, weights."""
+    """A written snapshot: ``model`` is DeepSpeed's file of buffers, counters, schedule and, below ZeRO 3, weights."""
 
     def __init__(self, directory: Path) -> None:
         """

@@ -23,11 +23,16 @@ class Snapshot:
 
 
 class InMemory(TorchCheckpointEngine):  # type: ignore[misc]
-    """Takes the place of DeepSpeed's own writer, and fills :attr:`snapshot`; loading is as it was."""
+    """Takes the place of DeepSpeed's own writer, and fills a snapshot; loading is as it was."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.snapshot = Snapshot()
+        self._snapshot = Snapshot()
+
+    def taken(self) -> Snapshot:
+        """What was saved since the last call."""
+        taken, self._snapshot = self._snapshot, Snapshot()
+        return taken
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         pass
@@ -35,4 +40,4 @@ class InMemory(TorchCheckpointEngine):  # type: ignore[misc]
     def save(self, state_dict: Any, path: str) -> None:
         content = io.BytesIO()
         super().save(state_dict, content)
-        self.snapshot.files[Path(path).relative_to(FOLDER)] = content
+        self._snapshot.files[Path(path).relative_to(FOLDER)] = content
