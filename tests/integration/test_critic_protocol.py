@@ -289,7 +289,7 @@ def test_rule_4_the_actor_falls_back_to_a_checkpoint_whose_critic_half_is_whole(
     assert restore_newest(critic, store, newest).step == 1
     assert "is damaged" in caplog.text and "falling back to step 1" in caplog.text
     shutil.rmtree(halves / checkpoint_id("run", 1))
-    with pytest.raises(UserError, match="no checkpoint can be restored: checkpoint run-step_000002 is damaged"):
+    with pytest.raises(UserError, match=r"no checkpoint can be restored: .* checkpoint run-step_000002 is damaged"):
         restore_newest(critic, store, newest)
 
 
