@@ -74,14 +74,14 @@ def size(
 
 
 SHAPES = [
-    Shape("Qwen2, tied, bf16, ZeRO-1", QWEN, size(16384, 640, 2048, 10, 10, 10, tied=True), response=112),
+    Shape("Qwen2, tied, bf16, ZeRO-1", QWEN, size(16384, 640, 2048, 10, 10, 10, tied=True), response=48),
     Shape("Qwen2, bf16, ZeRO-2", QWEN, size(16384, 768, 2304, 10, 12, 4, tied=False), ("engine.zero_stage=2",)),
     Shape("Llama, fp32, ZeRO-1", LLAMA, size(8192, 576, 1536, 12, 9, 3, tied=True), ("model.dtype=float32",)),
     Shape(
         "Llama, bf16, LoRA, recomputed activations", LLAMA, size(32768, 1024, 2816, 10, 16, 8, tied=False),
-        ("model.lora.rank=16", "model.gradient_checkpointing=true"), response=112,
+        ("model.lora.rank=16", "model.gradient_checkpointing=true"), response=48,
     ),
-    Shape("Qwen2, tied, bf16, ZeRO-1", QWEN, size(16384, 1024, 4096, 18, 16, 8, tied=True)),
+    Shape("Qwen2, tied, bf16, ZeRO-1", QWEN, size(16384, 1024, 4096, 19, 16, 8, tied=True)),
 ]  # fmt: skip
 TINY = {
     "hidden_size": 64,
@@ -144,13 +144,13 @@ def make(shape: Shape, folder: Path) -> dict[str, int]:
     config, causal = shape.family
     elements = {}
     for name, changes in (("large", {}), ("tiny", TINY)):
-        policy = causal(config(**{**shape.size, **changes, **special})).to(dtype)
+        described = config(**{**shape.size, **changes, **special})
+        policy = causal(described).to(dtype)
         elements.setdefault("actor", policy.num_parameters())
         policy.save_pretrained(folder / name / "policy")
         del policy
-        reward = AutoModelForSequenceClassification.from_pretrained(
-            folder / name / "policy", num_labels=1, dtype="auto"
-        )
+        described.num_labels = 1
+        reward = AutoModelForSequenceClassification.from_config(described).to(dtype)
         elements.setdefault("critic server", reward.num_parameters())
         reward.save_pretrained(folder / name / "reward")
         del reward

@@ -38,13 +38,13 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
         _batch(config, -(-samples // algorithm.mini_batches), prompt_length, response),
         with_entropy=algorithm.entropy_bonus != 0,
     )
+    transit = Counter({"weights in transit": _in_transit(config, policy, device)})
     phases = [
         Phase("loading vLLM", loading),
         *training_phases(
-            policy, config.engine, device, held, {"rollout": rollout, "log-probabilities": scoring}, update,
-            ranks=config.ranks,
+            policy, config.engine, device, held,
+            {"rollout": rollout, "log-probabilities": scoring, "weights to vLLM": transit}, update, ranks=config.ranks,
         ),
-        Phase("weights to vLLM", held + Counter({"weights in transit": _in_transit(config, policy, device)})),
         Phase("export", held + Counter({"weights in transit": 0 if device.cuda else _exported(config, policy)})),
     ]  # fmt: skip
     return ProcessPlan(ACTOR, tuple(phases), config.ranks)

@@ -97,23 +97,19 @@ def training_phases(
 ) -> list[Phase]:
     """The phases of a step, beside what is ``held`` all the time.
 
-    On a GPU each frees its memory for the next. A CPU's heap keeps it (launch/malloc.py), and the next phase does not find all
-    of it again: activations and gradients leave holes between small blocks that stay, and a buffer as large as the model fits
-    into none of them; not even into that of the same buffer of the last step, since glibc before 2.38 looks for 96 bytes more
-    than an aligned block has (``_int_memalign``). So there what the forwards and backwards took at most and every buffer of the
-    optimizer step are counted together.
+    On a GPU each frees its memory for the next. On a CPU the heap keeps it (launch/malloc.py), and what comes next does not find
+    it again: activations and gradients leave holes between small blocks that stay, and glibc before 2.38 looks for 96 bytes more
+    than an aligned block has (``_int_memalign``), so that not even a block of the same size fits into a hole. So there what all
+    phases take, and every buffer of the optimizer step, add up.
     """
     share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
     learned = Counter({"gradients": gradients(model.trained, model.width, **share)})
     buffers = step_buffers(model.trained, model.width, **share)
     if not device.cuda:
-        largest = {
-            kind: max(part[kind] for part in (*inference.values(), update)) for kind in ("activations", "logits")
-        }
-        freed = sum(largest.values()) + learned.total()
+        kept = sum(inference.values(), start=update)
+        freed = kept.total() + learned.total()
         norm = norm_buffer(model.trained, model.largest, **share, freed=freed)
-        step = Counter({"optimizer step": sum(buffers.values()) + norm})
-        return [Phase("update", held + learned + Counter(largest) + step)]
+        return [Phase("update", held + learned + kept + Counter({"optimizer step": sum(buffers.values()) + norm}))]
     resting = held
     if engine.offload_optimizer_states and engine.zero_stage in (1, 2):
         resting = Counter(
