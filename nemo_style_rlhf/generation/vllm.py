@@ -11,7 +11,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_kernels
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
 from nemo_style_rlhf.generation.transfer import Manifest
-from nemo_style_rlhf.schema.generation import GenerationConfig
+from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB, GenerationConfig
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,6 @@ class VLLMGenerator:
                 # Several ranks were started by somebody else: vLLM joins them, each on its own device.
                 distributed_executor_backend="external_launcher" if _ranks() > 1 else None,
                 enforce_eager=config.enforce_eager,
-                ir_op_priority={} if torch.cuda.is_available() or not config.enforce_eager else cpu_kernels.register(),
                 logprobs_mode="processed_logprobs",  # of the distribution sampled from, after the temperature
                 generation_config="vllm",  # not the checkpoint's own sampling defaults
                 disable_log_stats=True,
@@ -61,6 +60,7 @@ class VLLMGenerator:
                     config.stop or stop_strings
                 ),  # token ids in, token ids out; stop strings need text
                 async_scheduling=False,
+                **_cpu_kernels(config),
             )
         except Exception as error:
             raise _explain(error, model_path) from error
@@ -157,8 +157,15 @@ class VLLMGenerator:
         )
 
 
+def _cpu_kernels(config: GenerationConfig) -> dict[str, Any]:
+    """The argument is left out elsewhere: the vLLM that is pinned for CUDA is an older one."""
+    if torch.cuda.is_available() or not config.enforce_eager:
+        return {}
+    return {"ir_op_priority": cpu_kernels.register()}
+
+
 def _kv_cache_bytes(config: GenerationConfig) -> int | None:
-    gib = config.kv_cache_gib or (None if torch.cuda.is_available() else 1.0)
+    gib = config.kv_cache_gib or (None if torch.cuda.is_available() else CPU_KV_CACHE_GIB)
     return None if gib is None else int(gib * 2**30)
 
 

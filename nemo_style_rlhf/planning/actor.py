@@ -9,10 +9,9 @@ from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import ACTOR, GIB, Phase, ProcessPlan
 from nemo_style_rlhf.planning.training import trained_model, training_phases
+from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB
 from nemo_style_rlhf.schema.plan import PlanConfig
 
-CPU_KV_CACHE_GIB = 1.0
-"""generation/vllm.py's, where none is given."""
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens of one vLLM step: max_num_batched_tokens of ``vllm/engine/arg_utils.py`` for ``LLM``."""
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import validate
+from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB
 from nemo_style_rlhf.schema.plan import PlanConfig
 
 ADAPTER_RANK = 16
@@ -62,7 +63,7 @@ def candidates(config: PlanConfig) -> Iterator[tuple[str, Any]]:
         yield f"{prefix.replace('.', '_')}ranks", 2 * ranks
     if config.model.reference == "copy":
         yield "model.reference", "cpu_offload"
-    yield "generation.kv_cache_gib", (config.generation.kv_cache_gib or 1.0) / 2
+    yield "generation.kv_cache_gib", (config.generation.kv_cache_gib or CPU_KV_CACHE_GIB) / 2
     yield "generation.gpu_memory_utilization", config.generation.gpu_memory_utilization / 2
     if not config.critic.critic.offload_reward_model:
         yield "critic.critic.offload_reward_model", True

@@ -6,6 +6,9 @@ from typing import Any
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
 
+CPU_KV_CACHE_GIB = 1.0
+"""Where a CPU run does not say how large the cache is to be."""
+
 
 @dataclass(frozen=True)
 class SamplingOverrides:
