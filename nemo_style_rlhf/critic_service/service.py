@@ -115,13 +115,13 @@ class CriticService(Service):
             )
         self._require_open()
         lease = self._ledger.acquire(request.run_id)  # at once, so that work queued under the old lease is refused
-        with self._storing, self._models(f"acquire by {request.run_id}"):  # work running under it is finished first
+        with self._stored(), self._models(f"acquire by {request.run_id}"):  # work running under it is finished first
             return _json({"lease": lease, "boot_id": self.boot_id, "critic_step": self._ledger.step})
 
     def _save(self, inputs: Mapping[str, Array]) -> Tensors:
         """Only the copy holds the models: others are answered while it is written."""
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.CheckpointRequest)
-        with self._storing:
+        with self._stored():
             with self._leased(request.lease, f"save of {request.checkpoint_id}"):
                 step = self._ledger.step
                 if self._last_save is not None and self._last_save[0] == (request, step):
@@ -143,12 +143,12 @@ class CriticService(Service):
 
     def _commit(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.CommitRequest)
-        with self._storing, self._leased(request.lease, f"commit of {request.checkpoint_id}"):
+        with self._stored(), self._leased(request.lease, f"commit of {request.checkpoint_id}"):
             return _json({"pruned": self._store.commit(request.checkpoint_id, request.keep)})
 
     def _restore(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.CheckpointRequest)
-        with self._storing, self._leased(request.lease, f"restore of {request.checkpoint_id}"):
+        with self._stored(), self._leased(request.lease, f"restore of {request.checkpoint_id}"):
             directory, half = self._store.verified(request.checkpoint_id, request.digests)
             self._worker.load(directory)
             self._ledger.restored(half.critic_step)
@@ -161,6 +161,13 @@ class CriticService(Service):
         self._ledger.check(request.lease)
         self.shutdown_requested.set()
         return _json({"stopping": True})
+
+    @contextmanager
+    def _stored(self) -> Iterator[None]:
+        """Hold the checkpoints; refused once the server is stopping."""
+        self._require_open()
+        with self._storing:
+            yield
 
     @contextmanager
     def _leased(self, lease: str, what: str) -> Iterator[None]:

@@ -16,8 +16,6 @@ from nemo_style_rlhf.checkpoint.files import damaged_files, file_digests, fsync_
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 
 RECORD = "critic.json"
-TORCH_WRITE_FAILURES = ("inline_container", "iostream error", "PytorchStreamWriter")
-"""How torch.save reports a full disk: as RuntimeErrors of its C++ file writer."""
 
 
 @dataclass
