@@ -64,6 +64,12 @@ class PolicyModel(nn.Module):
         return ActionLogprobs(*result) if isinstance(result, tuple) else ActionLogprobs(result, None)
 
 
+def alters_logits(hf: PreTrainedModel) -> bool:
+    """Whether its config speaks of doing something with logits."""
+    settings = hf.config.get_text_config().to_dict().items()
+    return any("logit" in key and value not in (None, False, 1) for key, value in settings)
+
+
 @torch.no_grad()
 def _has_plain_head(hf: PreTrainedModel) -> bool:
     """Whether logits are just ``hidden @ lm_head.weight.T``, without bias, scaling or soft-capping.
@@ -73,10 +79,9 @@ def _has_plain_head(hf: PreTrainedModel) -> bool:
     """
     if not isinstance(hf.get_output_embeddings(), nn.Linear) or getattr(hf, "lm_head", None) is None:
         return False
-    config = hf.config.get_text_config()
-    if any("logit" in key and value not in (None, False, 1) for key, value in config.to_dict().items()):
+    if alters_logits(hf):
         return False
-    probe = torch.arange(4, device=hf.device)[None] % config.vocab_size
+    probe = torch.arange(4, device=hf.device)[None] % hf.config.get_text_config().vocab_size
     hidden = hf.base_model(input_ids=probe, use_cache=False).last_hidden_state
     return torch.allclose(
         hidden @ hf.lm_head.weight.T, hf(input_ids=probe, use_cache=False).logits, rtol=1e-3, atol=1e-3

@@ -17,6 +17,7 @@ from nemo_style_rlhf.models.loading import require_directory
 from nemo_style_rlhf.models.logprobs import CHUNK_ELEMENTS, logits_logprobs, token_logprobs
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION
+from nemo_style_rlhf.models.policy import alters_logits
 from nemo_style_rlhf.planning.tracing import LiveBytes, shapes_only
 from nemo_style_rlhf.schema.common import ModelConfig
 
@@ -203,6 +204,4 @@ class Blueprint:
     def _plain_head(self) -> bool:
         """What :class:`PolicyModel` finds by computing: whether logits are one matrix product."""
         head = self.hf.get_output_embeddings()
-        settings = self.hf.config.get_text_config().to_dict().items()
-        unusual = any("logit" in key and value not in (None, False, 1) for key, value in settings)
-        return isinstance(head, nn.Linear) and head.bias is None and not unusual
+        return isinstance(head, nn.Linear) and head.bias is None and not alters_logits(self.hf)
