@@ -130,8 +130,8 @@ class Groups(Generic[Part]):
         if self._store.add(f"{group}", 1) < len(rows):
             return None
         whole = [own[row] if row in own else pickle.loads(self._store.get(f"{group}/{row}")) for row in rows]
-        for row in rows:
-            self._store.delete_key(f"{group}/{row}")
+        for key in (f"{group}", *(f"{group}/{row}" for row in rows)):
+            self._store.delete_key(key)
         return whole
 
 

@@ -127,7 +127,7 @@ def generate_and_score(
 
     def take_more() -> None:
         nonlocal running
-        wanted = min(room - running, max(share.room - running, int(running == 0)))
+        wanted = min(room, max(share.room, 1)) - running  # a rank that has nothing to do takes one in any case
         if taken := [requests[number] for number in islice(queue, max(0, wanted))]:
             running += len(taken)
             generator.submit(taken)
