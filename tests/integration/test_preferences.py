@@ -170,6 +170,29 @@ def test_reward_model_on_hh_transcripts(tmp_path):
 
 
 @needs_hh
+def test_a_reward_model_learns_hh_pairs_by_heart(tmp_path):
+    write_transcripts(tmp_path)
+    done = train("train_reward_model", *hh_overrides(tmp_path), "trainer.max_steps=48", "trainer.val_interval=48")
+    assert done.returncode == 0, done.stderr
+    losses = [line["train/loss"] for line in metrics(tmp_path / "run") if "train/loss" in line]
+    assert sum(losses[-8:]) < 0.9 * sum(losses[:8]), losses
+
+
+@needs_hh
+def test_dpo_with_the_likelihood_of_chosen_responses_learns_their_language(tmp_path):
+    write_transcripts(tmp_path)
+    done = train("train_dpo", *hh_overrides(tmp_path), "nll_weight=1", "beta=0.01")
+    assert done.returncode == 0, done.stderr
+    assert "longer than 160 tokens" in done.stderr
+    lines = metrics(tmp_path / "run")
+    first, last = lines[0], lines[-1]
+    assert first["train/loss"] == pytest.approx(math.log(2) + first["train/nll"], abs=1e-4)
+    losses = [line["val/loss"] for line in lines if "val/loss" in line]
+    assert losses[-1] < losses[0] < math.log(2) + first["train/nll"]
+    assert all(math.isfinite(value) for value in last.values())
+
+
+@needs_hh
 def test_dpo_on_hh_transcripts(tmp_path):
     write_transcripts(tmp_path, train=4166)
     settings = [*ALL_TRANSCRIPTS, "engine.optim.lr=1e-4", "beta=0.05", "trainer.max_steps=6", "trainer.val_interval=3"]
