@@ -186,7 +186,12 @@ def load_critic_service(config: PPOCriticConfig, device: torch.device, output_di
     worker = CriticWorker(config, device)
     if not worker.crew.is_first:
         return worker.crew
-    store = HalfStore(output_dir, {"model.dtype": config.model.dtype})
+    described = {
+        "model.dtype": config.model.dtype,
+        "model.lora.rank": config.model.lora.rank,
+        "trained parameters": worker.trained,
+    }
+    store = HalfStore(output_dir, described)
     return CriticService(worker, store, max_request_bytes=config.server.max_request_bytes)
 
 

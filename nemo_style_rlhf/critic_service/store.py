@@ -25,16 +25,16 @@ class Half:
     critic_step: int
     digests: dict[str, str]
     """SHA-256 of every other file, by path relative to the half."""
-    shape: dict[str, Any] = field(default_factory=dict)
-    """Of the server that wrote it: what one that restores it must agree with."""
+    critic: dict[str, Any] = field(default_factory=dict)
+    """What that of a server which restores it must have in common with this one."""
 
 
 class HalfStore:
     """All halves below one output directory."""
 
-    def __init__(self, output_dir: Path, shape: dict[str, Any] | None = None) -> None:
-        """``shape`` is the server's; halves of one that differs in it cannot be restored."""
-        self._shape = shape or {}
+    def __init__(self, output_dir: Path, critic: dict[str, Any] | None = None) -> None:
+        """``critic`` describes the server's; halves of one that differs in it cannot be restored."""
+        self._critic = critic or {}
         self._checkpoints = output_dir.resolve() / "checkpoints"
         self._exports = output_dir.resolve() / "exports"
         self._committed_file = self._checkpoints / "critic_committed.json"
@@ -63,7 +63,7 @@ class HalfStore:
 
         def write_half(directory: Path) -> None:
             write(directory)
-            half = Half(critic_step, file_digests(directory), self._shape)
+            half = Half(critic_step, file_digests(directory), self._critic)
             (directory / RECORD).write_text(json.dumps(asdict(half), indent=1))
 
         target = self._half(checkpoint_id)
@@ -83,11 +83,11 @@ class HalfStore:
         """
         directory = self._require(checkpoint_id)
         half = _read(directory)
-        for name, value in self._shape.items():
-            if (was := half.shape.get(name, value)) != value:
+        for name, value in self._critic.items():
+            if (was := half.critic.get(name, value)) != value:
                 raise ProtocolError(
                     Code.CONFLICT,
-                    f"checkpoint {checkpoint_id} is of a server with {name} {was}, this one has {value}: start it as it was",
+                    f"checkpoint {checkpoint_id} is of a critic with {name} {was}, this one has {value}: start it as it was",
                 )
         if digests is not None and digests != half.digests:
             differing = sorted(

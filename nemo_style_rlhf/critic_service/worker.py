@@ -64,6 +64,8 @@ class CriticWorker:
             model = load_reward_model(config.model, normalize=config.critic.normalize_rewards)
             self.reward = RewardModel(model, text, self.batches, self.crew, offload=offload)
         add_lora(critic.hf, config.model)
+        self.trained = sum(parameter.numel() for parameter in critic.parameters() if parameter.requires_grad)
+        """Parameters that learn."""
         if config.model.gradient_checkpointing:
             critic.hf.gradient_checkpointing_enable()
         if config.model.compile:

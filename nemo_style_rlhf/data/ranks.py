@@ -9,6 +9,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from nemo_style_rlhf.errors import UserError
+
 PATIENCE = timedelta(days=365)
 """While one rank waits for a server or a slow rollout the others must not give up."""
 _STORES = itertools.count()
@@ -18,13 +20,32 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """Those of ``bootstrap.init_distributed``; without that, one. Every rank makes the same calls."""
+    """Those of ``bootstrap.init_distributed``; without that, one. Every rank makes the same calls.
 
-    def __init__(self) -> None:
+    Neighbours may form teams, which sample as one: a tensor-parallel group that shares a generator. The first of a team leads.
+    """
+
+    def __init__(self, *, team: int = 1) -> None:
+        """
+        Args:
+            team: ranks of a team.
+
+        Raises:
+            UserError: the ranks cannot be divided into such teams.
+        """
         self.rank: int = dist.get_rank() if dist.is_initialized() else 0
         self.size: int = dist.get_world_size() if dist.is_initialized() else 1
+        if self.size % team:
+            raise UserError(
+                f"generation.tensor_parallel_size={team} with {self.size} ranks of the actor, which it must divide: start more "
+                "ranks, or lower it"
+            )
+        self.teams = self.size // team
+        self.team: int = self.rank // team
+        self.leads = self.rank % team == 0
         # Not the models' group: that may be NCCL's, and gives up after half an hour.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
+        self._team_group = dist.new_subgroups(team, backend="gloo", timeout=PATIENCE)[0] if team > 1 else None
 
     @property
     def is_first(self) -> bool:
@@ -40,12 +61,12 @@ class Ranks:
             yield (parts[own], True) if own < len(parts) else (parts[0], False)
 
     def queue(self, count: int, *, dealt: int) -> Iterator[int]:
-        """This rank's of the numbers below ``count``: the first ``dealt`` in turn, each later one goes to whoever asks for it."""
-        if self.size == 1:
+        """This team's of the numbers below ``count``: the first ``dealt`` in turn, each later one goes to whoever asks for it."""
+        if self.teams == 1:
             yield from range(count)
             return
         store = self._new_store()
-        yield from range(self.rank, min(dealt, count), self.size)
+        yield from range(self.team, min(dealt, count), self.teams)
         while (number := dealt + store.add("taken", 1) - 1) < count:
             yield number
 
@@ -88,6 +109,14 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
+
+    def from_leader(self, compute: Callable[[], Result]) -> Result:
+        """What ``compute`` returns on the first rank of this team, where alone it is called."""
+        if self._team_group is None:
+            return compute()
+        box = [compute() if self.leads else None]
+        dist.broadcast_object_list(box, group=self._team_group, group_src=0)
+        return box[0]  # type: ignore[return-value]
 
     def on_first(self, compute: Callable[[], Result]) -> Result:
         """What ``compute`` returns or raises on the first rank, where alone it is called."""

@@ -20,7 +20,7 @@ def whole(tensor: Tensor) -> Tensor:
     if not hasattr(tensor, "ds_id"):
         return tensor.detach()
     with deepspeed.zero.GatheredParameters([tensor]):
-        return tensor.detach().clone()
+        return tensor.detach()  # DeepSpeed lets go of what it has gathered (free_param), and we alone hold it
 
 
 def make_whole(engine: Any, *, keep: bool) -> None:

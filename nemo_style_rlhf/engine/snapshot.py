@@ -1,10 +1,13 @@
-"""DeepSpeed's checkpoint files, serialised in memory: training can go on while they are written."""
+"""What DeepSpeed would write to its checkpoint files, copied to host memory: training can go on while they are written."""
 
-import io
+import copy
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine  # type: ignore[import-untyped]
+from torch import Size, Tensor, UntypedStorage
+from torch.utils._pytree import tree_map
 
 FOLDER = Path("snapshot")
 
@@ -13,13 +16,14 @@ class Snapshot:
     """What one rank writes of a checkpoint."""
 
     def __init__(self) -> None:
-        self.files: dict[Path, io.BytesIO] = {}
+        self.files: dict[Path, Any] = {}
+        """State dicts; their tensors are in host memory and nobody else's."""
 
     def write(self, directory: Path) -> None:
-        for path, content in self.files.items():
+        for path, state_dict in self.files.items():
             target = directory / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content.getbuffer())
+            torch.save(state_dict, target)
 
 
 class InMemory(TorchCheckpointEngine):  # type: ignore[misc]
@@ -38,6 +42,21 @@ class InMemory(TorchCheckpointEngine):  # type: ignore[misc]
         pass
 
     def save(self, state_dict: Any, path: str) -> None:
-        content = io.BytesIO()
-        super().save(state_dict, content)
-        self._snapshot.files[Path(path).relative_to(FOLDER)] = content
+        self._snapshot.files[Path(path).relative_to(FOLDER)] = host_copy(state_dict)
+
+
+def host_copy(state: Any) -> Any:
+    """``state`` with its tensors copied to host memory; those that share a storage, as views of one flat tensor do, share its
+    one copy."""
+    storages: dict[int, UntypedStorage] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        storage = leaf.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = UntypedStorage(storage.nbytes()).copy_(storage)
+        there = torch.empty(0, dtype=leaf.dtype)
+        return there.set_(storages[storage._cdata], leaf.storage_offset(), leaf.shape, leaf.stride())
+
+    return tree_map(copied, state, is_leaf=lambda node: isinstance(node, Size))

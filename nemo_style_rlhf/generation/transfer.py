@@ -11,6 +11,7 @@ from nemo_style_rlhf.models.digests import tensor_bytes
 from nemo_style_rlhf.models.lora import merged
 
 BUCKET_BYTES = 256 * 2**20
+"""A bucket is sent as soon as it holds so much: at no time is there more of the weights than the largest bucket."""
 
 
 class StreamDigest:
@@ -22,9 +23,10 @@ class StreamDigest:
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
 
-    def update(self, name: str, tensor: Tensor) -> None:
-        self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        self._digest.update(tensor_bytes(tensor))
+    def update(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in bucket:
+            self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            self._digest.update(tensor_bytes(tensor))
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
@@ -55,8 +57,7 @@ class Manifest:
                     f"weight transfer: {name} has shape {tuple(tensor.shape)}, expected {self._shapes[name]}"
                 )
             self._missing.remove(name)
-        for name, tensor in bucket:
-            self._digest.update(name, tensor)
+        self._digest.update(bucket)
 
     def finish(self, digest: str) -> int:
         """The version that is now whole."""
@@ -73,7 +74,7 @@ class Manifest:
 
 def policy_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """The tensors of an engine that trains a :class:`PolicyModel`, under their Hugging Face names, adapters merged."""
-    weights = ((name.removeprefix("hf."), tensor) for name, tensor in engine.named_weights())
+    weights = map(lambda pair: (pair[0].removeprefix("hf."), pair[1]), engine.named_weights())
     return merged(weights, engine.module.hf)
 
 
@@ -82,21 +83,20 @@ def send_weights(transport: WeightTransport, weights: Iterable[tuple[str, Tensor
     digest = StreamDigest()
     transport.begin(version)
     for bucket in buckets(weights, BUCKET_BYTES):
-        for name, tensor in bucket:
-            digest.update(name, tensor)
+        digest.update(bucket)
         transport.send(bucket)
+        bucket.clear()  # before the next one is put together
     transport.finish(digest.hexdigest())
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Group tensors in order into buckets of at most ``limit`` bytes; a larger tensor goes alone."""
+def buckets(weights: Iterable[tuple[str, Tensor]], enough: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Group tensors in order; a bucket ends with the tensor that brings it to ``enough`` bytes."""
     bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > limit:
+    for pair in weights:
+        bucket.append(pair)
+        del pair
+        if sum(tensor.nbytes for _, tensor in bucket) >= enough:
             yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
+            bucket = []
     if bucket:
         yield bucket

@@ -33,11 +33,6 @@ class VLLMGenerator:
         """
         from vllm import LLM  # type: ignore[import-not-found]
 
-        if _ranks() > 1 and config.tensor_parallel_size > 1:
-            raise UserError(
-                f"generation.tensor_parallel_size={config.tensor_parallel_size} with {_ranks()} ranks: use 1, each rank has a "
-                "vLLM of its own on one device"
-            )
         try:
             self._llm = LLM(
                 model=model_path,
@@ -50,7 +45,7 @@ class VLLMGenerator:
                 # Its CPU attention computes whole blocks: the default of 128 is mostly padding for short sequences.
                 block_size=None if torch.cuda.is_available() else 32,
                 tensor_parallel_size=config.tensor_parallel_size,
-                # Several ranks were started by somebody else: vLLM joins them, each on its own device.
+                # Several ranks were started by somebody else: vLLM joins them, each on its own device, neighbours as one.
                 distributed_executor_backend="external_launcher" if _ranks() > 1 else None,
                 enforce_eager=config.enforce_eager,
                 logprobs_mode="processed_logprobs",  # of the distribution sampled from, after the temperature

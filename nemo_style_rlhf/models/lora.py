@@ -84,6 +84,7 @@ def merged(weights: Iterable[tuple[str, Tensor]], module: nn.Module) -> Iterator
             delta = layers[layer].get_delta_weight(ADAPTER).detach()
             tensor = (tensor.float() + delta.float()).to(tensor.dtype)
         yield name.replace(_BASE, ".").replace(_WHOLE, "."), tensor
+        del tensor  # the next one may be as large
 
 
 def save_adapter(hf: PreTrainedModel, directory: Path, model: ModelConfig, *, export: Path | None = None) -> None:

@@ -32,7 +32,7 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
     scoring = policy.inference(_batch(config, samples, prompt_length, response))
     if config.needs_reference and offloaded:
         scoring["reference"] = policy.weights
-    rollout = _decoding(config, policy, device, samples, prompt_length)
+    rollout = _decoding(config, policy, device, samples * config.generation.tensor_parallel_size, prompt_length)
     update = policy.training(
         _batch(config, -(-samples // algorithm.mini_batches), prompt_length, response),
         with_entropy=algorithm.entropy_bonus != 0,

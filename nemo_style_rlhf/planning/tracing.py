@@ -24,7 +24,8 @@ class LiveBytes(TorchDispatchMode):
         self._kind_of = kind_of
         self._storages: dict[int, tuple[int, str]] = {}
         self._known: set[int] = set()
-        self._live: Counter[str] = Counter()
+        self.live: Counter[str] = Counter()
+        """Now."""
         self.peak: Counter[str] = Counter()
 
     def ignore(self, module: nn.Module) -> None:
@@ -44,8 +45,8 @@ class LiveBytes(TorchDispatchMode):
         key = tensor.untyped_storage()._cdata
         if key in self._storages:
             size, before = self._storages[key]
-            self._live[before] -= size
-            self._live[kind] += size
+            self.live[before] -= size
+            self.live[kind] += size
             self._storages[key] = size, kind
 
     def _add(self, tensor: Tensor) -> None:
@@ -55,14 +56,14 @@ class LiveBytes(TorchDispatchMode):
             return
         size, kind = storage.nbytes(), self._kind_of(tensor)
         self._storages[key] = size, kind
-        self._live[kind] += size
+        self.live[kind] += size
         weakref.finalize(storage, self._remove, key)
-        if self._live.total() > self.peak.total():
-            self.peak = self._live.copy()
+        if self.live.total() > self.peak.total():
+            self.peak = self.live.copy()
 
     def _remove(self, key: int) -> None:
         size, kind = self._storages.pop(key)
-        self._live[kind] -= size
+        self.live[kind] -= size
 
 
 def shapes_only(module: nn.Module) -> FakeTensorMode:

@@ -68,7 +68,7 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     critic = _meet_critic(config, tokenizer, policy, max_length) if config.uses_critic_process else None
     scorer = _scorer(config, critic)
     init_distributed(device)
-    ranks = Ranks()
+    ranks = Ranks(team=config.generation.tensor_parallel_size)
     run_id = ranks.from_first(run_id)
     add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)

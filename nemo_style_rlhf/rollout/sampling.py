@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ranks import Ranks
-from nemo_style_rlhf.generation.interface import GenerationRequest, Generator, SampleId, sample_seed
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, Generator, SampleId, sample_seed
 from nemo_style_rlhf.rollout.types import Rollout
 from nemo_style_rlhf.scoring.interface import Scorer, Scores, ScoringSample
 
@@ -109,17 +109,17 @@ def generate_and_score(
 
     Groups are cut by position in ``requests``, never by who finished first, so the scorer's batches are repeatable. Several
     ranks are dealt the first requests in turn, so that the samples of a prompt are spread; the rest go one by one to whoever
-    has room and is not ahead in tokens.
+    has room and is not ahead in tokens. Of ranks that share a generator the leader decides, and keeps what comes of it.
 
     Returns:
         Rollouts of all ranks in the order of ``requests``, and the scores to come of the groups completed on this rank.
     """
-    room = len(requests) if ranks.size == 1 else max(1, len(requests) // (RUNNING_PART * ranks.size))
+    room = len(requests) if ranks.teams == 1 else max(1, len(requests) // (RUNNING_PART * ranks.teams))
     numbers = {request.sample: number for number, request in enumerate(requests)}
     groups = ranks.groups(
         [min(SCORING_GROUP, len(requests) - start) for start in range(0, len(requests), SCORING_GROUP)]
     )
-    queue = ranks.queue(len(requests), dealt=room * ranks.size)
+    queue = ranks.queue(len(requests), dealt=room * ranks.teams)
     share = _TokenShare(ranks, len(requests))
     rollouts: dict[int, Rollout] = {}
     pending: Pending = {}
@@ -128,21 +128,25 @@ def generate_and_score(
     def take_more() -> None:
         nonlocal running
         wanted = min(room, max(share.room, 1)) - running  # a rank that has nothing to do takes one in any case
-        if taken := [requests[number] for number in islice(queue, max(0, wanted))]:
+        if taken := ranks.from_leader(lambda: list(islice(queue, max(0, wanted)))):
             running += len(taken)
-            generator.submit(taken)
+            generator.submit([requests[number] for number in taken])
+
+    def keep(completion: Completion) -> None:
+        number = numbers[completion.request.sample]
+        prompt = prompts[completion.request.sample.prompt_id]
+        rollouts[number] = Rollout.from_completion(completion, prompt.text, prompt.label, prompt.metadata)
+        share.add(len(completion.token_ids))
+        group, row = divmod(number, SCORING_GROUP)
+        if whole := groups.add(group, row, rollouts[number]):
+            pending[group] = scorer.score([_scoring_sample(rollout, decode) for rollout in whole])
 
     take_more()
     while running:
         for completion in generator.completed():
-            number = numbers[completion.request.sample]
-            prompt = prompts[completion.request.sample.prompt_id]
-            rollouts[number] = Rollout.from_completion(completion, prompt.text, prompt.label, prompt.metadata)
             running -= 1
-            share.add(len(completion.token_ids))
-            group, row = divmod(number, SCORING_GROUP)
-            if whole := groups.add(group, row, rollouts[number]):
-                pending[group] = scorer.score([_scoring_sample(rollout, decode) for rollout in whole])
+            if ranks.leads:
+                keep(completion)
             take_more()
     everyones = {number: rollout for share in ranks.all_gather(rollouts) for number, rollout in share.items()}
     return [everyones[number] for number in sorted(everyones)], pending
@@ -152,7 +156,7 @@ class _TokenShare:
     """How much more of a rollout this rank may take on."""
 
     def __init__(self, ranks: Ranks, samples: int) -> None:
-        self._most = MOST_OF_A_SHARE * samples / ranks.size if ranks.size > 1 else samples
+        self._most = MOST_OF_A_SHARE * samples / ranks.teams if ranks.teams > 1 else samples
         self._tokens, self._finished = ranks.tally(), ranks.tally()
         self._own = 0
         self.room = samples

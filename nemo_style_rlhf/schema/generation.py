@@ -78,6 +78,7 @@ class GenerationConfig:
     kv_cache_gib: float | None = None
     """Size of vLLM's KV cache in GiB; null: what gpu_memory_utilization leaves, or 1 GiB on CPU."""
     tensor_parallel_size: int = 1
+    """Neighbouring ranks that share one vLLM, each with a part of every layer."""
     enforce_eager: bool = True
     """False lets vLLM compile and capture CUDA graphs: faster decoding, slower start."""
 

@@ -1,4 +1,4 @@
-"""PPO jobs on the emulated cluster: `sbatch slurm/ppo_hetjob.sh` as it stands, with tiny models."""
+"""PPO jobs on the emulated cluster: `sbatch slurm/ppo_hetjob.sh` as it stands, with tiny models or the quickstart's."""
 
 import json
 import subprocess
@@ -21,12 +21,38 @@ ACTOR = [
 ]  # fmt: skip
 
 
-def make_inputs(folder: Path) -> None:
-    """A policy, a reward model and prompts."""
+@dataclass
+class Overrides:
+    """Of both programs."""
+
+    critic: list[str]
+    actor: list[str]
+
+
+def tiny(folder: Path) -> Overrides:
+    """A policy, a reward model and prompts are made in ``folder``."""
     save_policy(folder / "policy")
     save_reward_model(folder / "reward")
     rows = [{"prompt": " ".join(f"w{(2 + 7 * i + j) % 62}" for j in range(2 + i % 5))} for i in range(30)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Overrides(
+        [*CRITIC, f"model.path={folder / 'reward'}"],
+        [*ACTOR, f"model.path={folder / 'policy'}", f"data.train_path={folder / 'prompts.jsonl'}"],
+    )
+
+
+def of_quickstart(outputs: Path, *, steps: int) -> Overrides:
+    """Its settings, for the first ``steps`` of its PPO."""
+    common = ["model.dtype=float32", "engine.zero_stage=0", "run.seed=3"]
+    return Overrides(
+        [*common, "engine.optim.lr=5e-4", f"model.path={outputs / 'reward_model/export'}"],
+        [
+            *common, "engine.optim.lr=1e-4", f"model.path={outputs / 'sft/export'}",
+            f"data.train_path={outputs / 'data/prompts_train.jsonl'}", f"algorithm.max_steps={steps}",
+            "algorithm.num_rollout_samples=128", "algorithm.mini_batches=4", "algorithm.critic_warmup_steps=2",
+            "algorithm.initial_policy_kl_penalty=0.1", "generation.max_length=48", "generation.temperature=0.9",
+        ],
+    )  # fmt: skip
 
 
 @dataclass
@@ -86,14 +112,12 @@ class Job:
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in logs if log.exists())
 
 
-def submit(cluster: Cluster, inputs: Path, output_dir: Path, *options: str, **settings: str) -> Job:
+def submit(cluster: Cluster, overrides: Overrides, output_dir: Path, *options: str, **settings: str) -> Job:
     """`sbatch slurm/ppo_hetjob.sh` from the repository's root, ``settings`` and the overrides in its environment."""
     environment = settings | {
         "OUTPUT_DIR": str(output_dir),
-        "CRITIC_ARGS": " ".join([*CRITIC, f"model.path={inputs / 'reward'}"]),
-        "ACTOR_ARGS": " ".join(
-            [*ACTOR, f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'prompts.jsonl'}"]
-        ),
+        "CRITIC_ARGS": " ".join(overrides.critic),
+        "ACTOR_ARGS": " ".join(overrides.actor),
     }
     done = subprocess.run(
         ["sbatch", "--parsable", f"--output={output_dir.with_suffix('.log')}", *options, "slurm/ppo_hetjob.sh"],

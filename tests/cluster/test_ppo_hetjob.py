@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.jobs import Job, make_inputs, submit
+from tests.cluster.jobs import Job, Overrides, of_quickstart, submit, tiny
 from tests.cluster.slurm import Cluster
 
 CRITIC_RANKS = "2"
@@ -25,10 +25,8 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    make_inputs(folder)
-    return folder
+def inputs(tmp_path_factory) -> Overrides:
+    return tiny(tmp_path_factory.mktemp("inputs"))
 
 
 def processes(job: Job, script: str = "") -> list[psutil.Process]:
@@ -74,9 +72,13 @@ def test_a_job_completes_on_two_nodes_and_leaves_them_at_once(completed):
     assert not processes(job)
 
 
-def test_the_reward_rises(completed):
-    rewards = [row["train_rollouts/rewards"] for row in completed[0].rows()]
-    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.05
+def test_the_quickstarts_reward_rises(cluster, quickstart, tmp_path):
+    job = submit(cluster, of_quickstart(quickstart, steps=12), tmp_path / "run", "--time=60", CRITIC_RANKS=CRITIC_RANKS)
+    job.wait_for_end(RUN_S)
+    assert job.state == "COMPLETED", job.report()
+    rewards = [row["train_rollouts/rewards"] for row in job.rows()]
+    assert len(rewards) == 12
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 3 * 0.5
 
 
 def test_the_token_is_in_no_file(completed, cluster):

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import requests
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.integration import warm
+from tests.integration.warm import ROOT
+
 SERVER_PYTHON = ROOT / ".venv-server" / "bin" / "python"
 READY_TIMEOUT_S = 120
 
@@ -22,8 +24,13 @@ READY_TIMEOUT_S = 120
 class Process:
     """A child in its own process group, its output in a file."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(self, command: list[str], log: Path, *, forked: bool = False) -> None:
+        """``forked``: a script for this Python that finds its libraries loaded."""
         self.log = log
+        self._child: subprocess.Popen[bytes] | warm.Forked
+        if forked:
+            self._child = warm.Forked(command, log, log)
+            return
         with log.open("ab") as output:
             self._child = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -98,14 +105,11 @@ def run_pair(directory: Path, server_overrides: list[str], actor_overrides: list
 
 def start_actor(directory: Path, port: int, *overrides: str, ranks: int = 1) -> Process:
     directory.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        *_torchrun(ranks),
-        "trainers/train_ppo_actor.py",
-        f"run.output_dir={directory}",
-        f"remote_critic_rm.port={port}",
-    ]
-    return Process([*command, *overrides], directory / "actor.log")
+    where = [f"run.output_dir={directory}", f"remote_critic_rm.port={port}"]
+    command = ["trainers/train_ppo_actor.py", *where, *overrides]
+    if ranks > 1:
+        command = [sys.executable, *_torchrun(ranks), *command]
+    return Process(command, directory / "actor.log", forked=ranks == 1)
 
 
 def _torchrun(ranks: int) -> list[str]:

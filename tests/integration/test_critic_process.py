@@ -1,6 +1,7 @@
 """Rules 7 and 8: a locked door, an honest death; and what the command line refuses."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -14,7 +15,7 @@ import requests
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.errors import UserError
-from tests.integration.critic_server import ROOT, TOKEN_ENV, CriticServer, runs, sequences, train_batch
+from tests.integration.critic_server import ROOT, START, TOKEN_ENV, CriticServer, runs, sequences, train_batch
 from tests.integration.test_critic_protocol import long_batch, wait_until_busy
 from tests.models import save_reward_model
 
@@ -117,6 +118,8 @@ def test_rule_8_sigterm_lets_a_running_call_finish(make_server) -> None:
         training = critic.train(long_batch(60), step=1)
         wait_until_busy(critic)
         server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(ProtocolError, match="stop"):
+            critic.commit("any", 1)  # nothing new is begun meanwhile
         assert training.result()["optimizer_steps"] == 60
         assert server.process.wait(30) == 0
     assert not server.ready_file.exists()
@@ -174,6 +177,17 @@ def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_
     server.start()
     with server.client() as critic:
         assert critic.restore("good", good["files"]) == 0
+
+
+def test_a_half_of_another_critic_is_refused_and_the_server_goes_on(shared_server: CriticServer, make_server) -> None:
+    server = make_server("model.lora.rank=2")
+    shutil.copytree(shared_server.output_dir / "checkpoints", server.output_dir / "checkpoints")
+    with server.start().client() as critic:
+        with pytest.raises(
+            ProtocolError, match=r"a critic with model\.lora\.rank 0, this one has 2: start it as it was"
+        ):
+            critic.restore(START, None)
+        assert critic.infer(sequences(0)).result().values
 
 
 def test_rule_8_the_actors_shutdown_ends_it_with_0(make_server) -> None:

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.browser import Browser
+from tests.integration import warm
 from tests.integration.processes import ROOT
 from tests.integration.test_wrong_use import refusal
 from tests.models import save_policy, save_reward_model
@@ -53,8 +54,7 @@ def arguments(inputs: Path, output_dir: Path) -> list[str]:
 
 def evaluate(*given: str) -> str:
     """The entry point in a process of its own; what it printed."""
-    command = [sys.executable, "trainers/evaluate.py", *given]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = warm.run(["trainers/evaluate.py", *given], timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -214,8 +214,7 @@ def test_a_failing_function_is_one_sentence_or_a_missing_score(inputs: Path, tmp
     function = [f"reward.function.path={tmp_path / 'broken.py'}", "reward.function.per_sample=true"]
     one = f"checkpoints=[{inputs / 'sft/export'}]"
     given = [*arguments(inputs, tmp_path / "out"), "generation=hf", "data.max_prompts=3", one, *function]
-    command = [sys.executable, "trainers/evaluate.py", *given]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = warm.run(["trainers/evaluate.py", *given], timeout=400)
     assert done.returncode == 2
     assert "ZeroDivisionError" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
     evaluate(*given, "reward.on_error=mask")

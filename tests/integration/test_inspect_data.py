@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import warm
 from tests.integration.processes import ROOT
 from tests.models import save_policy
 
@@ -28,13 +29,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def inspect(inputs: Path, *given: str, code: int = 0, **environment: str) -> str:
     command = [
-        sys.executable, "trainers/inspect_data.py", f"model.path={inputs / 'model'}",
+        "trainers/inspect_data.py", f"model.path={inputs / 'model'}",
         f"data.train_path={inputs / 'rows.jsonl'}", "data.max_length=20", "num_samples=2", *given,
     ]  # fmt: skip
     plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, env={**plain, "COLUMNS": "200", **environment}
-    )
+    environment = {**plain, "COLUMNS": "200", **environment}
+    if "PYTHONIOENCODING" in environment:  # Python reads it when it starts
+        command = [sys.executable, *command]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
+    else:
+        done = warm.run(command, timeout=120, environment=environment)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout if code == 0 else done.stderr

@@ -2,13 +2,13 @@
 
 import json
 import shlex
-import subprocess
 from pathlib import Path
 from string import Template
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.integration import warm
 from tests.integration.processes import ROOT, Process, start_server
 from tests.integration.test_documentation import commands
 from tests.models import save_policy
@@ -46,7 +46,7 @@ def test_a_base_model_becomes_an_aligned_one(tmp_path: Path) -> None:
             if script == "train_ppo_actor":
                 assert server is not None
                 words.append(f"remote_critic_rm.port={server[1]}")
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            done = warm.run(words[1:], timeout=300)
             assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     finally:
         if server is not None:

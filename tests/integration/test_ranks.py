@@ -122,6 +122,34 @@ def test_an_actor_of_two_ranks_ends_where_one_does(inputs, alone, tmp_path, zero
     assert_same_run(alone, tmp_path)
 
 
+def test_four_ranks_with_two_vllms_end_where_one_does(inputs, alone, tmp_path):
+    """Two of them share one, each with a half of every layer; the two vLLMs share the samples."""
+    server_overrides, actor_overrides = overrides(inputs)
+    (tmp_path / "critic").mkdir()
+    server, port = start_server(tmp_path / "critic", *server_overrides)
+    settings = [*actor_overrides, "engine.zero_stage=2", "generation.tensor_parallel_size=2"]
+    actor = start_actor(tmp_path / "actor", port, *settings, ranks=4)
+    try:
+        assert actor.wait(240) == 0, actor.output()
+    finally:
+        actor.kill()
+        server.terminate()
+    assert_same_run(alone, tmp_path)
+
+
+def test_a_weight_transfer_takes_its_largest_bucket(tmp_path):
+    """Beside it vLLM makes one layer whole: here the embedding."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "benchmarks/transfer_memory.py"]
+    done = subprocess.run(
+        [sys.executable, *command, f"--work-dir={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    mib = json.loads(done.stdout.splitlines()[-1])
+    assert mib["gathering"] == pytest.approx(mib["largest bucket"], rel=0.01)
+    assert mib["into vLLM"] < mib["largest bucket"] + 1.1 * 6.0
+    assert mib["largest bucket"] < 0.25 * mib["policy"]
+
+
 def test_a_run_goes_on_in_another_shape(inputs, alone, tmp_path):
     """Both halves, from their second step: one rank without ZeRO before, two ranks with it after."""
     run = shutil.copytree(alone, tmp_path / "run", ignore=shutil.ignore_patterns("step_000003*", "export*"))

@@ -150,7 +150,7 @@ def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
 def test_a_half_of_another_dtype_is_not_restored_whatever_its_ranks(tmp_path: Path) -> None:
     store = HalfStore(tmp_path, {"model.dtype": "float32"})
     store.save("a", 3, lambda directory: (directory / "weights").write_text("w"))
-    with pytest.raises(ProtocolError, match=r"a server with model\.dtype float32, this one has bfloat16"):
+    with pytest.raises(ProtocolError, match=r"a critic with model\.dtype float32, this one has bfloat16"):
         HalfStore(tmp_path, {"model.dtype": "bfloat16"}).verified("a", None)
     record = tmp_path / "checkpoints/a/critic/critic.json"
     record.write_text(record.read_text().replace('"model.dtype": "float32"', '"ranks": 2'))  # as earlier servers wrote

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
 from nemo_style_rlhf.models.policy import PolicyModel
@@ -231,3 +232,10 @@ def test_filtering_draws_prompts_until_enough_of_them_teach():
 def test_a_filter_that_nothing_passes_stops_the_run():
     with pytest.raises(NothingToLearnError, match=r"dropped all 16 prompts of 4 rollouts: widen algorithm\.filter"):
         collect(filter=FilterConfig(low=1000.0))
+
+
+def test_ranks_that_no_tensor_parallel_size_divides_are_refused():
+    with pytest.raises(
+        UserError, match=r"generation\.tensor_parallel_size=2 with 1 ranks of the actor, which it must divide"
+    ):
+        Ranks(team=2)

@@ -1,0 +1,25 @@
+"""What tests of several folders, and several workers, share."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from tests.integration.processes import ROOT
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The outputs of one run, with a seed that is not the documented one; the first worker that wants them makes them."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "quickstart"
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            command = [
+                ROOT / ".venv-actor/bin/python", "examples/quickstart/run.py", "--seed", "3", "--output-dir", folder,
+            ]  # fmt: skip
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+    return folder
