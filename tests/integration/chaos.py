@@ -173,7 +173,7 @@ def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
 
 def disturbed_run(folder: Path, inputs: Path, faults: list[Callable[[Run], None]], draw: random.Random) -> Run:
     (folder / "critic").mkdir(parents=True)
-    server, port = start_server(folder / "critic", *server_overrides(inputs))
+    server, port = start_server(folder / "critic", *server_overrides(inputs), cold=True)
     run = Run(folder, inputs, server, port, faults=list(faults), countdown=draw.randint(1, MESSAGES))
 
     def watch(direction: str, endpoint: str) -> None:
@@ -204,7 +204,7 @@ def disturbed_run(folder: Path, inputs: Path, faults: list[Callable[[Run], None]
 def keep_running(run: Run, proxy_port: int) -> int | None:
     """Start again what has ended; the actor's exit code."""
     if run.server.poll() is not None:
-        run.server, run.port = start_server(run.folder / "critic", *server_overrides(run.inputs))
+        run.server, run.port = start_server(run.folder / "critic", *server_overrides(run.inputs), cold=True)
     code = None if run.actor is None else run.actor.poll()
     if run.actor is None or code not in (None, 0):
         limit_files(run.server, psutil.RLIM_INFINITY)  # somebody has made room

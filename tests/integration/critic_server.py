@@ -14,9 +14,9 @@ import psutil
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import Array, Status
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from tests.integration import warm
+from tests.integration.warm import ROOT, SERVER_PYTHON
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-server" / "bin" / "python"
 START_TIMEOUT_S = 120.0
 VOCABULARY = 64
 TOKEN_ENV = "NSR_CRITIC_TOKEN"
@@ -43,7 +43,7 @@ class CriticServer:
     def command(self, *extra: str) -> list[str]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         return [
-            str(PYTHON),
+            str(SERVER_PYTHON),
             *(torchrun if self.ranks > 1 else []),
             "servers/serve_ppo_critic.py",
             f"run.output_dir={self.output_dir}",
@@ -59,11 +59,16 @@ class CriticServer:
             *extra,
         ]
 
-    def spawn(self) -> subprocess.Popen[bytes]:
+    def spawn(self) -> "subprocess.Popen[bytes] | warm.Forked":
         self.ready_file.unlink(missing_ok=True)
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_ENV} | self.environment
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self.command(), cwd=ROOT, env=environment, stdout=log, stderr=log)
+        if self.ranks == 1:
+            self.process = warm.Forked(
+                self.command()[1:], self.log, self.log, python=SERVER_PYTHON, environment=environment
+            )
+        else:
+            with self.log.open("ab") as log:
+                self.process = subprocess.Popen(self.command(), cwd=ROOT, env=environment, stdout=log, stderr=log)
         return self.process
 
     def start(self) -> "CriticServer":

@@ -15,21 +15,20 @@ from pathlib import Path
 import requests
 
 from tests.integration import warm
-from tests.integration.warm import ROOT
+from tests.integration.warm import ACTOR_PYTHON, ROOT, SERVER_PYTHON
 
-SERVER_PYTHON = ROOT / ".venv-server" / "bin" / "python"
 READY_TIMEOUT_S = 120
 
 
 class Process:
     """A child in its own process group, its output in a file."""
 
-    def __init__(self, command: list[str], log: Path, *, forked: bool = False) -> None:
-        """``forked``: a script for this Python that finds its libraries loaded."""
+    def __init__(self, command: list[str], log: Path, *, warm_python: Path | None = None) -> None:
+        """With ``warm_python`` the command is a script for it, which finds its libraries loaded."""
         self.log = log
         self._child: subprocess.Popen[bytes] | warm.Forked
-        if forked:
-            self._child = warm.Forked(command, log, log)
+        if warm_python is not None:
+            self._child = warm.Forked(command, log, log, python=warm_python)
             return
         with log.open("ab") as output:
             self._child = subprocess.Popen(
@@ -64,17 +63,16 @@ class Process:
         return self.log.read_text(errors="replace")
 
 
-def start_server(directory: Path, *overrides: str, ranks: int = 1) -> tuple[Process, int]:
+def start_server(directory: Path, *overrides: str, ranks: int = 1, cold: bool = False) -> tuple[Process, int]:
     """`servers/serve_ppo_critic.py` on a free port; returns when it answers."""
     ready = directory / "ready.json"
     ready.unlink(missing_ok=True)
-    process = Process(
-        [
-            str(SERVER_PYTHON), *_torchrun(ranks), "servers/serve_ppo_critic.py", f"run.output_dir={directory}",
-            "server.port=0", f"server.ready_file={ready}", *overrides,
-        ],
-        directory / "server.log",
-    )  # fmt: skip
+    where = [f"run.output_dir={directory}", "server.port=0", f"server.ready_file={ready}"]
+    command = ["servers/serve_ppo_critic.py", *where, *overrides]
+    if cold or ranks > 1:
+        process = Process([str(SERVER_PYTHON), *_torchrun(ranks), *command], directory / "server.log")
+    else:
+        process = Process(command, directory / "server.log", warm_python=SERVER_PYTHON)
     deadline = time.monotonic() + READY_TIMEOUT_S
     while not ready.exists():
         assert process.poll() is None, process.output()
@@ -108,8 +106,8 @@ def start_actor(directory: Path, port: int, *overrides: str, ranks: int = 1) -> 
     where = [f"run.output_dir={directory}", f"remote_critic_rm.port={port}"]
     command = ["trainers/train_ppo_actor.py", *where, *overrides]
     if ranks > 1:
-        command = [sys.executable, *_torchrun(ranks), *command]
-    return Process(command, directory / "actor.log", forked=ranks == 1)
+        return Process([sys.executable, *_torchrun(ranks), *command], directory / "actor.log")
+    return Process(command, directory / "actor.log", warm_python=ACTOR_PYTHON)
 
 
 def _torchrun(ranks: int) -> list[str]:

@@ -162,7 +162,7 @@ and a low learning rate that a few steps lower the loss on pairs it has not seen
 def test_reward_model_on_hh_transcripts(tmp_path):
     write_transcripts(tmp_path, train=4166)
     settings = [*ALL_TRANSCRIPTS, "engine.optim.lr=3e-4", "trainer.max_steps=10", "trainer.val_interval=5"]
-    done = train("train_reward_model", *hh_overrides(tmp_path), *settings)
+    done = train("train_reward_model", *hh_overrides(tmp_path), *settings, "statistics_pairs=64")
     assert done.returncode == 0, done.stderr
     assert "3 with differing prompts, 2 with an empty response" in done.stderr
     losses = [line["val/loss"] for line in metrics(tmp_path / "run") if "val/loss" in line]

@@ -23,10 +23,11 @@ from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.scoring.interface import ScoringSample
 from nemo_style_rlhf.scoring.remote import RewardServerScorer
-from tests.integration.critic_server import PYTHON, ROOT, CriticServer, agree, sequences
+from tests.integration.critic_server import CriticServer, agree, sequences
 from tests.integration.processes import proxy, start_actor
 from tests.integration.test_critic_numbers import texts
 from tests.integration.test_critic_process import refusal
+from tests.integration.warm import ROOT, SERVER_PYTHON
 from tests.models import save_policy, save_reward_model
 
 CHARACTERS = ["<end>", *" w0123456789"]
@@ -38,7 +39,7 @@ class RewardServer(CriticServer):
 
     def command(self, *extra: str) -> list[str]:
         return [
-            str(PYTHON), "servers/serve_reward_model.py", f"model.path={self.model}", "model.dtype=float32",
+            str(SERVER_PYTHON), "servers/serve_reward_model.py", f"model.path={self.model}", "model.dtype=float32",
             "run.num_threads=1", f"server.port={self.port}", f"server.ready_file={self.ready_file}", *self.overrides, *extra,
         ]  # fmt: skip
 

@@ -1,53 +1,62 @@
-"""Scripts in processes of their own, forked from one that has imported the libraries they need: seconds less for each."""
+"""Scripts in processes of their own that find their libraries loaded: seconds less for each."""
 
-import atexit
-import multiprocessing
+import functools
+import json
 import os
-import runpy
 import signal
 import subprocess
-import sys
 import tempfile
-import threading
-import traceback
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from setproctitle import setproctitle
+from nemo_style_rlhf.launch.bootstrap import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
-
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["tests.integration.preloaded", "tests.integration.warm"])
+ACTOR_PYTHON = ROOT / ".venv-actor" / "bin" / "python"
+SERVER_PYTHON = ROOT / ".venv-server" / "bin" / "python"
+LIBRARIES = {
+    ACTOR_PYTHON: [
+        "hydra", "pytorch_lightning", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+        "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.llama", "nemo_style_rlhf.ppo.run",
+    ],
+    SERVER_PYTHON: [
+        "hydra", "nemo_style_rlhf.critic_service.process", "nemo_style_rlhf.critic_service.service",
+        "transformers.models.llama.modeling_llama",
+    ],
+}  # fmt: skip
 
 
 class Forked:
-    """As ``subprocess.Popen(command, cwd=ROOT, start_new_session=True)`` of a script and its arguments, its output in files."""
+    """As ``subprocess.Popen`` of a script and its arguments in the repository's root, in a new session."""
 
     def __init__(
-        self, command: Sequence[str], stdout: Path, stderr: Path, environment: Mapping[str, str] = os.environ
-    ) -> None:
+        self, command: Sequence[str], stdout: Path, stderr: Path, *,
+        python: Path = ACTOR_PYTHON, environment: Mapping[str, str] = os.environ,
+    ) -> None:  # fmt: skip
         self._command = list(command)
-        listener, speaker = _server.Pipe(duplex=False)
-        self._process = _server.Process(
-            target=_run_script, args=(self._command, stdout, stderr, dict(environment), speaker)
-        )
-        self._process.start()
-        listener.recv()  # from here on it has a session of its own
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        self._folder = tempfile.TemporaryDirectory()
+        self._exit_code = Path(self._folder.name) / "exit_code"
+        request = {
+            "command": self._command, "stdout": str(stdout), "stderr": str(stderr), "environment": dict(environment),
+            "exit_code": str(self._exit_code),
+        }  # fmt: skip
+        server = _fork_server(python)
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        self.pid = int(server.stdout.readline())
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        return int(self._exit_code.read_text()) if self._exit_code.exists() else None
 
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(self._command, timeout or 0)
-        return self._process.exitcode
+    def wait(self, timeout: float = float("inf")) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self._command, timeout)
+            time.sleep(0.02)
+        return code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -56,14 +65,17 @@ class Forked:
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
 
 def run(
     command: Sequence[str], *, timeout: float, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """A script and its arguments, as ``subprocess.run(..., cwd=ROOT, capture_output=True, text=True)`` would."""
+    """An actor's script and its arguments, as ``subprocess.run(..., cwd=ROOT, capture_output=True, text=True)`` would."""
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder) / "stdout", Path(folder) / "stderr"
-        process = Forked(command, stdout, stderr, environment)
+        process = Forked(command, stdout, stderr, environment=environment)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -72,34 +84,14 @@ def run(
         return subprocess.CompletedProcess(list(command), code, stdout.read_text(), stderr.read_text())
 
 
-def _run_script(command: list[str], stdout: Path, stderr: Path, environment: dict[str, str], started: object) -> None:
-    os.setsid()
-    for path, stream in ((stdout, sys.stdout), (stderr, sys.stderr)):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, stream.fileno())
-        os.close(descriptor)
-    os.chdir(ROOT)
-    os.environ.clear()
-    os.environ |= environment
-    setproctitle(" ".join([sys.executable, *command]))  # for whoever looks for orphans
-    sys.argv = command
-    sys.path[0] = str(ROOT / Path(command[0]).parent)  # as python sets it for a script
-    started.send(None)  # type: ignore[attr-defined]
-    os._exit(_as_main(command[0]))
-
-
-def _as_main(script: str) -> int:
-    """The exit code; with everything that Python does at the end of a program, but multiprocessing not at that of a child."""
-    code = 0
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001 the program ends of it
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
+@functools.cache
+def _fork_server(python: Path) -> subprocess.Popen[str]:
+    """It ends with this process, which holds its input."""
+    return subprocess.Popen(
+        [str(python), "-m", "tests.integration.fork_server", *LIBRARIES[python]],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "DS_ACCELERATOR": "cpu"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
