@@ -12,6 +12,7 @@ COMPONENTS = (
     "gradients",
     "optimizer states",
     "optimizer step",
+    "checkpoint",
     "activations",
     "logits",
     "reference",

@@ -72,6 +72,12 @@ def norm_buffer(trained: int, largest: int, *, stage: int, ranks: int, freed: in
     return alone if freed is None else max(alone, NORM * trained // ranks - freed)
 
 
+def checkpoint_copy(trained: int, width: int, *, stage: int, ranks: int) -> int:
+    """What a rank's snapshot holds until it is written (engine/snapshot.py), of the first rank, which has the weights, too."""
+    states = masters(trained, stage=stage, ranks=ranks) + optimizer_states(trained, stage=stage, ranks=ranks)
+    return states + (trained * width if stage < 3 else 0)
+
+
 def trained_model(model: Blueprint, engine: EngineConfig, *, ranks: int, libraries: int) -> Counter[str]:
     """What one rank holds of it from its start to its end."""
     share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
@@ -100,7 +106,8 @@ def training_phases(
     On a GPU each frees its memory for the next. On a CPU the heap keeps it (launch/malloc.py), and what comes next does not find
     it again: activations and gradients leave holes between small blocks that stay, and glibc before 2.38 looks for 96 bytes more
     than an aligned block has (``_int_memalign``), so that not even a block of the same size fits into a hole. So there what all
-    phases take, and every buffer of the optimizer step, add up.
+    phases take, and every buffer of the optimizer step, add up. Only a checkpoint's copy, of few and large blocks, finds room
+    where the optimizer step's large ones were side by side; what is more comes on top.
     """
     share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
     learned = Counter({"gradients": gradients(model.trained, model.width, **share)})
@@ -109,7 +116,9 @@ def training_phases(
         kept = sum(inference.values(), start=update)
         freed = kept.total() + learned.total()
         norm = norm_buffer(model.trained, model.largest, **share, freed=freed)
-        return [Phase("update", held + learned + kept + Counter({"optimizer step": sum(buffers.values()) + norm}))]
+        copied = checkpoint_copy(model.trained, model.width, **share) - sum(buffers.values())
+        step = Counter({"optimizer step": sum(buffers.values()) + norm, "checkpoint": max(0, copied)})
+        return [Phase("update", held + learned + kept + step)]
     resting = held
     if engine.offload_optimizer_states and engine.zero_stage in (1, 2):
         resting = Counter(

@@ -52,3 +52,10 @@ def test_copies_for_the_norm_use_what_backward_left():
         training.norm_buffer(1000, 300, stage=1, ranks=1, freed=5000) == 3000
     )  # 8000 of holes, 5000 of them there already
     assert training.norm_buffer(1000, 300, stage=1, ranks=1, freed=9000) == 2400
+
+
+def test_the_first_rank_copies_its_share_of_the_states_and_the_weights():
+    assert training.checkpoint_copy(100, 2, stage=1, ranks=1) == 100 * (4 + 8 + 2)
+    assert training.checkpoint_copy(100, 2, stage=2, ranks=2) == 50 * (4 + 8) + 200
+    assert training.checkpoint_copy(100, 2, stage=3, ranks=2) == 50 * (4 + 8)
+    assert training.checkpoint_copy(100, 4, stage=0, ranks=2) == 100 * (8 + 4)
