@@ -139,7 +139,8 @@ class CriticService(Service):
             self._worker.begin_files(directory)
         self._worker.wait_for_files()
         with self._model_lock:
-            self._worker.end_files()
+            if error := self._worker.end_files():
+                raise error
 
     def _commit(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.CommitRequest)

@@ -176,14 +176,9 @@ class CriticWorker:
         wait([self._files])
 
     @on_all_ranks
-    def end_files(self) -> None:
-        """Return when every rank has written.
-
-        Raises:
-            OSError: the disk refused.
-        """
-        self._files.result()
-        self.crew.gather(None)
+    def end_files(self) -> BaseException | None:
+        """Return when every rank has written, or why the first that could not has not."""
+        return next(filter(None, self.crew.all_gather(self._files.exception())), None)
 
     @on_all_ranks
     def load(self, directory: Path) -> None:

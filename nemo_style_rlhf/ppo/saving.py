@@ -89,9 +89,8 @@ class Saver:
             return described
 
         def write() -> None:
-            with whole_or_absent():
-                copy.write(half / "engine")
-                torch.save(rng, half / self._rng_file)
+            copy.write(half / "engine")
+            torch.save(rng, half / self._rng_file)
 
         def commit() -> None:
             with whole_or_absent():
@@ -102,7 +101,8 @@ class Saver:
             self._store.prune()
 
         described = self._ranks.on_first(begin)
-        self._ranks.everyone(write)
+        with whole_or_absent():  # once all have ended: what it deletes, nobody may still be writing
+            self._ranks.everyone(write)
         self._ranks.on_first(commit)
 
     @property

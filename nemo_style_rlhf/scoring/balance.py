@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Server = TypeVar("Server")
+FIRST_RETRY_S = 0.5
+LONGEST_RETRY_WAIT_S = 10.0
 
 
 @dataclass
@@ -41,8 +43,18 @@ class LeastBusy(Generic[Server]):
             with self._lock:
                 place.running -= 1
 
+    def attempts(self, count: int, closing: threading.Event) -> Iterator[int]:
+        """Numbers of the attempts at one request; one after which all servers rest is waited for, longer each time, unless
+        ``closing`` is set."""
+        wait_s = FIRST_RETRY_S
+        for attempt in range(count):
+            if attempt > 0 and self._all_rest:
+                closing.wait(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_RETRY_WAIT_S)
+            yield attempt
+
     @property
-    def all_rest(self) -> bool:
+    def _all_rest(self) -> bool:
         with self._lock:
             return all(place.resting_until > time.monotonic() for place in self._places)
 

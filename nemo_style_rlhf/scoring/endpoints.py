@@ -12,8 +12,6 @@ from nemo_style_rlhf.scoring.contract import arguments, read_answer
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
 THREADS_PER_ENDPOINT = 4
-FIRST_RETRY_S = 0.5
-LONGEST_RETRY_WAIT_S = 10.0
 
 
 class EndpointScorer:
@@ -39,11 +37,7 @@ class EndpointScorer:
         """
         given = arguments(samples)
         body = {"query": given["queries"], "prompts": given["prompts"], "labels": given["labels"]}
-        wait_s = FIRST_RETRY_S
-        for attempt in range(self._config.retries + 1):
-            if attempt > 0 and self._endpoints.all_rest:
-                self._closing.wait(wait_s)
-                wait_s = min(2 * wait_s, LONGEST_RETRY_WAIT_S)
+        for _ in self._endpoints.attempts(self._config.retries + 1, self._closing):
             if self._closing.is_set():
                 break
             try:

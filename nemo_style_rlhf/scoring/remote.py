@@ -18,8 +18,6 @@ from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
 
 LOGGER = logging.getLogger(__name__)
 THREADS_PER_REPLICA = 2
-FIRST_RETRY_S = 0.5
-LONGEST_RETRY_WAIT_S = 10.0
 
 
 class RemoteCriticScorer:
@@ -84,8 +82,7 @@ class RewardServerScorer:
         Raises:
             ServerUnreachable: no replica answered, ``retries`` times in a row.
         """
-        wait_s = FIRST_RETRY_S
-        for attempt in range(self._config.retries + 1):
+        for attempt in self._replicas.attempts(self._config.retries + 1, self._closing):
             try:
                 with self._replicas.take() as server:
                     self._require_same(server)  # what comes back may be another one
@@ -96,9 +93,6 @@ class RewardServerScorer:
                 if attempt == self._config.retries or self._closing.is_set():
                     raise
                 LOGGER.warning("%s; another replica is asked", error)
-            if self._replicas.all_rest:
-                self._closing.wait(wait_s)
-                wait_s = min(2 * wait_s, LONGEST_RETRY_WAIT_S)
         raise AssertionError("the last attempt returns or raises")
 
     def _require_same(self, server: RemoteCritic) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import Array
+from nemo_style_rlhf.errors import UserError
 from tests.integration.critic_server import CriticServer, runs, sequences, train_batch
 
 STEPS = 3
@@ -76,13 +77,18 @@ def test_two_ranks_learn_what_one_learns(make_server, alone: Learned, zero_stage
     assert not any(map(runs, children))
 
 
-def test_the_death_of_a_rank_ends_the_server(make_server) -> None:
-    """And no call on its models is answered with half of the ranks."""
+def test_a_rank_survives_a_full_disk_and_its_death_ends_the_server(make_server) -> None:
+    """No call on the models is answered with half of the ranks."""
     server = make_server(SPLIT, "engine.zero_stage=1", ranks=2).start()
     with server.client(retries=1) as critic:
         critic.infer(sequences(1)).result()
         ranks = psutil.Process(server.process.pid).children()
         follower = next(rank for rank in ranks if rank.environ().get("RANK") == "1")
+        follower.rlimit(psutil.RLIMIT_FSIZE, (4096, psutil.RLIM_INFINITY))
+        with pytest.raises(UserError, match="could not be saved"):
+            critic.save("full").result()
+        follower.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+        critic.save("whole").result()
         follower.send_signal(signal.SIGKILL)
         started = time.monotonic()
         assert server.process.wait(60) != 0
