@@ -149,7 +149,9 @@ def _run_of(checkpoint_id: str) -> str:
 
 
 def _read(directory: Path) -> Half:
-    return Half(**json.loads((directory / RECORD).read_bytes()))
+    record = json.loads((directory / RECORD).read_bytes())
+    record.setdefault("critic", record.pop("shape", {}))  # as earlier servers called it
+    return Half(**record)
 
 
 def _publish(target: Path, write: Callable[[Path], None]) -> None:

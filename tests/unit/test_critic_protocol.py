@@ -153,8 +153,13 @@ def test_a_half_of_another_dtype_is_not_restored_whatever_its_ranks(tmp_path: Pa
     with pytest.raises(ProtocolError, match=r"a critic with model\.dtype float32, this one has bfloat16"):
         HalfStore(tmp_path, {"model.dtype": "bfloat16"}).verified("a", None)
     record = tmp_path / "checkpoints/a/critic/critic.json"
-    record.write_text(record.read_text().replace('"model.dtype": "float32"', '"ranks": 2'))  # as earlier servers wrote
-    assert store.verified("a", None)[1].critic_step == 3
+    half = json.loads(record.read_text())
+    half.pop("critic")
+    for earlier in ({}, {"shape": {"ranks": 2}}, {"shape": {"model.dtype": "float32"}}):
+        record.write_text(json.dumps({**half, **earlier}))
+        assert store.verified("a", None)[1].critic_step == 3
+    with pytest.raises(ProtocolError, match=r"a critic with model\.dtype float32, this one has bfloat16"):
+        HalfStore(tmp_path, {"model.dtype": "bfloat16"}).verified("a", None)
 
 
 def test_pruning_leaves_the_actors_half_alone(tmp_path: Path) -> None:
