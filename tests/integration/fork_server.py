@@ -14,8 +14,6 @@ import sys
 import threading
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def main() -> None:
     for library in sys.argv[1:]:
@@ -46,7 +44,7 @@ def become(command: list[str], stdout: str, stderr: str, environment: dict[str, 
     os.environ.clear()
     os.environ |= environment
     sys.argv = command
-    sys.path[0] = str(ROOT / Path(command[0]).parent)  # as python sets it for a script
+    sys.path[0] = str(Path(command[0]).parent.resolve())  # as python sets it for a script
     with contextlib.suppress(ImportError):
         from setproctitle import setproctitle
 
