@@ -10,6 +10,7 @@ from typing import Any
 
 import deepspeed  # type: ignore[import-untyped]
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
@@ -217,7 +218,9 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     bucket = min(5 * 10**8, trained)
     bucket += bucket % 2  # DeepSpeed wants an even one
-    return {
+    cuda = next(module.parameters()).is_cuda
+    host = {"device": "cpu", "pin_memory": cuda}
+    generated = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # backward() accumulates, step() is the boundary: our counts vary
@@ -226,10 +229,14 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]
             "stage": config.zero_stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            "overlap_comm": config.zero_stage == 3 and next(module.parameters()).is_cuda,
+            "overlap_comm": config.zero_stage == 3 and cuda,
+            **({"offload_optimizer": host} if config.offload_optimizer else {}),
+            **({"offload_param": host} if config.offload_parameters else {}),
         },
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW is fused on a CPU, too, and needs no compilation
         "bf16": {"enabled": bf16},
         "steps_per_print": 10**9,
-        **config.deepspeed,
     }
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(generated, config.deepspeed))
+    return dict(merged)

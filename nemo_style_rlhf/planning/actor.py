@@ -22,7 +22,7 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
         prompt_length: tokens of the longest prompt.
     """
     algorithm, response = config.algorithm, config.generation.max_length
-    held = trained_model(policy, config.engine, ranks=config.ranks, libraries=device.libraries("actor"))
+    held = trained_model(policy, config.engine, device, ranks=config.ranks, libraries=device.libraries("actor"))
     offloaded = config.model.reference == "cpu_offload" and device.cuda
     if config.needs_reference and not config.model.lora.rank and not offloaded:
         held["reference"] = policy.weights

@@ -18,7 +18,7 @@ def plan_critic(config: PlanConfig, critic: Blueprint, device: Device, *, prompt
     """
     server, ranks, algorithm = config.critic, config.critic_ranks, config.algorithm
     length = prompt_length + config.generation.max_length
-    held = trained_model(critic, server.engine, ranks=ranks, libraries=device.libraries("critic"))
+    held = trained_model(critic, server.engine, device, ranks=ranks, libraries=device.libraries("critic"))
     scoring = Counter[str]()
     if server.critic.combine_rm_and_critic_server:
         offloaded = server.critic.offload_reward_model and device.cuda

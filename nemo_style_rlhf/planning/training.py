@@ -78,17 +78,23 @@ def checkpoint_copy(trained: int, width: int, *, stage: int, ranks: int) -> int:
     return states + (trained * width if stage < 3 else 0)
 
 
-def trained_model(model: Blueprint, engine: EngineConfig, *, ranks: int, libraries: int) -> Counter[str]:
+def trained_model(
+    model: Blueprint, engine: EngineConfig, device: Device, *, ranks: int, libraries: int
+) -> Counter[str]:
     """What one rank holds of it from its start to its end."""
     share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
-    return Counter(
+    held = Counter(
         {
             "libraries": libraries,
             "weights": weights(model.trained, model.elements - model.trained, model.width, **share),
-            "fp32 masters": masters(model.trained, **share),
-            "optimizer states": optimizer_states(model.trained, **share),
         }
     )
+    if engine.offload_parameters and device.cuda:
+        held["weights"] -= model.trained * model.width // ranks
+    if not (engine.offload_optimizer and device.cuda):
+        held["fp32 masters"] = masters(model.trained, **share)
+        held["optimizer states"] = optimizer_states(model.trained, **share)
+    return held
 
 
 def training_phases(
@@ -124,6 +130,8 @@ def training_phases(
         resting = Counter(
             {name: size for name, size in held.items() if name not in ("fp32 masters", "optimizer states")}
         )
+    if engine.offload_optimizer:  # the share and its copies are in host memory
+        buffers = {name: buffers[name] for name in ("bucket", "reduction")}
     # The gradients become the share by way of the bucket; then that and its copies are there at once.
     reduced = buffers.get("bucket", 0) + max(buffers["reduction"], buffers.get("share", 0))
     stepped = sum(buffers.get(name, 0) for name in ("share", "flat", "fp32"))

@@ -149,11 +149,33 @@ class EngineConfig:
     """Rows of a micro-batch are padded to a multiple of this: small odd batches take other matrix kernels and other bits."""
     offload_optimizer_states: bool = False
     """Move optimizer states to host memory while the model is not training (CUDA only; no effect on CPU)."""
+    offload_optimizer: bool = False
+    """Keep optimizer states and fp32 masters in host memory, and step there (ZeRO-Offload, arXiv 2101.06840): zero_stage 1-3."""
+    offload_parameters: bool = False
+    """Keep the shares of the weights in host memory until a layer needs them (ZeRO-Infinity, arXiv 2104.07857): zero_stage 3."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Merged over the generated DeepSpeed config, for what has no key here."""
 
     def validate(self) -> None:
         require(0 <= self.zero_stage <= 3, "engine.zero_stage", self.zero_stage, "0, 1, 2 or 3")
+        require(
+            self.zero_stage > 0 or not self.offload_optimizer,
+            "engine.offload_optimizer",
+            self.offload_optimizer,
+            "false with engine.zero_stage=0",
+        )
+        require(
+            self.zero_stage == 3 or not self.offload_parameters,
+            "engine.offload_parameters",
+            self.offload_parameters,
+            "false without engine.zero_stage=3",
+        )
+        require(
+            not (self.offload_optimizer and self.offload_optimizer_states),
+            "engine.offload_optimizer_states",
+            self.offload_optimizer_states,
+            "false with engine.offload_optimizer=true, which never brings them to the device",
+        )
         require(
             self.micro_batch_tokens > 0,
             "engine.micro_batch_tokens",

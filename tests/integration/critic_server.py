@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import Array, Status
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.integration import warm
-from tests.integration.warm import ROOT, SERVER_PYTHON
+from tests.integration.warm import SERVER_PYTHON
 
 START_TIMEOUT_S = 120.0
 VOCABULARY = 64
@@ -41,10 +40,8 @@ class CriticServer:
         self.log = self.output_dir / "server.log"
 
     def command(self, *extra: str) -> list[str]:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         return [
             str(SERVER_PYTHON),
-            *(torchrun if self.ranks > 1 else []),
             "servers/serve_ppo_critic.py",
             f"run.output_dir={self.output_dir}",
             f"model.path={self.model}",
@@ -59,16 +56,11 @@ class CriticServer:
             *extra,
         ]
 
-    def spawn(self) -> "subprocess.Popen[bytes] | warm.Forked":
+    def spawn(self) -> warm.Forked:
         self.ready_file.unlink(missing_ok=True)
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_ENV} | self.environment
-        if self.ranks == 1:
-            self.process = warm.Forked(
-                self.command()[1:], self.log, self.log, python=SERVER_PYTHON, environment=environment
-            )
-        else:
-            with self.log.open("ab") as log:
-                self.process = subprocess.Popen(self.command(), cwd=ROOT, env=environment, stdout=log, stderr=log)
+        command = warm.on_ranks(self.ranks, self.command()[1:])
+        self.process = warm.Forked(command, self.log, self.log, python=SERVER_PYTHON, environment=environment)
         return self.process
 
     def start(self) -> "CriticServer":

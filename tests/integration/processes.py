@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -69,10 +68,10 @@ def start_server(directory: Path, *overrides: str, ranks: int = 1, cold: bool = 
     ready.unlink(missing_ok=True)
     where = [f"run.output_dir={directory}", "server.port=0", f"server.ready_file={ready}"]
     command = ["servers/serve_ppo_critic.py", *where, *overrides]
-    if cold or ranks > 1:
-        process = Process([str(SERVER_PYTHON), *_torchrun(ranks), *command], directory / "server.log")
+    if cold:
+        process = Process([str(SERVER_PYTHON), *command], directory / "server.log")
     else:
-        process = Process(command, directory / "server.log", warm_python=SERVER_PYTHON)
+        process = Process(warm.on_ranks(ranks, command), directory / "server.log", warm_python=SERVER_PYTHON)
     deadline = time.monotonic() + READY_TIMEOUT_S
     while not ready.exists():
         assert process.poll() is None, process.output()
@@ -105,13 +104,7 @@ def start_actor(directory: Path, port: int, *overrides: str, ranks: int = 1) -> 
     directory.mkdir(parents=True, exist_ok=True)
     where = [f"run.output_dir={directory}", f"remote_critic_rm.port={port}"]
     command = ["trainers/train_ppo_actor.py", *where, *overrides]
-    if ranks > 1:
-        return Process([sys.executable, *_torchrun(ranks), *command], directory / "actor.log")
-    return Process(command, directory / "actor.log", warm_python=ACTOR_PYTHON)
-
-
-def _torchrun(ranks: int) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    return Process(warm.on_ranks(ranks, command), directory / "actor.log", warm_python=ACTOR_PYTHON)
 
 
 Watcher = Callable[[str, str], None]

@@ -30,11 +30,13 @@ class Case:
     """Before the checkpoint."""
     used: int = 0
     """Steps the loading engine has taken already."""
+    offload: bool = False
+    """What the stage can, before and after."""
 
     def __str__(self) -> str:
         shapes = "-".join(f"zero{stage}x{ranks}" for stage, ranks in (self.before, self.after))
         extra = [str(self.dtype).removeprefix("torch."), *(["frozen"] if self.frozen else []), f"step{self.steps}"]
-        return "-".join([shapes, *extra])
+        return "-".join([shapes, *extra, *(["offload"] if self.offload else [])])
 
 
 CASES = [
@@ -51,6 +53,10 @@ CASES = [
     Case((1, 2), (0, 1), frozen=True, used=1),
     Case((0, 1), (3, 2), steps=0),
     Case((1, 2), (0, 1), steps=0, used=1),
+    Case((2, 2), (3, 2), offload=True),
+    Case((3, 2), (3, 1), offload=True, used=2),
+    Case((3, 2), (1, 2), offload=True, dtype=torch.bfloat16, used=1),
+    Case((2, 2), (2, 2), offload=True, used=2),
 ]
 
 
@@ -74,8 +80,10 @@ def make_engine(stage: int, case: Case) -> Engine:
     optim = OptimizerConfig(lr=0.02, weight_decay=0.1)
     scheduler = SchedulerConfig(name="cosine", warmup_steps=2, total_steps=10)
     config = EngineConfig(zero_stage=stage, optim=optim, scheduler=scheduler, gradient_clip_val=0.5)
+    config.offload_optimizer = case.offload and stage > 0
+    config.offload_parameters = case.offload and stage == 3
     if stage == 3:  # several flat tensors, as in a model of billions
-        config.deepspeed = {"zero_optimization": {"stage": 3, "sub_group_size": 30, "reduce_bucket_size": 100}}
+        config.deepspeed = {"zero_optimization": {"sub_group_size": 30, "reduce_bucket_size": 100}}
     return Engine(model, config, device=torch.device("cpu"))
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration import warm
 from tests.integration.processes import ROOT, proxy, run_pair, start_actor, start_server
 from tests.integration.test_ppo import metrics, without_timers
 from tests.models import save_policy, save_reward_model
@@ -26,13 +27,9 @@ ACTOR = [
 
 
 def steps(ranks, preset, zero_stage, output):
-    subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m",
-            "tests.integration.ranks", preset, str(zero_stage), str(output),
-        ],
-        cwd=ROOT, check=True, timeout=120, capture_output=True,
-    )  # fmt: skip
+    command = ["tests/integration/ranks.py", preset, str(zero_stage), str(output)]
+    done = warm.run(warm.on_ranks(ranks, command), timeout=120)
+    assert done.returncode == 0, done.stderr
     return *json.loads(output.read_text()), torch.load(output.with_suffix(".pt"))
 
 
@@ -139,10 +136,7 @@ def test_four_ranks_with_two_vllms_end_where_one_does(inputs, alone, tmp_path):
 
 def test_a_weight_transfer_takes_its_largest_bucket(tmp_path):
     """Beside it vLLM makes one layer whole: here the embedding."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "benchmarks/transfer_memory.py"]
-    done = subprocess.run(
-        [sys.executable, *command, f"--work-dir={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = warm.run(warm.on_ranks(2, ["benchmarks/transfer_memory.py", f"--work-dir={tmp_path}"]), timeout=120)
     assert done.returncode == 0, done.stderr
     mib = json.loads(done.stdout.splitlines()[-1])
     assert mib["gathering"] == pytest.approx(mib["largest bucket"], rel=0.01)

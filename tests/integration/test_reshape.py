@@ -1,7 +1,5 @@
 """A checkpoint of one ZeRO stage and number of ranks is that of any other."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from nemo_style_rlhf.checkpoint.files import file_digests
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.bootstrap import init_distributed
-from tests.integration.processes import ROOT
+from tests.integration import warm
 from tests.integration.reshaping import CASES, Case, make_engine, resume, write
 
 
@@ -22,8 +20,8 @@ def written(tmp_path_factory) -> Path:
     for case in CASES:
         if case.before[1] == 1:
             write(case, folder)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run([*torchrun, "-m", "tests.integration.reshaping", str(folder)], cwd=ROOT, check=True, timeout=120)
+    done = warm.run(warm.on_ranks(2, ["tests/integration/reshaping.py", str(folder)]), timeout=120)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests.integration import warm
 from tests.models import WORDS, save_policy, save_reward_model
 
-ROOT = Path(__file__).parents[2]
 STEPS = 24
 
 
@@ -40,14 +37,11 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def command(folder: Path, script: str, run: str, *overrides: str, ranks: int = 1) -> list[str]:
-    launcher = (
-        [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    )
+def command(folder: Path, script: str, run: str, *overrides: str) -> list[str]:
     start = "reward" if script == "train_reward_model" else "policy"
     rows = "texts" if script == "train_sft" else "pairs"
     return [
-        *launcher, f"trainers/{script}.py", "run.num_threads=1", f"run.output_dir={folder / run}",
+        f"trainers/{script}.py", "run.num_threads=1", f"run.output_dir={folder / run}",
         f"model.path={folder / start}", "model.dtype=float32", f"data.train_path={folder / rows}.jsonl",
         f"data.val_path={folder / rows}.jsonl", "engine.optim.lr=1e-3", "engine.optim.eps=1e-5", "trainer.batch_size=8",
         f"trainer.max_steps={STEPS}", "trainer.log_interval=1", "trainer.val_interval=8", "tracking.progress=false",
@@ -55,16 +49,9 @@ def command(folder: Path, script: str, run: str, *overrides: str, ranks: int = 1
     ]  # fmt: skip
 
 
-def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Until its end; a script alone is forked, which is quicker."""
-    if "-m" not in command:
-        return warm.run([str(word) for word in command[1:]], timeout=300)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
 def train(folder: Path, script: str, run: str, *overrides: str, ranks: int = 1) -> dict[str, torch.Tensor]:
     """The exported weights."""
-    process = ended(command(folder, script, run, *overrides, ranks=ranks))
+    process = warm.run(warm.on_ranks(ranks, command(folder, script, run, *overrides)), timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
     return load_file(folder / run / "export" / "model.safetensors")
 
@@ -85,12 +72,8 @@ def test_a_killed_run_resumes_to_the_last_bit(folder: Path) -> None:
     """Dropout, a learning-rate schedule and accumulation are on; the kill comes between two checkpoints."""
     settings = ["model.disable_dropout=false", "trainer.micro_batch_size=4", "checkpoint.save_interval=5"]
     whole = train(folder, "train_sft", "whole", *settings)
-    process = subprocess.Popen(
-        command(folder, "train_sft", "killed", *settings),
-        cwd=ROOT,
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
+    log = folder / "killed.log"
+    process = warm.Forked(command(folder, "train_sft", "killed", *settings), log, log)
     deadline = time.monotonic() + 120
     reached = folder / "killed" / "metrics.jsonl"
     while not (reached.exists() and '"step": 12' in reached.read_text()):
@@ -124,8 +107,8 @@ def test_adapters_resume_to_the_last_bit_and_merge(folder: Path) -> None:
         assert torch.equal(weight, resumed[name]), name
     start = load_file(folder / "policy" / "model.safetensors")
     assert any(not torch.equal(weight, start[name]) for name, weight in whole.items())  # it did learn
-    merge = [sys.executable, "trainers/merge_lora.py", folder / "adapters" / "export_adapter", folder / "merged"]
-    assert ended(merge).returncode == 0
+    merge = ["trainers/merge_lora.py", str(folder / "adapters" / "export_adapter"), str(folder / "merged")]
+    assert warm.run(merge, timeout=60).returncode == 0
     merged = load_file(folder / "merged" / "model.safetensors")
     assert_near(resumed, merged, 1e-6)
     assert (folder / "merged" / "prompt_template.json").is_file()
@@ -138,7 +121,7 @@ def test_another_run_is_not_resumed(folder: Path) -> None:
         ("model.lora.rank=2", "is of a run with model.lora"),
         ("run.resume=never", "holds checkpoints but run.resume=never"),
     ):
-        process = ended(command(folder, "train_sft", "first", "checkpoint.save_interval=10", override))
+        process = warm.run(command(folder, "train_sft", "first", "checkpoint.save_interval=10", override), timeout=60)
         assert process.returncode == 2 and said in process.stderr and "Traceback" not in process.stderr
 
 
@@ -199,8 +182,8 @@ def test_shares_over_ranks_resume_to_the_last_bit(folder: Path) -> None:
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
     assert metrics(folder, run) == lines
-    refused = command(folder, "train_dpo", run, *settings, "run.resume=must", "trainer.strategy=auto", ranks=1)
-    done = ended(refused)
+    refused = command(folder, "train_dpo", run, *settings, "run.resume=must", "trainer.strategy=auto")
+    done = warm.run(refused, timeout=60)
     assert done.returncode == 2 and "resume it as it was" in done.stderr
 
 

@@ -69,6 +69,11 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def on_ranks(ranks: int, command: Sequence[str]) -> list[str]:
+    """A script and its arguments as torchrun would start them, in forks too."""
+    return [*(["tests/integration/torchrun.py", str(ranks)] if ranks > 1 else []), *command]
+
+
 def run(
     command: Sequence[str], *, timeout: float, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,8 @@ from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, Schedul
 
 CPU = torch.device("cpu")
 X = torch.linspace(-1, 1, 24).view(8, 3)
+OPTIMIZER = {"offload_optimizer": True}
+PARAMETERS = {"offload_parameters": True}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,9 +40,13 @@ def take_steps(engine, count, micro_batches=2):
     return stats
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_equals_plain_torch_adamw(zero_stage):
-    engine = make_engine(zero_stage, gradient_clip_val=0.3)
+@pytest.mark.parametrize(
+    ("zero_stage", "offload"),
+    [(0, {}), (1, {}), (2, {}), (3, {}), (1, OPTIMIZER), (2, OPTIMIZER), (3, OPTIMIZER), (3, PARAMETERS),
+     (3, OPTIMIZER | PARAMETERS)],
+)  # fmt: skip
+def test_equals_plain_torch_adamw(zero_stage, offload):
+    engine = make_engine(zero_stage, gradient_clip_val=0.3, **offload)
     stats = take_steps(engine, 3)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -53,8 +59,8 @@ def test_equals_plain_torch_adamw(zero_stage):
         assert stats[step].lr == pytest.approx(optimizer.param_groups[0]["lr"])
         optimizer.step()
         optimizer.zero_grad()
-    for left, right in zip(engine.module.parameters(), module.parameters()):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+    for (_, left), right in zip(engine.named_weights(), module.parameters(), strict=True):
+        torch.testing.assert_close(left, right.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_the_number_of_micro_batches_does_not_change_the_step():

@@ -3,6 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.planning.advice import best_changes
 from nemo_style_rlhf.planning.phases import ACTOR, CRITIC, GIB
 from nemo_style_rlhf.planning.run import Planner
@@ -65,3 +66,25 @@ def test_advice_is_what_planning_again_says(models):
     halved = next(change for change in changes if change.text == "generation.kv_cache_gib=0.5")
     assert halved.saved == GIB // 2
     assert not any(change.text.startswith("critic.") for change in changes)
+
+
+def test_what_a_gpu_offloads_is_not_on_it(models):
+    on_gpu = ("run.device=cuda", "generation.gpu_memory_utilization=0.3", "engine.zero_stage=3", "ranks=2")
+    all_there, none = (
+        plans(models, *on_gpu, f"engine.offload_optimizer={offload}", f"engine.offload_parameters={offload}")[ACTOR]
+        for offload in (False, True)
+    )
+    assert all_there["fp32 masters"] and all_there["optimizer states"]
+    assert "fp32 masters" not in +none and "optimizer states" not in +none
+    assert all_there["weights"] == 1.5 * none["weights"]
+
+
+def test_ranks_that_cannot_share_a_vllm_and_offloading_that_nothing_does_are_refused(models):
+    for given, said in (
+        (["ranks=3", "generation.tensor_parallel_size=2"], "ranks=3 is not possible: expected a multiple"),
+        (["engine.offload_parameters=true"], "false without engine.zero_stage=3"),
+        (["engine.offload_optimizer=true", "engine.zero_stage=0"], "false with engine.zero_stage=0"),
+        (["engine.offload_optimizer=true", "engine.offload_optimizer_states=true"], "never brings them to the device"),
+    ):
+        with pytest.raises(UserError, match=said):
+            plans(models, *given)
