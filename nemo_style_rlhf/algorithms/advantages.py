@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.masking import zero_masked
-
-GROUP_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
+from nemo_style_rlhf.algorithms.names import GROUP_KINDS
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

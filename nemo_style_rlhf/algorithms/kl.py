@@ -4,7 +4,8 @@ import math
 
 from torch import Tensor
 
-KL_KINDS = ("k1", "k2", "k3", "abs")
+from nemo_style_rlhf.algorithms.names import KL_KINDS
+
 MAX_LOG_RATIO = 20.0  # of k3, so that one token cannot make it infinite
 MAX_WEIGHT = 10.0
 

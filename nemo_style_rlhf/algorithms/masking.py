@@ -7,7 +7,7 @@ arbitrary, NaN included, and never reaches a result or a gradient.
 import torch
 from torch import Tensor
 
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant")
+from nemo_style_rlhf.algorithms.names import AGGREGATIONS
 
 
 def zero_masked(x: Tensor, mask: Tensor) -> Tensor:

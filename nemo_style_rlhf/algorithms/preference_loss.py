@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-REWARD_MODEL_LOSSES = ("sigmoid", "logexp")
-DPO_LOSSES = ("sigmoid", "ipo")
+from nemo_style_rlhf.algorithms.names import DPO_LOSSES, REWARD_MODEL_LOSSES
 
 
 def reward_model_loss(

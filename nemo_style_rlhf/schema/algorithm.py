@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from nemo_style_rlhf.algorithms.advantages import GROUP_KINDS
-from nemo_style_rlhf.algorithms.kl import KL_KINDS
-from nemo_style_rlhf.algorithms.masking import AGGREGATIONS
+from nemo_style_rlhf.algorithms.names import AGGREGATIONS, GROUP_KINDS, KL_KINDS
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from nemo_style_rlhf.algorithms.preference_loss import DPO_LOSSES, REWARD_MODEL_LOSSES
+from nemo_style_rlhf.algorithms.names import DPO_LOSSES, REWARD_MODEL_LOSSES
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.common import ModelConfig, OptimizerConfig, SchedulerConfig, TrainerRunConfig

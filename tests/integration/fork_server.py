@@ -6,6 +6,7 @@ A request is a line of JSON with the parameters of :func:`become` and the file f
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 def main() -> None:
     for library in sys.argv[1:]:
         importlib.import_module(library)
+    gc.freeze()  # a collection in a fork would go through all of it
     for line in sys.stdin:
         request = json.loads(line)
         exit_code = Path(request.pop("exit_code"))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from nemo_style_rlhf.algorithms.advantages import discounted_returns, gae
 from nemo_style_rlhf.algorithms.kl import kl_estimate, kl_loss
-from nemo_style_rlhf.algorithms.masking import AGGREGATIONS, aggregate, masked_mean, masked_whiten
+from nemo_style_rlhf.algorithms.masking import aggregate, masked_mean, masked_whiten
+from nemo_style_rlhf.algorithms.names import AGGREGATIONS
 from nemo_style_rlhf.algorithms.policy_loss import policy_loss
 from nemo_style_rlhf.algorithms.reward_shaping import place_rewards, truncation_penalty
 from nemo_style_rlhf.algorithms.value_loss import value_loss

@@ -13,11 +13,16 @@ ENTRY_POINTS = [*sorted((ROOT / "trainers").glob("*.py")), *sorted((ROOT / "serv
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
 @pytest.mark.parametrize("script", ENTRY_POINTS, ids=lambda script: script.name)
-def test_openmp_threads_spin_for_microseconds_only(script: Path) -> None:
-    """libgomp prints the settings it was loaded with: the entry point chose before it imported torch."""
+def test_it_has_set_up_openmp_and_loaded_no_torch(script: Path) -> None:
+    """``--help``, a refused key and a reward function's processes do not wait for it; libgomp, which comes with it, prints the
+    settings it was loaded with: threads spin for microseconds only."""
     # vLLM, where an earlier test has used it, leaves an LD_PRELOAD that loads a libgomp before Python starts.
     environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "LD_PRELOAD")}
-    code = f"import runpy; runpy.run_path({str(script)!r}, run_name='imported'); import torch"
+    code = (
+        f"import runpy, sys; runpy.run_path({str(script)!r}, run_name='imported')\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

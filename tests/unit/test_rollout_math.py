@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_style_rlhf.algorithms.advantages import GROUP_KINDS, group_advantages
+from nemo_style_rlhf.algorithms.advantages import group_advantages
 from nemo_style_rlhf.algorithms.corrections import importance_weights
 from nemo_style_rlhf.algorithms.kl import AdaptiveKLController, FixedKLController
+from nemo_style_rlhf.algorithms.names import GROUP_KINDS
 from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer, clip_scores, overlong_penalty
 
 from .reference import assert_close, masks, noise, selected
