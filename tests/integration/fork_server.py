@@ -5,6 +5,7 @@
 A request is a line of JSON with the parameters of :func:`become` and the file for the exit code; the answer is the pid.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -13,13 +14,16 @@ import os
 import runpy
 import sys
 import threading
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 
 def main() -> None:
     for library in sys.argv[1:]:
         importlib.import_module(library)
     gc.freeze()  # a collection in a fork would go through all of it
+    gc.unfreeze = lambda: None  # vLLM asks for that when it ends
     for line in sys.stdin:
         request = json.loads(line)
         exit_code = Path(request.pop("exit_code"))
@@ -27,13 +31,13 @@ def main() -> None:
         if (pid := os.fork()) == 0:
             become(**request)
             os.close(writer)
-            runpy.run_path(sys.argv[0], run_name="__main__")
-            return
+            run_to_the_end()
         os.close(writer)
         os.read(reader, 1)  # it has a session of its own from here on
         os.close(reader)
         threading.Thread(target=report, args=(pid, exit_code), daemon=True).start()
         print(pid, flush=True)
+    os._exit(0)
 
 
 def become(command: list[str], stdout: str, stderr: str, environment: dict[str, str]) -> None:
@@ -51,6 +55,25 @@ def become(command: list[str], stdout: str, stderr: str, environment: dict[str, 
         from setproctitle import setproctitle
 
         setproctitle(" ".join([sys.executable, *command]))  # for whoever looks for orphans
+
+
+def run_to_the_end() -> NoReturn:
+    """The end of an interpreter, without its last collections, which would go through all that the forks share."""
+    code: object = None
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # noqa: BLE001 as any of it ends a script
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else code is not None)
 
 
 def report(pid: int, exit_code: Path) -> None:

@@ -1,0 +1,7 @@
+"""Kinds of everything here, for configurations: this module alone imports no torch, so that a wrong key is refused at once."""
+
+GROUP_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
+KL_KINDS = ("k1", "k2", "k3", "abs")
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant")
+REWARD_MODEL_LOSSES = ("sigmoid", "logexp")
+DPO_LOSSES = ("sigmoid", "ipo")
