@@ -129,6 +129,7 @@ class Door:
         for model in models:
             for handler in model._inference_handlers:
                 handler.stop()
+            model._inference_handlers.clear()  # the cleaner would stop them again, and fail where the loop has closed by then
         cleaner = threading.Thread(target=lambda: [model.clean() for model in models], daemon=True)
         cleaner.start()
         cleaner.join(timeout_s)  # that of an abandoned call does not come back

@@ -75,12 +75,12 @@ def on_ranks(ranks: int, command: Sequence[str]) -> list[str]:
 
 
 def run(
-    command: Sequence[str], *, timeout: float, environment: Mapping[str, str] = os.environ
+    command: Sequence[str], *, timeout: float, python: Path = ACTOR_PYTHON, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """An actor's script and its arguments, as ``subprocess.run(..., cwd=ROOT, capture_output=True, text=True)`` would."""
+    """A script and its arguments, as ``subprocess.run(..., cwd=ROOT, capture_output=True, text=True)`` would."""
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder) / "stdout", Path(folder) / "stderr"
-        process = Forked(command, stdout, stderr, environment=environment)
+        process = Forked(command, stdout, stderr, python=python, environment=environment)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
