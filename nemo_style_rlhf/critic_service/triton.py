@@ -126,11 +126,19 @@ class Door:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     stub.kill()
         models = list(self._triton._model_manager.models)
+        handlers = [handler for model in models for handler in model._inference_handlers]
+        for handler in handlers:
+            handler.stop()
         for model in models:
-            for handler in model._inference_handlers:
-                handler.stop()
-            model._inference_handlers.clear()  # the cleaner would stop them again, and fail where the loop has closed by then
-        cleaner = threading.Thread(target=lambda: [model.clean() for model in models], daemon=True)
+            model._inference_handlers.clear()  # clean() would stop them again, and fail where the loop has closed by then
+
+        def clean() -> None:
+            for handler in handlers:
+                handler.join()
+            for model in models:
+                model.clean()
+
+        cleaner = threading.Thread(target=clean, daemon=True)
         cleaner.start()
         cleaner.join(timeout_s)  # that of an abandoned call does not come back
         shutil.rmtree(self._workspace, ignore_errors=True)

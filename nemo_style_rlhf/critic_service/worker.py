@@ -74,7 +74,7 @@ class CriticWorker:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._snapshot = Snapshot()
         self._files: Future[None] = Future()
-        self.engine.offload_optimizer()
+        self.engine.eval()
 
     @on_all_ranks
     @torch.no_grad()
@@ -121,7 +121,6 @@ class CriticWorker:
             Abandoned: ``should_stop`` said so.
         """
         started = time.monotonic()
-        self.engine.reload_optimizer()
         self.engine.train()
         lengths = request.lengths.tolist()
         total = _Totals()
@@ -150,7 +149,6 @@ class CriticWorker:
             total.grad_norms.append(stats.grad_norm)
             total.lr = stats.lr
         self.engine.eval()
-        self.engine.offload_optimizer()
         totals = self.crew.gather(total)
         return _Totals.of(totals).metrics(seconds=time.monotonic() - started) if totals else {}
 
@@ -163,7 +161,6 @@ class CriticWorker:
     def snapshot(self) -> None:
         """Copy the critic's state in memory, for the files of a checkpoint."""
         self._snapshot = self.engine.snapshot()
-        self.engine.offload_optimizer()
 
     @on_all_ranks
     def begin_files(self, directory: Path) -> None:
@@ -183,7 +180,6 @@ class CriticWorker:
     @on_all_ranks
     def load(self, directory: Path) -> None:
         self.engine.load(directory)
-        self.engine.offload_optimizer()
 
     @on_all_ranks
     def export(self, directory: Path) -> None:

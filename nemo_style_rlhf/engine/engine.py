@@ -19,7 +19,7 @@ from nemo_style_rlhf.engine.shares import use_heads_in_shares, whole
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import tensor_bytes
-from nemo_style_rlhf.schema.common import EngineConfig
+from nemo_style_rlhf.schema.common import BUCKET_ELEMENTS, EngineConfig
 
 CHECKPOINT_TAG = "state"
 OPTIMIZER_STATES = ["optim_states", "hp_params"]
@@ -123,18 +123,21 @@ class Engine:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.config.gradient_clip_val, norm)
 
     def train(self) -> None:
+        self._reload_states()
         self._deepspeed.train()
 
     def eval(self) -> None:
+        """From here to :meth:`train` optimizer states rest in host memory, where the config asks for it."""
         self._deepspeed.eval()
+        self._offload_states()
 
-    def offload_optimizer(self) -> None:
-        """Move optimizer states to host memory, where the config asks for it and the device is not the host already."""
-        if self.config.offload_optimizer_states and self.device.type != "cpu" and not self._offloaded:
+    def _offload_states(self) -> None:
+        wanted = self.config.offload_optimizer_states and self.device.type != "cpu" and not self.module.training
+        if wanted and not self._offloaded:
             self._deepspeed.offload_states(include=OPTIMIZER_STATES)
             self._offloaded = True
 
-    def reload_optimizer(self) -> None:
+    def _reload_states(self) -> None:
         if self._offloaded:
             self._deepspeed.reload_states()
             self._offloaded = False
@@ -161,10 +164,11 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """A copy of trained weights, optimizer, schedule and counters in host memory; every rank calls it, and writes its own."""
-        self.reload_optimizer()
+        self._reload_states()
         self._deepspeed.save_checkpoint(
             str(FOLDER), tag=CHECKPOINT_TAG, save_latest=False, exclude_frozen_parameters=self._partly_frozen
         )
+        self._offload_states()
         return self._deepspeed.checkpoint_engine.taken()
 
     def load(self, directory: Path) -> None:
@@ -175,7 +179,7 @@ class Engine:
         Raises:
             UserError: the checkpoint is of another dtype or model.
         """
-        self.reload_optimizer()
+        self._reload_states()
         saved = Saved(directory / CHECKPOINT_TAG)
         if saved.fits(self._deepspeed):
             self._deepspeed.load_checkpoint(
@@ -186,6 +190,7 @@ class Engine:
         # DeepSpeed 0.19.8 keeps stale links to the old optimizer states on an engine that has already stepped.
         if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
             self._optimizer._hp_optimizer_states_linked = False
+        self._offload_states()
 
 
 def _update(digest: "hashlib._Hash", node: Any) -> None:
@@ -216,7 +221,7 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]
         )
     # The default buckets of 500 M elements are allocated in full, however small the model.
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    bucket = min(5 * 10**8, trained)
+    bucket = min(BUCKET_ELEMENTS, trained)
     bucket += bucket % 2  # DeepSpeed wants an even one
     cuda = next(module.parameters()).is_cuda
     host = {"device": "cpu", "pin_memory": cuda}

@@ -9,7 +9,7 @@ from collections import Counter
 from nemo_style_rlhf.planning.blueprint import Blueprint
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import Phase
-from nemo_style_rlhf.schema.common import EngineConfig
+from nemo_style_rlhf.schema.common import BUCKET_ELEMENTS, EngineConfig
 
 MASTER = 4
 """fp32, also where the weights are fp32: DeepSpeed's stages 1 to 3 clone them (``single_partition_of_fp32_groups``)."""
@@ -45,15 +45,16 @@ def step_buffers(trained: int, width: int, *, stage: int, ranks: int) -> dict[st
     """What an optimizer step takes beside the gradients, in the order in which it does.
 
     Without ZeRO the gradients are flattened once, for the reduction over ranks. With it: the bucket they are copied into
-    (``reduce_bucket_size``, all of them, see engine.py), its flattened copy where several ranks reduce it, the rank's share of
-    the result, that share flattened, and the same in fp32 where it is not yet.
+    (``reduce_bucket_size``, see engine.py), its flattened copy where several ranks reduce it, the rank's share of the result,
+    that share flattened, and the same in fp32 where it is not yet.
     """
     if stage == 0:
         return {"reduction": trained * width}
     share = trained * width // ranks
+    bucket = min(trained, BUCKET_ELEMENTS) * width
     return {
-        "bucket": trained * width,
-        "reduction": trained * width if ranks > 1 else 0,
+        "bucket": bucket,
+        "reduction": bucket if ranks > 1 else 0,
         "share": share,
         "flat": share,
         "fp32": MASTER * trained // ranks if width < MASTER else 0,
@@ -130,13 +131,16 @@ def training_phases(
         resting = Counter(
             {name: size for name, size in held.items() if name not in ("fp32 masters", "optimizer states")}
         )
-    if engine.offload_optimizer:  # the share and its copies are in host memory
+    if engine.offload_optimizer:  # the share and its copies are in host memory; a gradient at a time goes there
         buffers = {name: buffers[name] for name in ("bucket", "reduction")}
+        learned = Counter({"gradients": model.largest * model.width if engine.zero_stage >= 2 else learned.total()})
     # The gradients become the share by way of the bucket; then that and its copies are there at once.
     reduced = buffers.get("bucket", 0) + max(buffers["reduction"], buffers.get("share", 0))
     stepped = sum(buffers.get(name, 0) for name in ("share", "flat", "fp32"))
     norm = norm_buffer(model.trained, model.largest, **share, freed=None) + buffers.get("share", 0)
+    loading = Counter({"libraries": held["libraries"], "weights": model.elements * model.width})
     return [
+        *([Phase("loading", loading)] if engine.zero_stage == 3 else []),  # it is shared out once it is on the device
         *(Phase(name, resting + part) for name, part in inference.items()),
         Phase("forward and backward", held + learned + update),
         Phase("optimizer step", held + Counter({"optimizer step": max(reduced, stepped, norm)})),

@@ -133,6 +133,10 @@ class SchedulerConfig:
         )
 
 
+BUCKET_ELEMENTS = 5 * 10**8
+"""Most gradient elements that DeepSpeed reduces at a time; a smaller model's are all in one bucket."""
+
+
 @dataclass
 class EngineConfig:
     """DeepSpeed, optimizer and micro-batching of one trained model."""
@@ -148,11 +152,12 @@ class EngineConfig:
     row_multiple: int = 8
     """Rows of a micro-batch are padded to a multiple of this: small odd batches take other matrix kernels and other bits."""
     offload_optimizer_states: bool = False
-    """Move optimizer states to host memory while the model is not training (CUDA only; no effect on CPU)."""
+    """Move optimizer states to host memory while the model is not training: zero_stage 1 and 2 (no effect on a CPU)."""
     offload_optimizer: bool = False
     """Keep optimizer states and fp32 masters in host memory, and step there (ZeRO-Offload, arXiv 2101.06840): zero_stage 1-3."""
     offload_parameters: bool = False
-    """Keep the shares of the weights in host memory until a layer needs them (ZeRO-Infinity, arXiv 2104.07857): zero_stage 3."""
+    """Keep the shares of the weights in host memory until a layer needs them (ZeRO-Infinity, arXiv 2104.07857): zero_stage 3.
+    The model is on the device once as a whole, when it is loaded."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Merged over the generated DeepSpeed config, for what has no key here."""
 
@@ -171,10 +176,10 @@ class EngineConfig:
             "false without engine.zero_stage=3",
         )
         require(
-            not (self.offload_optimizer and self.offload_optimizer_states),
+            not self.offload_optimizer_states or (self.zero_stage in (1, 2) and not self.offload_optimizer),
             "engine.offload_optimizer_states",
             self.offload_optimizer_states,
-            "false with engine.offload_optimizer=true, which never brings them to the device",
+            "false without engine.zero_stage 1 or 2, and with engine.offload_optimizer=true, which keeps them off the device",
         )
         require(
             self.micro_batch_tokens > 0,

@@ -95,6 +95,8 @@ class GenerationConfig:
             self.temperature > 0, "generation.temperature", self.temperature, "a number above 0 (PPO needs sampling)"
         )
         require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "a number above 0, at most 1")
+        team = self.tensor_parallel_size
+        require(team >= 1, "generation.tensor_parallel_size", team, "a number of ranks from 1 up")
         if self.backend == "hf" and (self.stop or self.tensor_parallel_size > 1):
             raise UserError(
                 "generation.backend=hf knows neither generation.stop nor tensor_parallel_size: use stop_token_ids, or vllm"

@@ -59,8 +59,9 @@ class CriticServer:
     def spawn(self) -> warm.Forked:
         self.ready_file.unlink(missing_ok=True)
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_ENV} | self.environment
-        command = warm.on_ranks(self.ranks, self.command()[1:])
-        self.process = warm.Forked(command, self.log, self.log, python=SERVER_PYTHON, environment=environment)
+        self.process = warm.Forked(
+            self.command()[1:], self.log, self.log, python=SERVER_PYTHON, ranks=self.ranks, environment=environment
+        )
         return self.process
 
     def start(self) -> "CriticServer":

@@ -2,7 +2,8 @@
 
     python -m tests.integration.fork_server MODULE...
 
-A request is a line of JSON with the parameters of :func:`become` and the file for the exit code; the answer is the pid.
+A request is a line of JSON with the parameters of :func:`become`, the number of ranks and the file for the exit code; the answer
+is the pid.
 """
 
 import atexit
@@ -12,11 +13,16 @@ import importlib
 import json
 import os
 import runpy
+import signal
+import socket
 import sys
 import threading
 import traceback
 from pathlib import Path
 from typing import NoReturn
+
+GRACE_S = 30
+"""From SIGTERM to SIGKILL."""
 
 
 def main() -> None:
@@ -26,11 +32,13 @@ def main() -> None:
     gc.unfreeze = lambda: None  # vLLM asks for that when it ends
     for line in sys.stdin:
         request = json.loads(line)
-        exit_code = Path(request.pop("exit_code"))
+        ranks, exit_code = request.pop("ranks"), Path(request.pop("exit_code"))
         reader, writer = os.pipe()
         if (pid := os.fork()) == 0:
             become(**request)
             os.close(writer)
+            if ranks > 1:
+                become_ranks(ranks)
             run_to_the_end()
         os.close(writer)
         os.read(reader, 1)  # it has a session of its own from here on
@@ -55,6 +63,39 @@ def become(command: list[str], stdout: str, stderr: str, environment: dict[str, 
         from setproctitle import setproctitle
 
         setproctitle(" ".join([sys.executable, *command]))  # for whoever looks for orphans
+
+
+def become_ranks(count: int) -> None:
+    """Returns in ``count`` forks. This process is their torchrun: a failure, or a SIGTERM to it, is a SIGTERM to all."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    ranks: list[int] = []
+    for rank in range(count):
+        if (pid := os.fork()) == 0:
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            os.environ |= {name: str(value) for name, value in {**numbers, "MASTER_PORT": port}.items()}
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            return
+        ranks.append(pid)
+
+    def send(number: int) -> None:
+        for pid in ranks:
+            os.kill(pid, number)
+
+    def end_them(*_: object) -> None:
+        send(signal.SIGTERM)
+        signal.alarm(GRACE_S)
+
+    signal.signal(signal.SIGTERM, end_them)
+    signal.signal(signal.SIGALRM, lambda *_: send(signal.SIGKILL))
+    failed = False
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        if status and not failed:
+            failed = True
+            end_them()
+    os._exit(failed)
 
 
 def run_to_the_end() -> NoReturn:

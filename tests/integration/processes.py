@@ -22,12 +22,12 @@ READY_TIMEOUT_S = 120
 class Process:
     """A child in its own process group, its output in a file."""
 
-    def __init__(self, command: list[str], log: Path, *, warm_python: Path | None = None) -> None:
+    def __init__(self, command: list[str], log: Path, *, warm_python: Path | None = None, ranks: int = 1) -> None:
         """With ``warm_python`` the command is a script for it, which finds its libraries loaded."""
         self.log = log
         self._child: subprocess.Popen[bytes] | warm.Forked
         if warm_python is not None:
-            self._child = warm.Forked(command, log, log, python=warm_python)
+            self._child = warm.Forked(command, log, log, python=warm_python, ranks=ranks)
             return
         with log.open("ab") as output:
             self._child = subprocess.Popen(
@@ -71,7 +71,7 @@ def start_server(directory: Path, *overrides: str, ranks: int = 1, cold: bool = 
     if cold:
         process = Process([str(SERVER_PYTHON), *command], directory / "server.log")
     else:
-        process = Process(warm.on_ranks(ranks, command), directory / "server.log", warm_python=SERVER_PYTHON)
+        process = Process(command, directory / "server.log", warm_python=SERVER_PYTHON, ranks=ranks)
     deadline = time.monotonic() + READY_TIMEOUT_S
     while not ready.exists():
         assert process.poll() is None, process.output()
@@ -104,7 +104,7 @@ def start_actor(directory: Path, port: int, *overrides: str, ranks: int = 1) -> 
     directory.mkdir(parents=True, exist_ok=True)
     where = [f"run.output_dir={directory}", f"remote_critic_rm.port={port}"]
     command = ["trainers/train_ppo_actor.py", *where, *overrides]
-    return Process(warm.on_ranks(ranks, command), directory / "actor.log", warm_python=ACTOR_PYTHON)
+    return Process(command, directory / "actor.log", warm_python=ACTOR_PYTHON, ranks=ranks)
 
 
 Watcher = Callable[[str, str], None]

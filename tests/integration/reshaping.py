@@ -30,13 +30,13 @@ class Case:
     """Before the checkpoint."""
     used: int = 0
     """Steps the loading engine has taken already."""
-    offload: bool = False
-    """What the stage can, before and after."""
+    offload: str = ""
+    """What the stage can: ``always``, or only ``after`` the checkpoint."""
 
     def __str__(self) -> str:
         shapes = "-".join(f"zero{stage}x{ranks}" for stage, ranks in (self.before, self.after))
         extra = [str(self.dtype).removeprefix("torch."), *(["frozen"] if self.frozen else []), f"step{self.steps}"]
-        return "-".join([shapes, *extra, *(["offload"] if self.offload else [])])
+        return "-".join([shapes, *extra, *([f"offload_{self.offload}"] if self.offload else [])])
 
 
 CASES = [
@@ -53,10 +53,11 @@ CASES = [
     Case((1, 2), (0, 1), frozen=True, used=1),
     Case((0, 1), (3, 2), steps=0),
     Case((1, 2), (0, 1), steps=0, used=1),
-    Case((2, 2), (3, 2), offload=True),
-    Case((3, 2), (3, 1), offload=True, used=2),
-    Case((3, 2), (1, 2), offload=True, dtype=torch.bfloat16, used=1),
-    Case((2, 2), (2, 2), offload=True, used=2),
+    Case((2, 2), (3, 2), offload="always"),
+    Case((3, 2), (3, 1), offload="always", used=2),
+    Case((3, 2), (1, 2), offload="always", dtype=torch.bfloat16, used=1),
+    Case((2, 2), (2, 2), offload="after", used=2),
+    Case((3, 2), (3, 2), offload="after"),
 ]
 
 
@@ -73,17 +74,19 @@ class Model(nn.Module):
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-def make_engine(stage: int, case: Case) -> Engine:
+def make_engine(stage: int, case: Case, *, offload: bool = False) -> Engine:
     torch.manual_seed(0)
     model = Model().to(case.dtype)
     model.first.requires_grad_(not case.frozen)
     optim = OptimizerConfig(lr=0.02, weight_decay=0.1)
     scheduler = SchedulerConfig(name="cosine", warmup_steps=2, total_steps=10)
     config = EngineConfig(zero_stage=stage, optim=optim, scheduler=scheduler, gradient_clip_val=0.5)
-    config.offload_optimizer = case.offload and stage > 0
-    config.offload_parameters = case.offload and stage == 3
+    config.offload_optimizer = offload and stage > 0
+    config.offload_parameters = offload and stage == 3
     if stage == 3:  # several flat tensors, as in a model of billions
         config.deepspeed = {"zero_optimization": {"sub_group_size": 30, "reduce_bucket_size": 100}}
+    if stage == 2:  # and several buckets
+        config.deepspeed = {"zero_optimization": {"reduce_bucket_size": 40}}
     return Engine(model, config, device=torch.device("cpu"))
 
 
@@ -122,7 +125,7 @@ def whole(engine: Engine) -> dict[str, Any]:
 
 def write(case: Case, folder: Path) -> None:
     """A checkpoint, and what an engine is then and further on."""
-    engine = make_engine(case.before[0], case)
+    engine = make_engine(case.before[0], case, offload=case.offload == "always")
     take_steps(engine, case.steps)
     engine.snapshot().write(folder / str(case))
     torch.distributed.barrier()
@@ -130,7 +133,7 @@ def write(case: Case, folder: Path) -> None:
 
 
 def resume(case: Case, folder: Path) -> None:
-    engine = make_engine(case.after[0], case)
+    engine = make_engine(case.after[0], case, offload=bool(case.offload))
     take_steps(engine, case.used)
     engine.load(folder / str(case))
     _note(engine, folder / f"{case}.after.pt", then=FURTHER)

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.integration.critic_server import ROOT, CriticServer
+from tests.integration.critic_server import CriticServer
+from tests.integration.warm import ROOT
 
 PAGE = (ROOT / "docs" / "protocol.md").read_text()
 

@@ -8,7 +8,7 @@ import requests
 
 from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
-from tests.integration.critic_server import ROOT, TOKEN_ENV, CriticServer
+from tests.integration.critic_server import TOKEN_ENV, CriticServer
 from tests.integration.fuzzer import (
     MAX_REQUEST_BYTES,
     MUTATIONS,
@@ -22,6 +22,7 @@ from tests.integration.fuzzer import (
     valid_reward,
     valid_train,
 )
+from tests.integration.warm import ROOT
 
 MALFORMED_REQUESTS = 1000
 CLEAR_STATUS = {400, 404, 413, 500, 503}

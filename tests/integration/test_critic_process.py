@@ -15,8 +15,9 @@ import requests
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.errors import UserError
-from tests.integration.critic_server import ROOT, START, TOKEN_ENV, CriticServer, runs, sequences, train_batch
+from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, runs, sequences, train_batch
 from tests.integration.test_critic_protocol import long_batch, wait_until_busy
+from tests.integration.warm import ROOT
 from tests.models import save_reward_model
 
 TOKEN = "b2d1-a-shared-secret"
@@ -150,6 +151,7 @@ def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make
         started = time.monotonic()
         assert server.terminate() == 0
         assert time.monotonic() - started < 10
+    assert "Traceback" not in server.log.read_text()
     time.sleep(3)
     assert not any(map(runs, children))
     assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))

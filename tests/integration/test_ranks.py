@@ -28,7 +28,7 @@ ACTOR = [
 
 def steps(ranks, preset, zero_stage, output):
     command = ["tests/integration/ranks.py", preset, str(zero_stage), str(output)]
-    done = warm.run(warm.on_ranks(ranks, command), timeout=120)
+    done = warm.run(command, ranks=ranks, timeout=120)
     assert done.returncode == 0, done.stderr
     return *json.loads(output.read_text()), torch.load(output.with_suffix(".pt"))
 
@@ -136,7 +136,7 @@ def test_four_ranks_with_two_vllms_end_where_one_does(inputs, alone, tmp_path):
 
 def test_a_weight_transfer_takes_its_largest_bucket(tmp_path):
     """Beside it vLLM makes one layer whole: here the embedding."""
-    done = warm.run(warm.on_ranks(2, ["benchmarks/transfer_memory.py", f"--work-dir={tmp_path}"]), timeout=120)
+    done = warm.run(["benchmarks/transfer_memory.py", f"--work-dir={tmp_path}"], ranks=2, timeout=120)
     assert done.returncode == 0, done.stderr
     mib = json.loads(done.stdout.splitlines()[-1])
     assert mib["gathering"] == pytest.approx(mib["largest bucket"], rel=0.01)

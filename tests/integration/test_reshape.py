@@ -20,7 +20,7 @@ def written(tmp_path_factory) -> Path:
     for case in CASES:
         if case.before[1] == 1:
             write(case, folder)
-    done = warm.run(warm.on_ranks(2, ["tests/integration/reshaping.py", str(folder)]), timeout=120)
+    done = warm.run(["tests/integration/reshaping.py", str(folder)], ranks=2, timeout=120)
     assert done.returncode == 0, done.stderr
     return folder
 

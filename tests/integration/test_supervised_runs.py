@@ -51,7 +51,7 @@ def command(folder: Path, script: str, run: str, *overrides: str) -> list[str]:
 
 def train(folder: Path, script: str, run: str, *overrides: str, ranks: int = 1) -> dict[str, torch.Tensor]:
     """The exported weights."""
-    process = warm.run(warm.on_ranks(ranks, command(folder, script, run, *overrides)), timeout=300)
+    process = warm.run(command(folder, script, run, *overrides), ranks=ranks, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
     return load_file(folder / run / "export" / "model.safetensors")
 

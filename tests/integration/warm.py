@@ -32,14 +32,15 @@ class Forked:
 
     def __init__(
         self, command: Sequence[str], stdout: Path, stderr: Path, *,
-        python: Path = ACTOR_PYTHON, environment: Mapping[str, str] = os.environ,
+        python: Path = ACTOR_PYTHON, ranks: int = 1, environment: Mapping[str, str] = os.environ,
     ) -> None:  # fmt: skip
+        """Several ``ranks`` are started as torchrun would start them."""
         self._command = list(command)
         self._folder = tempfile.TemporaryDirectory()
         self._exit_code = Path(self._folder.name) / "exit_code"
         request = {
             "command": self._command, "stdout": str(stdout), "stderr": str(stderr), "environment": dict(environment),
-            "exit_code": str(self._exit_code),
+            "ranks": ranks, "exit_code": str(self._exit_code),
         }  # fmt: skip
         server = _fork_server(python)
         assert server.stdin is not None and server.stdout is not None
@@ -69,18 +70,14 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def on_ranks(ranks: int, command: Sequence[str]) -> list[str]:
-    """A script and its arguments as torchrun would start them, in forks too."""
-    return [*(["tests/integration/torchrun.py", str(ranks)] if ranks > 1 else []), *command]
-
-
 def run(
-    command: Sequence[str], *, timeout: float, python: Path = ACTOR_PYTHON, environment: Mapping[str, str] = os.environ
-) -> subprocess.CompletedProcess[str]:
+    command: Sequence[str], *, timeout: float, python: Path = ACTOR_PYTHON, ranks: int = 1,
+    environment: Mapping[str, str] = os.environ,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """A script and its arguments, as ``subprocess.run(..., cwd=ROOT, capture_output=True, text=True)`` would."""
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder) / "stdout", Path(folder) / "stderr"
-        process = Forked(command, stdout, stderr, python=python, environment=environment)
+        process = Forked(command, stdout, stderr, python=python, ranks=ranks, environment=environment)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:

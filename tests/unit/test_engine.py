@@ -47,6 +47,8 @@ def take_steps(engine, count, micro_batches=2):
 )  # fmt: skip
 def test_equals_plain_torch_adamw(zero_stage, offload):
     engine = make_engine(zero_stage, gradient_clip_val=0.3, **offload)
+    assert engine._deepspeed.zero_cpu_offload() == (offload.get("offload_optimizer") is not None)
+    assert (engine._deepspeed.zero_offload_param() is not None) == (offload.get("offload_parameters") is not None)
     stats = take_steps(engine, 3)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

@@ -84,7 +84,9 @@ def test_ranks_that_cannot_share_a_vllm_and_offloading_that_nothing_does_are_ref
         (["ranks=3", "generation.tensor_parallel_size=2"], "ranks=3 is not possible: expected a multiple"),
         (["engine.offload_parameters=true"], "false without engine.zero_stage=3"),
         (["engine.offload_optimizer=true", "engine.zero_stage=0"], "false with engine.zero_stage=0"),
-        (["engine.offload_optimizer=true", "engine.offload_optimizer_states=true"], "never brings them to the device"),
+        (["engine.offload_optimizer=true", "engine.offload_optimizer_states=true"], "keeps them off the device"),
+        (["engine.offload_optimizer_states=true", "engine.zero_stage=3"], "false without engine.zero_stage 1 or 2"),
+        (["generation.tensor_parallel_size=0"], "a number of ranks from 1 up"),
     ):
         with pytest.raises(UserError, match=said):
             plans(models, *given)
