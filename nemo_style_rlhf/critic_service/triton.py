@@ -131,6 +131,8 @@ class Door:
             handler.stop()
         for model in models:
             model._inference_handlers.clear()  # clean() would stop them again, and fail where the loop has closed by then
+            for connector in model._requests_respones_connectors:
+                connector.close()  # it looks once a second, and clean() waits for it
 
         def clean() -> None:
             for handler in handlers:

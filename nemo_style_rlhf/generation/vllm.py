@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class VLLMGenerator:
         """
         from vllm import LLM  # type: ignore[import-not-found]
 
+        if config.tensor_parallel_size > 1 and not torch.cuda.is_available():
+            _unlink_segment(config.tensor_parallel_size)
         try:
             self._llm = LLM(
                 model=model_path,
@@ -252,6 +255,15 @@ def _explain(error: Exception, model_path: str) -> Exception:
         f"vLLM cannot start with {model_path} ({type(error).__name__}: {reason}): see its traceback above, or use "
         "generation.backend=hf"
     )
+
+
+def _unlink_segment(team: int) -> None:
+    """vLLM on CPUs names the memory that ranks share after the ranks alone: that of a run that was killed would be in its way."""
+    rank = torch.distributed.get_rank()
+    place = rank % team
+    ranks = "-".join(str(neighbour) for neighbour in range(rank - place, rank - place + team))
+    for segment in Path("/dev/shm").glob(f"*tp:0-[[]{ranks}]-cpushm_{place}"):
+        segment.unlink()
 
 
 def _ranks() -> int:

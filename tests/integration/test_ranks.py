@@ -120,7 +120,8 @@ def test_an_actor_of_two_ranks_ends_where_one_does(inputs, alone, tmp_path, zero
 
 
 def test_four_ranks_with_two_vllms_end_where_one_does(inputs, alone, tmp_path):
-    """Two of them share one, each with a half of every layer; the two vLLMs share the samples."""
+    """Two of them share one, each with a half of every layer; the two vLLMs share the samples. A killed run left its memory."""
+    Path("/dev/shm/-tp:0-[2-3]-cpushm_1").touch()
     server_overrides, actor_overrides = overrides(inputs)
     (tmp_path / "critic").mkdir()
     server, port = start_server(tmp_path / "critic", *server_overrides)
