@@ -180,7 +180,7 @@ case $code in
 "$PREEMPTED")
     say "requeueing"
     trap - TERM
-    scontrol requeue "$SLURM_JOB_ID" && pause 600 # Slurm ends this script; one that ends itself may count as failed
+    scontrol requeue "$SLURM_JOB_ID" && while true; do pause 60; done # Slurm ends this script: one that ends itself may count as failed
     say "the job could not be requeued: submit it again with OUTPUT_DIR=$OUTPUT_DIR, the run goes on"
     ;;
 *) tail -n 20 "$OUTPUT_DIR/$first.log" ;;

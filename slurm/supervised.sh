@@ -54,7 +54,7 @@ requeue() {
     trap '' USR1
     kill -TERM "$step" 2>/dev/null # srun makes it SIGKILL for the ranks; checkpoints are written atomically
     wait "$step"
-    scontrol requeue "$SLURM_JOB_ID" && sleep 600 # Slurm ends this script; one that ends itself may count as failed
+    scontrol requeue "$SLURM_JOB_ID" && while true; do sleep 60; done # Slurm ends this script: one that ends itself may count as failed
     echo "the job could not be requeued: submit it again, the run goes on"
     exit 75
 }

@@ -112,7 +112,10 @@ class Door:
         return bool(self._triton.is_alive())
 
     def close(self, timeout_s: float) -> None:
-        """Take Triton down, by force after ``timeout_s`` seconds, and remove what it left on disk and in shared memory."""
+        """Take Triton down, by force after ``timeout_s`` seconds, and remove what it left on disk and in shared memory.
+
+        PyTriton's threads, which have nobody to serve any more, are daemons and end with this process.
+        """
         # Not Triton.stop: it waits for clients to hang up, and takes half a second per endpoint, one after the other.
         child = self._triton._triton_server._tritonserver_running_cmd
         if child is not None and child.is_alive():
@@ -125,24 +128,6 @@ class Door:
             for stub in stubs:  # some outlive a killed tritonserver
                 with contextlib.suppress(psutil.NoSuchProcess):
                     stub.kill()
-        models = list(self._triton._model_manager.models)
-        handlers = [handler for model in models for handler in model._inference_handlers]
-        for handler in handlers:
-            handler.stop()
-        for model in models:
-            model._inference_handlers.clear()  # clean() would stop them again, and fail where the loop has closed by then
-            for connector in model._requests_respones_connectors:
-                connector.close()  # it looks once a second, and clean() waits for it
-
-        def clean() -> None:
-            for handler in handlers:
-                handler.join()
-            for model in models:
-                model.clean()
-
-        cleaner = threading.Thread(target=clean, daemon=True)
-        cleaner.start()
-        cleaner.join(timeout_s)  # that of an abandoned call does not come back
         shutil.rmtree(self._workspace, ignore_errors=True)
         _remove_segments(lambda pid: pid == os.getpid())
 
