@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration import warm
-from tests.integration.processes import ROOT, proxy, run_pair, start_actor, start_server
+from tests.integration.processes import proxy, run_pair, start_actor, start_server
 from tests.integration.test_ppo import metrics, without_timers
 from tests.models import save_policy, save_reward_model
 
@@ -60,8 +58,7 @@ def test_a_vllm_that_starts_before_deepspeed_is_noticed(inputs, tmp_path):
         "init_distributed(device)\n"
         "require_all_ranks()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run([*command, str(inputs / "policy")], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = warm.run([str(script), str(inputs / "policy")], ranks=2, timeout=120)
     assert done.returncode == 1
     assert "2 ranks were started but this one's process group has 1" in done.stderr
 
