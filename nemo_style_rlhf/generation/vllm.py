@@ -34,7 +34,7 @@ class VLLMGenerator:
         """
         from vllm import LLM  # type: ignore[import-not-found]
 
-        if config.tensor_parallel_size > 1 and not torch.cuda.is_available():
+        if _ranks() > 1 and not torch.cuda.is_available():
             _unlink_segment(config.tensor_parallel_size)
         try:
             self._llm = LLM(

@@ -133,7 +133,8 @@ def training_phases(
         )
     if engine.offload_optimizer:  # the share and its copies are in host memory; a gradient at a time goes there
         buffers = {name: buffers[name] for name in ("bucket", "reduction")}
-        learned = Counter({"gradients": model.largest * model.width if engine.zero_stage >= 2 else learned.total()})
+        if engine.zero_stage >= 2:
+            learned = Counter({"gradients": model.largest * model.width})
     # The gradients become the share by way of the bucket; then that and its copies are there at once.
     reduced = buffers.get("bucket", 0) + max(buffers["reduction"], buffers.get("share", 0))
     stepped = sum(buffers.get(name, 0) for name in ("share", "flat", "fp32"))
