@@ -2,8 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, LlamaConfig, Qwen2Config
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    Qwen2Config,
+)
 
+from nemo_style_rlhf.models import cpu_linear
 from nemo_style_rlhf.models.logprobs import logits_logprobs, token_logprobs
 from nemo_style_rlhf.models.policy import PolicyModel
 
@@ -83,6 +92,32 @@ def test_a_policys_logprobs_are_those_of_its_logits_at_the_next_token(name):
     torch.testing.assert_close(result.logprobs, expected, rtol=1e-5, atol=1e-5)
     entropy = -(logprobs.exp() * logprobs).sum(-1)[mask.bool()]
     torch.testing.assert_close(result.entropy, entropy, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plain_head_is_known_where_its_products_are_rounded_otherwise(monkeypatch):
+    """As bf16 products in fp32 are; a vocabulary this large has one that differs."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SMALL, "vocab_size": 32000, "hidden_size": 256, "num_attention_heads": 4})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(10 if parameter.dim() > 1 else 1)
+    monkeypatch.setattr(cpu_linear, "CPU_EMULATES_BF16", True)
+    cpu_linear.use_fp32_products(model)
+    assert PolicyModel(model, temperature=1.0)._plain_head
+
+
+def test_a_model_on_the_cpu_may_have_an_attention_that_knows_gpus_alone():
+    """It becomes a policy before it is on its device."""
+
+    def on_a_gpu(*_: object, **__: object) -> None:
+        raise AssertionError("computed on the CPU")
+
+    AttentionInterface.register("on_a_gpu", on_a_gpu)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), attn_implementation="on_a_gpu").eval()
+    policy = PolicyModel(model, temperature=1.0)
+    assert policy._plain_head
+    with pytest.raises(AssertionError, match="computed on the CPU"):
+        policy(torch.ones(1, 3, dtype=torch.long), torch.tensor([[1.0, 1.0, 0.0]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
