@@ -1,5 +1,6 @@
 """Tiny models and tokenizers made on the spot."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -40,6 +41,20 @@ def save_policy(directory: Path, *, seed: int = 0, **overrides: object) -> Path:
         parameter.data.mul_(2)
     model.save_pretrained(directory)
     save_tokenizer(directory)
+    return directory
+
+
+def save_policy_with_code(directory: Path, **overrides: object) -> Path:
+    """A policy whose config transformers knows from the code beside it alone."""
+    save_policy(directory, **overrides)
+    (directory / "own_llama.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((directory / "config.json").read_text())
+    code = {"AutoConfig": "own_llama.OwnConfig", "AutoModelForCausalLM": "own_llama.OwnForCausalLM"}
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "own_llama", "auto_map": code}))
     return directory
 
 

@@ -13,12 +13,15 @@ def main() -> None:
     )
     parser.add_argument("adapter", help="a folder with adapter_config.json, such as <run.output_dir>/export_adapter")
     parser.add_argument("target", type=Path, help="where the merged model goes")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with the base model"
+    )
     arguments = parser.parse_args()
 
     from nemo_style_rlhf.models.lora import merge_adapter
 
     try:
-        merge_adapter(arguments.adapter, arguments.target)
+        merge_adapter(arguments.adapter, arguments.target, trust_remote_code=arguments.trust_remote_code)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

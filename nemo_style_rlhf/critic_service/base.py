@@ -121,7 +121,7 @@ def load_reward_service(config: RewardServerProcessConfig, device: torch.device,
     """
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(f"a reward server is one rank, WORLD_SIZE is {ranks}: start several servers instead")
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     model = load_reward_model(config.model, normalize=config.reward.normalize_rewards)
     identity = Identity.of(
         model,

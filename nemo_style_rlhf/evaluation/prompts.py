@@ -24,7 +24,7 @@ def prompts_of(config: EvaluationConfig) -> dict[str, list[Prompt]]:
     """
     loaded: dict[str, list[Prompt]] = {}
     for checkpoint in config.parsed_checkpoints:
-        tokenizer = load_tokenizer(checkpoint.path)
+        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=config.model.trust_remote_code)
         check_template(checkpoint.path, config.data, tokenizer)
         loaded[checkpoint.name], report = load_prompts(config.data.path, config.data, tokenizer)
         log.info("%s: %s", checkpoint.name, report)

@@ -27,7 +27,8 @@ class RewardModelScorer:
         self._path = config.path
         self._device = device
         self._token_budget = config.micro_batch_tokens
-        self._text = RewardText(config.path, load_tokenizer(config.path), append_eos=config.append_eos)
+        tokenizer = load_tokenizer(config.path, trust_remote_code=model.trust_remote_code)
+        self._text = RewardText(config.path, tokenizer, append_eos=config.append_eos)
         reward_model = load_reward_model(model.at(config.path, config.dtype), normalize=config.normalize_rewards)
         self._model = reward_model.requires_grad_(False).eval()
         hf_config = reward_model.hf.config

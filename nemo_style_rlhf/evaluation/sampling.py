@@ -23,6 +23,7 @@ from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, 
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm, load_tokenizer
+from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.evaluation import Checkpoint, EvaluationConfig
 from nemo_style_rlhf.scoring.worker import end_with_parent
 
@@ -47,7 +48,7 @@ def sample_in_child(checkpoint: Checkpoint, config: EvaluationConfig, prompts: S
 def sample(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[Prompt]) -> list[Sample]:
     """Of every prompt ``config.samples_per_prompt`` samples, ordered by prompt and number."""
     device = setup(config.run)
-    tokenizer = load_tokenizer(checkpoint.path)
+    tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=config.model.trust_remote_code)
     requests = requests_for(prompts, config)
     generator = _generator(checkpoint, config, prompts, tokenizer, device)
     generator.submit(requests)
@@ -124,8 +125,9 @@ def _generator(
         dtype=str(_vllm_dtype(model_config.dtype, device)).removeprefix("torch."),
         seed=config.run.seed,
         max_model_len=max_model_length(config, prompts),
-        eos_token_ids=eos_token_ids(_generation_config(checkpoint.path), tokenizer),
+        eos_token_ids=eos_token_ids(_generation_config(model_config), tokenizer),
         weight_shapes={},
+        trust_remote_code=model_config.trust_remote_code,
         stop_strings=any(prompt.sampling.stop for prompt in prompts),
     )
 
@@ -134,11 +136,12 @@ def _vllm_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return matmul_dtype(torch.empty(0, dtype=getattr(torch, dtype), device=device))
 
 
-def _generation_config(path: str) -> HFGenerationConfig | None:
+def _generation_config(config: ModelConfig) -> HFGenerationConfig | None:
     """Without ``generation_config.json`` the ids in ``config.json``, as transformers does when it loads the model."""
     from transformers import AutoConfig
 
     try:
-        return HFGenerationConfig.from_pretrained(path)
+        return HFGenerationConfig.from_pretrained(config.path)
     except OSError:
-        return HFGenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        return HFGenerationConfig.from_model_config(hf_config)

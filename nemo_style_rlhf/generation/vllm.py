@@ -26,6 +26,7 @@ class VLLMGenerator:
     def __init__(
         self, model_path: str, config: GenerationConfig, *, dtype: str, seed: int, max_model_len: int,
         eos_token_ids: Sequence[int], weight_shapes: dict[str, tuple[int, ...]], stop_strings: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:  # fmt: skip
         """Load ``model_path``; ``weight_shapes`` names the tensors every later transfer must bring.
 
@@ -39,6 +40,7 @@ class VLLMGenerator:
         try:
             self._llm = LLM(
                 model=model_path,
+                trust_remote_code=trust_remote_code,
                 dtype=dtype,
                 seed=seed,
                 max_model_len=max_model_len,

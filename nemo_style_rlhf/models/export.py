@@ -13,7 +13,7 @@ from nemo_style_rlhf.models.lora import CARRIED_FILES, merged
 
 def export_model(
     model: PreTrainedModel, directory: Path, *, source: str, config_source: str | None = None,
-    weights: Mapping[str, Tensor] | None = None,
+    weights: Mapping[str, Tensor] | None = None, trust_remote_code: bool = False,
 ) -> None:  # fmt: skip
     """Write ``model`` with the tokenizer, chat template, dropout settings and notes of ``source``, which it was trained from.
 
@@ -23,13 +23,13 @@ def export_model(
     """
     beside = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
-    original = original_dropout(config_source or source)
+    original = original_dropout(config_source or source, trust_remote_code=trust_remote_code)
     trained_with = {key: getattr(model.config, key) for key in original}
     use_cache = model.config.use_cache
     _set(model, {**original, "use_cache": True})
     model.save_pretrained(beside, state_dict=dict(merged((weights or model.state_dict()).items(), model)))
     _set(model, {**trained_with, "use_cache": use_cache})
-    AutoTokenizer.from_pretrained(source).save_pretrained(beside)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(beside)
     for name in CARRIED_FILES:
         if (Path(source) / name).is_file():
             shutil.copy(Path(source) / name, beside / name)

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import is_flash_attn_2_available
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
@@ -23,11 +24,11 @@ from nemo_style_rlhf.models.scalar import ScalarModel
 from nemo_style_rlhf.schema.common import ModelConfig
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of ``path``; without a pad token it pads with the EOS (or unknown) token, so no embedding is added."""
     require_directory(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} holds no tokenizer that transformers can load: {_first_line(error)}") from error
     if tokenizer.pad_token is None:
@@ -50,8 +51,9 @@ def new_causal_lm(config: ModelConfig, config_path: str | None = None) -> PreTra
         if config.disable_dropout:
             _zero_dropout(hf_config)
         model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=getattr(torch, config.dtype), attn_implementation=_attention(config)
-        )
+            hf_config, dtype=getattr(torch, config.dtype), attn_implementation=_attention(config),
+            trust_remote_code=config.trust_remote_code,
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         raise UserError(
             f"{source} is not a causal LM's config that transformers knows: {_first_line(error)}"
@@ -94,9 +96,9 @@ def eos_token_ids(generation_config: GenerationConfig | None, tokenizer: PreTrai
     return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})
 
 
-def original_dropout(path: str) -> dict[str, float]:
+def original_dropout(path: str, *, trust_remote_code: bool = False) -> dict[str, float]:
     """The dropout settings in the config of ``path``, to put back into an export."""
-    return dropout_settings(AutoConfig.from_pretrained(path))
+    return dropout_settings(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
 
 
 def dropout_settings(hf_config: Any) -> dict[str, float]:
@@ -109,10 +111,10 @@ def _is_dropout(key: str, value: object) -> bool:
 
 def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (), **kwargs: Any) -> PreTrainedModel:
     require_directory(config.path)
-    hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **kwargs)
-    if config.disable_dropout:
-        _zero_dropout(hf_config)
     try:
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **kwargs)
+        if config.disable_dropout:
+            _zero_dropout(hf_config)
         model, report = auto_class.from_pretrained(
             config.path,
             config=hf_config,
@@ -155,11 +157,7 @@ def _attention(config: ModelConfig) -> str:
         return config.attn_implementation
     if not torch.cuda.is_available():
         return "eager"  # the CPU backward of SDPA took 29 % of a training step
-    try:
-        import flash_attn  # noqa: F401
-    except ImportError:
-        return "sdpa"
-    return "flash_attention_2"
+    return "flash_attention_2" if config.dtype == "bfloat16" and is_flash_attn_2_available() else "sdpa"
 
 
 def require_directory(path: str) -> None:

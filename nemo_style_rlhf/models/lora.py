@@ -110,7 +110,7 @@ def save_adapter(hf: PreTrainedModel, directory: Path, model: ModelConfig, *, ex
         _copy_notes(export, directory)
 
 
-def merge_adapter(directory: str, target: Path) -> None:
+def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = False) -> None:
     """Merge the adapter in ``directory`` into the model it was trained from and write a plain Hugging Face directory.
 
     Raises:
@@ -127,12 +127,14 @@ def merge_adapter(directory: str, target: Path) -> None:
     scalar = settings["task_type"] == TaskType.SEQ_CLS.value
     auto_class: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     trained_config = Path(directory) / MODEL_CONFIG
-    config = AutoConfig.from_pretrained(trained_config if trained_config.is_file() else base)
+    config = AutoConfig.from_pretrained(
+        trained_config if trained_config.is_file() else base, trust_remote_code=trust_remote_code
+    )
     config.use_cache = True
     try:
-        hf = auto_class.from_pretrained(base, config=config)
+        hf = auto_class.from_pretrained(base, config=config, trust_remote_code=trust_remote_code)
         PeftModel.from_pretrained(hf, directory).merge_and_unload().save_pretrained(target)
-        AutoTokenizer.from_pretrained(base).save_pretrained(target)
+        AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code).save_pretrained(target)
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(

@@ -87,7 +87,11 @@ def _longest_prompt(config: PlanConfig) -> int | None:
     """Tokens; None where there are no prompts yet."""
     if not config.data.train_path:
         return None
-    prompts, _ = load_prompts(config.data.train_path, config.data, load_tokenizer(config.model.path))
+    prompts, _ = load_prompts(
+        config.data.train_path,
+        config.data,
+        load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code),
+    )
     return max(len(prompt.token_ids) for prompt in prompts)
 
 

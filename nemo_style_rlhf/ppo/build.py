@@ -58,7 +58,7 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     output_dir = Path(config.run.output_dir)
     store = CheckpointStore(output_dir / "checkpoints", config.checkpoint.keep_last)
     run_id = _run_id(config, store) if os.environ.get("RANK", "0") == "0" else ""
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     prompts = _load(config.data.train_path, config, tokenizer)
     val_prompts = _load(config.data.val_path, config, tokenizer) if config.data.val_path else []
     total_steps = _total_steps(config, len(prompts))
@@ -252,4 +252,5 @@ def _generator(
         eos_token_ids=eos,
         weight_shapes=shapes,
         stop_strings=own_stop_strings,
+        trust_remote_code=config.model.trust_remote_code,
     )

@@ -44,7 +44,7 @@ class EvaluationModelConfig:
     attn_implementation: str = "auto"
     """As in training; of generation.backend=hf and of the reward model."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a checkpoint (generation.backend=hf, reward model)."""
+    """Run Python code that comes with a checkpoint."""
 
     def at(self, path: str, dtype: str | None = None) -> ModelConfig:
         """The model at ``path``, computed with like this."""

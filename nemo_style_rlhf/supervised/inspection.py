@@ -46,7 +46,7 @@ def inspect_data(config: InspectDataConfig) -> None:
     """
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without Unicode
     console = Console(highlight=False)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     load, data = LOADERS[config.stage], config.stage_data
     rows, report = load(config.data.train_path, data, tokenizer)
     pad_token_id = _pad_token_id(config, tokenizer) if config.stage == "reward_model" else None

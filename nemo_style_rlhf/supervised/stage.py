@@ -64,7 +64,7 @@ class Stage:
         self.device = setup(config.run)
         self._rank, self._world_size = (int(os.environ.get(name, default)) for name, default in RANK_VARIABLES)
         logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-        self.tokenizer = load_tokenizer(config.model.path)
+        self.tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         if isinstance(data, PairDataConfig):  # rewards and preferences are about texts as the model writes them
             check_template(config.model.path, data, self.tokenizer)
         self.train_rows = self._load(load, data.train_path)
@@ -248,7 +248,8 @@ class Stage:
         target, model = Path(self.config.export_path), self.config.model
         try:
             hf.to(getattr(torch, model.dtype))
-            export_model(hf, target, source=model.path, config_source=model.config_path)
+            trusted = model.trust_remote_code
+            export_model(hf, target, source=model.path, config_source=model.config_path, trust_remote_code=trusted)
             data = self.data
             write_template(target, data.prompt_template, self.tokenizer, data.chat_template, append_eos=data.append_eos)
             if model.lora.rank:

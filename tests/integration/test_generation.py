@@ -10,12 +10,14 @@ from torch import Tensor
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_kernels
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
 from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
+from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import Probe
@@ -25,7 +27,7 @@ from nemo_style_rlhf.rollout.types import Rollout
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, OptimizerConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
-from tests.models import save_policy
+from tests.models import save_policy, save_policy_with_code
 
 EOS = 0
 
@@ -58,7 +60,7 @@ class Pair:
         self.config = GenerationConfig(
             backend=backend, temperature=temperature, max_length=12, kv_cache_gib=0.1, **generation
         )
-        model_config = ModelConfig(path=str(path), dtype="float32")
+        model_config = ModelConfig(path=str(path), dtype="float32", trust_remote_code=True)
         policy = PolicyModel(load_causal_lm(model_config), temperature=temperature)
         self.engine = Engine(policy, EngineConfig(optim=OptimizerConfig(lr=0.02)), device=device)
         self.engine.eval()
@@ -75,6 +77,7 @@ class Pair:
                 max_model_len=40,
                 eos_token_ids=[EOS],
                 weight_shapes=shapes,
+                trust_remote_code=True,
             )
 
     def weights(self):
@@ -124,6 +127,19 @@ def test_sampler_and_trainer_agree_after_every_transfer(tmp_path, device, backen
         assert pair.probe().check(pair.generator, pair.engine) < 1e-3
         assert pair.generator.weights_version == step + 1
     assert pair.gap(pair.sample(step=9)) < 1e-3
+
+
+def test_a_model_that_comes_with_code_trains_generates_and_is_exported(tmp_path, device):
+    path = save_policy_with_code(tmp_path / "policy")
+    with pytest.raises(UserError, match=r"custom code .* to correctly load"):
+        load_causal_lm(ModelConfig(path=str(path)))
+    pair = Pair(path, device, "vllm")
+    pair.train()
+    send_weights(pair.generator.transport, pair.weights(), 1)
+    assert pair.gap(pair.sample()) < 1e-3
+    export_model(pair.engine.module.hf, tmp_path / "export", source=str(path), trust_remote_code=True)
+    again = load_causal_lm(ModelConfig(path=str(tmp_path / "export"), dtype="float32", trust_remote_code=True))
+    assert torch.equal(again.lm_head.weight, pair.engine.module.hf.lm_head.weight)
 
 
 @pytest.fixture(scope="module")
