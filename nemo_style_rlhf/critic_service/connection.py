@@ -35,7 +35,7 @@ class ServerUnreachable(UserError):
 
 
 class _NotReady(Exception):
-    """A Triton server answers at the address, but the endpoint is not loaded yet."""
+    """A server answers at the address, but the endpoint is not loaded yet, or not served any more: the server is stopping."""
 
 
 _TRANSIENT = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError, _NotReady)
@@ -99,7 +99,7 @@ class Connection:
             ) from error
         except _NotReady as error:
             raise ServerUnreachable(
-                f"{error}: wait until the server has loaded, or correct {self._address_keys}"
+                f"{error}: wait until the server has loaded, start it again, or correct {self._address_keys}"
             ) from error
         except requests.RequestException as error:
             raise ServerUnreachable(
@@ -140,6 +140,8 @@ class Connection:
             )
         if refusal.code is Code.STORAGE:
             raise UserError(f"the {self._peer.name} at {self.address}: {refusal.message}")
+        if refusal.code is Code.STOPPING:
+            raise _NotReady(f"the {self._peer.name} at {self.address} is stopping")
         if refusal.code is Code.RESTARTED:
             raise ServerRestarted(f"{self.address}: {refusal.message}")
         if refusal.code is Code.LEASE_LOST:

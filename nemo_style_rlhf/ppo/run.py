@@ -56,4 +56,5 @@ def tiny_run(config: PPOActorConfig) -> PPOActorConfig:
     tiny.algorithm.filter = FilterConfig()
     tiny.audit.on_logprob_gap = tiny.audit.on_sign = "warn"  # so few and short samples say nothing
     tiny.tracking.wandb.enabled = False
+    tiny.checkpoint.keep_last = 2  # step 0's, for undo()
     return tiny

@@ -93,7 +93,7 @@ class PPOTrainer:
             parts.store, parts.critic, run_id=run_id, keep_last=config.checkpoint.keep_last,
             identity=run_identity(config), versions=parts.versions,
         )  # fmt: skip
-        self.progress = Progress()
+        self.progress = Progress(collector=asdict(parts.collector.state))
 
     def fit(self) -> bool:
         """Run to the last step from wherever the last committed checkpoint stands, and export the policy.
@@ -258,16 +258,13 @@ class PPOTrainer:
         parts = self._parts
         self._saver.abandon()
         manifest = self._ranks.on_first(self._restore_critic)
-        if parts.critic is not None and not self._ranks.is_first:
-            parts.critic.wait_until_ready(log.info)
-            parts.critic.shake_hands_again()  # it may be another process than before
+        self._ranks.everyone(self._meet_critic)
         if manifest is None:
             self._start()
             return
         self._saver.load(parts.engine, manifest.step)
         self.progress = Progress(**manifest.state)
-        if self.progress.collector:
-            parts.collector.state = CollectorState(**self.progress.collector)
+        parts.collector.state = CollectorState(**self.progress.collector)
         self._send_weights(self.progress.step, Timers())
         if parts.metrics is not None:
             parts.metrics.rewind(self.progress.step)
@@ -293,9 +290,17 @@ class PPOTrainer:
             )
         return None
 
+    def _meet_critic(self) -> None:
+        """On the ranks that only ask it: it may be another process than before."""
+        critic = self._parts.critic
+        if critic is not None and not self._ranks.is_first:
+            critic.wait_until_ready(log.info)
+            critic.shake_hands_again()
+
     def _start(self) -> None:
         self._send_weights(0, Timers())
         self._commit()
+        self._saver.settle()  # a step before it is whole would have nothing to go back to
         self._log_step_zero()
 
     def _log_step_zero(self) -> None:
@@ -312,9 +317,11 @@ class PPOTrainer:
                 weights[key] = tensor.cpu()
         if not self._ranks.is_first:
             return
-        export_model(hf, directory, source=self._config.model.path, weights=weights)
-        if self._config.model.lora.rank:
-            save_adapter(hf, self._output_dir / f"{name}_adapter", self._config.model, export=directory)
+        model = self._config.model
+        trusted = model.trust_remote_code
+        export_model(hf, directory, source=model.path, weights=weights, trust_remote_code=trusted)
+        if model.lora.rank:
+            save_adapter(hf, self._output_dir / f"{name}_adapter", model, export=directory)
         log.info("exported the policy to %s", directory)
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from nemo_style_rlhf.critic_service.client import CriticInference, RemoteCritic, ServerUnreachable
-from nemo_style_rlhf.critic_service.protocol import Array, Code, ProtocolError
+from nemo_style_rlhf.critic_service.protocol import Array
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.scoring.balance import LeastBusy
-from nemo_style_rlhf.scoring.futures import mapped
-from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
+from nemo_style_rlhf.scoring.futures import caught, mapped
+from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
 LOGGER = logging.getLogger(__name__)
 THREADS_PER_REPLICA = 2
@@ -67,9 +67,9 @@ class RewardServerScorer:
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         texts = [sample.prompt for sample in samples], [sample.response for sample in samples]
-        if len(self._servers) == 1:
-            return mapped(self._servers[0].score_text(*texts), self._scores)
-        return mapped(self._pool.submit(self._ask, *texts), self._scores)
+        alone = len(self._servers) == 1
+        asked = self._servers[0].score_text(*texts) if alone else self._pool.submit(self._ask, *texts)
+        return mapped(caught(asked, ServerUnreachable), self._scores)
 
     def close(self) -> None:
         self._closing.set()
@@ -87,9 +87,7 @@ class RewardServerScorer:
                 with self._replicas.take() as server:
                     self._require_same(server)  # what comes back may be another one
                     return server.score_text(prompts, responses).result()
-            except (ServerUnreachable, ProtocolError) as error:
-                if isinstance(error, ProtocolError) and error.code is not Code.STOPPING:
-                    raise
+            except ServerUnreachable as error:
                 if attempt == self._config.retries or self._closing.is_set():
                     raise
                 LOGGER.warning("%s; another replica is asked", error)
@@ -103,7 +101,9 @@ class RewardServerScorer:
             )
 
     @staticmethod
-    def _scores(rewards: Array) -> Scores:
+    def _scores(rewards: "Array | ServerUnreachable") -> Scores:
+        if isinstance(rewards, ServerUnreachable):
+            raise RewardError(str(rewards)) from rewards  # not the critic's: nothing to go back to
         return Scores(rewards=torch.tensor(rewards, dtype=torch.float32))
 
 

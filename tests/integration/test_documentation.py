@@ -89,7 +89,7 @@ def test_a_command_of_the_readme_runs(command, world, port, token, started_cold,
     if "plan.py" in command:
         words.append("generation.max_length=64")  # the small policy has 128 positions
     if "train_ppo_actor" in command:
-        overrides = [f"remote_critic_rm.port={port}", "generation.kv_cache_gib=0.1"]
+        overrides = [f"remote_critic_rm.port={port}", "generation.kv_cache_gib=0.1", "checkpoint.keep_last=1"]
         overrides += [] if "token_file" in command else [f"remote_critic_rm.token.token_file={token}"]
         after_script = words.index("trainers/train_ppo_actor.py") + 1
         words[after_script:after_script] = overrides

@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,41 @@ def test_killing_both_processes_changes_nothing(finished, inputs, tmp_path):
         sorted((folder / "critic" / "exports").glob("*/critic/model.safetensors")) for folder in (tmp_path, finished)
     ]
     assert critics[0][-1].read_bytes() == critics[1][-1].read_bytes()
+
+
+def test_an_actor_outlives_its_servers_and_nothing_changes(finished, inputs, tmp_path):
+    """The server is killed while the first checkpoint is written, killed in the first step, and told to stop in the fourth."""
+    (tmp_path / "critic").mkdir()
+    port, left = 0, [
+        ("response", "critic_save", 1, signal.SIGKILL), ("request", "critic_train", 2, signal.SIGKILL),
+        ("request", "critic_infer", 3 * 2 + 1, signal.SIGTERM),
+    ]  # fmt: skip
+
+    def watch(direction: str, endpoint: str) -> None:
+        if not left or left[0][:2] != (direction, endpoint):
+            return
+        *moment, count, number = left[0]
+        left[0] = (*moment, count - 1, number)
+        if count == 1:
+            left.pop(0)
+            server.signal(number)
+
+    with proxy(lambda: port, watch) as proxy_port:
+        server, port = start_server(tmp_path / "critic", *server_overrides(inputs))
+        actor = start_actor(tmp_path / "actor", proxy_port, *actor_overrides(inputs))
+        try:
+            while (code := actor.poll()) is None:
+                if server.poll() is not None:
+                    server, port = start_server(tmp_path / "critic", *server_overrides(inputs))
+                time.sleep(0.1)
+        finally:
+            actor.kill()
+            server.kill()
+    assert (code, left) == (0, []), actor.output()
+    assert without_timers(metrics(tmp_path / "actor")) == without_timers(metrics(finished / "actor"))
+    assert (tmp_path / "actor/export/model.safetensors").read_bytes() == (
+        finished / "actor/export/model.safetensors"
+    ).read_bytes()
 
 
 def test_sigusr1_ends_a_run_with_a_checkpoint_and_changes_nothing(finished, inputs, tmp_path):

@@ -21,7 +21,8 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
-from nemo_style_rlhf.scoring.interface import ScoringSample
+from nemo_style_rlhf.scoring.combined import CombinedScorer
+from nemo_style_rlhf.scoring.interface import RewardError, ScoringSample
 from nemo_style_rlhf.scoring.remote import RewardServerScorer
 from tests.integration.critic_server import CriticServer, agree, sequences
 from tests.integration.processes import proxy, start_actor
@@ -127,7 +128,10 @@ def test_the_status_says_that_there_is_no_critic(server: RewardServer, shared_se
 def test_the_critic_s_endpoints_do_not_exist(server: RewardServer) -> None:
     with RemoteCritic(server.config()) as client, pytest.raises(ServerUnreachable) as refusal:
         client.infer(sequences(1)).result()
-    sentence = f"critic_infer is not served at 127.0.0.1:{server.port}: wait until the server has loaded, or correct "
+    sentence = (
+        f"critic_infer is not served at 127.0.0.1:{server.port}: wait until the server has loaded, start it again, "
+    )
+    sentence += "or correct "
     assert str(refusal.value) == sentence + "reward.server.host and reward.server.port"
     for endpoint in ("critic_infer", "critic_train", "critic_acquire", "critic_save", "critic_shutdown"):
         url = f"http://127.0.0.1:{server.port}/v2/models/{endpoint}/infer"
@@ -256,6 +260,28 @@ def test_replicas_share_the_load_and_one_may_die_and_return(
         finally:
             scorer.close()
             replica.close()
+
+
+def test_samples_have_no_reward_when_no_server_answers(server: RewardServer) -> None:
+    """Neither of them is the critic, whose absence would send the run back to its last checkpoint."""
+    gone = False
+
+    def watch(direction: str, endpoint: str) -> None:
+        if gone:
+            raise ConnectionError
+
+    samples = scoring_samples(*texts(34, count=3))
+    with proxy(lambda: server.port, watch) as one, proxy(lambda: server.port, watch) as two:
+        for replicas in ([], [f"127.0.0.1:{two}"]):
+            gone = False
+            scorer = RewardServerScorer(server.config(port=one, replicas=replicas), lambda line: None)
+            gone = True
+            masking = CombinedScorer({"server": (scorer, 1.0)}, on_error="mask")
+            stopping = CombinedScorer({"server": (scorer, 1.0)}, on_error="stop")
+            assert masking.score(samples).result().failures.tolist() == [True, True, True]
+            with pytest.raises(RewardError, match=r"no reward server answers at .*, or set reward\.on_error=mask"):
+                stopping.score(samples).result()
+            scorer.close()
 
 
 def test_a_replica_with_another_model_is_refused(server: RewardServer, letters: RewardServer) -> None:
