@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.critic_service.protocol import Array, InferRequest
-from nemo_style_rlhf.data.ragged import micro_batches, pad, round_up
+from nemo_style_rlhf.data.ragged import micro_batches, pad, padded_rows
 
 
 class Batches:
@@ -27,20 +27,24 @@ class Batches:
     def inputs(self, request: InferRequest, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Token ids and attention mask [rows rounded up, T] of the sequences ``rows``, on the device."""
         lengths = request.lengths[rows].tolist()
-        padded_rows = round_up(len(rows), self._row_multiple)
+        padded = self._padded(lengths)
         flat = torch.from_numpy(_pick(request.tokens, request, rows).astype(np.int64))
         fill = self.pad_token_id if self.pad_token_id is not None else 0
-        token_ids = pad(flat, lengths, value=fill, rows=padded_rows)
+        token_ids = pad(flat, lengths, value=fill, rows=padded)
         # A row without any attended token would be NaN in some attention kernels: added rows attend to their first.
-        visible = torch.tensor(lengths + [1] * (padded_rows - len(rows)))
+        visible = torch.tensor(lengths + [1] * (padded - len(rows)))
         attention_mask = (torch.arange(token_ids.shape[1]) < visible[:, None]).long()
         return token_ids.to(self.device), attention_mask.to(self.device)
 
     def padded(self, array: Array, request: InferRequest, rows: Sequence[int]) -> Tensor:
         """float32 [rows rounded up, T] of the per-token ``array`` [N], 0 where there is no token."""
-        padded_rows = round_up(len(rows), self._row_multiple)
+        lengths = request.lengths[rows].tolist()
         flat = torch.from_numpy(_pick(array, request, rows))
-        return pad(flat, request.lengths[rows].tolist(), rows=padded_rows).to(self.device)
+        return pad(flat, lengths, rows=self._padded(lengths)).to(self.device)
+
+    def _padded(self, lengths: Sequence[int]) -> int:
+        budget = self._micro_batch_tokens
+        return padded_rows(len(lengths), max(lengths), multiple=self._row_multiple, token_budget=budget)
 
 
 def _pick(array: Array, request: InferRequest, rows: Sequence[int]) -> Array:

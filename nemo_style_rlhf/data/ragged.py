@@ -26,6 +26,11 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def padded_rows(rows: int, longest: int, *, multiple: int, token_budget: int) -> int:
+    """``rows`` rounded up to ``multiple``, as far as a micro-batch of that many x ``longest`` tokens stays in the budget."""
+    return max(rows, min(round_up(rows, multiple), token_budget // longest))
+
+
 def micro_batches(lengths: Sequence[int], *, token_budget: int) -> list[list[int]]:
     """Split sequences into micro-batches of at most ``token_budget`` padded tokens (rows x longest row).
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from nemo_style_rlhf.data.ragged import round_up
+from nemo_style_rlhf.data.ragged import padded_rows, round_up
 from nemo_style_rlhf.generation.transfer import BUCKET_BYTES
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
@@ -51,9 +51,11 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
 
 def _batch(config: PlanConfig, samples: int, prompt: int, response: int) -> Batch:
     """The micro-batch of ``micro_batch_iterator`` where all sequences are as long as the longest."""
-    rows = max(1, min(samples, config.engine.micro_batch_tokens // (prompt + response)))
-    padded = rows if config.model.packing else round_up(rows, config.engine.row_multiple)
-    return Batch(rows=padded, length=round_up(prompt + response, 8), actions=rows * response)
+    engine, length = config.engine, prompt + response
+    rows = max(1, min(samples, engine.micro_batch_tokens // length))
+    if not config.model.packing:
+        rows = padded_rows(rows, length, multiple=engine.row_multiple, token_budget=engine.micro_batch_tokens)
+    return Batch(rows=rows, length=round_up(length, 8), actions=min(rows, samples) * response)
 
 
 def _generator(config: PlanConfig, policy: Blueprint, device: Device) -> Counter[str]:

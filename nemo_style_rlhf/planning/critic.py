@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from nemo_style_rlhf.data.ragged import round_up
+from nemo_style_rlhf.data.ragged import padded_rows
 from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import CRITIC, ProcessPlan
@@ -36,5 +36,6 @@ def _batch(config: PlanConfig, samples: int, length: int) -> Batch:
     """The micro-batch of ``Batches`` where all sequences are as long as the longest."""
     engine = config.critic.engine
     rows = max(1, min(samples, engine.micro_batch_tokens // length))
-    padded = rows if config.critic.model.packing else round_up(rows, engine.row_multiple)
-    return Batch(rows=padded, length=length, actions=0)
+    if not config.critic.model.packing:
+        rows = padded_rows(rows, length, multiple=engine.row_multiple, token_budget=engine.micro_batch_tokens)
+    return Batch(rows=rows, length=length, actions=0)

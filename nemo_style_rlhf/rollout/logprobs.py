@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nemo_style_rlhf.data.ragged import micro_batches, pad, round_up
+from nemo_style_rlhf.data.ragged import micro_batches, pad, padded_rows, round_up
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.models.policy import ActionLogprobs
 from nemo_style_rlhf.schema.common import EngineConfig
@@ -47,8 +47,8 @@ def micro_batch_iterator(
 ) -> Iterator[MicroBatch]:  # fmt: skip
     """Split the sequences ``rows`` (default all) of a flat batch under the engine's token budget.
 
-    A pure function of lengths and row order. Rows are padded to a multiple of ``config.row_multiple``, time to one of 8;
-    padding selects no action and so adds nothing to any sum.
+    A pure function of lengths and row order. Rows are padded to a multiple of ``config.row_multiple`` where the budget
+    has room for it, time to a multiple of 8; padding selects no action and so adds nothing to any sum.
 
     Args:
         tokens, mask, temperatures: [N], [N] and [B], see :class:`Experience`.
@@ -59,13 +59,14 @@ def micro_batch_iterator(
         chosen = [rows[index] for index in indices]
         part_lengths = [lengths[row] for row in chosen]
         flat = torch.cat([torch.arange(offsets[row], offsets[row + 1]) for row in chosen])
-        padded_rows = round_up(len(chosen), config.row_multiple)
+        budget = config.micro_batch_tokens
+        padded = padded_rows(len(chosen), max(part_lengths), multiple=config.row_multiple, token_budget=budget)
         time_padding = (0, round_up(max(part_lengths), 8) - max(part_lengths))
-        input_ids = torch.nn.functional.pad(pad(tokens[flat], part_lengths, rows=padded_rows), time_padding)
-        action_mask = torch.nn.functional.pad(pad(mask[flat], part_lengths, rows=padded_rows), time_padding)
+        input_ids = torch.nn.functional.pad(pad(tokens[flat], part_lengths, rows=padded), time_padding)
+        action_mask = torch.nn.functional.pad(pad(mask[flat], part_lengths, rows=padded), time_padding)
         temperature = None
         if temperatures is not None:
-            temperature = torch.ones(padded_rows)
+            temperature = torch.ones(padded)
             temperature[: len(chosen)] = temperatures[chosen]
             temperature = temperature.to(device)
         yield MicroBatch(flat[mask[flat].bool()], input_ids.to(device), action_mask.to(device), temperature)

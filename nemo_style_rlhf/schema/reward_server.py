@@ -26,7 +26,8 @@ class RewardModelConfig:
     micro_batch_tokens: int = 16384
     """Padded tokens (rows x longest row) one forward may hold; a longer single sequence goes alone."""
     row_multiple: int = 8
-    """Rows of a micro-batch are padded to a multiple of this: small odd batches take other matrix kernels and other bits."""
+    """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows: small odd batches take other
+    matrix kernels and other bits."""
 
     def validate(self) -> None:
         require(
