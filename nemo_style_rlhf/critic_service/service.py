@@ -127,7 +127,7 @@ class CriticService(Service):
                 if self._last_save is not None and self._last_save[0] == (request, step):
                     return _json(self._last_save[1])
                 self._worker.snapshot()
-                answer: dict[str, Any] = {"critic_step": step, "state_digest": self._worker.digest()}
+                answer: dict[str, Any] = {"critic_step": step}
                 if request.export:
                     answer["export"] = str(self._store.export(request.checkpoint_id, self._worker.export))
             answer["files"] = self._store.save(request.checkpoint_id, step, self._write_half).digests

@@ -1,6 +1,5 @@
 """The one wrapper over DeepSpeed: forward, backward, step, offload, save, load, read the weights."""
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from nemo_style_rlhf.engine.schedule import lr_factor
 from nemo_style_rlhf.engine.shares import use_heads_in_shares, whole
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.models.digests import tensor_bytes
 from nemo_style_rlhf.schema.common import BUCKET_ELEMENTS, EngineConfig
 
 CHECKPOINT_TAG = "state"
@@ -150,18 +148,6 @@ class Engine:
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             yield name, whole(tensor)
 
-    def digest(self) -> str:
-        """SHA-256 over weights, optimizer state and schedule; of all ranks where there are several, and every rank calls it."""
-        digest = hashlib.sha256()
-        _update(digest, self.module.state_dict())
-        _update(digest, self._deepspeed.optimizer.state_dict())
-        _update(digest, self._scheduler.state_dict())
-        if self._deepspeed.dp_world_size > 1:
-            shares: list[Any] = [None] * self._deepspeed.dp_world_size
-            torch.distributed.all_gather_object(shares, digest.hexdigest())
-            _update(digest, shares)
-        return digest.hexdigest()
-
     def snapshot(self) -> Snapshot:
         """A copy of trained weights, optimizer, schedule and counters in host memory; every rank calls it, and writes its own."""
         self._reload_states()
@@ -191,22 +177,6 @@ class Engine:
         if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
             self._optimizer._hp_optimizer_states_linked = False
         self._offload_states()
-
-
-def _update(digest: "hashlib._Hash", node: Any) -> None:
-    """Feed a nested state dict into ``digest``, in order, tensors by their bits."""
-    if isinstance(node, Tensor):
-        digest.update(f"{node.dtype} {tuple(node.shape)}".encode())
-        digest.update(tensor_bytes(node))
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            digest.update(str(key).encode())
-            _update(digest, value)
-    elif isinstance(node, (list, tuple)):
-        for value in node:
-            _update(digest, value)
-    elif isinstance(node, (bool, int, float, str, type(None))):
-        digest.update(repr(node).encode())
 
 
 def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]:

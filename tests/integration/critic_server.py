@@ -13,6 +13,7 @@ import psutil
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import Array, Status
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from tests.digests import digest_of_files
 from tests.integration import warm
 from tests.integration.warm import SERVER_PYTHON
 
@@ -73,6 +74,10 @@ class CriticServer:
             time.sleep(0.1)
         self.port = json.loads(self.ready_file.read_text())["port"]
         return self
+
+    def half(self, checkpoint_id: str) -> str:
+        """Digest of the weights, optimizer state and schedule in this half of a checkpoint."""
+        return digest_of_files(self.output_dir / "checkpoints" / checkpoint_id / "critic")
 
     def kill(self) -> None:
         """SIGKILL, and wait until its Triton has gone too."""
