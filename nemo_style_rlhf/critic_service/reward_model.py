@@ -1,8 +1,5 @@
 """The frozen reward model, alone or beside a critic."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 
@@ -23,15 +20,19 @@ class RewardModel:
         Args:
             text: forms the sequences of texts.
             crew: the ranks that share the sequences; each has the whole model.
-            offload: keep the weights in host memory while nothing is scored.
+            offload: keep the weights in host memory from :meth:`rest` to the next score.
         """
         self.crew = crew
         crew.join(self)
         self.text = text
         self._model = model.requires_grad_(False).eval()
         self._batches = batches
-        self._offload = offload
-        if not offload:
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        pin = batches.device.type == "cuda"
+        self._in_host_memory = [(t, t.data.pin_memory() if pin else t.data) for t in tensors] if offload else []
+        if offload:
+            self.rest()
+        else:
             self._model.to(batches.device)
 
     @on_all_ranks
@@ -40,28 +41,23 @@ class RewardModel:
         """Rewards float32 [B]; on the first rank."""
         lengths = request.lengths.tolist()
         scored: list[tuple[list[int], Array]] = []
-        with self._on_device():
-            for rows, counts in self.crew.share(self._batches.split(lengths)):
-                if not counts:
-                    continue
-                token_ids, attention_mask = self._batches.inputs(request, rows)
-                scores = self._model(token_ids, attention_mask)[: len(rows)]
-                row_lengths = torch.tensor([lengths[row] for row in rows], device=scores.device)
-                pooled = sequence_scores(scores, token_ids[: len(rows)], row_lengths, self._batches.pad_token_id)
-                scored.append((rows, pooled.cpu().numpy()))
+        for tensor, _ in self._in_host_memory:
+            tensor.data = tensor.data.to(self._batches.device)
+        for rows, counts in self.crew.share(self._batches.split(lengths)):
+            if not counts:
+                continue
+            token_ids, attention_mask = self._batches.inputs(request, rows)
+            scores = self._model(token_ids, attention_mask)[: len(rows)]
+            row_lengths = torch.tensor([lengths[row] for row in rows], device=scores.device)
+            pooled = sequence_scores(scores, token_ids[: len(rows)], row_lengths, self._batches.pad_token_id)
+            scored.append((rows, pooled.cpu().numpy()))
         rewards = np.empty(len(lengths), dtype=np.float32)
         for share in self.crew.gather(scored):
             for rows, found in share:
                 rewards[rows] = found
         return rewards
 
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        if not self._offload:
-            yield
-            return
-        self._model.to(self._batches.device)
-        try:
-            yield
-        finally:
-            self._model.to("cpu")
+    def rest(self) -> None:
+        """Free the device's memory, where the weights are offloaded: they never change, so nothing is copied back."""
+        for tensor, in_host_memory in self._in_host_memory:
+            tensor.data = in_host_memory

@@ -46,7 +46,7 @@ class CriticWorker:
         self.config = config
         self.crew = Crew()
         self.crew.join(self)
-        self.tokenizer = load_tokenizer(config.model.path)
+        self.tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         critic = load_reward_model(config.model, normalize=config.critic.normalize_rewards)
         self.identity = Identity.of(
             critic, self.tokenizer, max_length=config.critic.max_length, decisive=_decisive(config)
@@ -121,6 +121,8 @@ class CriticWorker:
             Abandoned: ``should_stop`` said so.
         """
         started = time.monotonic()
+        if self.reward is not None:
+            self.reward.rest()
         self.engine.train()
         lengths = request.lengths.tolist()
         total = _Totals()
@@ -151,11 +153,6 @@ class CriticWorker:
         self.engine.eval()
         totals = self.crew.gather(total)
         return _Totals.of(totals).metrics(seconds=time.monotonic() - started) if totals else {}
-
-    @on_all_ranks
-    def digest(self) -> str:
-        """SHA-256 over the critic's weights and optimizer state."""
-        return self.engine.digest()
 
     @on_all_ranks
     def snapshot(self) -> None:
@@ -192,8 +189,10 @@ class CriticWorker:
                 weights[name] = tensor.cpu()
         if not self.crew.is_first:
             return
-        dropout_off = {key: getattr(hf.config, key) for key in original_dropout(self.config.model.path)}
-        for key, value in original_dropout(self.config.model.path).items():
+        model = self.config.model
+        original = original_dropout(model.path, trust_remote_code=model.trust_remote_code)
+        dropout_off = {key: getattr(hf.config, key) for key in original}
+        for key, value in original.items():
             setattr(hf.config, key, value)
         try:
             hf.save_pretrained(directory, state_dict=weights)
