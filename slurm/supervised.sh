@@ -14,6 +14,7 @@
 #SBATCH --signal=B:USR1@120
 #SBATCH --nodes=1
 #SBATCH --exclusive
+#SBATCH --mem=0
 ##SBATCH --partition=gpu
 ##SBATCH --account=alignment
 ##SBATCH --time=24:00:00
@@ -23,13 +24,13 @@
 # The repository, at the same path on every node.
 : "${PROJECT_DIR:=$SLURM_SUBMIT_DIR}"
 # Processes per node: one for each GPU.
-: "${RANKS:=1}"
+: "${STAGE_RANKS:=1}"
 # Shell commands before the program: module load ..., export NCCL_...
-: "${SETUP:=}"
+: "${STAGE_SETUP:=}"
 # The interpreter, with what stands before it in a container: apptainer exec --nv actor.sif python
-: "${PYTHON:=.venv-actor/bin/python}"
+: "${STAGE_PYTHON:=.venv-actor/bin/python}"
 # More options of srun: --container-image=... --container-mounts=...
-: "${SRUN:=}"
+: "${STAGE_SRUN:=}"
 # ------------------------------------------------------------------------------------------------------------
 
 set -uo pipefail
@@ -44,9 +45,9 @@ master=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 port=$((20000 + SLURM_JOB_ID % 10000)) # of this job, below the ports that the kernel hands out
 # torchrun, not one task per rank: Lightning prefers its variables to Slurm's, which describe the job and not this run.
 srun --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-    --overcommit --cpu-bind=none --kill-on-bad-exit=1 $SRUN \
-    bash -c 'eval "$1"; exec $2 -m torch.distributed.run --node-rank="$SLURM_NODEID" "${@:3}"' task "$SETUP" "$PYTHON" \
-    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$RANKS" --master-addr="$master" --master-port="$port" "$@" &
+    --overcommit --cpu-bind=none --kill-on-bad-exit=1 $STAGE_SRUN \
+    bash -c 'eval "$1"; exec $2 -m torch.distributed.run --node-rank="$SLURM_NODEID" "${@:3}"' task "$STAGE_SETUP" "$STAGE_PYTHON" \
+    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$STAGE_RANKS" --master-addr="$master" --master-port="$port" "$@" &
 step=$!
 
 requeue() {

@@ -6,7 +6,7 @@ r"""1 for a response whose final answer equals the label, else 0; for GSM8K and 
 
 The final answer of a response is what follows its last `####`, else its last \boxed{}, else its last number; labels are
 read alike, or are an expression as a whole. Equality is math-verify's: 1,080 = 1080, \frac{1}{2} = 0.5; a percent sign
-at the end is left out. Needs `math-verify`.
+at the end is left out.
 """
 
 import re
