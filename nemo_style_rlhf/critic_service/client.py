@@ -132,11 +132,6 @@ class RemoteCritic:
         }
         status = self._status()
         where = self._where
-        if status.protocol_version != protocol.PROTOCOL_VERSION:
-            raise UserError(
-                f"{where} speaks protocol version {status.protocol_version}, this client {protocol.PROTOCOL_VERSION}: "
-                "install the same version of nemo_style_rlhf on both sides"
-            )
         if "critic" not in status.roles:
             raise UserError(
                 f"{where} has no critic, it serves {', '.join(status.roles)}: start servers/serve_ppo_critic.py and give its "
@@ -260,7 +255,7 @@ class RemoteCritic:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint_id: str, *, export: bool = False) -> "Future[dict[str, Any]]":
-        """Make the critic's half durable: ``files`` (digests by name), ``critic_step``, ``state_digest``, maybe ``export``.
+        """Make the critic's half durable: ``files`` (digests by name), ``critic_step``, maybe ``export``.
 
         It is that of the train steps asked for before this call.
         """
@@ -294,8 +289,17 @@ class RemoteCritic:
         self._connection.close()
 
     def _status(self, *, retry: bool = True) -> Status:
-        answer = self._connection.call(protocol.STATUS, {}, timeout_s=STATUS_TIMEOUT_S, retry=retry)
-        return Status(**parse_json(answer))
+        """
+        Raises:
+            UserError: the server speaks another version of the protocol.
+        """
+        answer = parse_json(self._connection.call(protocol.STATUS, {}, timeout_s=STATUS_TIMEOUT_S, retry=retry))
+        if (spoken := answer["protocol_version"]) != protocol.PROTOCOL_VERSION:  # another has other fields
+            raise UserError(
+                f"{self._where} speaks protocol version {spoken}, this client {protocol.PROTOCOL_VERSION}: "
+                "install the same version of nemo_style_rlhf on both sides"
+            )
+        return Status(**answer)
 
     def _ask(self, endpoint: Endpoint, content: dict[str, Any]) -> dict[str, Any]:
         inputs = {protocol.REQUEST.name: protocol.json_tensor(content)}

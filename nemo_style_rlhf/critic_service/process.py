@@ -105,7 +105,7 @@ def _supervise(service: Service, door: Door, stop: threading.Event) -> int:
         if told:
             return 0
         if service.shutdown_requested.is_set():
-            LOGGER.info("asked to stop by the actor")
+            LOGGER.info("asked to stop by a client")
             return 0
         if not door.alive:
             LOGGER.error("tritonserver died, the server ends; the last lines of its log:\n%s", door.log_tail())

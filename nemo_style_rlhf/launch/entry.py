@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_rlhf.errors import UserError
@@ -47,6 +47,8 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
                         "--multirun gave several configurations but a process holds one run: start one process each"
                     )
                 for config in composed:  # none after --help and --cfg
+                    if OmegaConf.select(config, "run.device") == "cpu":
+                        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch, DeepSpeed and vLLM each look for themselves
                     main(build(schema, config))
             except UserError as error:
                 _refuse(str(error))

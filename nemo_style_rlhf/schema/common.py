@@ -19,7 +19,7 @@ class RunConfig:
     num_threads: int = 0
     """torch intra-op threads; 0 leaves torch's default. Part of the result's bits: keep it when resuming."""
     device: str = "auto"
-    """auto (CUDA where there is one), cpu or cuda."""
+    """auto (CUDA where there is one), cpu (hides CUDA devices: a vLLM built for them needs generation=hf then) or cuda."""
     dry_run: bool = False
     """Load everything, run one tiny step of every phase and exit (command line: --dry-run)."""
 
@@ -150,7 +150,8 @@ class EngineConfig:
     micro_batch_tokens: int = 16384
     """Padded tokens (rows x longest row) one forward and backward may hold; a longer single sequence goes alone."""
     row_multiple: int = 8
-    """Rows of a micro-batch are padded to a multiple of this: small odd batches take other matrix kernels and other bits."""
+    """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows: small odd batches take other
+    matrix kernels and other bits."""
     offload_optimizer_states: bool = False
     """Move optimizer states to host memory while the model is not training: zero_stage 1 and 2 (no effect on a CPU)."""
     offload_optimizer: bool = False
