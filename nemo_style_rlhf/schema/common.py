@@ -160,7 +160,8 @@ class EngineConfig:
     """Keep the shares of the weights in host memory until a layer needs them (ZeRO-Infinity, arXiv 2104.07857): zero_stage 3.
     The model is on the device once as a whole, when it is loaded."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Merged over the generated DeepSpeed config, for what has no key here."""
+    """Merged over the generated DeepSpeed config, for what has no key here, such as {data_types: {grad_accum_dtype: fp32}}, which
+    sums the bf16 gradients of many micro-batches without rounding in between: zero_stage 2 and 3."""
 
     def validate(self) -> None:
         require(0 <= self.zero_stage <= 3, "engine.zero_stage", self.zero_stage, "0, 1, 2 or 3")

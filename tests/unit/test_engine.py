@@ -78,11 +78,22 @@ def test_the_number_of_micro_batches_does_not_change_the_step():
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
+FP32_GRADIENTS = {"deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}}
+
+
 @pytest.mark.parametrize(
-    ("zero_stage", "dtype"), [(0, torch.float32), (1, torch.float32), (1, torch.bfloat16), (2, torch.bfloat16)]
+    ("zero_stage", "dtype", "overrides"),
+    [
+        (0, torch.float32, {}),
+        (1, torch.float32, {}),
+        (1, torch.bfloat16, {}),
+        (2, torch.bfloat16, {}),
+        (2, torch.bfloat16, FP32_GRADIENTS),
+        (3, torch.bfloat16, FP32_GRADIENTS),
+    ],
 )
-def test_load_brings_back_every_bit_also_on_a_used_engine(tmp_path, zero_stage, dtype):
-    engine = make_engine(zero_stage, dtype)
+def test_load_brings_back_every_bit_also_on_a_used_engine(tmp_path, zero_stage, dtype, overrides):
+    engine = make_engine(zero_stage, dtype, **overrides)
     take_steps(engine, 2)
     saved = digest_of(engine)
     engine.snapshot().write(tmp_path)
