@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.masking import zero_masked
+from nemo_style_rlhf.algorithms.names import CORRECTIONS
 
 MAX_LOG_WEIGHT = 20.0
 
@@ -14,17 +15,16 @@ def importance_weights(
     sampler_logprobs: Tensor,
     mask: Tensor,
     *,
-    level: str,
-    mode: str,
+    kind: str,
     low: float,
     high: float,
 ) -> Tensor:
     """w = exp(trainer - sampler) per token [batch, time], bounded; to multiply the policy loss with. No gradient.
 
-    ``token``/``clip``: w clamped to low..high, truncated importance sampling (TIS, Yao et al. 2025, "Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training"). ``token``/``mask``: w inside low..high, else 0 (IcePop, the
-    Ling team 2025, "Small Leak Can Sink a Great Ship"). ``sequence``/``mask``: a sequence whose geometric mean of w lies
-    outside of low..high gets 0, the others keep their per-token w.
+    ``tis``: w clamped to low..high, truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training"). ``icepop``: w inside low..high, else 0 (the Ling team 2025, "Small Leak Can Sink a
+    Great Ship"). ``sequence_mask``: a sequence whose geometric mean of w lies outside of low..high gets 0, the others keep
+    their per-token w.
 
     Args:
         trainer_logprobs: of the policy before its update, nats.
@@ -33,17 +33,15 @@ def importance_weights(
         [batch, time]; 0 under mask 0.
 
     Raises:
-        ValueError: another pair of level and mode.
+        ValueError: another kind.
     """
     log_weights = zero_masked(trainer_logprobs, mask) - zero_masked(sampler_logprobs, mask)
     weights = zero_masked(log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), mask)
-    if (level, mode) == ("token", "clip"):
+    if kind == "tis":
         return zero_masked(weights.clamp(low, high), mask)
-    if (level, mode) == ("token", "mask"):
+    if kind == "icepop":
         return weights * ((weights >= low) & (weights <= high))
-    if (level, mode) == ("sequence", "mask"):
+    if kind == "sequence_mask":
         geometric_mean = (log_weights.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
         return weights * ((geometric_mean >= low) & (geometric_mean <= high))
-    raise ValueError(
-        f"correction level {level!r} with mode {mode!r} is unknown: expected token/clip, token/mask or sequence/mask"
-    )
+    raise ValueError(f"correction {kind!r} is unknown: expected one of {', '.join(CORRECTIONS)}")

@@ -20,8 +20,8 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return zero_masked(x, mask).sum() / mask.sum().clamp(min=1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """Scale the unmasked elements to unit variance (Bessel-corrected) and, unless told otherwise, zero mean.
+def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """Scale the unmasked elements to unit variance (Bessel-corrected) and zero mean.
 
     ``(x - mean) * rsqrt(var + eps)`` over all unmasked elements of the batch, as TRL and verl do. With fewer than two
     of them the variance is 0.
@@ -33,8 +33,7 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: floa
     mean = masked_mean(x, mask)
     squares = zero_masked((x - mean).square(), mask).sum()
     variance = squares / (mask.sum() - 1).clamp(min=1)
-    whitened = (x - mean) * torch.rsqrt(variance + eps)
-    return zero_masked(whitened if shift_mean else whitened + mean, mask)
+    return zero_masked((x - mean) * torch.rsqrt(variance + eps), mask)
 
 
 def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float | Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 GROUP_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 KL_KINDS = ("k1", "k2", "k3", "abs")
+CORRECTIONS = ("tis", "icepop", "sequence_mask")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant")
 REWARD_MODEL_LOSSES = ("sigmoid", "logexp")
 DPO_LOSSES = ("sigmoid", "ipo")

@@ -1,4 +1,4 @@
-"""A server process from start to exit code (rule 8): load, serve, supervise, stop."""
+"""A server process from start to exit code: load, serve, supervise, stop."""
 
 import json
 import logging

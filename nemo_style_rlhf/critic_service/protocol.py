@@ -2,9 +2,8 @@
 
 KServe v2 over HTTP with binary tensors. Sequences travel ragged: ``tokens`` INT32 [N] are the sequences end to end and
 ``sequence_lengths`` INT32 [B] says where they end, so N is their sum. Per-token tensors are FP32 [N] and indexed by the
-*state*: entry t of a sequence belongs to the state after tokens 0..t, whose action is token t + 1 (:func:`to_actions`
-converts). What a request must look like is checked in ``validation``. Both modules know neither HTTP nor torch and import
-in both environments.
+*state*: entry t of a sequence belongs to the state after tokens 0..t, whose action is token t + 1. What a request must look
+like is checked in ``validation``. Both modules know neither HTTP nor torch and import in both environments.
 """
 
 import hashlib
@@ -237,7 +236,6 @@ class TrainPart:
     """1 exactly where the action (token t + 1) was produced by the policy."""
     plan: TrainPlan | None
     """Present in the last part, and only there."""
-    nbytes: int = 0
 
     def digest(self) -> str:
         """Tells a repeated part from another one that claims its place."""
@@ -309,13 +307,6 @@ def text_tensor(texts: Sequence[str]) -> Array:
 def text_nbytes(elements: Iterable[bytes]) -> int:
     """What the elements of a BYTES tensor take on the wire, each with its length in four bytes before it."""
     return sum(BYTES_PREFIX + len(element) for element in elements)
-
-
-def to_actions(token_aligned: Array) -> Array:
-    """[T] indexed by token to [T] indexed by state: entry t becomes that of token t + 1; the last state has no action: 0."""
-    action_aligned = np.zeros_like(token_aligned)
-    action_aligned[:-1] = token_aligned[1:]
-    return action_aligned
 
 
 def ragged(sequences: Sequence[Array] | Sequence[list[int]]) -> dict[str, Array]:

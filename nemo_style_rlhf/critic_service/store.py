@@ -1,4 +1,4 @@
-"""The critic's checkpoint halves on disk: written beside and renamed, digested, committed, pruned (rule 4).
+"""The critic's checkpoint halves on disk: written beside and renamed, digested, committed, pruned.
 
 ``<output_dir>/checkpoints/<checkpoint_id>/critic/`` holds a half, ``critic.json`` in it its step and digests;
 ``<output_dir>/checkpoints/critic_committed.json`` lists the committed ids, oldest first. The actor may keep its own half

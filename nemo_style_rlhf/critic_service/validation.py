@@ -1,4 +1,4 @@
-"""Rule 6: a request is read into a message of ``protocol`` or refused, with the tensor and the rule it breaks.
+"""A request is read into a message of ``protocol`` or refused, with the tensor and the rule it breaks.
 
 NumPy and the standard library only; nothing here has side effects.
 """
@@ -119,7 +119,6 @@ def read_train(inputs: Mapping[str, Array], limits: Limits) -> TrainPart:
     header = read_json(inputs[PLAN.name], _PartHeader, name="plan")
     if not 1 <= header.parts <= MAX_PARTS or not 1 <= header.part <= header.parts:
         _refuse(f"plan.part {header.part} of plan.parts {header.parts}: expected 1 <= part <= parts <= {MAX_PARTS}")
-    nbytes = sum(array.nbytes for array in (sequences.tokens, sequences.lengths, returns, old_values, mask))
     return TrainPart(
         header.lease,
         header.step,
@@ -130,7 +129,6 @@ def read_train(inputs: Mapping[str, Array], limits: Limits) -> TrainPart:
         old_values,
         mask,
         _plan(header),
-        nbytes,
     )
 
 
@@ -285,5 +283,5 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _refuse(message: str, code: Code = Code.INVALID) -> NoReturn:
-    raise ProtocolError(code, message)
+def _refuse(message: str) -> NoReturn:
+    raise ProtocolError(Code.INVALID, message)

@@ -33,8 +33,6 @@ from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig
 from nemo_style_rlhf.scoring.interface import Scorer, Scores
 
-CORRECTIONS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "sequence_mask": ("sequence", "mask")}
-
 
 class NothingToLearnError(RuntimeError):
     """A whole rollout is masked: a step on it would silently learn nothing."""
@@ -265,9 +263,8 @@ class Collector:
         experience.returns = None if signal.returns is None else unpad(signal.returns, lengths)
         correction = algorithm.correction
         if correction.kind != "none":
-            level, mode = CORRECTIONS[correction.kind]
             trainer, sampler = (pad(x, lengths) for x in (experience.logprobs, experience.sampler_logprobs))
             weights = importance_weights(
-                trainer, sampler, mask, level=level, mode=mode, low=correction.low, high=correction.high
+                trainer, sampler, mask, kind=correction.kind, low=correction.low, high=correction.high
             )
             experience.correction = unpad(weights, lengths)

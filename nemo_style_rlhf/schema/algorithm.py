@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from nemo_style_rlhf.algorithms.names import AGGREGATIONS, GROUP_KINDS, KL_KINDS
+from nemo_style_rlhf.algorithms.names import AGGREGATIONS, CORRECTIONS, GROUP_KINDS, KL_KINDS
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
 
-CORRECTIONS = ("none", "tis", "icepop", "sequence_mask")
 ESTIMATORS = ("gae", "reinforce", *GROUP_KINDS)
 
 
@@ -22,7 +21,7 @@ class CorrectionConfig:
     high: float = 2.0
 
     def validate(self) -> None:
-        require_choice("algorithm.correction.kind", self.kind, CORRECTIONS)
+        require_choice("algorithm.correction.kind", self.kind, ("none", *CORRECTIONS))
         require(0 <= self.low < self.high, "algorithm.correction.low", self.low, f"0 to below high={self.high}")
 
 

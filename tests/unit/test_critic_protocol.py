@@ -36,11 +36,6 @@ def train_inputs(lease: str = "L", step: int = 1, part: int = 1, parts: int = 1,
     return {spec.name: tensor for spec, tensor in zip(protocol.TRAIN.inputs, tensors, strict=True)} | changes
 
 
-def test_to_actions_moves_a_token_s_entry_to_the_state_before_it() -> None:
-    """Tokens p0 p1 r2 r3: the policy produced 2 and 3, so the states after tokens 1 and 2 are trained."""
-    np.testing.assert_array_equal(protocol.to_actions(np.array([0, 0, 1, 1])), [0, 1, 1, 0])
-
-
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8))
 def test_ragged_is_undone_by_unragged(lengths: list[int]) -> None:
     sequences = [np.arange(length, dtype=np.int32) for length in lengths]

@@ -56,7 +56,7 @@ def experience(config: AlgorithmConfig) -> Experience:
 
     old = random() - 4
     weights = importance_weights(
-        pad(old, lengths), pad(old + random(), lengths), pad(mask, lengths), level="token", mode="clip", low=0, high=2
+        pad(old, lengths), pad(old + random(), lengths), pad(mask, lengths), kind="tis", low=0, high=2
     )
     return Experience(
         rollouts=rollouts, lengths=lengths, temperatures=torch.linspace(0.5, 1.5, 8), failed=torch.zeros(8).bool(),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nemo_style_rlhf.algorithms.advantages import group_advantages
 from nemo_style_rlhf.algorithms.corrections import importance_weights
 from nemo_style_rlhf.algorithms.kl import AdaptiveKLController, FixedKLController
-from nemo_style_rlhf.algorithms.names import GROUP_KINDS
+from nemo_style_rlhf.algorithms.names import CORRECTIONS, GROUP_KINDS
 from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer, clip_scores, overlong_penalty
 
 from .reference import assert_close, masks, noise, selected
@@ -76,19 +76,17 @@ def test_groups_that_cannot_be_are_refused():
 
 @many
 @given(
-    mask=masks(), seed=seeds, pair=st.sampled_from([("token", "clip"), ("token", "mask"), ("sequence", "mask")]),
-    low=st.floats(0, 1), high=st.floats(1, 4),
+    mask=masks(), seed=seeds, kind=st.sampled_from(CORRECTIONS), low=st.floats(0, 1), high=st.floats(1, 4),
 )  # fmt: skip
-def test_importance_weights_match_a_loop(mask, seed, pair, low, high):
-    level, mode = pair
+def test_importance_weights_match_a_loop(mask, seed, kind, low, high):
     trainer, sampler = noise(mask, seed), noise(mask, seed + 1)
-    weights = importance_weights(trainer, sampler, mask, level=level, mode=mode, low=low, high=high)
+    weights = importance_weights(trainer, sampler, mask, kind=kind, low=low, high=high)
     for row in range(len(mask)):
         logs = selected(trainer[row : row + 1] - sampler[row : row + 1], mask[row : row + 1])
         each = [math.exp(x) for x in logs]
-        if mode == "clip":
+        if kind == "tis":
             expected = [min(max(w, low), high) for w in each]
-        elif level == "token":
+        elif kind == "icepop":
             expected = [w if low <= w <= high else 0.0 for w in each]
         else:
             inside = bool(logs) and low <= math.exp(sum(logs) / len(logs)) <= high
@@ -99,8 +97,8 @@ def test_importance_weights_match_a_loop(mask, seed, pair, low, high):
 
 def test_other_corrections_are_refused():
     one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="'sequence' with mode 'clip'"):
-        importance_weights(one, one, one, level="sequence", mode="clip", low=0, high=2)
+    with pytest.raises(ValueError, match="'clip' is unknown: expected one of tis"):
+        importance_weights(one, one, one, kind="clip", low=0, high=2)
 
 
 def test_kl_controllers_by_hand():
