@@ -1,6 +1,6 @@
 """Tokens per second of SFT's forward and backward on the lengths of HH-RLHF: packed, padded, and padded rows of like length.
 
-    .venv-actor/bin/python benchmarks/packing.py --data ../shared/data/hh_rlhf/train.jsonl.gz
+    .venv-actor/bin/python benchmarks/packing.py --data HH/train.jsonl.gz
 
 Lengths are those of the chosen transcripts, 1.3 tokens a word; the tokens are random. The three take turns.
 """

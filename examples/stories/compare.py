@@ -1,6 +1,6 @@
 """Every algorithm on the same task, steered to the same KL: the table of docs/algorithms.md.
 
-    .venv-actor/bin/python examples/stories/compare.py --data ../shared/data
+    .venv-actor/bin/python examples/stories/compare.py --data DATA
 
 One reward model as in run.py; then each algorithm for a few steps per seed, its KL coefficient steered to the same target
 by the adaptive controller, and its policy measured on held-out prompts. Needs the server and the actor environment.

@@ -1,6 +1,6 @@
 """PPO on a pretrained model that nobody here made: happier stories from stories260K.
 
-    .venv-actor/bin/python examples/stories/run.py --data ../shared/data
+    .venv-actor/bin/python examples/stories/run.py --data DATA
 
 The reward model learns from pairs of the model's own continuations, ranked by the VADER lexicon; PPO sees only the reward
 model. The valence itself is measured on held-out prompts before and after.

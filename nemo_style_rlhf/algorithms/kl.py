@@ -15,6 +15,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
 
     ``k1`` is x (unbiased), ``k2`` x^2 / 2, ``k3`` exp(-x) - 1 + x (unbiased, never negative), ``abs`` |x|
     (NeMo-Aligner's default).
+
+    Raises:
+        ValueError: another kind.
     """
     x = logprobs - ref_logprobs
     if kind == "k1":

@@ -50,6 +50,9 @@ def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float |
         normalizer: replaces the local count.
 
     Sequences without an unmasked token do not count as sequences.
+
+    Raises:
+        ValueError: another mode.
     """
     masked = zero_masked(per_token, mask)
     tokens = mask.sum(-1)

@@ -47,6 +47,9 @@ def policy_loss(
             ``seq_mean_token_mean``. Any aggregation may be paired with either level.
         aggregation, normalizer: see :func:`masking.aggregate`.
         weights: [batch, time] on every token's loss, see :func:`corrections.importance_weights`.
+
+    Raises:
+        ValueError: another level or aggregation.
     """
     log_ratio = zero_masked(logprobs, mask) - zero_masked(old_logprobs, mask)
     if level == "sequence":

@@ -38,7 +38,7 @@ class Manifest:
     critic: dict[str, Any]
     """The critic's half as the server described it: its step, files and their digests."""
     state: dict[str, Any]
-    """Counters of the training loop: data position, weights version, ..."""
+    """Counters of the training loop: data position, critic step, KL coefficient, ..."""
     versions: dict[str, str]
     """Of the packages whose change may change results."""
 

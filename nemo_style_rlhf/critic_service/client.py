@@ -68,7 +68,10 @@ class CriticTrainBatch:
 
 
 class RemoteCritic:
-    """Client of one server. Safe to use from several threads; close it, or use it as a context manager."""
+    """Client of one server. Safe to use from several threads; close it, or use it as a context manager.
+
+    What a call may raise is that of :meth:`Connection.call`; of a call that returns a future, the future carries it.
+    """
 
     def __init__(self, config: RemoteCriticConfig) -> None:
         self._config = config

@@ -8,7 +8,7 @@ class WandbConfig:
     enabled: bool = False
     project: str = "nemo_style_rlhf"
     name: str | None = None
-    offline: bool = True
+    offline: bool = False
     """Write below the output folder, to be sent later with `wandb sync`."""
 
 
