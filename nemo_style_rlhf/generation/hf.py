@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
-from nemo_style_rlhf.generation.transfer import Manifest
+from nemo_style_rlhf.generation.transfer import TransferManifest
 from nemo_style_rlhf.schema.generation import GenerationConfig
 
 
@@ -26,7 +26,7 @@ class HFGenerator:
         self._queue: list[GenerationRequest] = []
         self._paused = False
         self.weights_version = 0
-        self.transport = _CopyTransport(self, Manifest(weight_shapes))
+        self.transport = _CopyTransport(self, TransferManifest(weight_shapes))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._queue.extend(requests)
@@ -121,7 +121,7 @@ class HFGenerator:
 class _CopyTransport:
     """Copies each tensor into the model under the same name."""
 
-    def __init__(self, generator: HFGenerator, manifest: Manifest) -> None:
+    def __init__(self, generator: HFGenerator, manifest: TransferManifest) -> None:
         self._generator = generator
         self._manifest = manifest
 

@@ -32,7 +32,7 @@ class StreamDigest:
         return self._digest.hexdigest()
 
 
-class Manifest:
+class TransferManifest:
     """What the receiver expects: every tensor of the checkpoint it was built from, once, in its shape."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_kernels
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
-from nemo_style_rlhf.generation.transfer import Manifest
+from nemo_style_rlhf.generation.transfer import TransferManifest
 from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB, GenerationConfig
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class VLLMGenerator:
         self._requests: dict[str, GenerationRequest] = {}
         self._paused = False
         self.weights_version = 0
-        self.transport = _InProcessTransport(self, Manifest(weight_shapes))
+        self.transport = _InProcessTransport(self, TransferManifest(weight_shapes))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         from vllm import TokensPrompt
@@ -182,7 +182,7 @@ def _token_logprobs(flat: Any, token_ids: Sequence[int]) -> Tensor:
 class _InProcessTransport:
     """Buckets go straight into the loader of vLLM's model, layer by layer; kernels repack each layer when it is whole."""
 
-    def __init__(self, generator: VLLMGenerator, manifest: Manifest) -> None:
+    def __init__(self, generator: VLLMGenerator, manifest: TransferManifest) -> None:
         self._generator = generator
         self._manifest = manifest
 
