@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -14,10 +15,15 @@ BUCKET_BYTES = 256 * 2**20
 """A bucket is sent as soon as it holds so much: at no time is there more of the weights than the largest bucket."""
 
 
+SUMMED_BYTES = 2**25
+"""How much of a tensor is summed at a time; what that takes is three times as large."""
+
+
 class StreamDigest:
     """XXH3 over the names, dtypes, shapes and bits of a stream of tensors; both ends keep one.
 
-    It guards against mistakes, not against people: SHA-256 would take as long as the transfer itself.
+    It guards against mistakes, not against people: SHA-256 would take as long as the transfer itself. The bits of a tensor on
+    a GPU count as :func:`word_sums` of them, which are taken there.
     """
 
     def __init__(self) -> None:
@@ -26,10 +32,23 @@ class StreamDigest:
     def update(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in bucket:
             self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            self._digest.update(tensor_bytes(tensor))
+            self._digest.update(tensor_bytes(tensor if tensor.device.type == "cpu" else word_sums(tensor)))
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
+
+
+def word_sums(tensor: Tensor) -> Tensor:
+    """int64 [2] on the device of ``tensor``: the sum of its 8-byte words, and that of each times 2 x its position + 1, modulo
+    2^64. A changed or exchanged word changes them, a copy of all bits to the host is not needed."""
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    sums = torch.zeros(2, dtype=torch.int64, device=data.device)
+    for start in range(0, len(data), SUMMED_BYTES):
+        part = data[start : start + SUMMED_BYTES]
+        words = torch.cat([part, part.new_zeros(-len(part) % 8)]).view(torch.int64)
+        position = torch.arange(start // 8, start // 8 + len(words), device=words.device)
+        sums += torch.stack([words.sum(), (words * (2 * position + 1)).sum()])
+    return sums
 
 
 class TransferManifest:
