@@ -40,7 +40,7 @@ class Checking:
     """A receiver that keeps nothing."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self._manifest = transfer.Manifest(shapes)
+        self._manifest = transfer.TransferManifest(shapes)
         self.begin, self.finish = self._manifest.begin, self._manifest.finish
         self.largest = 0
         """Bytes of the largest bucket."""

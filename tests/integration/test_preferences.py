@@ -152,7 +152,8 @@ def test_sft_on_hh_transcripts(tmp_path):
 
 
 ALL_TRANSCRIPTS = [
-    "data.max_length=320", "trainer.batch_size=64", "trainer.micro_batch_size=16", "engine.optim.weight_decay=0.1"
+    "data.max_length=320", "trainer.batch_size=64", "trainer.micro_batch_size=16", "engine.optim.weight_decay=0.1",
+    "model.packing=true",
 ]  # fmt: skip
 """What the annotators preferred is hard to tell for a 0.3 M model that knows children's stories: it takes long conversations
 and a low learning rate that a few steps lower the loss on pairs it has not seen, by a thousandth of a nat or two."""
