@@ -90,7 +90,7 @@ bench: envs bench-peer-env
 # Faults at random moments of PPO runs, each of which must end with the bits of one without any.
 .PHONY: chaos
 FAULTS ?= 40
-chaos: envs
+chaos: dev
 	$(ACTOR)/bin/python -m tests.integration.chaos --faults $(FAULTS) --seed $(SEED)
 
 .PHONY: clean

@@ -76,7 +76,7 @@ class Connection:
         Raises:
             ProtocolError: the server refused.
             ServerRestarted, LeaseLost: see there.
-            ServerUnreachable: no connection or no answer in time, ``retries`` times.
+            ServerUnreachable: no connection, no answer in time, or a server that is stopping, ``retries`` times.
             UserError: a wrong token, no critic server at this address, or the server's disk is full.
         """
         body, head_length = encode_request(endpoint, inputs)
@@ -98,9 +98,7 @@ class Connection:
                 f"{self._peer.section}"
             ) from error
         except _NotReady as error:
-            raise ServerUnreachable(
-                f"{error}: wait until the server has loaded, start it again, or correct {self._address_keys}"
-            ) from error
+            raise ServerUnreachable(str(error)) from error
         except requests.RequestException as error:
             raise ServerUnreachable(
                 f"no {self._peer.name} answers at {self.address}: start {self._peer.script} there, "
@@ -141,7 +139,7 @@ class Connection:
         if refusal.code is Code.STORAGE:
             raise UserError(f"the {self._peer.name} at {self.address}: {refusal.message}")
         if refusal.code is Code.STOPPING:
-            raise _NotReady(f"the {self._peer.name} at {self.address} is stopping")
+            raise _NotReady(f"the {self._peer.name} at {self.address} is stopping: start it again")
         if refusal.code is Code.RESTARTED:
             raise ServerRestarted(f"{self.address}: {refusal.message}")
         if refusal.code is Code.LEASE_LOST:
@@ -150,7 +148,10 @@ class Connection:
                 "this one again"
             )
         if refusal.code is Code.INVALID and ("unknown model" in str(text) or "is not ready" in str(text)):
-            raise _NotReady(f"{endpoint.name} is not served at {self.address}")
+            raise _NotReady(
+                f"{endpoint.name} is not served at {self.address}: wait until the server has loaded, or correct "
+                f"{self._address_keys}"
+            )
         raise ProtocolError(refusal.code, f"{endpoint.name} at {self.address}: {refusal.message}")
 
     @property

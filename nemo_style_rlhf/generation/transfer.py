@@ -39,15 +39,17 @@ class StreamDigest:
 
 
 def word_sums(tensor: Tensor) -> Tensor:
-    """int64 [2] on the device of ``tensor``: the sum of its 8-byte words, and that of each times 2 x its position + 1, modulo
-    2^64. A changed or exchanged word changes them, a copy of all bits to the host is not needed."""
+    """int64 [2] on the device of ``tensor``: the sum of its 8-byte words, and that of each times its position, modulo 2^64.
+
+    A changed word changes them, as almost every exchange of two does, and no copy of all bits to the host is needed.
+    """
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     sums = torch.zeros(2, dtype=torch.int64, device=data.device)
     for start in range(0, len(data), SUMMED_BYTES):
         part = data[start : start + SUMMED_BYTES]
         words = torch.cat([part, part.new_zeros(-len(part) % 8)]).view(torch.int64)
         position = torch.arange(start // 8, start // 8 + len(words), device=words.device)
-        sums += torch.stack([words.sum(), (words * (2 * position + 1)).sum()])
+        sums += torch.stack([words.sum(), (words * position).sum()])
     return sums
 
 

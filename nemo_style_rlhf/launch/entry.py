@@ -47,9 +47,10 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
                         "--multirun gave several configurations but a process holds one run: start one process each"
                     )
                 for config in composed:  # none after --help and --cfg
+                    checked = build(schema, config)
                     if OmegaConf.select(config, "run.device") == "cpu":
                         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch, DeepSpeed and vLLM each look for themselves
-                    main(build(schema, config))
+                    main(checked)
             except UserError as error:
                 _refuse(str(error))
             except HydraException as error:

@@ -5,7 +5,7 @@ import logging
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +39,7 @@ from nemo_style_rlhf.tracking.progress import StepProgress
 log = logging.getLogger(__name__)
 VALIDATION_SEED_OFFSET = 2**32
 """Validation samples have seeds of their own, the same ones every time."""
+RECOVERY_PAUSE_S = 1.0
 
 
 @dataclass
@@ -93,7 +94,8 @@ class PPOTrainer:
             parts.store, parts.critic, run_id=run_id, keep_last=config.checkpoint.keep_last,
             identity=run_identity(config), versions=parts.versions,
         )  # fmt: skip
-        self.progress = Progress(collector=asdict(parts.collector.state))
+        self._untouched = parts.collector.state
+        self.progress = Progress()
 
     def fit(self) -> bool:
         """Run to the last step from wherever the last committed checkpoint stands, and export the policy.
@@ -123,6 +125,7 @@ class PPOTrainer:
                 except (ServerRestarted, ServerUnreachable) as event:
                     log.warning("%s; both halves go back to their last common checkpoint", event)
                     in_step_with_server = stopping = False
+                    sleep(RECOVERY_PAUSE_S)  # a server that is stopping still answers for its status
                     continue
                 bar.show(
                     self.progress.step,
@@ -264,7 +267,8 @@ class PPOTrainer:
             return
         self._saver.load(parts.engine, manifest.step)
         self.progress = Progress(**manifest.state)
-        parts.collector.state = CollectorState(**self.progress.collector)
+        collector = self.progress.collector
+        parts.collector.state = CollectorState(**collector) if collector else self._untouched
         self._send_weights(self.progress.step, Timers())
         if parts.metrics is not None:
             parts.metrics.rewind(self.progress.step)

@@ -30,7 +30,7 @@ class RemoteCriticConfig:
     token: TokenConfig = field(default_factory=TokenConfig)
     """The secret the server was started with; needed only where it has one."""
     wait_for_server_s: float = 600.0
-    """How long a server that is still loading is waited for."""
+    """How long a server that is still loading, or gone, is waited for."""
     infer_timeout_s: float = 300.0
     """Longest wait for one inference answer."""
     train_timeout_base_s: float = 300.0
@@ -38,7 +38,8 @@ class RemoteCriticConfig:
     train_timeout_per_1k_tokens_s: float = 2.0
     """... this for every 1,000 tokens of the step."""
     retries: int = 8
-    """Attempts after a broken connection or a timeout, 0.5 s apart at first, up to 10 s; retries never train twice."""
+    """Attempts after a broken connection, a timeout or the refusal of a server that is stopping, 0.5 s apart at first, up to
+    10 s; retries never train twice."""
     max_request_bytes: int = 64 * 2**20
     """Tensor bytes of one request; bigger batches are split. The server's own limit counts where it is smaller."""
 

@@ -261,8 +261,10 @@ def test_an_actor_outlives_its_servers_and_nothing_changes(finished, inputs, tmp
     with proxy(lambda: port, watch) as proxy_port:
         server, port = start_server(tmp_path / "critic", *server_overrides(inputs))
         actor = start_actor(tmp_path / "actor", proxy_port, *actor_overrides(inputs))
+        deadline = time.monotonic() + 240
         try:
             while (code := actor.poll()) is None:
+                assert time.monotonic() < deadline, actor.output()
                 if server.poll() is not None:
                     server, port = start_server(tmp_path / "critic", *server_overrides(inputs))
                 time.sleep(0.1)

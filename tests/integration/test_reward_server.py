@@ -128,10 +128,7 @@ def test_the_status_says_that_there_is_no_critic(server: RewardServer, shared_se
 def test_the_critic_s_endpoints_do_not_exist(server: RewardServer) -> None:
     with RemoteCritic(server.config()) as client, pytest.raises(ServerUnreachable) as refusal:
         client.infer(sequences(1)).result()
-    sentence = (
-        f"critic_infer is not served at 127.0.0.1:{server.port}: wait until the server has loaded, start it again, "
-    )
-    sentence += "or correct "
+    sentence = f"critic_infer is not served at 127.0.0.1:{server.port}: wait until the server has loaded, or correct "
     assert str(refusal.value) == sentence + "reward.server.host and reward.server.port"
     for endpoint in ("critic_infer", "critic_train", "critic_acquire", "critic_save", "critic_shutdown"):
         url = f"http://127.0.0.1:{server.port}/v2/models/{endpoint}/infer"

@@ -11,7 +11,7 @@ def by_hand(tensor: torch.Tensor) -> list[int]:
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     data += bytes(-len(data) % 8)
     words = [int.from_bytes(data[start : start + 8], "little") for start in range(0, len(data), 8)]
-    sums = sum(words), sum(word * (2 * position + 1) for position, word in enumerate(words))
+    sums = sum(words), sum(word * position for position, word in enumerate(words))
     return [(each + 2**63) % 2**64 - 2**63 for each in sums]
 
 
