@@ -92,26 +92,58 @@ class CheckpointStore:
                 f"make room and start again, {resume}"
             ) from error
 
-    def prune(self) -> None:
-        """Delete what is older than the newest ``keep_last`` committed checkpoints."""
-        committed = self.committed_steps()
+    def prune(self, newest: int) -> None:
+        """Delete what is older than the last ``keep_last`` committed checkpoints up to that of step ``newest``.
+
+        Later ones, of steps that a run has gone back behind, neither count nor go.
+        """
+        committed = [step for step in self.committed_steps() if step <= newest]
         if len(committed) > self._keep_last:
             for step in self._steps():
                 if step < committed[-self._keep_last]:
                     (self._folder(step) / MANIFEST).unlink(missing_ok=True)  # first: half a folder is no checkpoint
                     shutil.rmtree(self._folder(step))
 
-    def latest(self, below: int | None = None) -> Manifest | None:
-        """The newest committed checkpoint (before step ``below``) whose files are all there and undamaged."""
+    def latest(self) -> Manifest | None:
+        """The newest checkpoint that is whole and undamaged; None where none was ever committed.
+
+        Raises:
+            UserError: all are damaged: a run that started over here would take their place.
+        """
+        newest = next(self.undamaged(), None)
+        if newest is None and (steps := self.committed_steps()):
+            raise UserError(
+                f"every checkpoint in {self._root} is damaged (steps {', '.join(map(str, steps))}): bring one back from a copy, "
+                "or give another run.output_dir to start over"
+            )
+        return newest
+
+    def undamaged(self) -> Iterator[Manifest]:
+        """Newest first, the committed checkpoints whose files are all there and as they were written."""
         for step in reversed(self.committed_steps()):
-            if below is not None and step >= below:
-                continue
-            manifest = Manifest(**json.loads((self._folder(step) / MANIFEST).read_bytes()))
-            if damaged := damaged_files(self.actor_half(step), manifest.actor):
+            manifest = self._read(step)
+            damaged = [MANIFEST] if manifest is None else damaged_files(self.actor_half(step), manifest.actor)
+            if damaged:
                 log.warning("checkpoint step_%06d is damaged (%s): falling back to the one before it", step, damaged[0])
-                continue
-            return manifest
-        return None
+            elif manifest is not None:
+                yield manifest
+
+    def _read(self, step: int) -> Manifest | None:
+        """None where the manifest cannot be read.
+
+        Raises:
+            UserError: it is of another format.
+        """
+        path = self._folder(step) / MANIFEST
+        try:
+            manifest = Manifest(**json.loads(path.read_bytes()))
+        except (ValueError, TypeError):
+            return None
+        if manifest.format != FORMAT:
+            raise UserError(
+                f"{path} has format {manifest.format}, this version reads {FORMAT}: resume with the version that wrote it"
+            )
+        return manifest
 
     def actor_half(self, step: int) -> Path:
         return self._folder(step) / ACTOR_HALF

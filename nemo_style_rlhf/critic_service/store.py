@@ -6,6 +6,7 @@ in the same ``<checkpoint_id>`` folder: only ``critic`` is ever touched.
 """
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,7 @@ from nemo_style_rlhf.checkpoint.files import damaged_files, file_digests, fsync_
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 
 RECORD = "critic.json"
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -39,9 +41,7 @@ class HalfStore:
         self._exports = output_dir.resolve() / "exports"
         self._committed_file = self._checkpoints / "critic_committed.json"
         self._checkpoints.mkdir(parents=True, exist_ok=True)
-        self.committed: list[str] = (
-            json.loads(self._committed_file.read_bytes()) if self._committed_file.exists() else []
-        )
+        self.committed = self._read_committed()
         for left_over in self._checkpoints.glob("*/critic.tmp"):
             shutil.rmtree(left_over)
         for replaced in self._checkpoints.glob("*/critic.old"):  # a crash between the two renames of _publish
@@ -49,6 +49,15 @@ class HalfStore:
                 shutil.rmtree(replaced)
             else:
                 replaced.rename(replaced.with_name("critic"))
+
+    def _read_committed(self) -> list[str]:
+        if not self._committed_file.exists():
+            return []
+        try:
+            return [str(known) for known in json.loads(self._committed_file.read_bytes())]
+        except (ValueError, TypeError):  # who restores a checkpoint commits it anew
+            log.warning("%s is damaged and is written anew with the next commit", self._committed_file)
+            return []
 
     @property
     def last_committed(self) -> str | None:
@@ -82,7 +91,10 @@ class HalfStore:
             ProtocolError: NOT_FOUND or CONFLICT.
         """
         directory = self._require(checkpoint_id)
-        half = _read(directory)
+        try:
+            half = _read(directory)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ProtocolError(Code.CONFLICT, f"checkpoint {checkpoint_id} is damaged: {RECORD}") from error
         for name, value in self._critic.items():
             if (was := half.critic.get(name, value)) != value:
                 raise ProtocolError(

@@ -129,9 +129,7 @@ def _run_id(config: PPOActorConfig, store: CheckpointStore) -> str:
     manifest = store.latest()
     if manifest is None:
         if config.run.resume == "must":
-            raise UserError(
-                f"run.resume=must but {config.run.output_dir} holds no undamaged checkpoint: use run.resume=auto"
-            )
+            raise UserError(f"run.resume=must but {config.run.output_dir} holds no checkpoint: use run.resume=auto")
         return uuid.uuid4().hex[:12]
     saved = json.loads((store.actor_half(manifest.step) / IDENTITY_FILE).read_bytes())
     given = run_identity(config)

@@ -98,7 +98,7 @@ class Saver:
                 self._store.commit(step, self._run_id, critic=described, state=state, versions=self._versions)
             if self._critic is not None:
                 self._critic.commit(checkpoint_id(self._run_id, step), self._keep_last)
-            self._store.prune()
+            self._store.prune(step)
 
         described = self._ranks.on_first(begin)
         with whole_or_absent():  # once all have ended: what it deletes, nobody may still be writing

@@ -278,21 +278,18 @@ class PPOTrainer:
 
     def _restore_critic(self) -> Manifest | None:
         """The checkpoint its critic's half is restored from; None for a run that starts."""
-        parts = self._parts
-        if parts.critic is not None:
-            parts.critic.wait_until_ready(log.info)
-            parts.critic.acquire(self._run_id)
-        manifest = parts.store.latest()
-        if parts.critic is None:
-            return manifest
-        if manifest is not None:
-            return restore_newest(parts.critic, parts.store, manifest)
-        if (critic_step := parts.critic.status().critic_step) != 0:
+        critic, store = self._parts.critic, self._parts.store
+        if critic is None:
+            return store.latest()
+        critic.wait_until_ready(log.info)
+        critic.acquire(self._run_id)
+        manifest = restore_newest(critic, store)
+        if manifest is None and (critic_step := critic.status().critic_step) != 0:
             raise UserError(
                 f"the critic server has already trained {critic_step} steps but {self._output_dir} holds no checkpoint to resume "
                 "from: restart the server, or give the run.output_dir of the run it belongs to"
             )
-        return None
+        return manifest
 
     def _meet_critic(self) -> None:
         """On the ranks that only ask it: it may be another process than before."""
@@ -329,22 +326,25 @@ class PPOTrainer:
         log.info("exported the policy to %s", directory)
 
 
-def restore_newest(critic: RemoteCritic, store: CheckpointStore, newest: Manifest) -> Manifest:
-    """Have the server restore its half of the newest checkpoint whose half it has, undamaged."""
-    manifest, refusal = newest, None
-    while True:
+def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | None:
+    """Have the server restore its half of the newest undamaged checkpoint whose half it has, undamaged, too.
+
+    Raises:
+        UserError: there are checkpoints, but none of which both halves can be restored.
+    """
+    refusal: ProtocolError | None = None
+    for manifest in store.undamaged():
         try:
             critic.restore(checkpoint_id(manifest.run_id, manifest.step), manifest.critic["files"])
             return manifest
         except ProtocolError as error:
             if error.code not in (Code.CONFLICT, Code.NOT_FOUND):
                 raise
+            log.warning("%s: falling back to the checkpoint before it", error.message)
             refusal = refusal or error
-            older = store.latest(below=manifest.step)
-            if older is None:
-                raise UserError(f"no checkpoint can be restored: {refusal.message}") from error
-            log.warning("%s: falling back to step %d", error.message, older.step)
-            manifest = older
+    if refusal is not None:
+        raise UserError(f"no checkpoint can be restored: {refusal.message}") from refusal
+    return store.latest()
 
 
 def run_identity(config: PPOActorConfig) -> dict[str, Any]:

@@ -62,13 +62,46 @@ def test_a_damaged_one_falls_back_to_the_one_before_and_says_so(tmp_path, caplog
     assert "step_000002 is damaged (w.bin)" in caplog.text
 
 
+@pytest.mark.parametrize("content", [b"", b'{"format": 1', b"[]", b'{"format": 1}', b"\xff\x00"])
+def test_so_does_one_whose_manifest_is_damaged(tmp_path, caplog, content):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 1)
+    (save(store, 2) / "manifest.json").write_bytes(content)
+    assert store.latest().step == 1
+    assert "step_000002 is damaged (manifest.json)" in caplog.text
+
+
+def test_where_all_are_damaged_nothing_starts_over(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (1, 2):
+        (save(store, step) / "actor" / "w.bin").unlink()
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged \(steps 1, 2\): bring one back"):
+        store.latest()
+
+
+def test_a_checkpoint_of_another_format_is_not_taken_for_a_damaged_one(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    path = save(store, 1) / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    with pytest.raises(UserError, match="has format 2, this version reads 1"):
+        store.latest()
+
+
+def test_what_a_run_has_gone_back_behind_does_not_count_as_kept(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (1, 2, 5):
+        save(store, step)
+    store.prune(newest=2)
+    assert store.committed_steps() == [1, 2, 5]
+
+
 def test_prune_keeps_the_last_committed_ones_and_clears_attempts_before_them(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (1, 2, 3):
         save(store, step)
     (tmp_path / "step_000000").mkdir()
     (tmp_path / "notes").mkdir()
-    store.prune()
+    store.prune(newest=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000002", "step_000003"]
 
 

@@ -178,6 +178,17 @@ def test_pruning_leaves_other_runs_alone(tmp_path: Path) -> None:
     assert store.verified("old-step_000001", None)
 
 
+def test_a_damaged_list_of_commits_keeps_no_server_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    HalfStore(tmp_path).save("run-step_000001", 1, lambda directory: None)
+    (tmp_path / "checkpoints" / "critic_committed.json").write_text('["run-st')
+    store = HalfStore(tmp_path)
+    assert store.committed == [] and "critic_committed.json is damaged" in caplog.text
+    store.commit("run-step_000001", keep=None)
+    assert HalfStore(tmp_path).committed == ["run-step_000001"]
+
+
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TokenConfig(token_env="SOME_TOKEN")
     assert read_token(config) is None
