@@ -78,7 +78,7 @@ on_time_limit() {
     local end
     end=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e | head -n 1)
     say "SIGUSR1, the time limit is $end: the actor is told to commit a checkpoint"
-    deadline=$(($(date -d "$end" +%s 2>/dev/null || echo 9999999999) - REQUEUE_MARGIN_S))
+    deadline=$(($(date -d "${end:-unknown}" +%s 2>/dev/null || echo 9999999999) - REQUEUE_MARGIN_S))
 }
 trap on_time_limit USR1
 
@@ -98,19 +98,19 @@ end_components() {
 # Slurm signals every process of a task, and srun makes SIGTERM a SIGKILL. So the job sends SIGUSR2, which only this shell
 # heeds: it sends SIGNAL to the program alone, not to Triton or a worker of its.
 as_task() {
+    trap '' USR2 # while it loads modules, or starts
     eval "$2"
     if ((SLURM_NTASKS > 1)); then
         export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$3
         export MASTER_ADDR=$4 MASTER_PORT=$5
     fi
     (trap '' USR1 USR2 && exec "${@:6}") & # SIGUSR1 would end an actor that is still being imported
-    local program=$! code
+    local program=$!
     trap "kill -$1 $program" USR2
     trap : TERM # the program has it, too
+    while kill -0 $program 2>/dev/null; do wait $program; done # a trap ends a wait
     wait $program
-    code=$?
-    while kill -0 $program 2>/dev/null; do wait $program; code=$?; done # a trap ends a wait
-    exit $code
+    exit $?
 }
 task=(bash -c "$(declare -f as_task); as_task \"\$@\"" task)
 
@@ -174,6 +174,8 @@ else
     first=actor
     wait "$actor"
     code=$?
+    # Of several ranks the first to end has srun kill the others, and a signal is what srun then reports.
+    [[ -z $deadline ]] || ((code < 128)) || code=$PREEMPTED
 fi
 [[ -n $first ]] && say "the $first ended with exit code $code"
 end_components
