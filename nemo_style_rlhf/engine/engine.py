@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
 from nemo_style_rlhf.engine.schedule import lr_factor
-from nemo_style_rlhf.engine.shares import use_heads_in_shares, whole
+from nemo_style_rlhf.engine.shares import settle, use_heads_in_shares, whole
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import BUCKET_ELEMENTS, EngineConfig
@@ -145,6 +145,8 @@ class Engine:
 
         One whole parameter at a time, where ZeRO-3 holds them in shares; every rank calls it.
         """
+        if self._deepspeed.zero_optimization_partition_weights():
+            settle(self._deepspeed)
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             yield name, whole(tensor)
 

@@ -15,6 +15,11 @@ def use_heads_in_shares(module: nn.Module) -> None:
         deepspeed.zero.register_external_parameter(policy, policy.hf.get_output_embeddings().weight)
 
 
+def settle(engine: Any) -> None:
+    """Back to shares alone: after a forward without a backward some parameters are still being gathered ahead for it."""
+    engine.optimizer.parameter_offload.partition_all_parameters()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A parameter that may be in shares, or a buffer, detached; every rank calls it."""
     if not hasattr(tensor, "ds_id"):
@@ -29,6 +34,7 @@ def make_whole(engine: Any, *, keep: bool) -> None:
     Args:
         keep: on this rank; on others they stay empty.
     """
+    settle(engine)
     engine.optimizer.parameter_offload._remove_module_hooks()
     for parameter in engine.module.parameters():
         if hasattr(parameter, "ds_id"):

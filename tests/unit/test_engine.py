@@ -6,6 +6,7 @@ from torch import nn
 
 from nemo_style_rlhf.engine.engine import Engine, NonFiniteError
 from nemo_style_rlhf.engine.schedule import lr_factor
+from nemo_style_rlhf.engine.shares import make_whole
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.bootstrap import init_distributed
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, SchedulerConfig
@@ -104,6 +105,33 @@ def test_load_brings_back_every_bit_also_on_a_used_engine(tmp_path, zero_stage, 
     assert digest_of(engine) == saved
     assert take_steps(engine, 2) == first
     assert digest_of(engine) == ahead
+
+
+def test_weights_are_whole_while_shares_are_gathered_ahead():
+    """After a forward without a backward DeepSpeed's prefetch for that is still under way."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    ahead = {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 1,
+        "stage3_prefetch_bucket_size": 300,
+    }
+    config = EngineConfig(zero_stage=3, deepspeed={"zero_optimization": ahead})
+    engine = Engine(module, config, device=CPU, total_steps=10)
+    x = torch.randn(4, 16)
+    for _ in range(3):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    with torch.no_grad():
+        expected = engine(x)
+    assert any(parameter.ds_status.name == "INFLIGHT" for parameter in module.parameters())
+    plain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    plain.load_state_dict(dict(engine.named_weights()))
+    torch.testing.assert_close(plain(x), expected)
+    with torch.no_grad():
+        engine(x)
+    make_whole(engine._deepspeed, keep=True)
+    torch.testing.assert_close(module(x), expected)
 
 
 def test_a_nan_loss_stops_before_it_touches_the_weights():
