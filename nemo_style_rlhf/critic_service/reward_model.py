@@ -7,6 +7,7 @@ from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.crew import Crew, on_all_ranks
 from nemo_style_rlhf.critic_service.protocol import Array, InferRequest
 from nemo_style_rlhf.data.reward_text import RewardText
+from nemo_style_rlhf.models.host_copy import HostCopy
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores
 
 
@@ -27,12 +28,8 @@ class RewardModel:
         self.text = text
         self._model = model.requires_grad_(False).eval()
         self._batches = batches
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        pin = batches.device.type == "cuda"
-        self._in_host_memory = [(t, t.data.pin_memory() if pin else t.data) for t in tensors] if offload else []
-        if offload:
-            self.rest()
-        else:
+        self._host_copy = HostCopy(self._model, batches.device) if offload else None
+        if self._host_copy is None:
             self._model.to(batches.device)
 
     @on_all_ranks
@@ -41,8 +38,8 @@ class RewardModel:
         """Rewards float32 [B]; on the first rank."""
         lengths = request.lengths.tolist()
         scored: list[tuple[list[int], Array]] = []
-        for tensor, _ in self._in_host_memory:
-            tensor.data = tensor.data.to(self._batches.device)
+        if self._host_copy is not None:
+            self._host_copy.load()
         for rows, counts in self.crew.share(self._batches.split(lengths)):
             if not counts:
                 continue
@@ -58,6 +55,6 @@ class RewardModel:
         return rewards
 
     def rest(self) -> None:
-        """Free the device's memory, where the weights are offloaded: they never change, so nothing is copied back."""
-        for tensor, in_host_memory in self._in_host_memory:
-            tensor.data = in_host_memory
+        """Free the device's memory, where the weights are offloaded."""
+        if self._host_copy is not None:
+            self._host_copy.rest()

@@ -4,6 +4,7 @@ No padding is computed. On CUDA in half precision attention is torch's variable-
 attention per sequence, which is exact and wastes nothing either.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,8 @@ def packed_attention(
         raise ValueError(
             f"packed attention is for training, not for decoding: {query.shape[2]} queries, {key.shape[2]} keys"
         )
+    if query.is_cuda:
+        query, key, value = _autocast(query, key, value)
     p = dropout if module.training else 0.0
     if cu_seq_lens_q is None:
         return _causal(query, key, value, scaling, p, sliding_window).transpose(1, 2), None
@@ -123,6 +126,13 @@ def require_packing(hf: PreTrainedModel) -> None:
             f"{type(hf).__name__} has an attention of its own, in which packed sequences would see each other: "
             "set model.packing=false"
         )
+
+
+def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
+    """As torch's attention has its inputs cast, where autocast is on: RoPE gives fp32 queries and keys beside bf16 values."""
+    for x in tensors:
+        casts = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+        yield x.to(torch.get_autocast_dtype(x.device.type)) if casts else x
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, p: float, window: int | None) -> Tensor:

@@ -99,10 +99,10 @@ class Blueprint:
     @property
     def _attention(self) -> str:
         """As models/loading.py chooses; every kernel of a GPU is planned as torch's, whose memory grows with time alone."""
-        if self._config.packing:
-            return PACKED_ATTENTION
         if self._cuda:
             return "eager" if self._config.attn_implementation == "eager" else "sdpa"
+        if self._config.packing:
+            return PACKED_ATTENTION
         return "eager" if self._config.attn_implementation == "auto" else self._config.attn_implementation
 
     # --- weights ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ LIBRARIES = {
     "cpu": {"actor": 640 * MIB, "critic": 440 * MIB},
     "cuda": {"actor": 500 * MIB, "critic": 500 * MIB},
 }
-"""Measured: what the imports of each process hold (``benchmarks/memory.py``); on a GPU the CUDA context and its libraries."""
+"""Bytes before there is a model. cpu: the imports of each process, measured (``benchmarks/memory.py``); cuda: estimated, the
+context and its libraries; NCCL's buffers of several ranks come on top."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.models.host_copy import HostCopy
 from nemo_style_rlhf.models.lora import adapters_off
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.rollout.logprobs import PolicyForward, batch_logprobs
@@ -49,18 +50,18 @@ class FrozenCopy:
         self._model = model.eval().requires_grad_(False)
         self._config = config
         self._device, self._ranks = device, ranks
-        self._cpu_offload = cpu_offload and device.type != "cpu"
-        if not self._cpu_offload:
+        self._host_copy = HostCopy(self._model, device) if cpu_offload else None
+        if self._host_copy is None:
             self._model.to(device)
 
     def logprobs(
         self, tokens: Tensor, lengths: Sequence[int], mask: Tensor, temperatures: Tensor | None = None
     ) -> Tensor:
-        if self._cpu_offload:
-            self._model.to(self._device)
+        if self._host_copy is not None:
+            self._host_copy.load()
         result = batch_logprobs(
             self._model, tokens, lengths, mask, self._config, self._device, self._ranks, temperatures
         )
-        if self._cpu_offload:
-            self._model.to("cpu")
+        if self._host_copy is not None:
+            self._host_copy.rest()
         return result

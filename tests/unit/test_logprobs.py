@@ -28,9 +28,9 @@ def test_equal_to_the_naive_result_forward_and_gradient(temperature, chunk_token
     ours = token_logprobs(
         hidden, weight, token_ids, temperature=temperature, with_entropy=True, chunk_tokens=chunk_tokens
     )
-    naive = logits_logprobs(hidden @ weight.T, token_ids, temperature=temperature)
+    naive = logits_logprobs(hidden.double() @ weight.double().T, token_ids, temperature=temperature)
     for left, right in zip(ours, naive):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(left, right.float(), rtol=1e-5, atol=1e-5)
     gradients = [
         torch.autograd.grad((result[0] * upstream[0] + result[1] * upstream[1]).sum(), (hidden, weight))
         for result in (ours, naive)

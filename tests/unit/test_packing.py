@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models import packing
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION, pack, require_packing
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores
@@ -109,3 +110,17 @@ def test_decoding_with_a_packed_model_is_refused():
     cache = model(input_ids=IDS[:1], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="for training, not for decoding: 1 queries, 12 keys"):
         model(input_ids=IDS[:1, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("autocast", "given", "used"),
+    [
+        (True, [torch.float32, torch.float32, torch.bfloat16], torch.bfloat16),
+        (True, [torch.float64] * 3, torch.float64),  # which autocast leaves alone
+        (False, [torch.float32] * 3, torch.float32),
+    ],
+)
+def test_queries_keys_and_values_get_the_dtype_of_autocast(autocast, given, used):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = list(packing._autocast(*(torch.zeros(1, dtype=dtype) for dtype in given)))
+    assert [x.dtype for x in found] == [used] * 3
