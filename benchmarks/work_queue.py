@@ -24,6 +24,7 @@ from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
+from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.rollout.sampling import generate_and_score
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
@@ -79,7 +80,8 @@ def main() -> None:
     folder = arguments.work_dir / "models" / "19m"
     ranks.on_first(lambda: models.make("19m", folder))
     generator = VLLMGenerator(
-        str(folder / "policy"), GenerationConfig(max_length=LONGEST, ignore_eos=True, kv_cache_gib=0.5), dtype="bfloat16",
+        str(folder / "policy"), GenerationConfig(max_length=LONGEST, ignore_eos=True, kv_cache_gib=0.5),
+        dtype=str(matmul_dtype(torch.empty(0, dtype=torch.bfloat16, device=device))).removeprefix("torch."),
         seed=0, max_model_len=models.PROMPT_TOKENS + LONGEST, eos_token_ids=[], weight_shapes={},
     )  # fmt: skip
     rows, traces = [], []

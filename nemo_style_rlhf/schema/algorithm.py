@@ -138,7 +138,7 @@ class AlgorithmConfig:
     entropy_bonus: float = 0.0
     old_logprobs: str = "trainer"
     """What the ratio's denominator and the KL penalty use. trainer: the training engine's own log-probabilities, so that the
-    first ratio is exactly 1 and KL at the start exactly 0 (NeMo-Aligner, OpenRLHF, verl). sampler: those the generator sampled
+    first ratio is 1 and KL at the start 0 but for rounding (NeMo-Aligner, OpenRLHF, verl). sampler: those the generator sampled
     with (TRL's PPOTrainer): a forward pass less per step, off by the gap between both engines."""
 
     truncated_samples: str = "keep"

@@ -78,6 +78,6 @@ class PromptDataConfig(PromptRowsConfig):
     train_path: str = MISSING
     """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
     val_path: str | None = None
-    """Held-out prompts, same forms; null turns validation rollouts off."""
+    """Held-out prompts, same forms; null turns validation rollouts off, which need algorithm.val_check_interval, too."""
     shuffle: bool = True
     """A new seeded permutation of the training prompts every epoch; validation prompts keep their order."""
