@@ -4,15 +4,22 @@ import hashlib
 import os
 from pathlib import Path
 
+from safetensors import SafetensorError
 
-def storage_failure(error: OSError | RuntimeError) -> str | None:
+STORAGE_ERRORS = (OSError, RuntimeError, SafetensorError)
+"""Among them are those of a disk that refuses: :func:`storage_failure` tells."""
+
+
+def storage_failure(error: BaseException) -> str | None:
     """Why the disk refused, in the system's words; None where the error is another fault.
 
-    torch's file writer tells of a full disk in one of several RuntimeErrors.
+    torch's file writer tells of a full disk in one of several RuntimeErrors, safetensors in an error of its own.
     """
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    from_writer = any(mark in str(error) for mark in ("PytorchStreamWriter", "inline_container", "iostream"))
+    from_writer = any(
+        mark in str(error) for mark in ("PytorchStreamWriter", "inline_container", "iostream", "os error")
+    )
     return "the file could not be written whole" if from_writer else None
 
 

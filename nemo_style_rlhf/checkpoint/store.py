@@ -1,5 +1,6 @@
 """Checkpoints of a run: folders that count only once a manifest, written last, names every file of both halves."""
 
+import hashlib
 import json
 import logging
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.checkpoint.files import (
+    STORAGE_ERRORS,
     damaged_files,
     file_digests,
     fsync_tree,
@@ -41,6 +43,12 @@ class Manifest:
     """Counters of the training loop: data position, critic step, KL coefficient, ..."""
     versions: dict[str, str]
     """Of the packages whose change may change results."""
+    digest: str = ""
+    """SHA-256 of all of the above; those of earlier versions have none."""
+
+    def own_digest(self) -> str:
+        content = {name: value for name, value in asdict(self).items() if name != "digest"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint_id(run_id: str, step: int) -> str:
@@ -70,6 +78,7 @@ class CheckpointStore:
         folder, half = self._folder(step), self.actor_half(step)
         fsync_tree(folder)
         manifest = Manifest(FORMAT, step, run_id, file_digests(half), critic, state, versions)
+        manifest.digest = manifest.own_digest()
         write_atomically(folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
 
     @contextmanager
@@ -81,7 +90,7 @@ class CheckpointStore:
         """
         try:
             yield
-        except (OSError, RuntimeError) as error:
+        except STORAGE_ERRORS as error:
             if (reason := storage_failure(error)) is None:
                 raise
             shutil.rmtree(self._folder(step), ignore_errors=True)
@@ -101,8 +110,15 @@ class CheckpointStore:
         if len(committed) > self._keep_last:
             for step in self._steps():
                 if step < committed[-self._keep_last]:
-                    (self._folder(step) / MANIFEST).unlink(missing_ok=True)  # first: half a folder is no checkpoint
-                    shutil.rmtree(self._folder(step))
+                    self._delete(step)
+
+    def _delete(self, step: int) -> None:
+        folder = self._folder(step)
+        try:
+            (folder / MANIFEST).unlink(missing_ok=True)  # first: half a folder is no checkpoint
+            shutil.rmtree(folder)
+        except OSError as error:  # another process may be reading it; the next commit tries again
+            log.warning("the old checkpoint %s cannot be deleted now: %s", folder, error)
 
     def latest(self) -> Manifest | None:
         """The newest checkpoint that is whole and undamaged; None where none was ever committed.
@@ -143,7 +159,7 @@ class CheckpointStore:
             raise UserError(
                 f"{path} has format {manifest.format}, this version reads {FORMAT}: resume with the version that wrote it"
             )
-        return manifest
+        return manifest if manifest.digest in ("", manifest.own_digest()) else None
 
     def actor_half(self, step: int) -> Path:
         return self._folder(step) / ACTOR_HALF

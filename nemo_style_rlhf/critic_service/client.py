@@ -81,8 +81,9 @@ class RemoteCritic:
         self._agreement: dict[str, Any] | None = None
         self._lease: str | None = None
         self._max_request_bytes = config.max_request_bytes
-        self._infer_pool = ThreadPoolExecutor(INFER_THREADS, thread_name_prefix="critic-infer")
+        self._infer_pool = _infer_pool()
         self._train_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-train")
+        self._save_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-save")
 
     def __enter__(self) -> "RemoteCritic":
         return self
@@ -257,16 +258,23 @@ class RemoteCritic:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save(self, checkpoint_id: str, *, export: bool = False) -> "Future[dict[str, Any]]":
+    def save(
+        self, checkpoint_id: str, *, critic_step: int | None = None, export: bool = False
+    ) -> "Future[dict[str, Any]]":
         """Make the critic's half durable: ``files`` (digests by name), ``critic_step``, maybe ``export``.
 
-        It is that of the train steps asked for before this call.
+        It is that of the train steps asked for before this call, ``critic_step`` of them where that is given; those asked for
+        later wait for its copy in memory, not for the disk.
         """
         request = {"lease": self._require_lease(), "checkpoint_id": checkpoint_id, "export": export}
-        return self._train_pool.submit(self._ask, protocol.SAVE, request)
+        copy = request | {"critic_step": critic_step, "copy_only": True}
+        return self._save_pool.submit(self._written, request, self._train_pool.submit(self._ask, protocol.SAVE, copy))
+
+    def _written(self, request: dict[str, Any], copied: "Future[dict[str, Any]]") -> dict[str, Any]:
+        return self._ask(protocol.SAVE, request | {"critic_step": copied.result()["critic_step"]})
 
     def commit(self, checkpoint_id: str, keep: int) -> list[str]:
-        """Tell the server that the pair is whole; it keeps the last ``keep`` and returns what it removed."""
+        """Tell the server that the pair is whole; it keeps the last ``keep`` of the run and returns what it removed."""
         request = {"lease": self._require_lease(), "checkpoint_id": checkpoint_id, "keep": keep}
         return list(self._ask(protocol.COMMIT, request)["pruned"])
 
@@ -284,11 +292,16 @@ class RemoteCritic:
         """End the server process, with exit code 0."""
         self._ask(protocol.SHUTDOWN, {"lease": self._require_lease()})
 
+    def forget_queued(self) -> None:
+        """Cancel the inference that has not begun: nobody waits for it any more."""
+        pool, self._infer_pool = self._infer_pool, _infer_pool()
+        pool.shutdown(wait=False, cancel_futures=True)
+
     def close(self) -> None:
         """Wait for running calls and close the connections; the server keeps running."""
         self._connection.stop_retrying()
-        self._infer_pool.shutdown(cancel_futures=True)
-        self._train_pool.shutdown(cancel_futures=True)
+        for pool in (self._infer_pool, self._train_pool, self._save_pool):
+            pool.shutdown(cancel_futures=True)
         self._connection.close()
 
     def _status(self, *, retry: bool = True) -> Status:
@@ -326,6 +339,10 @@ class RemoteCritic:
 
     def _train_timeout_s(self, tokens: int) -> float:
         return self._config.train_timeout_base_s + self._config.train_timeout_per_1k_tokens_s * tokens / 1000
+
+
+def _infer_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(INFER_THREADS, thread_name_prefix="critic-infer")
 
 
 def _split(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:

@@ -20,6 +20,8 @@ LOGGER = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_WAIT_S = 10.0
+PROXYS_OWN = (502, 503, 504)
+"""HTTP statuses of a proxy whose server is away or starts again."""
 
 
 class ServerRestarted(Exception):
@@ -125,6 +127,11 @@ class Connection:
         try:
             text = response.json()["error"]
         except (ValueError, KeyError, TypeError) as error:
+            if response.status_code in PROXYS_OWN:
+                raise _NotReady(
+                    f"a proxy at {self.address} answers HTTP {response.status_code}: start the {self._peer.name} behind it, or "
+                    f"correct {self._address_keys}"
+                ) from error
             raise UserError(
                 f"what answers at {self.address} is not a {self._peer.name} (HTTP {response.status_code}): "
                 f"correct {self._address_keys}"

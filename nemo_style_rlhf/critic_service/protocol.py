@@ -18,7 +18,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 HEADER_PATTERN = "(?i)x-critic-.*"
 """Headers that Triton forwards to the service."""
@@ -259,15 +259,23 @@ class AcquireRequest:
 
 
 @dataclass(frozen=True)
-class CheckpointRequest:
-    """``critic_save`` and ``critic_restore``."""
-
+class SaveRequest:
     lease: str
     checkpoint_id: str
+    critic_step: int | None = None
+    """The critic's step that is to be saved; refused once the critic has gone on, unless it was copied. None: whatever it is."""
+    copy_only: bool = False
+    """Answer once the copy in memory is taken from which the files are written; the same request without it waits for them."""
     export: bool = False
-    """Save only: also write the critic as a Hugging Face directory."""
+    """Also write the critic as a Hugging Face directory."""
+
+
+@dataclass(frozen=True)
+class RestoreRequest:
+    lease: str
+    checkpoint_id: str
     digests: dict[str, str] | None = None
-    """Restore only: what the manifest says the files' SHA-256 are."""
+    """What the manifest says the files' SHA-256 are; None takes them as they are."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +283,7 @@ class CommitRequest:
     lease: str
     checkpoint_id: str
     keep: int
-    """How many committed checkpoints stay on disk, this one included."""
+    """How many committed checkpoints of the run stay on disk, this one included; 0 removes all, and the run's exports."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ class CriticService(Service):
         self._ledger = Ledger()
         self._storing = threading.Lock()  # one save, commit or restore at a time; taken before the models'
         self._working.insert(0, self._storing)
-        self._last_save: tuple[tuple[protocol.CheckpointRequest, int], dict[str, Any]] | None = None
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._last_save: tuple[protocol.SaveRequest, Future[dict[str, Any]]] | None = None
+        self._last_restore: tuple[protocol.RestoreRequest, int] | None = None
         self.dismiss = worker.crew.dismiss
         self.roles.insert(0, "critic")
         self._handlers |= {
@@ -120,19 +123,42 @@ class CriticService(Service):
 
     def _save(self, inputs: Mapping[str, Array]) -> Tensors:
         """Only the copy holds the models: others are answered while it is written."""
-        request = validation.read_json(inputs[protocol.REQUEST.name], protocol.CheckpointRequest)
-        with self._stored():
+        request = validation.read_json(inputs[protocol.REQUEST.name], protocol.SaveRequest)
+        step, answer = self._copied(request)
+        if request.copy_only:
+            return _json({"critic_step": step})
+        try:
+            return _json(answer.result())
+        except ProtocolError:
+            self._last_save = None  # asked again, it is tried again
+            raise
+
+    def _copied(self, request: protocol.SaveRequest) -> "tuple[int, Future[dict[str, Any]]]":
+        """The step that is copied, and the answer to come once it is written; the checkpoints are held until then."""
+        with ExitStack() as until_written:
+            until_written.enter_context(self._stored())
             with self._leased(request.lease, f"save of {request.checkpoint_id}"):
-                step = self._ledger.step
-                if self._last_save is not None and self._last_save[0] == (request, step):
-                    return _json(self._last_save[1])
+                step = self._ledger.step if request.critic_step is None else request.critic_step
+                key = replace(request, critic_step=step, copy_only=False)
+                if self._last_save is not None and self._last_save[0] == key:
+                    return step, self._last_save[1]
+                if step != self._ledger.step:
+                    raise ProtocolError(
+                        Code.CONFLICT, f"step {step} is to be saved but the critic is at step {self._ledger.step}"
+                    )
                 self._worker.snapshot()
-                answer: dict[str, Any] = {"critic_step": step}
+                exported = {}
                 if request.export:
-                    answer["export"] = str(self._store.export(request.checkpoint_id, self._worker.export))
-            answer["files"] = self._store.save(request.checkpoint_id, step, self._write_half).digests
-            self._last_save = (request, step), answer
-            return _json(answer)
+                    exported["export"] = str(self._store.export(request.checkpoint_id, self._worker.export))
+            answer = self._saver.submit(self._written, request.checkpoint_id, step, exported)
+            self._last_save = key, answer
+            held = until_written.pop_all()
+            answer.add_done_callback(lambda _: held.close())
+            return step, answer
+
+    def _written(self, checkpoint_id: str, step: int, exported: dict[str, Any]) -> dict[str, Any]:
+        files = self._store.save(checkpoint_id, step, self._write_half).digests
+        return {"critic_step": step, "files": files, **exported}
 
     def _write_half(self, directory: Path) -> None:
         with self._model_lock:
@@ -148,14 +174,17 @@ class CriticService(Service):
             return _json({"pruned": self._store.commit(request.checkpoint_id, request.keep)})
 
     def _restore(self, inputs: Mapping[str, Array]) -> Tensors:
-        request = validation.read_json(inputs[protocol.REQUEST.name], protocol.CheckpointRequest)
+        """Repeated because its answer came too late, it is answered from memory."""
+        request = validation.read_json(inputs[protocol.REQUEST.name], protocol.RestoreRequest)
         with self._stored(), self._leased(request.lease, f"restore of {request.checkpoint_id}"):
-            directory, half = self._store.verified(request.checkpoint_id, request.digests)
-            self._worker.load(directory)
-            self._ledger.restored(half.critic_step)
-            self._last_save = None
-            self._store.commit(request.checkpoint_id, keep=None)  # a manifest names it, so the pair is whole
-            return _json({"critic_step": half.critic_step})
+            if self._last_restore != (request, self._ledger.step):
+                directory, half = self._store.verified(request.checkpoint_id, request.digests)
+                self._worker.load(directory)
+                self._ledger.restored(half.critic_step)
+                self._last_save = None
+                self._store.commit(request.checkpoint_id, keep=None)  # a manifest names it, so the pair is whole
+                self._last_restore = request, half.critic_step
+            return _json({"critic_step": self._ledger.step})
 
     def _shutdown(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.ShutdownRequest)
@@ -191,6 +220,7 @@ def load_critic_service(config: PPOCriticConfig, device: torch.device, output_di
         "model.dtype": config.model.dtype,
         "model.lora.rank": config.model.lora.rank,
         "trained parameters": worker.trained,
+        "reward model": worker.identity.model_digest,
     }
     store = HalfStore(output_dir, described)
     return CriticService(worker, store, max_request_bytes=config.server.max_request_bytes)

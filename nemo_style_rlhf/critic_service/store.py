@@ -13,7 +13,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_style_rlhf.checkpoint.files import damaged_files, file_digests, fsync_tree, storage_failure, write_atomically
+from nemo_style_rlhf.checkpoint.files import (
+    STORAGE_ERRORS,
+    damaged_files,
+    file_digests,
+    fsync_tree,
+    storage_failure,
+    write_atomically,
+)
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 
 RECORD = "critic.json"
@@ -115,16 +122,18 @@ class HalfStore:
     def commit(self, checkpoint_id: str, keep: int | None) -> list[str]:
         """Record that the pair is whole; with ``keep``, remove every half of the run but its last ``keep`` committed ones.
 
-        A run's ids share what stands before their last "-"; halves of other runs in the folder are left alone.
+        A run's ids share what stands before their last "-"; halves of other runs in the folder are left alone. ``keep=0`` leaves
+        nothing of the run, its exports neither.
 
         Returns:
             The ids that were pruned.
         """
-        self._require(checkpoint_id)
+        if keep != 0:
+            self._require(checkpoint_id)
         run = _run_of(checkpoint_id)
         others = [known for known in self.committed if _run_of(known) != run]
         mine = [known for known in self.committed if _run_of(known) == run and known != checkpoint_id] + [checkpoint_id]
-        committed = others + (mine[-keep:] if keep is not None else mine)
+        committed = others + (mine if keep is None else mine[-keep:] if keep else [])
         try:
             write_atomically(self._committed_file, json.dumps(committed).encode())
         except OSError as error:
@@ -137,10 +146,15 @@ class HalfStore:
             for half in sorted(self._checkpoints.glob("*/critic"))
             if _run_of(half.parent.name) == run and half.parent.name not in committed
         ]
+        if keep == 0:
+            pruned += [export.parent for export in self._exports.glob("*/critic") if _run_of(export.parent.name) == run]
         for folder in pruned:
-            shutil.rmtree(folder / "critic")
-            if not any(folder.iterdir()):
-                folder.rmdir()
+            try:
+                shutil.rmtree(folder / "critic")
+                if not any(folder.iterdir()):
+                    folder.rmdir()
+            except OSError as error:  # another process may be reading it; the next commit tries again
+                log.warning("the old checkpoint %s cannot be deleted now: %s", folder, error)
         return [folder.name for folder in pruned]
 
     def _half(self, checkpoint_id: str) -> Path:
@@ -178,7 +192,7 @@ def _publish(target: Path, write: Callable[[Path], None]) -> None:
             target.rename(replaced)
         beside.rename(target)
         fsync_tree(target.parent)
-    except (OSError, RuntimeError) as error:
+    except STORAGE_ERRORS as error:
         if storage_failure(error) is None:
             raise
         shutil.rmtree(beside, ignore_errors=True)
@@ -186,7 +200,7 @@ def _publish(target: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _storage_error(error: OSError | RuntimeError) -> ProtocolError:
+def _storage_error(error: BaseException) -> ProtocolError:
     return ProtocolError(
         Code.STORAGE,
         f"the checkpoint could not be saved ({storage_failure(error)}): make room; checkpoints saved before are whole",

@@ -250,7 +250,9 @@ _EXPECTED = {
     "run_id": "a printable string of 1 to 200 characters",
     "tokenizer_digest": "a string",
     "checkpoint_id": "letters, digits, '_', '.', '-', beginning with a letter or digit, at most 100",
-    "keep": "a number from 1 up",
+    "keep": "a number from 0 up",
+    "critic_step": "a number from 0 up, or null",
+    "copy_only": "true or false",
     "export": "true or false",
     "digests": "an object of file names and SHA-256 digests",
     "step": "an integer from 1 up",
@@ -265,7 +267,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "run_id": _is_name,
     "tokenizer_digest": _is_name,
     "checkpoint_id": lambda value: isinstance(value, str) and _CHECKPOINT_ID.fullmatch(value) is not None,
-    "keep": lambda value: _is_int(value) and value >= 1,
+    "keep": lambda value: _is_int(value) and value >= 0,
+    "critic_step": lambda value: value is None or (_is_int(value) and value >= 0),
+    "copy_only": lambda value: isinstance(value, bool),
     "export": lambda value: isinstance(value, bool),
     "digests": lambda value: (
         value is None or (isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values()))

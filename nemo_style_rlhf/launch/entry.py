@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -55,15 +55,15 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
                 _refuse(str(error))
             except HydraException as error:
                 cause: Any = error.__cause__
-                _refuse(
-                    one_sentence(cause) if isinstance(cause, OmegaConfBaseException) else str(error).splitlines()[0]
-                )
+                if isinstance(cause, OmegaConfBaseException):
+                    _refuse(one_sentence(cause))
+                _refuse(" ".join(str(error).partition("Config search path:")[0].split()))
 
         return command_line
 
     return decorate
 
 
-def _refuse(sentence: str) -> None:
+def _refuse(sentence: str) -> NoReturn:
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(USER_ERROR_EXIT)

@@ -56,8 +56,8 @@ def audit_gap(config: AuditConfig, metrics: Mapping[str, float]) -> None:
     Raises:
         UserError: they differ by more than ``max_logprob_gap`` and ``on_logprob_gap`` is stop.
     """
-    gap, limit = metrics["train_rollouts/sampler_logprob_gap_mean"], config.max_logprob_gap
-    if limit is not None and gap > limit:
+    limit = config.max_logprob_gap
+    if limit is not None and (gap := metrics["train_rollouts/sampler_logprob_gap_mean"]) > limit:
         _report(
             f"train_rollouts/sampler_logprob_gap_mean={gap:.3g} is above audit.max_logprob_gap={limit:g}: the generator samples "
             "from another distribution than the one that trains",

@@ -18,7 +18,6 @@ REPEATED_NGRAM = 4
 def rollout_metrics(experience: Experience) -> dict[str, float]:
     """`train_rollouts/*`: means over samples (rewards, lengths) or over learned tokens (KL, entropy, advantages)."""
     mask = experience.mask
-    gap = (experience.sampler_logprobs - experience.logprobs).abs()[mask.bool()]
     metrics = {
         **_sample_metrics(experience.rollouts),
         "rewards": _mean(experience.scores),
@@ -26,12 +25,13 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         "rewards_with_kl": float((experience.rewards * mask).sum() / len(experience.lengths)),
         "reward_failures": float(experience.failed.sum()),
         "entropy": float(-masked_mean(experience.logprobs, mask)),
-        "sampler_logprob_gap_max": float(gap.max()),
-        "sampler_logprob_gap_mean": float(gap.mean()),
         "learned_tokens": float(mask.sum()),
         **{name: _mean(values) for name, values in experience.extra.items()},
         **experience.counts,
     }
+    if experience.sampler_logprobs is not None:
+        gap = (experience.sampler_logprobs - experience.logprobs).abs()[mask.bool()]
+        metrics |= {"sampler_logprob_gap_max": float(gap.max()), "sampler_logprob_gap_mean": float(gap.mean())}
     if experience.ref_logprobs is not None:
         metrics["init_policy_kl"] = float(masked_mean(experience.kl, mask))
         metrics["init_policy_kl_per_sample"] = float((experience.kl * mask).sum() / len(experience.lengths))

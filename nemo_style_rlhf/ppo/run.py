@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
@@ -21,15 +22,17 @@ def run(config: PPOActorConfig) -> None:
         SystemExit: SIGUSR1 ended the run early, exit code ``PREEMPTED_EXIT``.
     """
     if not config.run.dry_run:
-        if not build_trainer(config).fit():
+        with closing(build_trainer(config)) as trainer:
+            done = trainer.fit()
+        if not done:
             raise SystemExit(PREEMPTED_EXIT)
         return
     tiny = tiny_run(config)
     _clear(tiny)
     try:
-        trainer = build_trainer(tiny)
-        trainer.fit()
-        trainer.undo()
+        with closing(build_trainer(tiny)) as trainer:
+            trainer.fit()
+            trainer.undo()
     finally:
         _clear(tiny)
     log.info("dry run: every phase ran once")

@@ -37,8 +37,8 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def save(self, engine: Engine, step: int, state: dict[str, Any], *, export_critic: bool) -> None:
-        """Copy what ``step`` has come to, and begin to write it; a train step asked of the critic later comes after the copy.
+    def save(self, engine: Engine, step: int, state: dict[str, Any], *, critic_step: int, export_critic: bool) -> None:
+        """Copy what ``step`` has come to, and begin to write it; a train step asked of the critic later comes after its copy.
 
         Raises:
             Exception: as :meth:`settle`, of the checkpoint before.
@@ -46,7 +46,9 @@ class Saver:
         self.settle()
         critic_half: Future[dict[str, Any]] | None = None
         if self._critic is not None and self._ranks.is_first:
-            critic_half = self._critic.save(checkpoint_id(self._run_id, step), export=export_critic)
+            critic_half = self._critic.save(
+                checkpoint_id(self._run_id, step), critic_step=critic_step, export=export_critic
+            )
         copy, rng = engine.snapshot(), rng_states()
         self._writing = self._thread.submit(self._write, step, copy, rng, state, critic_half)
 

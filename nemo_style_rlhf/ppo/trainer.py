@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nemo_style_rlhf.checkpoint.files import write_atomically
+from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure, write_atomically
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest, checkpoint_id
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 VALIDATION_SEED_OFFSET = 2**32
 """Validation samples have seeds of their own, the same ones every time."""
 RECOVERY_PAUSE_S = 1.0
+MAX_RECOVERIES = 10
+"""In a row: what takes the server away each time will not end by itself."""
 
 
 @dataclass
@@ -107,6 +109,7 @@ class PPOTrainer:
             Whether the last step is done.
         """
         in_step_with_server = stopping = False
+        lost = 0
         shown = self._config.tracking.progress and self._ranks.is_first
         with StepProgress(self._total_steps, enabled=shown) as bar:
             while not stopping and (self.progress.step < self._total_steps or not in_step_with_server):
@@ -123,10 +126,16 @@ class PPOTrainer:
                     if stopping or self.progress.step == self._total_steps:
                         self._saver.settle()
                 except (ServerRestarted, ServerUnreachable) as event:
+                    lost += 1
+                    if lost > MAX_RECOVERIES:
+                        raise UserError(
+                            f"the critic server was lost {lost} times before a step was done, in the end so: {event}"
+                        ) from event
                     log.warning("%s; both halves go back to their last common checkpoint", event)
                     in_step_with_server = stopping = False
                     sleep(RECOVERY_PAUSE_S)  # a server that is stopping still answers for its status
                     continue
+                lost = 0
                 bar.show(
                     self.progress.step,
                     reward=metrics["train_rollouts/rewards"],
@@ -138,17 +147,24 @@ class PPOTrainer:
             log.info("SIGUSR1: step %d is committed, the run ends; start it again to go on", self.progress.step)
         else:
             self._export("export")
-        self._parts.collector.close()
         if self._parts.metrics is not None:
             self._parts.metrics.close()
+        self._ranks.barrier()  # whoever starts ranks may kill all once the first has ended
         return not stopping
 
     def undo(self) -> None:
-        """Put the critic server back to where this run found it (dry runs)."""
+        """Put the critic server back to where this run found it, and its folder (dry runs)."""
         critic = self._parts.critic
         if critic is not None and self._ranks.is_first:
             first = self._parts.store.committed_steps()[0]
             critic.restore(checkpoint_id(self._run_id, first), None)
+            critic.commit(checkpoint_id(self._run_id, first), keep=0)
+
+    def close(self) -> None:
+        """End what runs beside the loop, calls under way included."""
+        self._parts.collector.close()
+        if self._parts.critic is not None:
+            self._parts.critic.close()
 
     def train_step(self) -> dict[str, float]:
         """One PPO step: prompts, rollout and scores, both updates, weights to the generator, metrics.
@@ -253,13 +269,21 @@ class PPOTrainer:
     def _commit(self) -> None:
         step, began = self.progress.step, perf_counter()
         export_critic = step == self._total_steps and self._config.checkpoint.export_critic
-        self._saver.save(self._parts.engine, step, asdict(self.progress), export_critic=export_critic)
+        self._saver.save(
+            self._parts.engine,
+            step,
+            asdict(self.progress),
+            critic_step=self.progress.critic_step,
+            export_critic=export_critic,
+        )
         self._save_stall = perf_counter() - began
 
     def _restore(self) -> None:
         """Bring both halves to the last common checkpoint; a run without one starts, and commits its step 0."""
         parts = self._parts
         self._saver.abandon()
+        if parts.critic is not None:
+            parts.critic.forget_queued()
         manifest = self._ranks.on_first(self._restore_critic)
         self._ranks.everyone(self._meet_critic)
         if manifest is None:
@@ -281,15 +305,21 @@ class PPOTrainer:
         critic, store = self._parts.critic, self._parts.store
         if critic is None:
             return store.latest()
-        critic.wait_until_ready(log.info)
-        critic.acquire(self._run_id)
+        found = critic.wait_until_ready(log.info).critic_step
+        if not store.committed_steps():  # before the lease is taken from the run that it may belong to
+            self._require_untouched(found)
+        found = critic.acquire(self._run_id)
         manifest = restore_newest(critic, store)
-        if manifest is None and (critic_step := critic.status().critic_step) != 0:
+        if manifest is None:
+            self._require_untouched(found)
+        return manifest
+
+    def _require_untouched(self, critic_step: int) -> None:
+        if critic_step != 0:
             raise UserError(
                 f"the critic server has already trained {critic_step} steps but {self._output_dir} holds no checkpoint to resume "
                 "from: restart the server, or give the run.output_dir of the run it belongs to"
             )
-        return manifest
 
     def _meet_critic(self) -> None:
         """On the ranks that only ask it: it may be another process than before."""
@@ -320,9 +350,17 @@ class PPOTrainer:
             return
         model = self._config.model
         trusted = model.trust_remote_code
-        export_model(hf, directory, source=model.path, weights=weights, trust_remote_code=trusted)
-        if model.lora.rank:
-            save_adapter(hf, self._output_dir / f"{name}_adapter", model, export=directory)
+        try:
+            export_model(hf, directory, source=model.path, weights=weights, trust_remote_code=trusted)
+            if model.lora.rank:
+                save_adapter(hf, self._output_dir / f"{name}_adapter", model, export=directory)
+        except STORAGE_ERRORS as error:
+            if (reason := storage_failure(error)) is None:
+                raise
+            raise UserError(
+                f"the policy could not be exported to {directory} ({reason}): make room and start again, the run goes on from "
+                "its last checkpoint"
+            ) from error
         log.info("exported the policy to %s", directory)
 
 
@@ -335,7 +373,10 @@ def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | N
     refusal: ProtocolError | None = None
     for manifest in store.undamaged():
         try:
-            critic.restore(checkpoint_id(manifest.run_id, manifest.step), manifest.critic["files"])
+            name = checkpoint_id(manifest.run_id, manifest.step)
+            restored, expected = critic.restore(name, manifest.critic["files"]), manifest.critic["critic_step"]
+            if restored != expected:
+                raise ProtocolError(Code.CONFLICT, f"{name} holds the critic's step {restored}, not {expected}")
             return manifest
         except ProtocolError as error:
             if error.code not in (Code.CONFLICT, Code.NOT_FOUND):

@@ -15,6 +15,7 @@ from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ragged import pad, unpad
 from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import GenerationRequest, Generator
 from nemo_style_rlhf.rollout.logprobs import PolicyForward, action_aligned, action_mask, batch_logprobs
 from nemo_style_rlhf.rollout.reference import Reference
@@ -34,7 +35,7 @@ from nemo_style_rlhf.schema.common import EngineConfig
 from nemo_style_rlhf.scoring.interface import Scorer, Scores
 
 
-class NothingToLearnError(RuntimeError):
+class NothingToLearnError(UserError):
     """A whole rollout is masked: a step on it would silently learn nothing."""
 
 
@@ -103,10 +104,10 @@ class Collector:
         tokens = torch.cat([rollout.tokens for rollout in rollouts])
         mask = self._mask(rollouts, lengths)
         temperatures = self._temperatures(rollouts)
-        sampler_logprobs = torch.cat([action_aligned(rollout.sampler_logprobs) for rollout in rollouts]) * mask
-        if self.algorithm.old_logprobs == "sampler":
-            logprobs = sampler_logprobs
-        else:
+        logprobs = torch.cat([action_aligned(rollout.sampler_logprobs) for rollout in rollouts]) * mask
+        sampler_logprobs = None
+        if self.algorithm.old_logprobs == "trainer":
+            sampler_logprobs = logprobs
             logprobs = batch_logprobs(
                 self.policy, tokens, lengths, mask, self.engine, self.device, self.ranks, temperatures
             )
@@ -263,7 +264,8 @@ class Collector:
         experience.returns = None if signal.returns is None else unpad(signal.returns, lengths)
         correction = algorithm.correction
         if correction.kind != "none":
-            trainer, sampler = (pad(x, lengths) for x in (experience.logprobs, experience.sampler_logprobs))
+            assert experience.sampler_logprobs is not None  # PPOActorConfig
+            trainer, sampler = pad(experience.logprobs, lengths), pad(experience.sampler_logprobs, lengths)
             weights = importance_weights(
                 trainer, sampler, mask, kind=correction.kind, low=correction.low, high=correction.high
             )

@@ -80,8 +80,8 @@ class Experience:
     """[N] int64."""
     mask: Tensor
     """1 where the action is a token the policy produced and learns from."""
-    sampler_logprobs: Tensor
-    """Nats, as reported by the generator."""
+    sampler_logprobs: Tensor | None
+    """Nats, as reported by the generator; None where they are ``logprobs``."""
     logprobs: Tensor
     """Nats, of the policy that is about to be updated (PPO's "old" policy)."""
     ref_logprobs: Tensor | None

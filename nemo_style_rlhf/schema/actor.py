@@ -48,7 +48,7 @@ class CheckpointConfig:
 
 @dataclass
 class SignsConfig:
-    """Signs of reward hacking and collapse, in the units of the metrics they are compared with; null looks away."""
+    """Signs of reward hacking and collapse, in the units of the metrics they are compared with; null disables the check."""
 
     max_response_lengths: float | None = None
     """Mean tokens."""
@@ -123,7 +123,27 @@ class PPOActorConfig:
                 f"algorithm.val_check_interval={self.algorithm.val_check_interval} needs validation prompts: set data.val_path, "
                 "or val_check_interval=0"
             )
-        if self.algorithm.old_logprobs == "sampler" and not self.generation.samples_whole_distribution:
+        if self.checkpoint.keep_best and not self.algorithm.val_check_interval:
+            raise UserError(
+                "checkpoint.keep_best=true needs validation to tell which is best: set data.val_path and "
+                "algorithm.val_check_interval, or keep_best=false"
+            )
+        if self.algorithm.old_logprobs == "sampler":
+            self._validate_sampler_logprobs()
+
+    def _validate_sampler_logprobs(self) -> None:
+        """Of what needs the trainer's own beside them."""
+        if self.algorithm.correction.kind != "none":
+            raise UserError(
+                f"algorithm.correction.kind={self.algorithm.correction.kind} weighs trainer against sampler, but "
+                "algorithm.old_logprobs=sampler leaves the sampler's alone: use old_logprobs=trainer, or correction=none"
+            )
+        if self.audit.max_logprob_gap is not None:
+            raise UserError(
+                f"audit.max_logprob_gap={self.audit.max_logprob_gap:g} compares sampler and trainer, but "
+                "algorithm.old_logprobs=sampler leaves the sampler's alone: use old_logprobs=trainer, or max_logprob_gap=null"
+            )
+        if not self.generation.samples_whole_distribution:
             raise UserError(
                 "algorithm.old_logprobs=sampler needs log-probabilities of the whole distribution: use generation.top_p=1, "
                 "top_k=0 and min_length=0, or algorithm.old_logprobs=trainer"

@@ -5,6 +5,7 @@ Every default lives in a dataclass of this package; YAML files only override. A 
 """
 
 import dataclasses
+import difflib
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -38,9 +39,19 @@ def build(schema: type[Schema], config: DictConfig) -> Schema:
 
 def one_sentence(error: OmegaConfBaseException) -> str:
     """An OmegaConf error without its multi-line context, with the key it is about."""
-    reason = str(error).splitlines()[0].rstrip(".")
+    reason = str(error).splitlines()[0].rstrip(".") + _meant(error)
     key = getattr(error, "full_key", None)
     return f"configuration key {key}: {reason}" if key and str(key) not in reason else f"configuration: {reason}"
+
+
+def _meant(error: OmegaConfBaseException) -> str:
+    """What an unknown key may stand for."""
+    if not dataclasses.is_dataclass(error.object_type):
+        return ""
+    known = [field.name for field in dataclasses.fields(error.object_type)]
+    unknown = str(error.full_key).rpartition(".")[2]
+    near = difflib.get_close_matches(unknown, known, n=1) if unknown not in known else []
+    return f", did you mean {near[0]}?" if near else ""
 
 
 def validate(node: Any) -> None:

@@ -16,14 +16,14 @@ def mapped(source: "Future[Source]", function: Callable[[Source], Result]) -> "F
     return gathered([source], lambda results: function(results[0]))
 
 
-def caught(source: "Future[Source]", kind: type[Error]) -> "Future[Source | Error]":
-    """A future of ``source.result()``, or of its error where that is of ``kind``."""
+def caught(source: "Future[Source]", *kinds: type[Error]) -> "Future[Source | Error]":
+    """A future of ``source.result()``, or of its error where that is of one of ``kinds``."""
     result: Future[Source | Error] = Future()
 
     def settle(_: "Future[Source]") -> None:
         try:
             result.set_result(source.result())
-        except kind as error:
+        except kinds as error:
             result.set_result(error)
         except BaseException as error:  # noqa: BLE001 it is the future's to carry
             result.set_exception(error)

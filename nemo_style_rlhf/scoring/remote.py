@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nemo_style_rlhf.critic_service.client import CriticInference, RemoteCritic, ServerUnreachable
-from nemo_style_rlhf.critic_service.protocol import Array
+from nemo_style_rlhf.critic_service.protocol import Array, Code, ProtocolError
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.scoring.balance import LeastBusy
@@ -67,9 +67,8 @@ class RewardServerScorer:
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         texts = [sample.prompt for sample in samples], [sample.response for sample in samples]
-        alone = len(self._servers) == 1
-        asked = self._servers[0].score_text(*texts) if alone else self._pool.submit(self._ask, *texts)
-        return mapped(caught(asked, ServerUnreachable), self._scores)
+        ask = self._ask_one if len(self._servers) == 1 else self._ask_any
+        return mapped(caught(self._pool.submit(ask, *texts), ServerUnreachable, ProtocolError), self._scores)
 
     def close(self) -> None:
         self._closing.set()
@@ -77,17 +76,24 @@ class RewardServerScorer:
         for server in self._servers:
             server.close()
 
-    def _ask(self, prompts: list[str], responses: list[str]) -> Array:
+    def _ask_one(self, prompts: list[str], responses: list[str]) -> Array:
+        self._require_same(self._servers[0])
+        return self._servers[0].score_text(prompts, responses).result()
+
+    def _ask_any(self, prompts: list[str], responses: list[str]) -> Array:
         """
         Raises:
             ServerUnreachable: no replica answered, ``retries`` times in a row.
+            ProtocolError: one refused the texts, as the others would; or each failed.
         """
         for attempt in self._replicas.attempts(self._config.retries + 1, self._closing):
             try:
                 with self._replicas.take() as server:
                     self._require_same(server)  # what comes back may be another one
                     return server.score_text(prompts, responses).result()
-            except ServerUnreachable as error:
+            except (ServerUnreachable, ProtocolError) as error:
+                if isinstance(error, ProtocolError) and error.code is not Code.INTERNAL:
+                    raise
                 if attempt == self._config.retries or self._closing.is_set():
                     raise
                 LOGGER.warning("%s; another replica is asked", error)
@@ -96,13 +102,13 @@ class RewardServerScorer:
     def _require_same(self, server: RemoteCritic) -> None:
         if (served := _served(server)) != self._model:
             raise UserError(
-                f"the replica at {server.address} serves the model {served[0][:16]}, the first one {self._model[0][:16]}: serve "
-                "the same one, configured alike, on all of reward.server.replicas"
+                f"the reward server at {server.address} serves the model {served[0][:16]}, the run began with "
+                f"{self._model[0][:16]}: serve the same one, configured alike, on all replicas and after a restart"
             )
 
     @staticmethod
-    def _scores(rewards: "Array | ServerUnreachable") -> Scores:
-        if isinstance(rewards, ServerUnreachable):
+    def _scores(rewards: "Array | Exception") -> Scores:
+        if isinstance(rewards, Exception):
             raise RewardError(str(rewards)) from rewards  # not the critic's: nothing to go back to
         return Scores(rewards=torch.tensor(rewards, dtype=torch.float32))
 

@@ -25,7 +25,9 @@ class MetricsWriter:
         """Forget everything after ``step``: it will be computed again."""
         if self._path.exists():
             kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
-            self._path.write_text("".join(line + "\n" for line in kept))
+            beside = self._path.with_suffix(".tmp")
+            beside.write_text("".join(line + "\n" for line in kept))
+            beside.replace(self._path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._path.open("a") as file:

@@ -1,14 +1,17 @@
 """Faults at random moments of a run that is started again whenever it ends: `make chaos FAULTS=40 SEED=1`.
 
+A fault comes with a message between actor and server, or at a time of its own: while the actor loads, decodes or writes.
 Whatever happens, the run must end with the bits of one that nobody disturbed.
 """
 
 import argparse
 import contextlib
+import os
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +24,7 @@ from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.integration.processes import Process, proxy, run_pair, start_actor, start_server
 from tests.integration.test_ppo import STEPS, actor_overrides, metrics, save_inputs, server_overrides, without_timers
+from tests.integration.warm import SLOW_DISK_PATH
 
 TIMEOUT_S = 5.0
 """Of the actor's calls; a stalled one takes longer."""
@@ -28,6 +32,8 @@ FULL_DISK_BYTES = 2**18
 """A file may not grow beyond it; a model's does."""
 MESSAGES = 30
 """A fault comes after up to as many messages; a PPO step is about ten."""
+PATIENCE_S = 12.0
+"""Or after up to this time, in which an actor has loaded and made its first steps."""
 RUN_TIMEOUT_S = 400.0
 
 
@@ -43,11 +49,47 @@ class Run:
     inputs: Path
     server: Process
     port: int
-    actor: Process | None = None
-    faults: list[Callable[["Run"], None]] = field(default_factory=list)
+    faults: list[Callable[["Run"], None]]
     """Still to come."""
-    countdown: int = 0
+    draw: random.Random
+    actor: Process | None = None
     happened: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._draw_moment()
+
+    def _draw_moment(self) -> None:
+        """Of the next fault."""
+        timed = self.draw.random() < 0.3
+        self._messages = 2**62 if timed else self.draw.randint(1, MESSAGES)
+        self._moment = time.monotonic() + self.draw.uniform(0, PATIENCE_S) if timed else float("inf")
+
+    def happens(self, where: str, *, message: bool) -> None:
+        """The next fault, if this is its moment.
+
+        Raises:
+            Broken: the message under way ends with it.
+        """
+        with self._lock:
+            self._messages -= message
+            if not self.faults or (self._messages > 0 and time.monotonic() < self._moment):
+                return
+            fault = self.faults.pop(0)
+            self._draw_moment()
+            steps = self.committed()
+            self.happened.append(f"{fault.__name__} {where} after step {steps[-1] if steps else None}")
+        print(self.happened[-1], flush=True)
+        self.slow_disk.unlink(missing_ok=True)
+        fault(self)
+
+    @property
+    def slow_disk(self) -> Path:
+        return self.folder / "slow_disk"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": SLOW_DISK_PATH, "SLOW_DISK": str(self.slow_disk)}
 
     def committed(self) -> list[int]:
         return CheckpointStore(self.folder / "actor" / "checkpoints", keep_last=2).committed_steps()
@@ -111,18 +153,23 @@ def take_over(run: Run) -> None:
         intruder.acquire("intruder")
 
 
-def damage(half: Path) -> None:
-    largest = max((path for path in half.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
+def damage(folder: Path, draw: random.Random) -> None:
+    """Of any file, what it says about itself or others included: one bit, or all from somewhere on."""
+    path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+    content = bytearray(path.read_bytes())
+    where = draw.randrange(len(content))
+    if draw.random() < 0.5:
+        content[where] ^= 1
+    else:
+        del content[where:]
+    path.write_bytes(content)
 
 
 def damage_actor_half(run: Run) -> None:
     """Of the last of several checkpoints: a run whose only one is lost cannot go on."""
     run.kill_both()
     if len(steps := run.committed()) > 1:
-        damage(run.folder / "actor" / "checkpoints" / f"step_{steps[-1]:06d}" / "actor")
+        damage(run.folder / "actor" / "checkpoints" / f"step_{steps[-1]:06d}", run.draw)
     raise Broken
 
 
@@ -130,7 +177,7 @@ def damage_critic_half(run: Run) -> None:
     run.kill_both()
     if len(steps := run.committed()) > 1:
         (half,) = (run.folder / "critic" / "checkpoints").glob(f"*-step_{steps[-1]:06d}/critic")
-        damage(half)
+        damage(half, run.draw)
     raise Broken
 
 
@@ -148,9 +195,14 @@ def fill_servers_disk(run: Run) -> None:
     limit_files(run.server, FULL_DISK_BYTES)
 
 
+def slow_both_disks(run: Run) -> None:
+    """Until the next fault."""
+    run.slow_disk.touch()
+
+
 FAULTS = [
     kill_actor, kill_server, kill_both, kill_tritonserver, cut_connection, stall, terminate_actor, preempt_actor,
-    terminate_server, take_over, damage_actor_half, damage_critic_half, fill_actors_disk, fill_servers_disk,
+    terminate_server, take_over, damage_actor_half, damage_critic_half, fill_actors_disk, fill_servers_disk, slow_both_disks,
 ]  # fmt: skip
 
 
@@ -173,27 +225,19 @@ def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
 
 def disturbed_run(folder: Path, inputs: Path, faults: list[Callable[[Run], None]], draw: random.Random) -> Run:
     (folder / "critic").mkdir(parents=True)
-    server, port = start_server(folder / "critic", *server_overrides(inputs), cold=True)
-    run = Run(folder, inputs, server, port, faults=list(faults), countdown=draw.randint(1, MESSAGES))
-
-    def watch(direction: str, endpoint: str) -> None:
-        run.countdown -= 1
-        if run.countdown != 0 or not run.faults:
-            return
-        fault, run.countdown = run.faults.pop(0), draw.randint(1, MESSAGES)
-        steps = run.committed()
-        run.happened.append(
-            f"{fault.__name__} at the {direction} of {endpoint} after step {steps[-1] if steps else None}"
-        )
-        print(run.happened[-1], flush=True)
-        fault(run)
-
+    run = Run(
+        folder, inputs, *start_server(folder / "critic", *server_overrides(inputs), cold=True), list(faults), draw
+    )
     deadline = time.monotonic() + RUN_TIMEOUT_S * (1 + len(faults) / 10)
-    with proxy(lambda: run.port, watch) as proxy_port:
+    with proxy(
+        lambda: run.port, lambda way, endpoint: run.happens(f"at the {way} of {endpoint}", message=True)
+    ) as port:
         try:
-            while (code := keep_running(run, proxy_port)) != 0:
+            while (code := keep_running(run, port)) != 0:
                 assert time.monotonic() < deadline, (run.happened, code, run.actor and run.actor.output()[-6000:])
                 time.sleep(0.05)
+                with contextlib.suppress(Broken):
+                    run.happens("at a time of its own", message=False)
         finally:
             if run.actor is not None:
                 run.actor.kill()
@@ -204,12 +248,14 @@ def disturbed_run(folder: Path, inputs: Path, faults: list[Callable[[Run], None]
 def keep_running(run: Run, proxy_port: int) -> int | None:
     """Start again what has ended; the actor's exit code."""
     if run.server.poll() is not None:
-        run.server, run.port = start_server(run.folder / "critic", *server_overrides(run.inputs), cold=True)
+        overrides = server_overrides(run.inputs)
+        run.server, run.port = start_server(run.folder / "critic", *overrides, cold=True, environment=run.environment)
     code = None if run.actor is None else run.actor.poll()
     if run.actor is None or code not in (None, 0):
         limit_files(run.server, psutil.RLIM_INFINITY)  # somebody has made room
         patience = [f"remote_critic_rm.{name}={TIMEOUT_S}" for name in ("infer_timeout_s", "train_timeout_base_s")]
-        run.actor = start_actor(run.folder / "actor", proxy_port, *actor_overrides(run.inputs), *patience)
+        overrides = [*actor_overrides(run.inputs), *patience]
+        run.actor = start_actor(run.folder / "actor", proxy_port, *overrides, environment=run.environment)
     return code
 
 
@@ -233,8 +279,9 @@ def check(run: Run, undisturbed: Path) -> None:
     ]
     for left, right in zip(*exports, strict=True):
         assert left.read_bytes() == right.read_bytes(), story
-    last = CheckpointStore(run.folder / "actor" / "checkpoints", keep_last=2).latest()
-    assert last is not None and (last.step, last.critic["critic_step"]) == (STEPS, STEPS), story
+    store = CheckpointStore(run.folder / "actor" / "checkpoints", keep_last=2)
+    readable = [(manifest.step, manifest.critic["critic_step"]) for manifest in store.undamaged()]
+    assert readable == [(step, step) for step in reversed(store.committed_steps())] and readable[0][0] == STEPS, story
     orphans = [
         process
         for process in psutil.process_iter(["cmdline"])

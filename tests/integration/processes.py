@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import requests
@@ -22,16 +22,19 @@ READY_TIMEOUT_S = 120
 class Process:
     """A child in its own process group, its output in a file."""
 
-    def __init__(self, command: list[str], log: Path, *, warm_python: Path | None = None, ranks: int = 1) -> None:
+    def __init__(
+        self, command: list[str], log: Path, *, warm_python: Path | None = None, ranks: int = 1,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:  # fmt: skip
         """With ``warm_python`` the command is a script for it, which finds its libraries loaded."""
         self.log = log
         self._child: subprocess.Popen[bytes] | warm.Forked
         if warm_python is not None:
-            self._child = warm.Forked(command, log, log, python=warm_python, ranks=ranks)
+            self._child = warm.Forked(command, log, log, python=warm_python, ranks=ranks, environment=environment)
             return
         with log.open("ab") as output:
             self._child = subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
             )
 
     @property
@@ -62,14 +65,16 @@ class Process:
         return self.log.read_text(errors="replace")
 
 
-def start_server(directory: Path, *overrides: str, ranks: int = 1, cold: bool = False) -> tuple[Process, int]:
+def start_server(
+    directory: Path, *overrides: str, ranks: int = 1, cold: bool = False, environment: Mapping[str, str] = os.environ
+) -> tuple[Process, int]:
     """`servers/serve_ppo_critic.py` on a free port; returns when it answers."""
     ready = directory / "ready.json"
     ready.unlink(missing_ok=True)
     where = [f"run.output_dir={directory}", "server.port=0", f"server.ready_file={ready}"]
     command = ["servers/serve_ppo_critic.py", *where, *overrides]
     if cold:
-        process = Process([str(SERVER_PYTHON), *command], directory / "server.log")
+        process = Process([str(SERVER_PYTHON), *command], directory / "server.log", environment=environment)
     else:
         process = Process(command, directory / "server.log", warm_python=SERVER_PYTHON, ranks=ranks)
     deadline = time.monotonic() + READY_TIMEOUT_S
@@ -100,11 +105,14 @@ def run_pair(directory: Path, server_overrides: list[str], actor_overrides: list
         assert server.terminate() == 0
 
 
-def start_actor(directory: Path, port: int, *overrides: str, ranks: int = 1) -> Process:
+def start_actor(
+    directory: Path, port: int, *overrides: str, ranks: int = 1, environment: Mapping[str, str] = os.environ
+) -> Process:
     directory.mkdir(parents=True, exist_ok=True)
     where = [f"run.output_dir={directory}", f"remote_critic_rm.port={port}"]
     command = ["trainers/train_ppo_actor.py", *where, *overrides]
-    return Process(command, directory / "actor.log", warm_python=ACTOR_PYTHON, ranks=ranks)
+    log = directory / "actor.log"
+    return Process(command, log, warm_python=ACTOR_PYTHON, ranks=ranks, environment=environment)
 
 
 Watcher = Callable[[str, str], None]

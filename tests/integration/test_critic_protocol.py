@@ -5,7 +5,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +62,7 @@ def test_rule_1_handshake_refuses_another_protocol_version(
     with RemoteCritic(shared_server.config()) as critic:
         status = critic.status()
         monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 7)
-        with pytest.raises(UserError, match="protocol version 1, this client 7"):
+        with pytest.raises(UserError, match="protocol version 2, this client 7"):
             agree(critic, status)
 
 
@@ -252,6 +252,43 @@ def test_rule_4_restore_is_exact_to_the_last_bit(shared_server: CriticServer, cr
     assert [{**step, "seconds": 0} for step in again] == [{**step, "seconds": 0} for step in then]
 
 
+def test_rule_4_training_waits_for_the_copy_and_not_for_the_disk(
+    make_server: Callable[..., CriticServer], tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow"
+    server = make_server(environment={"SLOW_DISK": str(slow)}).start()
+    with server.client() as critic:
+        slow.touch()
+        before = critic.save("before", critic_step=0)
+        critic.train(train_batch(1), step=1).result()
+        assert not before.done()
+        slow.unlink()
+        assert before.result()["critic_step"] == 0
+        critic.save("after", critic_step=1).result()
+        assert server.half("before") != server.half("after")
+        assert critic.restore("before", before.result()["files"]) == 0
+        critic.save("again").result()
+        assert server.half("again") == server.half("before")
+
+
+def test_rule_4_a_step_that_is_gone_cannot_be_saved(critic: RemoteCritic) -> None:
+    critic.train(train_batch(1), step=1).result()
+    with pytest.raises(ProtocolError, match="step 0 is to be saved but the critic is at step 1") as refusal:
+        critic.save("gone", critic_step=0).result()
+    assert refusal.value.code is Code.CONFLICT
+
+
+def test_rule_4_a_run_may_leave_nothing_behind(scratch_server: CriticServer) -> None:
+    with scratch_server.client() as critic:
+        for name in ("dry-1", "dry-2", "other-1"):
+            critic.save(name, export=True).result()
+            critic.commit(name, keep=2)
+        for _ in range(2):  # as its answer may get lost
+            critic.commit("dry-2", keep=0)
+    for folder in ("checkpoints", "exports"):
+        assert [path.name for path in (scratch_server.output_dir / folder).iterdir() if path.is_dir()] == ["other-1"]
+
+
 def test_rule_4_commit_keeps_the_last_ones(scratch_server: CriticServer) -> None:
     server = scratch_server
     with server.client() as critic:
@@ -296,6 +333,7 @@ def test_rule_4_the_actor_falls_back_to_a_checkpoint_whose_critic_half_is_whole(
     assert restored is not None and restored.step == 1
     assert "is damaged" in caplog.text and "falling back to the checkpoint before it" in caplog.text
     shutil.rmtree(halves / checkpoint_id("run", 1))
+    critic.acquire("run")  # under the old lease the answer would be that of before
     with pytest.raises(UserError, match=r"no checkpoint can be restored: .* checkpoint run-step_000002 is damaged"):
         restore_newest(critic, store)
 

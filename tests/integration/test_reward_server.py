@@ -284,7 +284,7 @@ def test_samples_have_no_reward_when_no_server_answers(server: RewardServer) -> 
 def test_a_replica_with_another_model_is_refused(server: RewardServer, letters: RewardServer) -> None:
     config = server.config(replicas=[f"127.0.0.1:{letters.port}"], token=TokenConfig(f"{letters.output_dir}/token"))
     with pytest.raises(
-        UserError, match=rf"the replica at 127\.0\.0\.1:{letters.port} serves the model .* serve the same one"
+        UserError, match=rf"the reward server at 127\.0\.0\.1:{letters.port} serves the model .* serve the same one"
     ):
         RewardServerScorer(config, lambda line: None)
 

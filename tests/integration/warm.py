@@ -15,6 +15,7 @@ from nemo_style_rlhf.launch.bootstrap import ENVIRONMENT
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR_PYTHON = ROOT / ".venv-actor" / "bin" / "python"
 SERVER_PYTHON = ROOT / ".venv-server" / "bin" / "python"
+SLOW_DISK_PATH = os.pathsep.join([str(ROOT / "tests/integration/slow_disk"), os.environ.get("PYTHONPATH", "")])
 LIBRARIES = {
     ACTOR_PYTHON: [
         "hydra", "pytorch_lightning", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
@@ -92,7 +93,7 @@ def _fork_server(python: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [str(python), "-m", "tests.integration.fork_server", *LIBRARIES[python]],
         cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, **ENVIRONMENT, "DS_ACCELERATOR": "cpu", "PYTHONPATH": SLOW_DISK_PATH},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
