@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from nemo_style_rlhf.checkpoint.files import storage_failure
+from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.engine.engine import NonFiniteError
 
@@ -70,7 +70,7 @@ def on_all_ranks(
         self.crew.tell(self, method.__name__, arguments)
         try:
             return method(self, *arguments, **local)
-        except (OSError, RuntimeError) as error:
+        except STORAGE_ERRORS as error:
             if self.crew.size > 1 and (reason := storage_failure(error)):
                 raise OutOfStep(
                     f"the disk refused ({reason}) in the middle of a call of {self.crew.size} ranks"

@@ -109,7 +109,8 @@ class RewardServerScorer:
     @staticmethod
     def _scores(rewards: "Array | Exception") -> Scores:
         if isinstance(rewards, Exception):
-            raise RewardError(str(rewards)) from rewards  # not the critic's: nothing to go back to
+            reason = rewards.message if isinstance(rewards, ProtocolError) else rewards
+            raise RewardError(str(reason)) from rewards  # not the critic's: nothing to go back to
         return Scores(rewards=torch.tensor(rewards, dtype=torch.float32))
 
 

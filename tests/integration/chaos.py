@@ -6,6 +6,7 @@ Whatever happens, the run must end with the bits of one that nobody disturbed.
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -73,7 +74,7 @@ class Run:
         """
         with self._lock:
             self._messages -= message
-            if not self.faults or (self._messages > 0 and time.monotonic() < self._moment):
+            if not self.faults or (self._messages > 0 and time.monotonic() < self._moment) or self.over:
                 return
             fault = self.faults.pop(0)
             self._draw_moment()
@@ -93,6 +94,10 @@ class Run:
 
     def committed(self) -> list[int]:
         return CheckpointStore(self.folder / "actor" / "checkpoints", keep_last=2).committed_steps()
+
+    @property
+    def over(self) -> bool:
+        return self.actor is not None and self.actor.poll() == 0
 
     def kill_both(self) -> None:
         assert self.actor is not None
@@ -117,9 +122,10 @@ def kill_both(run: Run) -> None:
 
 
 def kill_tritonserver(run: Run) -> None:
-    for child in psutil.Process(run.server.pid).children(recursive=True):
-        if child.name() == "tritonserver":
-            child.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(run.server.pid).children(recursive=True):
+            if child.name() == "tritonserver":
+                child.kill()
 
 
 def cut_connection(run: Run) -> None:
@@ -168,14 +174,14 @@ def damage(folder: Path, draw: random.Random) -> None:
 def damage_actor_half(run: Run) -> None:
     """Of the last of several checkpoints: a run whose only one is lost cannot go on."""
     run.kill_both()
-    if len(steps := run.committed()) > 1:
+    if len(steps := run.committed()) > 1 and not run.over:
         damage(run.folder / "actor" / "checkpoints" / f"step_{steps[-1]:06d}", run.draw)
     raise Broken
 
 
 def damage_critic_half(run: Run) -> None:
     run.kill_both()
-    if len(steps := run.committed()) > 1:
+    if len(steps := run.committed()) > 1 and not run.over:
         (half,) = (run.folder / "critic" / "checkpoints").glob(f"*-step_{steps[-1]:06d}/critic")
         damage(half, run.draw)
     raise Broken
@@ -215,8 +221,10 @@ def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
     left = draw.sample(FAULTS, len(FAULTS)) + draw.choices(FAULTS, k=max(0, faults - len(FAULTS)))
     left = left[:faults]
     happened: list[str] = []
-    while left:
-        run = disturbed_run(folder / f"run{len(happened)}", inputs, left, draw)
+    for number in itertools.count():
+        if not left:
+            break
+        run = disturbed_run(folder / f"run{number}", inputs, left, draw)
         happened += run.happened
         left = left[len(run.happened) :]
         check(run, folder / "undisturbed")

@@ -1,25 +1,33 @@
-"""Started by test_ranks.py under torchrun: an actor's update over these ranks, in float64 where ZeRO allows it, and the loss of
-its first optimizer step without DeepSpeed, always in float64."""
+"""Started by test_ranks.py under torchrun: an actor's update over these ranks, in float64 where ZeRO allows it, and the losses of
+actor and critic at its first optimizer step without DeepSpeed, always in float64."""
 
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from nemo_style_rlhf.algorithms.value_loss import value_loss
+from nemo_style_rlhf.critic_service.batches import Batches
+from nemo_style_rlhf.critic_service.crew import Crew
+from nemo_style_rlhf.critic_service.protocol import InferRequest
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.launch.bootstrap import init_distributed
 from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION
 from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.models.scalar import ScalarModel
 from nemo_style_rlhf.ppo.update import loss_normalizer, micro_batch_loss, update_actor
 from nemo_style_rlhf.rollout.logprobs import micro_batch_iterator
 from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig
+from tests.models import SHAPE
 from tests.unit.test_invariance import MAX_LENGTH, experience, policy
 
 PLAN = [[0, 1, 2, 3, 4], [5, 6, 7, 2], [1]]
@@ -39,7 +47,7 @@ def main(preset: str, zero_stage: int, output: Path) -> None:
     )
     ranks, seen = Ranks(), experience(config)
     model = policy(PACKED_ATTENTION)
-    loss = loss_without_deepspeed(model, seen, config, engine_config, ranks)
+    losses = [loss_without_deepspeed(model, seen, config, engine_config, ranks), critic_loss_without_deepspeed()]
     if zero_stage == 0:
         model.float()  # DeepSpeed's plain reduction knows no float64
     engine = Engine(model, engine_config, device=torch.device("cpu"))
@@ -47,7 +55,7 @@ def main(preset: str, zero_stage: int, output: Path) -> None:
     weights = torch.cat([weight.flatten() for _, weight in engine.named_weights()])
     if ranks.is_first:
         torch.save(weights, output.with_suffix(".pt"))
-        output.write_text(json.dumps([metrics, loss]))
+        output.write_text(json.dumps([metrics, losses]))
 
 
 @torch.no_grad()
@@ -64,6 +72,25 @@ def loss_without_deepspeed(
         if counts
     ]
     return sum(ranks.all_gather(sum(losses)))
+
+
+@torch.no_grad()
+def critic_loss_without_deepspeed() -> float:
+    """Of seven sequences in micro-batches of at most 48 tokens, as critic_service/worker.py forms and shares them."""
+    draw = np.random.default_rng(0)
+    lengths = [12, 3, 20, 7, 16, 5, 9]
+    torch.manual_seed(0)
+    model = ScalarModel(LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1))).double()
+    request = InferRequest(draw.integers(1, 60, sum(lengths)).astype(np.int32), np.array(lengths, dtype=np.int32))
+    arrays = [draw.normal(size=sum(lengths)), draw.normal(size=sum(lengths)), draw.integers(0, 2, sum(lengths)) * 1.0]
+    batches = Batches(micro_batch_tokens=48, row_multiple=1, pad_token_id=0, device=torch.device("cpu"))
+    crew, loss = Crew(), 0.0
+    for rows, counts in crew.share(batches.split(lengths)):
+        old_values, returns, mask = (batches.padded(array, request, rows) for array in arrays)
+        values = model(*batches.inputs(request, rows)).double()
+        result = value_loss(values, old_values, returns, mask, clip=0.2, normalizer=float(arrays[2].sum()))
+        loss += float(result.loss) * counts
+    return sum(crew.all_gather(loss))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Rules 1 to 5 of the wire protocol, against the real server process."""
 
+import http.server
 import resource
 import shutil
 import signal
@@ -74,6 +75,20 @@ def test_rule_1_client_waits_for_a_loading_server(scratch_server: CriticServer) 
     with RemoteCritic(scratch_server.config()) as critic:
         assert critic.wait_until_ready(lines.append).roles == ["critic", "reward"]
     assert f"127.0.0.1:{scratch_server.port}" in lines[0]
+
+
+def test_rule_1_a_proxy_whose_server_is_away_is_waited_for() -> None:
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_error(502)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        config = RemoteCriticConfig(port=proxy.server_port, wait_for_server_s=0.1)
+        with RemoteCritic(config) as critic:
+            with pytest.raises(UserError, match=r"answers HTTP 502: start the critic server behind it, .* \(waited"):
+                critic.wait_until_ready(lambda line: None)
+        proxy.shutdown()
 
 
 def test_rule_1_no_server_is_one_sentence_with_the_address() -> None:

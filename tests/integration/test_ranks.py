@@ -34,10 +34,10 @@ def steps(ranks, preset, zero_stage, output):
 @pytest.mark.parametrize(("preset", "zero_stages"), [("ppo", [0, 3]), ("grpo", [2]), ("dr_grpo", [1])])
 def test_two_ranks_take_the_same_steps_as_one(preset, zero_stages, tmp_path):
     """The model packs its sequences, and of the last step one rank has none."""
-    alone, loss_alone, expected = steps(1, preset, 1, tmp_path / "one.json")
+    alone, losses_alone, expected = steps(1, preset, 1, tmp_path / "one.json")
     for zero_stage in zero_stages:
-        shared, loss, weights = steps(2, preset, zero_stage, tmp_path / "two.json")
-        assert loss == pytest.approx(loss_alone, rel=1e-9)
+        shared, losses, weights = steps(2, preset, zero_stage, tmp_path / "two.json")
+        assert losses == pytest.approx(losses_alone, rel=1e-9)
         tolerance = 1e-6 if zero_stage else 1e-5
         assert shared == pytest.approx(alone, rel=tolerance, abs=tolerance, nan_ok=True)
         assert float((expected - weights).norm()) <= tolerance * float(expected.norm())

@@ -281,6 +281,14 @@ def test_samples_have_no_reward_when_no_server_answers(server: RewardServer) -> 
             scorer.close()
 
 
+def test_what_a_server_refuses_has_no_reward(server: RewardServer) -> None:
+    """A response may be longer in the reward model's tokens than it takes."""
+    scorer = RewardServerScorer(server.config(), lambda line: None)
+    with pytest.raises(RewardError, match=r"^reward_infer at 127.* a sequence of 202 tokens, expected 1\.\.128"):
+        scorer.score(scoring_samples(["w1"], ["w2 " * 200])).result()
+    scorer.close()
+
+
 def test_a_replica_with_another_model_is_refused(server: RewardServer, letters: RewardServer) -> None:
     config = server.config(replicas=[f"127.0.0.1:{letters.port}"], token=TokenConfig(f"{letters.output_dir}/token"))
     with pytest.raises(

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
+from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.integration.processes import ROOT, start_actor, start_server
 from tests.models import save_policy, save_reward_model
 
@@ -197,6 +200,9 @@ def test_a_used_server_and_a_new_run_do_not_mix(inputs, tmp_path):
     assert second.wait(120) == 2
     again = start_actor(tmp_path / "first", port, *actor_arguments(inputs, tmp_path / "first"), "run.resume=never")
     assert again.wait(120) == 2
+    with RemoteCritic(RemoteCriticConfig(port=port)) as critic:
+        holder = critic.status().lease_holder
     server.terminate()
+    assert holder == CheckpointStore(tmp_path / "first" / "checkpoints", keep_last=2).latest().run_id
     assert "has already trained 1 steps but" in second.output()
     assert "run.resume=never but" in again.output()
