@@ -81,16 +81,8 @@ class Run:
             steps = self.committed()
             self.happened.append(f"{fault.__name__} {where} after step {steps[-1] if steps else None}")
         print(self.happened[-1], flush=True)
-        self.slow_disk.unlink(missing_ok=True)
+        slow_disk(self.folder).unlink(missing_ok=True)
         fault(self)
-
-    @property
-    def slow_disk(self) -> Path:
-        return self.folder / "slow_disk"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": SLOW_DISK_PATH, "SLOW_DISK": str(self.slow_disk)}
 
     def committed(self) -> list[int]:
         return CheckpointStore(self.folder / "actor" / "checkpoints", keep_last=2).committed_steps()
@@ -103,6 +95,18 @@ class Run:
         assert self.actor is not None
         self.actor.kill()
         self.server.kill()
+
+
+def slow_disk(folder: Path) -> Path:
+    return folder / "slow_disk"
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": SLOW_DISK_PATH, "SLOW_DISK": str(slow_disk(folder))}
+
+
+def start_chaos_server(folder: Path, inputs: Path) -> tuple[Process, int]:
+    return start_server(folder / "critic", *server_overrides(inputs), cold=True, environment=environment(folder))
 
 
 def kill_actor(run: Run) -> None:
@@ -203,7 +207,7 @@ def fill_servers_disk(run: Run) -> None:
 
 def slow_both_disks(run: Run) -> None:
     """Until the next fault."""
-    run.slow_disk.touch()
+    slow_disk(run.folder).touch()
 
 
 FAULTS = [
@@ -221,10 +225,9 @@ def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
     left = draw.sample(FAULTS, len(FAULTS)) + draw.choices(FAULTS, k=max(0, faults - len(FAULTS)))
     left = left[:faults]
     happened: list[str] = []
-    for number in itertools.count():
-        if not left:
-            break
-        run = disturbed_run(folder / f"run{number}", inputs, left, draw)
+    numbers = itertools.count()
+    while left:
+        run = disturbed_run(folder / f"run{next(numbers)}", inputs, left, draw)
         happened += run.happened
         left = left[len(run.happened) :]
         check(run, folder / "undisturbed")
@@ -233,9 +236,7 @@ def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
 
 def disturbed_run(folder: Path, inputs: Path, faults: list[Callable[[Run], None]], draw: random.Random) -> Run:
     (folder / "critic").mkdir(parents=True)
-    run = Run(
-        folder, inputs, *start_server(folder / "critic", *server_overrides(inputs), cold=True), list(faults), draw
-    )
+    run = Run(folder, inputs, *start_chaos_server(folder, inputs), list(faults), draw)
     deadline = time.monotonic() + RUN_TIMEOUT_S * (1 + len(faults) / 10)
     with proxy(
         lambda: run.port, lambda way, endpoint: run.happens(f"at the {way} of {endpoint}", message=True)
@@ -256,14 +257,13 @@ def disturbed_run(folder: Path, inputs: Path, faults: list[Callable[[Run], None]
 def keep_running(run: Run, proxy_port: int) -> int | None:
     """Start again what has ended; the actor's exit code."""
     if run.server.poll() is not None:
-        overrides = server_overrides(run.inputs)
-        run.server, run.port = start_server(run.folder / "critic", *overrides, cold=True, environment=run.environment)
+        run.server, run.port = start_chaos_server(run.folder, run.inputs)
     code = None if run.actor is None else run.actor.poll()
     if run.actor is None or code not in (None, 0):
         limit_files(run.server, psutil.RLIM_INFINITY)  # somebody has made room
         patience = [f"remote_critic_rm.{name}={TIMEOUT_S}" for name in ("infer_timeout_s", "train_timeout_base_s")]
         overrides = [*actor_overrides(run.inputs), *patience]
-        run.actor = start_actor(run.folder / "actor", proxy_port, *overrides, environment=run.environment)
+        run.actor = start_actor(run.folder / "actor", proxy_port, *overrides, environment=environment(run.folder))
     return code
 
 
