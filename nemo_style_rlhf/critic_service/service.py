@@ -214,6 +214,7 @@ def load_critic_service(config: PPOCriticConfig, device: torch.device, output_di
     """
     bootstrap.init_distributed(device)
     worker = CriticWorker(config, device)
+    worker.crew.require_shared(output_dir)
     if not worker.crew.is_first:
         return worker.crew
     described = {

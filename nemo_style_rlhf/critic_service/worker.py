@@ -22,8 +22,9 @@ from nemo_style_rlhf.data.ragged import unpad
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
-from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer, original_dropout
-from nemo_style_rlhf.models.lora import add_lora, merged
+from nemo_style_rlhf.models.export import export_model
+from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
+from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
 
@@ -181,25 +182,16 @@ class CriticWorker:
     @on_all_ranks
     def export(self, directory: Path) -> None:
         """Write the critic as a Hugging Face directory that AutoModelForSequenceClassification loads."""
-        hf = self.engine.module.hf
-        named = ((name.removeprefix("hf."), tensor) for name, tensor in self.engine.named_weights())
         weights = {}
-        for name, tensor in merged(named, hf):
+        for name, tensor in self.engine.named_weights():
             if self.crew.is_first:
-                weights[name] = tensor.cpu()
-        if not self.crew.is_first:
-            return
-        model = self.config.model
-        original = original_dropout(model.path, trust_remote_code=model.trust_remote_code)
-        dropout_off = {key: getattr(hf.config, key) for key in original}
-        for key, value in original.items():
-            setattr(hf.config, key, value)
-        try:
-            hf.save_pretrained(directory, state_dict=weights)
-        finally:
-            for key, value in dropout_off.items():
-                setattr(hf.config, key, value)
-        self.tokenizer.save_pretrained(directory)
+                weights[name.removeprefix("hf.")] = tensor.cpu()
+        if self.crew.is_first:
+            model = self.config.model
+            trusted = model.trust_remote_code
+            export_model(
+                self.engine.module.hf, directory, source=model.path, weights=weights, trust_remote_code=trusted
+            )
 
 
 class _Totals:

@@ -2,9 +2,11 @@
 
 import itertools
 import pickle
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -125,6 +127,31 @@ class Ranks:
     def everyone(self, compute: Callable[[], Result]) -> list[Result]:
         """What ``compute`` returns on each rank; what it raises on one is raised on all."""
         return [outcome() for outcome in self.all_gather(_outcome(compute))]
+
+    def require_shared(self, folder: Path) -> None:
+        """
+        Raises:
+            UserError: a rank does not see what the first writes into ``folder``.
+        """
+        marker = folder / f".seen-{self.from_first(secrets.token_hex(4))}"
+
+        def look() -> None:
+            if not marker.exists():
+                raise UserError(
+                    f"rank {self.rank} does not see what rank 0 writes into {folder}: give a run.output_dir on a file system "
+                    "that all of its nodes share"
+                )
+
+        def leave() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+
+        self.on_first(leave)
+        try:
+            self.everyone(look)
+        finally:
+            if self.is_first:
+                marker.unlink()
 
 
 class Tally:

@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.malloc import keep_freed_memory
 from nemo_style_rlhf.schema.common import RunConfig
 
+log = logging.getLogger(__name__)
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",  # forks after threads, otherwise
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: 2 s instead of 13 s to start
@@ -96,7 +98,11 @@ def _device(choice: str) -> torch.device:
         raise UserError(
             "run.device=cuda but torch sees no CUDA device: use run.device=cpu, or install a CUDA build (make envs)"
         )
-    if choice == "cpu" or not torch.cuda.is_available():
+    if choice == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if Path("/dev/nvidia0").exists():
+            log.warning("this machine has a GPU that torch %s cannot use: the run is on the CPU", torch.__version__)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)

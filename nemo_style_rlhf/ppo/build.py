@@ -81,6 +81,7 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     resolved = OmegaConf.to_container(OmegaConf.structured(config))
     if ranks.is_first:
         write_atomically(output_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
+    ranks.require_shared(output_dir)
     assert isinstance(resolved, dict)
     parts = Parts(
         engine=engine,

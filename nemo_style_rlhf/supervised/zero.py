@@ -53,6 +53,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         super()._initialize_deepspeed_train(model)
         if self.zero_stage_3:
             use_heads_in_shares(model)
+            torch.set_autocast_cache_enabled(
+                False
+            )  # it would keep the bf16 weights of every layer until the forward ends
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """A folder, to which every rank adds its share."""

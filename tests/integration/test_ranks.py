@@ -63,6 +63,25 @@ def test_a_vllm_that_starts_before_deepspeed_is_noticed(inputs, tmp_path):
     assert "2 ranks were started but this one's process group has 1" in done.stderr
 
 
+def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
+    script = tmp_path / "two_disks.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from nemo_style_rlhf.data.ranks import Ranks\n"
+        "from nemo_style_rlhf.launch.bootstrap import init_distributed\n"
+        "init_distributed(torch.device('cpu'))\n"
+        "ranks, folder = Ranks(), Path(sys.argv[1])\n"
+        "ranks.require_shared(folder)\n"
+        "ranks.barrier()\n"
+        "assert not list(folder.iterdir())\n"
+        "ranks.require_shared(folder / f'of_rank_{ranks.rank}')\n"
+    )
+    done = warm.run([str(script), str(tmp_path / "shared")], ranks=2, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("rank 1 does not see what rank 0 writes into") >= 2
+
+
 def wait_until(there: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not there():
