@@ -32,7 +32,7 @@ TIMEOUT_S = 5.0
 FULL_DISK_BYTES = 2**18
 """A file may not grow beyond it; a model's does."""
 MESSAGES = 30
-"""A fault comes after up to as many messages; a PPO step is about ten."""
+"""A fault comes after up to as many messages, questions for the status not counted; a PPO step is about ten."""
 PATIENCE_S = 12.0
 """Or after up to this time, in which an actor has loaded and made its first steps."""
 RUN_TIMEOUT_S = 400.0
@@ -238,9 +238,11 @@ def disturbed_run(folder: Path, inputs: Path, faults: list[Callable[[Run], None]
     (folder / "critic").mkdir(parents=True)
     run = Run(folder, inputs, *start_chaos_server(folder, inputs), list(faults), draw)
     deadline = time.monotonic() + RUN_TIMEOUT_S * (1 + len(faults) / 10)
-    with proxy(
-        lambda: run.port, lambda way, endpoint: run.happens(f"at the {way} of {endpoint}", message=True)
-    ) as port:
+
+    def watch(way: str, endpoint: str) -> None:
+        run.happens(f"at the {way} of {endpoint}", message=endpoint != "critic_status")
+
+    with proxy(lambda: run.port, watch) as port:
         try:
             while (code := keep_running(run, port)) != 0:
                 assert time.monotonic() < deadline, (run.happened, code, run.actor and run.actor.output()[-6000:])

@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -146,7 +148,12 @@ def proxy(target_port: Callable[[], int], watcher: Watcher) -> Iterator[int]:
         def log_message(self, *args: object) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(http.server.ThreadingHTTPServer):
+        def handle_error(self, *where: Any) -> None:
+            if not isinstance(sys.exc_info()[1], ConnectionError):  # whoever was killed closes no connection
+                super().handle_error(*where)
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_address[1]
