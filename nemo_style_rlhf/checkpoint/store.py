@@ -62,6 +62,7 @@ class CheckpointStore:
     def __init__(self, root: Path, keep_last: int) -> None:
         self._root = root
         self._keep_last = keep_last
+        self._left_behind: list[int] = []
 
     def begin(self, step: int) -> Path:
         """An empty folder for the actor's half; its checkpoint counts once it is committed."""
@@ -101,11 +102,16 @@ class CheckpointStore:
                 f"make room and start again, {resume}"
             ) from error
 
-    def prune(self, newest: int) -> None:
-        """Delete what is older than the last ``keep_last`` committed checkpoints up to that of step ``newest``.
+    def resume_from(self, step: int) -> None:
+        """Later checkpoints, which could not be restored, are of no use: they go once the run has passed them again."""
+        self._left_behind = [later for later in self.committed_steps() if later > step]
 
-        Later ones, of steps that a run has gone back behind, neither count nor go.
-        """
+    def prune(self, newest: int) -> None:
+        """Delete what is older than the last ``keep_last`` committed checkpoints up to that of step ``newest``, now committed."""
+        for step in self._left_behind:
+            if step < newest:
+                self._delete(step)
+        self._left_behind = [step for step in self._left_behind if step > newest]
         committed = [step for step in self.committed_steps() if step <= newest]
         if len(committed) > self._keep_last:
             for step in self._steps():

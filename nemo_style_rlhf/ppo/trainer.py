@@ -289,6 +289,7 @@ class PPOTrainer:
         if manifest is None:
             self._start()
             return
+        parts.store.resume_from(manifest.step)
         self._saver.load(parts.engine, manifest.step)
         self.progress = Progress(**manifest.state)
         collector = self.progress.collector

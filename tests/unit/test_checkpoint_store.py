@@ -95,6 +95,19 @@ def test_what_a_run_has_gone_back_behind_does_not_count_as_kept(tmp_path):
     assert store.committed_steps() == [1, 2, 5]
 
 
+def test_what_could_not_be_restored_goes_once_the_run_has_passed_it_again(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (0, 1, 4):
+        save(store, step)
+    store.resume_from(0)
+    save(store, 2)
+    store.prune(newest=2)
+    assert store.committed_steps() == [0, 2, 4]
+    save(store, 4)
+    store.prune(newest=4)
+    assert store.committed_steps() == [2, 4]
+
+
 def test_prune_keeps_the_last_committed_ones_and_clears_attempts_before_them(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (1, 2, 3):
