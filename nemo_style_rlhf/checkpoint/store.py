@@ -46,10 +46,6 @@ class Manifest:
     digest: str = ""
     """SHA-256 of all of the above; those of earlier versions have none."""
 
-    def own_digest(self) -> str:
-        content = {name: value for name, value in asdict(self).items() if name != "digest"}
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
 
 def checkpoint_id(run_id: str, step: int) -> str:
     """The name both halves of a checkpoint go by."""
@@ -79,8 +75,9 @@ class CheckpointStore:
         folder, half = self._folder(step), self.actor_half(step)
         fsync_tree(folder)
         manifest = Manifest(FORMAT, step, run_id, file_digests(half), critic, state, versions)
-        manifest.digest = manifest.own_digest()
-        write_atomically(folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+        content = asdict(manifest)
+        content["digest"] = _digest(content)
+        write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
 
     @contextmanager
     def whole_or_absent(self, step: int) -> Iterator[None]:
@@ -158,14 +155,16 @@ class CheckpointStore:
         """
         path = self._folder(step) / MANIFEST
         try:
-            manifest = Manifest(**json.loads(path.read_bytes()))
-        except (ValueError, TypeError):
+            content = json.loads(path.read_bytes())
+            found = content["format"]
+            if found != FORMAT and content.get("digest") != _digest({**content, "format": FORMAT}):
+                raise UserError(
+                    f"{path} has format {found}, this version reads {FORMAT}: resume with the version that wrote it"
+                )
+            manifest = Manifest(**content)
+        except (ValueError, TypeError, KeyError):
             return None
-        if manifest.format != FORMAT:
-            raise UserError(
-                f"{path} has format {manifest.format}, this version reads {FORMAT}: resume with the version that wrote it"
-            )
-        return manifest if manifest.digest in ("", manifest.own_digest()) else None
+        return manifest if manifest.digest in ("", _digest(content)) else None
 
     def actor_half(self, step: int) -> Path:
         return self._folder(step) / ACTOR_HALF
@@ -181,3 +180,9 @@ class CheckpointStore:
 
     def _folder(self, step: int) -> Path:
         return self._root / f"step_{step:06d}"
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Of a manifest, but for the digest it carries itself."""
+    rest = {name: value for name, value in content.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -124,14 +124,11 @@ class CriticService(Service):
     def _save(self, inputs: Mapping[str, Array]) -> Tensors:
         """Only the copy holds the models: others are answered while it is written."""
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.SaveRequest)
+        self._ledger.check(request.lease)
+        if not request.copy_only and self._last_save is not None and self._last_save[0] == request:
+            return _json(self._last_save[1].result())  # also of a server that is told to stop meanwhile
         step, answer = self._copied(request)
-        if request.copy_only:
-            return _json({"critic_step": step})
-        try:
-            return _json(answer.result())
-        except ProtocolError:
-            self._last_save = None  # asked again, it is tried again
-            raise
+        return _json({"critic_step": step} if request.copy_only else answer.result())
 
     def _copied(self, request: protocol.SaveRequest) -> "tuple[int, Future[dict[str, Any]]]":
         """The step that is copied, and the answer to come once it is written; the checkpoints are held until then."""
@@ -140,8 +137,9 @@ class CriticService(Service):
             with self._leased(request.lease, f"save of {request.checkpoint_id}"):
                 step = self._ledger.step if request.critic_step is None else request.critic_step
                 key = replace(request, critic_step=step, copy_only=False)
-                if self._last_save is not None and self._last_save[0] == key:
-                    return step, self._last_save[1]
+                last = self._last_save
+                if last is not None and last[0] == key and last[1].exception() is None:
+                    return step, last[1]
                 if step != self._ledger.step:
                     raise ProtocolError(
                         Code.CONFLICT, f"step {step} is to be saved but the critic is at step {self._ledger.step}"
@@ -214,7 +212,8 @@ def load_critic_service(config: PPOCriticConfig, device: torch.device, output_di
     """
     bootstrap.init_distributed(device)
     worker = CriticWorker(config, device)
-    worker.crew.require_shared(output_dir)
+    if not config.run.dry_run:  # whose folders are each rank's own
+        worker.crew.require_shared(output_dir)
     if not worker.crew.is_first:
         return worker.crew
     described = {

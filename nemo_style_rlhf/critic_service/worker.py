@@ -24,7 +24,7 @@ from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
-from nemo_style_rlhf.models.lora import add_lora
+from nemo_style_rlhf.models.lora import add_lora, merged
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
 
@@ -182,16 +182,15 @@ class CriticWorker:
     @on_all_ranks
     def export(self, directory: Path) -> None:
         """Write the critic as a Hugging Face directory that AutoModelForSequenceClassification loads."""
+        hf, model = self.engine.module.hf, self.config.model
+        named = ((name.removeprefix("hf."), tensor) for name, tensor in self.engine.named_weights())
         weights = {}
-        for name, tensor in self.engine.named_weights():
+        for name, tensor in merged(named, hf):
             if self.crew.is_first:
-                weights[name.removeprefix("hf.")] = tensor.cpu()
+                weights[name] = tensor.cpu()
         if self.crew.is_first:
-            model = self.config.model
             trusted = model.trust_remote_code
-            export_model(
-                self.engine.module.hf, directory, source=model.path, weights=weights, trust_remote_code=trusted
-            )
+            export_model(hf, directory, source=model.path, weights=weights, trust_remote_code=trusted)
 
 
 class _Totals:

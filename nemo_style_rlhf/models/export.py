@@ -24,15 +24,19 @@ def export_model(
     beside = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     original = original_dropout(config_source or source, trust_remote_code=trust_remote_code)
-    trained_with = {key: getattr(model.config, key) for key in original}
-    use_cache = model.config.use_cache
+    trained_with = {key: getattr(model.config, key) for key in (*original, "use_cache")}
     _set(model, {**original, "use_cache": True})
-    model.save_pretrained(beside, state_dict=dict(merged((weights or model.state_dict()).items(), model)))
-    _set(model, {**trained_with, "use_cache": use_cache})
-    AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(beside)
-    for name in CARRIED_FILES:
-        if (Path(source) / name).is_file():
-            shutil.copy(Path(source) / name, beside / name)
+    try:
+        model.save_pretrained(beside, state_dict=dict(merged((weights or model.state_dict()).items(), model)))
+        AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(beside)
+        for name in CARRIED_FILES:
+            if (Path(source) / name).is_file():
+                shutil.copy(Path(source) / name, beside / name)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    finally:
+        _set(model, trained_with)
     shutil.rmtree(directory, ignore_errors=True)
     beside.rename(directory)
 

@@ -100,7 +100,7 @@ class Blueprint:
     def _attention(self) -> str:
         """As models/loading.py chooses; every kernel of a GPU is planned as torch's, whose memory grows with time alone."""
         if self._cuda:
-            return "eager" if self._config.attn_implementation == "eager" else "sdpa"
+            return "eager" if self._config.attn_implementation == "eager" and not self._config.packing else "sdpa"
         if self._config.packing:
             return PACKED_ATTENTION
         return "eager" if self._config.attn_implementation == "auto" else self._config.attn_implementation

@@ -41,7 +41,7 @@ VALIDATION_SEED_OFFSET = 2**32
 """Validation samples have seeds of their own, the same ones every time."""
 RECOVERY_PAUSE_S = 1.0
 MAX_RECOVERIES = 10
-"""In a row: what takes the server away each time will not end by itself."""
+"""Without getting any further: what takes the server away each time will not end by itself."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class PPOTrainer:
             Whether the last step is done.
         """
         in_step_with_server = stopping = False
-        lost = 0
+        lost = furthest = 0
         shown = self._config.tracking.progress and self._ranks.is_first
         with StepProgress(self._total_steps, enabled=shown) as bar:
             while not stopping and (self.progress.step < self._total_steps or not in_step_with_server):
@@ -129,13 +129,14 @@ class PPOTrainer:
                     lost += 1
                     if lost > MAX_RECOVERIES:
                         raise UserError(
-                            f"the critic server was lost {lost} times before a step was done, in the end so: {event}"
+                            f"the critic server was lost {lost} times before step {furthest + 1} was done, in the end so: {event}"
                         ) from event
                     log.warning("%s; both halves go back to their last common checkpoint", event)
                     in_step_with_server = stopping = False
                     sleep(RECOVERY_PAUSE_S)  # a server that is stopping still answers for its status
                     continue
-                lost = 0
+                if self.progress.step > furthest:
+                    lost, furthest = 0, self.progress.step
                 bar.show(
                     self.progress.step,
                     reward=metrics["train_rollouts/rewards"],

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,32 +69,34 @@ class RewardServerScorer:
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         texts = [sample.prompt for sample in samples], [sample.response for sample in samples]
         ask = self._ask_one if len(self._servers) == 1 else self._ask_any
-        return mapped(caught(self._pool.submit(ask, *texts), ServerUnreachable, ProtocolError), self._scores)
+        asked: Future[Any] = self._pool.submit(ask, *texts)
+        return mapped(caught(asked, ServerUnreachable, ProtocolError), self._scores)
 
     def close(self) -> None:
         self._closing.set()
-        self._pool.shutdown(cancel_futures=True)
         for server in self._servers:
             server.close()
+        self._pool.shutdown(cancel_futures=True)
 
-    def _ask_one(self, prompts: list[str], responses: list[str]) -> Array:
+    def _ask_one(self, prompts: list[str], responses: list[str]) -> Array | Exception:
         self._require_same(self._servers[0])
         return self._servers[0].score_text(prompts, responses).result()
 
-    def _ask_any(self, prompts: list[str], responses: list[str]) -> Array:
-        """
+    def _ask_any(self, prompts: list[str], responses: list[str]) -> Array | Exception:
+        """The rewards, or why the texts are refused, as the other replicas would.
+
         Raises:
-            ServerUnreachable: no replica answered, ``retries`` times in a row.
-            ProtocolError: one refused the texts, as the others would; or each failed.
+            ServerUnreachable, ProtocolError: no replica answered, ``retries`` times in a row.
         """
         for attempt in self._replicas.attempts(self._config.retries + 1, self._closing):
             try:
                 with self._replicas.take() as server:
                     self._require_same(server)  # what comes back may be another one
-                    return server.score_text(prompts, responses).result()
+                    found = caught(server.score_text(prompts, responses), ProtocolError).result()
+                    if isinstance(found, ProtocolError) and found.code is Code.INTERNAL:
+                        raise found
+                    return found  # texts that are refused are no fault of this server
             except (ServerUnreachable, ProtocolError) as error:
-                if isinstance(error, ProtocolError) and error.code is not Code.INTERNAL:
-                    raise
                 if attempt == self._config.retries or self._closing.is_set():
                     raise
                 LOGGER.warning("%s; another replica is asked", error)

@@ -79,7 +79,7 @@ def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
     )
     done = warm.run([str(script), str(tmp_path / "shared")], ranks=2, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.count("rank 1 does not see what rank 0 writes into") >= 2
+    assert "rank 1 does not see what rank 0 writes into" in done.stderr
 
 
 def wait_until(there: Callable[[], bool]) -> None:

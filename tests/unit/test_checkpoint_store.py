@@ -82,9 +82,25 @@ def test_where_all_are_damaged_nothing_starts_over(tmp_path):
 def test_a_checkpoint_of_another_format_is_not_taken_for_a_damaged_one(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2)
     path = save(store, 1) / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({**written, "format": 2, "news": True, "digest": "of theirs"}))
     with pytest.raises(UserError, match="has format 2, this version reads 1"):
         store.latest()
+    path.write_text(json.dumps({**written, "format": 3}))  # one bit, and the digest tells
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged"):
+        store.latest()
+
+
+def test_a_manifest_that_says_something_else_than_it_did_is_damaged(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    path = save(store, 1) / "manifest.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({**written, "state": {"step": 3}}))
+    with pytest.raises(UserError, match="damaged"):
+        store.latest()
+    del written["digest"]  # as earlier versions wrote them
+    path.write_text(json.dumps(written))
+    assert store.latest().state == {"step": 1}
 
 
 def test_what_a_run_has_gone_back_behind_does_not_count_as_kept(tmp_path):

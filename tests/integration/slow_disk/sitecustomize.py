@@ -1,15 +1,14 @@
-"""On PYTHONPATH: a disk that takes a while for every flush, as long as the file that SLOW_DISK names exists."""
+"""On PYTHONPATH: a disk that takes SLOW_DISK_S for every flush, as long as the file that SLOW_DISK names exists."""
 
 import os
 import time
 
-FLUSH_S = 0.3
 flush = os.fsync
 
 
 def slow_flush(descriptor: int) -> None:
     if os.path.exists(os.environ.get("SLOW_DISK", "")):
-        time.sleep(FLUSH_S)
+        time.sleep(float(os.environ.get("SLOW_DISK_S", "0.3")))
     flush(descriptor)
 
 
