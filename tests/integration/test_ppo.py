@@ -155,6 +155,7 @@ def test_both_exports_start_the_next_round_which_logs_to_wandb_offline(finished,
     server, port = start_server(tmp_path / "critic", *server_overrides(inputs), reward_model)
     next_round = [
         f"model.path={finished / 'actor' / 'export'}", "algorithm.max_steps=2", "algorithm.val_check_interval=0",
+        "checkpoint.keep_best=false",
         "tracking.wandb.enabled=true", "tracking.wandb.offline=true",
     ]  # fmt: skip
     actor = start_actor(tmp_path / "actor", port, *actor_overrides(inputs), *next_round)

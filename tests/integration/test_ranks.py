@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from tests.integration import warm
 from tests.integration.processes import proxy, run_pair, start_actor, start_server
 from tests.integration.test_ppo import metrics, without_timers
@@ -152,12 +153,13 @@ def test_four_ranks_with_two_vllms_end_where_one_does(inputs, alone, tmp_path):
 
 
 def test_a_weight_transfer_takes_its_largest_bucket(tmp_path):
-    """Beside it vLLM makes one layer whole: here the embedding."""
+    """Beside it vLLM makes one layer whole: here the embedding, in fp32 where the CPU would emulate bf16."""
     done = warm.run(["benchmarks/transfer_memory.py", f"--work-dir={tmp_path}"], ranks=2, timeout=120)
     assert done.returncode == 0, done.stderr
     mib = json.loads(done.stdout.splitlines()[-1])
     assert mib["gathering"] == pytest.approx(mib["largest bucket"], rel=0.01)
-    assert mib["into vLLM"] < mib["largest bucket"] + 1.1 * 6.0
+    embedding = 12.0 if CPU_EMULATES_BF16 else 6.0
+    assert mib["into vLLM"] < mib["largest bucket"] + 1.1 * embedding
     assert mib["largest bucket"] < 0.25 * mib["policy"]
 
 
