@@ -41,15 +41,16 @@ class Fp32ProductLinear(nn.Linear):
 class _Fp32Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.has_bias = bias is not None
+        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
         return linear(input.float(), weight.float(), None if bias is None else bias.float()).to(input.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         input, weight = ctx.saved_tensors
-        flat_input, flat_grad = input.flatten(0, -2).float(), grad.flatten(0, -2).float()
-        grad_input = (flat_grad @ weight.float()).to(input.dtype).view_as(input)
-        grad_weight = (flat_grad.T @ flat_input).to(weight.dtype)
-        grad_bias = flat_grad.sum(0).to(weight.dtype) if ctx.has_bias else None
+        of_input, of_weight, of_bias = ctx.needs_input_grad
+        exact = grad.float()
+        grad_input = (exact @ weight.float()).to(grad.dtype) if of_input else None
+        flat = exact.flatten(0, -2)
+        grad_weight = (flat.T @ input.flatten(0, -2).float()).to(weight.dtype) if of_weight else None
+        grad_bias = flat.sum(0).to(weight.dtype) if of_bias else None
         return grad_input, grad_weight, grad_bias
