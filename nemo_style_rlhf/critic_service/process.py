@@ -42,11 +42,13 @@ def serve(run: RunConfig, server: ServerConfig, token: str | None, load: Loader)
         load: the service, or whom to follow, given the device and the folder that it may write to.
     """
     device = bootstrap.setup(run)
-    stop = threading.Event()
+    stop, loading = threading.Event(), True
 
     def on_signal(number: int, _: object) -> None:
         LOGGER.info("received %s", signal.Signals(number).name)
         stop.set()
+        if loading:  # nothing is served yet
+            raise SystemExit(128 + number if run.dry_run else 0)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
@@ -60,6 +62,7 @@ def serve(run: RunConfig, server: ServerConfig, token: str | None, load: Loader)
                 loaded.dismiss()
         return
     loaded = load(device, Path(run.output_dir))
+    loading = False
     if isinstance(loaded, Crew):
         loaded.follow()
         _flush_and_exit(0)

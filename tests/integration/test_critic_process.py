@@ -17,7 +17,7 @@ from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.errors import UserError
 from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, runs, sequences, train_batch
 from tests.integration.test_critic_protocol import long_batch, wait_until_busy
-from tests.integration.warm import ROOT
+from tests.integration.warm import ROOT, SERVER_PYTHON
 from tests.models import save_reward_model
 
 TOKEN = "b2d1-a-shared-secret"
@@ -124,6 +124,25 @@ def test_rule_8_sigterm_lets_a_running_call_finish(make_server) -> None:
         assert training.result()["optimizer_steps"] == 60
         assert server.process.wait(30) == 0
     assert not server.ready_file.exists()
+
+
+@pytest.mark.parametrize(("dry_run", "code"), [(False, 0), (True, 128 + signal.SIGTERM)])
+def test_rule_8_sigterm_ends_a_server_that_still_loads(dry_run: bool, code: int, tmp_path: Path) -> None:
+    program = f"""
+import os, signal, time
+from nemo_style_rlhf.critic_service.process import serve
+from nemo_style_rlhf.schema.common import RunConfig
+from nemo_style_rlhf.schema.critic import ServerConfig
+
+def load(device, directory):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+
+serve(RunConfig(output_dir={str(tmp_path)!r}, device="cpu", dry_run={dry_run}), ServerConfig(), None, load)
+"""
+    ended = subprocess.run([SERVER_PYTHON, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code, ended.stderr
+    assert "received SIGTERM" in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_rule_8_sigterm_abandons_a_call_that_takes_too_long(make_server) -> None:
