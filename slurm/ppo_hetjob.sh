@@ -100,6 +100,7 @@ end_components() {
 as_task() {
     trap '' USR2 # while it loads modules, or starts
     eval "$2"
+    set +e # which may have been set there: a wait that a trap ends is no failure
     if ((SLURM_NTASKS > 1)); then
         export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$3
         export MASTER_ADDR=$4 MASTER_PORT=$5

@@ -50,9 +50,15 @@ def file_digests(directory: Path) -> dict[str, str]:
 
 
 def damaged_files(directory: Path, digests: dict[str, str]) -> list[str]:
-    """The files of ``digests`` that are missing below ``directory`` or differ."""
-    found = file_digests(directory)
-    return [name for name, digest in sorted(digests.items()) if found.get(name) != digest]
+    """The files of ``digests`` that are missing below ``directory``, cannot be read, or differ."""
+
+    def is_damaged(name: str) -> bool:
+        try:
+            return _sha256(directory / name) != digests[name]
+        except OSError:
+            return True
+
+    return [name for name in sorted(digests) if is_damaged(name)]
 
 
 def _sha256(path: Path) -> str:

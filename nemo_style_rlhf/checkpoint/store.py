@@ -162,7 +162,7 @@ class CheckpointStore:
                     f"{path} has format {found}, this version reads {FORMAT}: resume with the version that wrote it"
                 )
             manifest = Manifest(**content)
-        except (ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError):
             return None
         return manifest if manifest.digest in ("", _digest(content)) else None
 

@@ -97,6 +97,10 @@ class Service:
             self._busy = what, time.monotonic()
             try:
                 yield
+            except Exception as error:
+                if not isinstance(error, ProtocolError) or error.fatal:
+                    self._refusing.set()  # what waits must not compute with models that are half way through a step
+                raise
             finally:
                 self._busy = None
 

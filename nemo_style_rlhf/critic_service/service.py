@@ -125,8 +125,9 @@ class CriticService(Service):
         """Only the copy holds the models: others are answered while it is written."""
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.SaveRequest)
         self._ledger.check(request.lease)
-        if not request.copy_only and self._last_save is not None and self._last_save[0] == request:
-            return _json(self._last_save[1].result())  # also of a server that is told to stop meanwhile
+        last = self._last_save
+        if not request.copy_only and last is not None and last[0] == request:
+            return _json(last[1].result())  # also of a server that is told to stop meanwhile
         step, answer = self._copied(request)
         return _json({"critic_step": step} if request.copy_only else answer.result())
 
@@ -169,7 +170,10 @@ class CriticService(Service):
     def _commit(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.CommitRequest)
         with self._stored(), self._leased(request.lease, f"commit of {request.checkpoint_id}"):
-            return _json({"pruned": self._store.commit(request.checkpoint_id, request.keep)})
+            pruned = self._store.commit(request.checkpoint_id, request.keep)
+            if self._last_save is not None and self._last_save[0].checkpoint_id in pruned:
+                self._last_save = None
+            return _json({"pruned": pruned})
 
     def _restore(self, inputs: Mapping[str, Array]) -> Tensors:
         """Repeated because its answer came too late, it is answered from memory."""

@@ -62,7 +62,7 @@ class HalfStore:
             return []
         try:
             return [str(known) for known in json.loads(self._committed_file.read_bytes())]
-        except (ValueError, TypeError):  # who restores a checkpoint commits it anew
+        except (OSError, ValueError, TypeError):  # who restores a checkpoint commits it anew
             log.warning("%s is damaged and is written anew with the next commit", self._committed_file)
             return []
 
@@ -100,7 +100,7 @@ class HalfStore:
         directory = self._require(checkpoint_id)
         try:
             half = _read(directory)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ProtocolError(Code.CONFLICT, f"checkpoint {checkpoint_id} is damaged: {RECORD}") from error
         for name, value in self._critic.items():
             if (was := half.critic.get(name, value)) != value:

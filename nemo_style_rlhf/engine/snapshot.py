@@ -20,10 +20,14 @@ class Snapshot:
         """State dicts; their tensors are in host memory and nobody else's."""
 
     def write(self, directory: Path) -> None:
-        for path, state_dict in self.files.items():
-            target = directory / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state_dict, target)
+        """Once: the copies are gone afterwards, also after an error, whose traceback would keep them."""
+        try:
+            for path, state_dict in self.files.items():
+                target = directory / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(state_dict, target)
+        finally:
+            self.files.clear()
 
 
 class InMemory(TorchCheckpointEngine):  # type: ignore[misc]

@@ -1,6 +1,7 @@
 """transformers as a generator: slow and obvious, the oracle for vLLM and the way out where vLLM lacks a model."""
 
 from collections.abc import Iterator, Sequence
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -70,6 +71,8 @@ class HFGenerator:
             [[r.sampling.temperature or self._config.temperature] for r in batch], device=self._device
         )
         stop = [self._stop | set(request.sampling.stop_token_ids or ()) for request in batch]
+        knows_last = "logits_to_keep" in signature(self._model.forward).parameters
+        last_alone = {"logits_to_keep": 1} if knows_last else {}  # else [rows, prompt, vocabulary] at first
         cache = None
         while active:
             output = self._model(
@@ -78,6 +81,7 @@ class HFGenerator:
                 position_ids=(attention.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :],
                 past_key_values=cache,
                 use_cache=True,
+                **last_alone,
             )
             cache = output.past_key_values
             distribution = (output.logits[:, -1].float() / temperatures).log_softmax(-1).cpu()

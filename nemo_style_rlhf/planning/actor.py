@@ -26,13 +26,14 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
     offloaded = config.model.reference == "cpu_offload" and device.cuda
     if config.needs_reference and not config.model.lora.rank and not offloaded:
         held["reference"] = policy.weights
-    held += _generator(config, policy, device)
+    generated = -(-algorithm.num_rollout_samples // config.ranks) * config.generation.tensor_parallel_size
+    held += _generator(config, policy, device, generated, prompt_length)
     loading = held + Counter({"weights in transit": 0 if device.cuda else policy.on_disk})
-    samples = -(-algorithm.num_rollout_samples // config.ranks)
+    samples = algorithm.num_rollout_samples  # ranks share micro-batches, which are those of one rank
     scoring = policy.inference(_batch(config, samples, prompt_length, response))
     if config.needs_reference and offloaded:
         scoring["reference"] = policy.weights
-    rollout = _decoding(config, policy, device, samples * config.generation.tensor_parallel_size, prompt_length)
+    rollout = _decoding(config, policy, device, generated, prompt_length)
     update = policy.training(
         _batch(config, -(-samples // algorithm.mini_batches), prompt_length, response),
         with_entropy=algorithm.entropy_bonus != 0,
@@ -58,7 +59,7 @@ def _batch(config: PlanConfig, samples: int, prompt: int, response: int) -> Batc
     return Batch(rows=rows, length=round_up(length, 8), actions=min(rows, samples) * response)
 
 
-def _generator(config: PlanConfig, policy: Blueprint, device: Device) -> Counter[str]:
+def _generator(config: PlanConfig, policy: Blueprint, device: Device, samples: int, prompt: int) -> Counter[str]:
     """vLLM's weights and KV cache, or on a GPU without ``kv_cache_gib`` the share of it that vLLM fills with both.
 
     A policy in bf16 is in fp32 there where the CPU has no bf16 instructions. On a CPU the matrix of the logits is kept twice, as
@@ -66,8 +67,8 @@ def _generator(config: PlanConfig, policy: Blueprint, device: Device) -> Counter
     """
     generation = config.generation
     if generation.backend == "hf":
-        cached = generation.max_num_seqs * policy.kv_bytes_per_token * (config.generation.max_length)
-        return Counter({"vLLM weights": policy.weights, "KV cache": cached})
+        tokens = min(samples, generation.max_num_seqs) * (prompt + generation.max_length)
+        return Counter({"vLLM weights": policy.weights, "KV cache": tokens * policy.kv_bytes_per_token})
     emulated = CPU_EMULATES_BF16 and not device.cuda and policy.width == 2
     weights = policy.base_weights * (2 if emulated else 1) // generation.tensor_parallel_size
     if device.cuda and generation.kv_cache_gib is None:
@@ -84,12 +85,13 @@ def _decoding(config: PlanConfig, policy: Blueprint, device: Device, samples: in
 
     A layer holds the residual, its input, gate and up projection and their product. The sampler (``vllm/v1/sample``) holds
     logits in the model's dtype and in fp32 and log-probabilities in fp32; on a GPU also probabilities and noise in fp32. With
-    ``gpu_memory_utilization`` both are part of the share.
+    ``gpu_memory_utilization`` both are part of the share. ``generation.backend=hf`` reads all prompts at once.
     """
-    if device.cuda and config.generation.kv_cache_gib is None:
+    hf = config.generation.backend == "hf"
+    if device.cuda and config.generation.kv_cache_gib is None and not hf:
         return Counter()
     rows = min(samples, config.generation.max_num_seqs)
-    tokens = min(PREFILL_TOKENS[device.kind], rows * prompt)
+    tokens = rows * prompt if hf else min(PREFILL_TOKENS[device.kind], rows * prompt)
     return Counter(
         {
             "activations": tokens * (2 * policy.hidden + 3 * policy.intermediate) * policy.width,

@@ -23,7 +23,7 @@ def plan_critic(config: PlanConfig, critic: Blueprint, device: Device, *, prompt
     if server.critic.combine_rm_and_critic_server:
         offloaded = server.critic.offload_reward_model and device.cuda
         (scoring if offloaded else held)["reward model"] = critic.base_weights
-    samples = -(-algorithm.num_rollout_samples // ranks)
+    samples = algorithm.num_rollout_samples  # ranks share micro-batches, which are those of one rank
     scoring += critic.inference(_batch(config, min(samples, SCORING_GROUP), length))
     phases = training_phases(
         critic, server.engine, device, held, {"values and rewards": scoring},

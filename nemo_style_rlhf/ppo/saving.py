@@ -52,6 +52,11 @@ class Saver:
         copy, rng = engine.snapshot(), rng_states()
         self._writing = self._thread.submit(self._write, step, copy, rng, state, critic_half)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the checkpoint under way has failed, as far as this rank knows: then :meth:`settle` tells how."""
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+
     def settle(self) -> None:
         """Wait until the last checkpoint is written.
 

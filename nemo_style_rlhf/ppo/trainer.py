@@ -120,7 +120,11 @@ class PPOTrainer:
                         in_step_with_server = True
                         continue
                     metrics = self.train_step()
-                    stop = any(self._ranks.all_gather(stop_requested()))  # not every rank may have been told by now
+                    # Not every rank may have been told by now.
+                    told = self._ranks.all_gather((stop_requested(), self._saver.failed))
+                    stop, save_failed = map(any, zip(*told, strict=True))
+                    if save_failed:  # what is trained from here on would be lost as well
+                        self._saver.settle()
                     stopping = stop and self.progress.step < self._total_steps
                     self._commit_if_due(now=stopping)
                     if stopping or self.progress.step == self._total_steps:

@@ -137,7 +137,7 @@ def test_a_time_limit_requeues_and_the_resumed_job_ends_with_the_same_weights(co
 
 
 def test_an_actor_of_two_ranks_that_is_told_to_end_early_is_requeued(cluster, inputs, tmp_path):
-    job = submit(cluster, inputs, tmp_path / "run", "--time=60", ACTOR_RANKS="2", ACTOR_SETUP="sleep 1")
+    job = submit(cluster, inputs, tmp_path / "run", "--time=60", ACTOR_RANKS="2", ACTOR_SETUP="set -e; sleep 1")
     job.wait_for_step(1)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
     job.wait_for_requeue(RUN_S)

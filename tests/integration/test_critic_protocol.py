@@ -354,6 +354,16 @@ def test_rule_4_the_actor_falls_back_to_a_checkpoint_whose_critic_half_is_whole(
         restore_newest(critic, store)
 
 
+def test_rule_4_a_half_that_was_removed_is_saved_again(shared_server: CriticServer, critic: RemoteCritic) -> None:
+    """A save that is repeated is not answered from memory then."""
+    first = critic.save("run-step_000001").result()
+    critic.commit("run-step_000001", 0)
+    assert not (shared_server.output_dir / "checkpoints" / "run-step_000001").exists()
+    assert critic.save("run-step_000001").result() == first
+    assert critic.restore("run-step_000001", first["files"]) == first["critic_step"]
+    critic.restore(START, None)
+
+
 def test_rule_4_a_full_disk_spares_the_last_good_checkpoint(scratch_server: CriticServer) -> None:
     """A file-size limit on the live process stands in for the full disk."""
     server = scratch_server

@@ -163,10 +163,11 @@ def test_an_unsupported_head_size_gets_one_sentence_and_the_way_out_works(inputs
 FULL_DISK = """
 set -eu
 mount -t tmpfs -o size={size} tmpfs {folder}/checkpoints
-{actor} checkpoint.save_interval=1 algorithm.max_steps=3 && exit 1 || echo "exit $?"
+{actor} checkpoint.save_interval=2 algorithm.max_steps=6 && exit 1 || echo "exit $?"
+cp {folder}/metrics.jsonl {folder}/metrics_of_the_first.jsonl
 ls {folder}/checkpoints
 mount -o remount,size=64m {folder}/checkpoints
-{actor} checkpoint.save_interval=1 algorithm.max_steps=3 run.resume=must
+{actor} checkpoint.save_interval=2 algorithm.max_steps=6 run.resume=must
 ls {folder}/checkpoints
 """
 
@@ -185,10 +186,12 @@ def test_a_full_disk_is_one_sentence_and_the_last_good_checkpoint_survives(input
     assert done.returncode == 0, done.stdout + done.stderr
     _, _, after = done.stdout.partition("exit 2\n")
     folders = [line for line in after.splitlines() if line.startswith("step_")]
-    assert folders == ["step_000000", "step_000001", "step_000002", "step_000003"]
+    assert folders == ["step_000000", "step_000002", "step_000004", "step_000006"]
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert re.search(r"step 2 could not be saved in .* make room and start again, it resumes from step 1", sentence)
-    assert "resumed from step 1" in done.stderr
+    assert re.search(r"step 4 could not be saved in .* make room and start again, it resumes from step 2", sentence)
+    assert "resumed from step 2" in done.stderr
+    steps = (folder / "metrics_of_the_first.jsonl").read_text().splitlines()
+    assert json.loads(steps[-1])["step"] == 5  # the step in which the disk refused, and none that would be lost as well
 
 
 def test_a_used_server_and_a_new_run_do_not_mix(inputs, tmp_path):

@@ -52,7 +52,15 @@ def test_an_attempt_that_died_before_its_manifest_does_not_count_and_can_be_repe
     assert store.latest().step == 2
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.write_text("weights 3"), lambda path: path.unlink()])
+def make_unreadable(path):
+    """Whoever reads the first byte is told of an input/output error."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.write_text("weights 3"), lambda path: path.unlink(), make_unreadable]
+)
 def test_a_damaged_one_falls_back_to_the_one_before_and_says_so(tmp_path, caplog, damage):
     store = CheckpointStore(tmp_path, keep_last=2)
     save(store, 1)
@@ -62,11 +70,15 @@ def test_a_damaged_one_falls_back_to_the_one_before_and_says_so(tmp_path, caplog
     assert "step_000002 is damaged (w.bin)" in caplog.text
 
 
-@pytest.mark.parametrize("content", [b"", b'{"format": 1', b"[]", b'{"format": 1}', b"\xff\x00"])
+@pytest.mark.parametrize("content", [b"", b'{"format": 1', b"[]", b'{"format": 1}', b"\xff\x00", None])
 def test_so_does_one_whose_manifest_is_damaged(tmp_path, caplog, content):
     store = CheckpointStore(tmp_path, keep_last=2)
     save(store, 1)
-    (save(store, 2) / "manifest.json").write_bytes(content)
+    manifest = save(store, 2) / "manifest.json"
+    if content is None:
+        make_unreadable(manifest)
+    else:
+        manifest.write_bytes(content)
     assert store.latest().step == 1
     assert "step_000002 is damaged (manifest.json)" in caplog.text
 

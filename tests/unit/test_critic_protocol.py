@@ -16,6 +16,7 @@ from nemo_style_rlhf.critic_service.secret import read_token
 from nemo_style_rlhf.critic_service.store import HalfStore
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
+from tests.unit.test_checkpoint_store import make_unreadable
 
 LIMITS = Limits(vocab_size=10, max_length=8, max_request_bytes=4096)
 PLAN = {"lease": "L", "step": 1, "part": 1, "parts": 1, "mini_batches": [[0, 1]], "digest": "d"}
@@ -176,6 +177,15 @@ def test_pruning_leaves_other_runs_alone(tmp_path: Path) -> None:
     assert pruned == ["new-step_000001"]
     assert HalfStore(tmp_path).committed == ["old-step_000001", "new-step_000002"]
     assert store.verified("old-step_000001", None)
+
+
+@pytest.mark.parametrize("name", ["weights", "critic.json"])
+def test_a_half_that_cannot_be_read_is_damaged(tmp_path: Path, name: str) -> None:
+    store = HalfStore(tmp_path)
+    store.save("run-step_000001", 1, lambda directory: (directory / "weights").write_text("w"))
+    make_unreadable(tmp_path / "checkpoints" / "run-step_000001" / "critic" / name)
+    with pytest.raises(ProtocolError, match=f"is damaged: {name}"):
+        store.verified("run-step_000001", None)
 
 
 def test_a_damaged_list_of_commits_keeps_no_server_from_starting(

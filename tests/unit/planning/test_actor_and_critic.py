@@ -58,6 +58,17 @@ def test_ranks_share_the_optimizer_states(models):
     assert four["weights"] == alone["weights"]
 
 
+@pytest.mark.parametrize("name", ["log-probabilities", "values and rewards", "forward and backward"])
+def test_ranks_share_micro_batches_which_are_as_large_as_those_of_one(models, name):
+    few = ("algorithm.num_rollout_samples=16", "algorithm.mini_batches=2", "run.device=cuda")
+    activations = []
+    for ranks in (1, 8):
+        config = build(PlanConfig, OmegaConf.from_dotlist([*models, *few, f"ranks={ranks}", f"critic_ranks={ranks}"]))
+        phases = [phase for process in Planner(config).plan(config) for phase in process.phases]
+        activations.append([phase.parts["activations"] for phase in phases if phase.name == name])
+    assert activations[0] == activations[1] != []
+
+
 def test_advice_is_what_planning_again_says(models):
     config = build(PlanConfig, OmegaConf.from_dotlist(models))
     planner = Planner(config)
