@@ -145,10 +145,10 @@ class CriticService(Service):
                     raise ProtocolError(
                         Code.CONFLICT, f"step {step} is to be saved but the critic is at step {self._ledger.step}"
                     )
-                self._worker.snapshot()
                 exported = {}
                 if request.export:
                     exported["export"] = str(self._store.export(request.checkpoint_id, self._worker.export))
+                self._worker.snapshot()
             answer = self._saver.submit(self._written, request.checkpoint_id, step, exported)
             self._last_save = key, answer
             held = until_written.pop_all()

@@ -132,7 +132,11 @@ class HalfStore:
             self._require(checkpoint_id)
         run = _run_of(checkpoint_id)
         others = [known for known in self.committed if _run_of(known) != run]
-        mine = [known for known in self.committed if _run_of(known) == run and known != checkpoint_id] + [checkpoint_id]
+        mine = [known for known in self.committed if _run_of(known) == run]
+        if keep is None and checkpoint_id in mine:  # gone back to: later ones, of no use any more, are the first to go
+            place = mine.index(checkpoint_id)
+            mine = mine[place + 1 :] + mine[:place]
+        mine = [known for known in mine if known != checkpoint_id] + [checkpoint_id]
         committed = others + (mine if keep is None else mine[-keep:] if keep else [])
         try:
             write_atomically(self._committed_file, json.dumps(committed).encode())
@@ -195,6 +199,8 @@ def _publish(target: Path, write: Callable[[Path], None]) -> None:
     except STORAGE_ERRORS as error:
         if storage_failure(error) is None:
             raise
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
         shutil.rmtree(beside, ignore_errors=True)
         raise _storage_error(error) from error
     shutil.rmtree(replaced, ignore_errors=True)

@@ -158,6 +158,7 @@ class CriticWorker:
     @on_all_ranks
     def snapshot(self) -> None:
         """Copy the critic's state in memory, for the files of a checkpoint."""
+        self._snapshot = Snapshot()  # of a save that never came to its files
         self._snapshot = self.engine.snapshot()
 
     @on_all_ranks

@@ -1,6 +1,7 @@
 """What DeepSpeed would write to its checkpoint files, copied to host memory: training can go on while they are written."""
 
 import copy
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,23 @@ class Snapshot:
         """State dicts; their tensors are in host memory and nobody else's."""
 
     def write(self, directory: Path) -> None:
-        """Once: the copies are gone afterwards, also after an error, whose traceback would keep them."""
+        """Once: the copies are gone afterwards, also after an error, whose tracebacks would keep them."""
         try:
-            for path, state_dict in self.files.items():
+            for path in self.files:
                 target = directory / path
                 target.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(state_dict, target)
+                torch.save(self.files[path], target)
+        except BaseException as error:
+            met: BaseException | None = error
+            while met is not None:
+                traceback.clear_frames(met.__traceback__)
+                met = met.__context__
+            raise
         finally:
-            self.files.clear()
+            self.drop()
+
+    def drop(self) -> None:
+        self.files.clear()
 
 
 class InMemory(TorchCheckpointEngine):  # type: ignore[misc]

@@ -4,9 +4,12 @@ import copy
 import logging
 import os
 import shutil
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
+from nemo_style_rlhf.critic_service.client import ServerRestarted
+from nemo_style_rlhf.critic_service.protocol import ProtocolError
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from nemo_style_rlhf.ppo.build import build_trainer
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -31,7 +34,12 @@ def run(config: PPOActorConfig) -> None:
     _clear(tiny)
     try:
         with closing(build_trainer(tiny)) as trainer:
-            trainer.fit()
+            try:
+                trainer.fit()
+            except BaseException:
+                with suppress(UserError, ProtocolError, ServerRestarted):  # what ended the run is what there is to say
+                    trainer.undo()
+                raise
             trainer.undo()
     finally:
         _clear(tiny)

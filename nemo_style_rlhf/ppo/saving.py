@@ -107,9 +107,12 @@ class Saver:
                 self._critic.commit(checkpoint_id(self._run_id, step), self._keep_last)
             self._store.prune(step)
 
-        described = self._ranks.on_first(begin)
-        with whole_or_absent():  # once all have ended: what it deletes, nobody may still be writing
-            self._ranks.everyone(write)
+        try:
+            described = self._ranks.on_first(begin)
+            with whole_or_absent():  # once all have ended: what it deletes, nobody may still be writing
+                self._ranks.everyone(write)
+        finally:
+            copy.drop()  # an error's traceback would keep it
         self._ranks.on_first(commit)
 
     @property

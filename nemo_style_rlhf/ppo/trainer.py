@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure, write_atomically
-from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest, checkpoint_id
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic, ServerRestarted, ServerUnreachable
-from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.data.sampling import PromptSampler
@@ -27,6 +26,7 @@ from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.lora import lora_identity, save_adapter
 from nemo_style_rlhf.ppo.audit import Probe, audit_gap, audit_signs
 from nemo_style_rlhf.ppo.metrics import rollout_metrics, rollout_rows, validation_metrics
+from nemo_style_rlhf.ppo.recovery import Recovery
 from nemo_style_rlhf.ppo.saving import Saver
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
 from nemo_style_rlhf.rollout.collector import Collector, CollectorState
@@ -96,6 +96,7 @@ class PPOTrainer:
             parts.store, parts.critic, run_id=run_id, keep_last=config.checkpoint.keep_last,
             identity=run_identity(config), versions=parts.versions,
         )  # fmt: skip
+        self._recovery = Recovery(parts.critic, parts.store, parts.ranks, run_id=run_id, output_dir=self._output_dir)
         self._untouched = parts.collector.state
         self.progress = Progress()
 
@@ -159,11 +160,7 @@ class PPOTrainer:
 
     def undo(self) -> None:
         """Put the critic server back to where this run found it, and its folder (dry runs)."""
-        critic = self._parts.critic
-        if critic is not None and self._ranks.is_first:
-            first = self._parts.store.committed_steps()[0]
-            critic.restore(checkpoint_id(self._run_id, first), None)
-            critic.commit(checkpoint_id(self._run_id, first), keep=0)
+        self._recovery.undo()
 
     def close(self) -> None:
         """End what runs beside the loop, calls under way included."""
@@ -287,10 +284,7 @@ class PPOTrainer:
         """Bring both halves to the last common checkpoint; a run without one starts, and commits its step 0."""
         parts = self._parts
         self._saver.abandon()
-        if parts.critic is not None:
-            parts.critic.forget_queued()
-        manifest = self._ranks.on_first(self._restore_critic)
-        self._ranks.everyone(self._meet_critic)
+        manifest = self._recovery.restore_critic()
         if manifest is None:
             self._start()
             return
@@ -305,34 +299,6 @@ class PPOTrainer:
         if self.progress.step == 0:
             self._log_step_zero()
         log.info("resumed from step %d", self.progress.step)
-
-    def _restore_critic(self) -> Manifest | None:
-        """The checkpoint its critic's half is restored from; None for a run that starts."""
-        critic, store = self._parts.critic, self._parts.store
-        if critic is None:
-            return store.latest()
-        found = critic.wait_until_ready(log.info).critic_step
-        if not store.committed_steps():  # before the lease is taken from the run that it may belong to
-            self._require_untouched(found)
-        found = critic.acquire(self._run_id)
-        manifest = restore_newest(critic, store)
-        if manifest is None:
-            self._require_untouched(found)
-        return manifest
-
-    def _require_untouched(self, critic_step: int) -> None:
-        if critic_step != 0:
-            raise UserError(
-                f"the critic server has already trained {critic_step} steps but {self._output_dir} holds no checkpoint to resume "
-                "from: restart the server, or give the run.output_dir of the run it belongs to"
-            )
-
-    def _meet_critic(self) -> None:
-        """On the ranks that only ask it: it may be another process than before."""
-        critic = self._parts.critic
-        if critic is not None and not self._ranks.is_first:
-            critic.wait_until_ready(log.info)
-            critic.shake_hands_again()
 
     def _start(self) -> None:
         self._send_weights(0, Timers())
@@ -368,30 +334,6 @@ class PPOTrainer:
                 "its last checkpoint"
             ) from error
         log.info("exported the policy to %s", directory)
-
-
-def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | None:
-    """Have the server restore its half of the newest undamaged checkpoint whose half it has, undamaged, too.
-
-    Raises:
-        UserError: there are checkpoints, but none of which both halves can be restored.
-    """
-    refusal: ProtocolError | None = None
-    for manifest in store.undamaged():
-        try:
-            name = checkpoint_id(manifest.run_id, manifest.step)
-            restored, expected = critic.restore(name, manifest.critic["files"]), manifest.critic["critic_step"]
-            if restored != expected:
-                raise ProtocolError(Code.CONFLICT, f"{name} holds the critic's step {restored}, not {expected}")
-            return manifest
-        except ProtocolError as error:
-            if error.code not in (Code.CONFLICT, Code.NOT_FOUND):
-                raise
-            log.warning("%s: falling back to the checkpoint before it", error.message)
-            refusal = refusal or error
-    if refusal is not None:
-        raise UserError(f"no checkpoint can be restored: {refusal.message}") from refusal
-    return store.latest()
 
 
 def run_identity(config: PPOActorConfig) -> dict[str, Any]:

@@ -82,7 +82,8 @@ class Collector:
 
     @state.setter
     def state(self, state: CollectorState) -> None:
-        self._kl.coef = state.kl_coef
+        if self.algorithm.kl_target:  # else the config's, which may have been changed
+            self._kl.coef = state.kl_coef
         if state.normalizer:
             self._normalizer.load_state_dict(state.normalizer)
 

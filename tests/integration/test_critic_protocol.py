@@ -17,7 +17,7 @@ from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, LeaseLost, RemoteCritic, ServerRestarted, parse_json
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.ppo.trainer import restore_newest
+from nemo_style_rlhf.ppo.recovery import restore_newest
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.integration.critic_server import START, CriticServer, agree, sequences, train_batch
 

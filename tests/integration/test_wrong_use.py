@@ -160,6 +160,17 @@ def test_an_unsupported_head_size_gets_one_sentence_and_the_way_out_works(inputs
     assert way_out.wait(120) == 0, way_out.output()
 
 
+def test_a_dry_run_that_fails_leaves_nothing_on_the_server(inputs, server_port, tmp_path):
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise ValueError('no rewards')\n")
+    reward = [f"reward.function.path={tmp_path / 'reward.py'}", "reward.function.weight=1"]
+    dry = start_actor(tmp_path, server_port, *actor_arguments(inputs, tmp_path), *reward, "--dry-run")
+    assert dry.wait(120) != 0 and "no rewards" in dry.output()
+    with RemoteCritic(RemoteCriticConfig(port=server_port)) as critic:
+        status = critic.status()
+    assert (status.last_committed, status.critic_step) == (None, 0)
+    assert not (tmp_path / "dry_run").exists()
+
+
 FULL_DISK = """
 set -eu
 mount -t tmpfs -o size={size} tmpfs {folder}/checkpoints

@@ -1,5 +1,6 @@
 """The wire contract, the ledger of leases and steps, and the store of halves: no process, no network, no torch."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.kserve import decode_response, encode_request
 from nemo_style_rlhf.critic_service.ledger import Ledger
@@ -156,6 +158,47 @@ def test_a_half_of_another_dtype_is_not_restored_whatever_its_ranks(tmp_path: Pa
         assert store.verified("a", None)[1].critic_step == 3
     with pytest.raises(ProtocolError, match=r"a critic with model\.dtype float32, this one has bfloat16"):
         HalfStore(tmp_path, {"model.dtype": "bfloat16"}).verified("a", None)
+
+
+def test_after_a_fallback_both_sides_keep_the_same_checkpoints(tmp_path: Path) -> None:
+    """Those that the run has gone back behind are the first to go, not the last good ones before them."""
+    halves, actors = HalfStore(tmp_path / "server"), CheckpointStore(tmp_path / "actor", keep_last=3)
+
+    def commit(step: int) -> None:
+        halves.save(checkpoint_id("run", step), step, lambda directory: None)
+        actors.begin(step)
+        actors.commit(step, "run", critic={}, state={}, versions={})
+        halves.commit(checkpoint_id("run", step), keep=3)
+        actors.prune(step)
+
+    for step in (10, 20, 30):
+        commit(step)
+    halves.commit(checkpoint_id("run", 20), keep=None)  # as a restore does, here because 30 is damaged
+    actors.resume_from(20)
+    commit(25)
+    assert halves.committed == [checkpoint_id("run", step) for step in (10, 20, 25)]
+    for step in (28, 35):
+        commit(step)
+    assert halves.committed == [checkpoint_id("run", step) for step in actors.committed_steps()]
+
+
+def test_where_the_new_half_cannot_take_its_place_the_old_one_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HalfStore(tmp_path)
+    store.save("a", 1, lambda directory: (directory / "weights").write_text("old"))
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name == "critic.tmp":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(ProtocolError, match="make room"):
+        store.save("a", 2, lambda directory: (directory / "weights").write_text("new"))
+    directory, half = store.verified("a", None)
+    assert half.critic_step == 1 and (directory / "weights").read_text() == "old"
 
 
 def test_pruning_leaves_the_actors_half_alone(tmp_path: Path) -> None:

@@ -107,6 +107,20 @@ def test_load_brings_back_every_bit_also_on_a_used_engine(tmp_path, zero_stage, 
     assert digest_of(engine) == ahead
 
 
+@pytest.mark.parametrize(("zero_stage", "then"), [(0, 0), (0, 1), (1, 1), (1, 2), (3, 3)])
+def test_a_run_goes_on_with_the_optimizer_its_config_describes_now(tmp_path, zero_stage, then):
+    engine = make_engine(zero_stage)
+    take_steps(engine, 3)
+    engine.snapshot().write(tmp_path)
+    changed = make_engine(then)
+    changed.config.optim = OptimizerConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.3)
+    changed.load(tmp_path)
+    group = changed._optimizer.param_groups[0]
+    assert (tuple(group["betas"]), group["eps"], group["weight_decay"]) == ((0.8, 0.9), 1e-5, 0.3)
+    for stats, position in zip(take_steps(changed, 2), (3, 4), strict=True):
+        assert stats.lr == 0.01 * lr_factor(position, changed.config.scheduler, 10)
+
+
 def test_weights_are_whole_while_shares_are_gathered_ahead():
     """After a forward without a backward DeepSpeed's prefetch for that is still under way."""
     torch.manual_seed(0)

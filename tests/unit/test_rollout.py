@@ -16,7 +16,7 @@ from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, 
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.metrics import rollout_metrics
 from nemo_style_rlhf.ppo.update import mini_batch_plan
-from nemo_style_rlhf.rollout.collector import Collector, NothingToLearnError
+from nemo_style_rlhf.rollout.collector import Collector, CollectorState, NothingToLearnError
 from nemo_style_rlhf.rollout.logprobs import action_mask, micro_batch_iterator
 from nemo_style_rlhf.rollout.reference import FrozenCopy
 from nemo_style_rlhf.rollout.sampling import Timers, make_requests
@@ -114,7 +114,7 @@ class UnluckyScorer(LengthScorer):
         return future
 
 
-def collect(max_length=6, stop=range(24), scorer=None, takes=None, **algorithm):
+def make_collector(max_length=6, stop=range(24), scorer=None, **algorithm):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -123,7 +123,7 @@ def collect(max_length=6, stop=range(24), scorer=None, takes=None, **algorithm):
     generator = HFGenerator(model, config, device=CPU, eos_token_ids=[], weight_shapes=shapes)
     engine = EngineConfig(row_multiple=1)
     policy = PolicyModel(model, temperature=1.0).eval()
-    collector = Collector(
+    return Collector(
         generator,
         scorer or LengthScorer(),
         policy,
@@ -138,12 +138,21 @@ def collect(max_length=6, stop=range(24), scorer=None, takes=None, **algorithm):
         ranks=Ranks(),
     )
 
+
+def collect(takes=None, **settings):
     def take(count):
         if takes is not None:
             takes.append(count)
         return PROMPTS[:count]
 
-    return collector.collect(take, step=1, timers=Timers())
+    return make_collector(**settings).collect(take, step=1, timers=Timers())
+
+
+@pytest.mark.parametrize(("target", "resumed"), [(0.0, 0.1), (0.05, 0.02)])
+def test_a_resumed_run_takes_the_kl_coefficient_from_its_checkpoint_only_where_it_is_steered(target, resumed):
+    collector = make_collector(initial_policy_kl_penalty=0.1, kl_target=target)
+    collector.state = CollectorState(0.02, {})
+    assert collector.kl_coef == resumed
 
 
 def test_an_experience_lists_samples_in_the_order_of_their_requests():

@@ -1,0 +1,103 @@
+"""How both halves come to stand at one checkpoint: when a run starts, and whenever its server was lost."""
+
+import logging
+from pathlib import Path
+
+from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest, checkpoint_id
+from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Every rank makes the same calls; the first alone changes the server."""
+
+    def __init__(
+        self, critic: RemoteCritic | None, store: CheckpointStore, ranks: Ranks, *, run_id: str, output_dir: Path
+    ) -> None:
+        self._critic = critic
+        self._store = store
+        self._ranks = ranks
+        self._run_id = run_id
+        self._output_dir = output_dir
+
+    def restore_critic(self) -> Manifest | None:
+        """Bring the server to its half of the last common checkpoint.
+
+        Returns:
+            That checkpoint; None for a run that starts.
+
+        Raises:
+            UserError: no checkpoint can be restored, or the server has trained for another run.
+        """
+        if self._critic is not None:
+            self._critic.forget_queued()
+        manifest = self._ranks.on_first(self._restore_critic)
+        self._ranks.everyone(self._meet_critic)
+        return manifest
+
+    def _restore_critic(self) -> Manifest | None:
+        critic, store = self._critic, self._store
+        if critic is None:
+            return store.latest()
+        status = critic.wait_until_ready(log.info)
+        if not store.committed_steps():  # before the lease is taken from the run that it may belong to
+            self._require_untouched(status.critic_step)
+        if status.lease_holder not in (None, self._run_id):
+            log.warning("the critic server belonged to the run %s, which ends if it still trains", status.lease_holder)
+        found = critic.acquire(self._run_id)
+        manifest = restore_newest(critic, store)
+        if manifest is None:
+            self._require_untouched(found)
+        return manifest
+
+    def _require_untouched(self, critic_step: int) -> None:
+        if critic_step != 0:
+            raise UserError(
+                f"the critic server has already trained {critic_step} steps but {self._output_dir} holds no checkpoint to resume "
+                "from: restart the server, or give the run.output_dir of the run it belongs to"
+            )
+
+    def _meet_critic(self) -> None:
+        """On the ranks that only ask it: it may be another process than before."""
+        if self._critic is not None and not self._ranks.is_first:
+            self._critic.wait_until_ready(log.info)
+            self._critic.shake_hands_again()
+
+    def undo(self) -> None:
+        """Put the server back to where this run found it, and remove what the run left there."""
+        if self._critic is not None and self._ranks.is_first and (committed := self._store.committed_steps()):
+            self._critic.restore(checkpoint_id(self._run_id, committed[0]), None)
+            self._critic.commit(checkpoint_id(self._run_id, committed[0]), keep=0)
+
+
+def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | None:
+    """Have the server restore its half of the newest undamaged checkpoint whose half it has, undamaged, too.
+
+    Raises:
+        UserError: there are checkpoints, but none of which both halves can be restored.
+    """
+    refusal: ProtocolError | None = None
+    for manifest in store.undamaged():
+        name = checkpoint_id(manifest.run_id, manifest.step)
+        if not manifest.critic:
+            raise UserError(
+                f"checkpoint step_{manifest.step:06d} is of a run without a critic server: resume it without one, or choose "
+                "another run.output_dir"
+            )
+        try:
+            restored, expected = critic.restore(name, manifest.critic["files"]), manifest.critic["critic_step"]
+            if restored != expected:
+                raise ProtocolError(Code.CONFLICT, f"{name} holds the critic's step {restored}, not {expected}")
+            return manifest
+        except ProtocolError as error:
+            if error.code not in (Code.CONFLICT, Code.NOT_FOUND):
+                raise
+            log.warning("%s: falling back to the checkpoint before it", error.message)
+            refusal = refusal or error
+    if refusal is not None:
+        raise UserError(f"no checkpoint can be restored: {refusal.message}") from refusal
+    return store.latest()

@@ -1,0 +1,85 @@
+"""A save that fails keeps nothing in memory, and what cannot be gone back to is said."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
+from nemo_style_rlhf.critic_service.client import ServerRestarted
+from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.engine.snapshot import Snapshot
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.ppo.recovery import Recovery, restore_newest
+from nemo_style_rlhf.ppo.saving import Saver
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage_collection() -> Iterator[None]:
+    """Which would free in time what references in a circle keep."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def copied() -> tuple[Snapshot, "weakref.ref[torch.Tensor]"]:
+    snapshot = Snapshot()
+    snapshot.files[Path("state") / "model.pt"] = {"weight": torch.ones(4)}
+    return snapshot, weakref.ref(snapshot.files[Path("state") / "model.pt"]["weight"])
+
+
+def test_a_copy_that_cannot_be_written_is_let_go(tmp_path: Path) -> None:
+    """Whoever writes keeps the error until it is asked for, and the error where it was raised."""
+    (tmp_path / "state").write_text("in the way")
+    snapshot, weight = copied()
+    with ThreadPoolExecutor(1) as thread:
+        failed = thread.submit(snapshot.write, tmp_path)
+    assert isinstance(failed.exception(), FileExistsError)
+    assert weight() is None
+
+
+def test_so_is_one_whose_server_did_not_live_to_see_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gone: Future[dict] = Future()
+    gone.set_exception(ServerRestarted("another process"))
+    critic = SimpleNamespace(save=lambda *_, **__: gone)
+    saver = Saver(CheckpointStore(tmp_path, 2), critic, run_id="run", keep_last=2, identity={}, versions={})
+    weights: list[weakref.ref[torch.Tensor]] = []
+
+    def take() -> Snapshot:
+        snapshot, weight = copied()
+        weights.append(weight)
+        return snapshot
+
+    saver.save(SimpleNamespace(snapshot=take), 1, {}, critic_step=1, export_critic=False)
+    saver.abandon()
+    assert "another process; the last checkpoint is not complete" in caplog.text
+    assert weights[0]() is None
+
+
+def test_a_checkpoint_without_a_critics_half_is_not_resumed_with_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    store.begin(3)
+    store.commit(3, "run", critic={}, state={}, versions={})
+    with pytest.raises(UserError, match="step_000003 is of a run without a critic server"):
+        restore_newest(SimpleNamespace(), store)
+
+
+def test_a_server_that_belonged_to_another_run_is_taken_over_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its critic may be untouched: then nothing else tells whether that run still trains."""
+    caplog.set_level(logging.WARNING)
+    status = SimpleNamespace(critic_step=0, lease_holder="other")
+    critic = SimpleNamespace(wait_until_ready=lambda _: status, acquire=lambda run: 0, forget_queued=lambda: None)
+    for run in ("mine", "other"):
+        store = CheckpointStore(tmp_path / run, keep_last=2)
+        recovery = Recovery(critic, store, Ranks(), run_id=run, output_dir=tmp_path)
+        assert recovery.restore_critic() is None
+        assert ("belonged to the run other" in caplog.text) == (run == "mine")
+        caplog.clear()
