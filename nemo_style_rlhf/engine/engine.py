@@ -197,15 +197,6 @@ class Engine:
 
 
 def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]:
-    if config.zero_stage == 3 and not all(parameter.requires_grad for parameter in module.parameters()):
-        raise UserError(
-            "engine.zero_stage=3 with model.lora.rank would have to merge adapters that are in shares: use engine.zero_stage=2"
-        )
-    bf16 = next(module.parameters()).dtype == torch.bfloat16
-    if bf16 and config.zero_stage == 0:
-        raise UserError(
-            "engine.zero_stage=0 with model.dtype=bfloat16 would train without fp32 master weights: use engine.zero_stage=1"
-        )
     # The default buckets of 500 M elements are allocated in full, however small the model.
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     bucket = min(BUCKET_ELEMENTS, trained)
@@ -227,7 +218,7 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW is fused on a CPU, too, and needs no compilation
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": next(module.parameters()).dtype == torch.bfloat16},
         "steps_per_print": 10**9,
     }
     merged: Any = OmegaConf.to_container(OmegaConf.merge(generated, config.deepspeed))

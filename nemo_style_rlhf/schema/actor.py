@@ -118,6 +118,7 @@ class PPOActorConfig:
         return self.algorithm.uses_critic or self.reward.critic.weight != 0
 
     def validate(self) -> None:
+        self.engine.validate_with(self.model)
         if self.algorithm.val_check_interval and not self.data.val_path:
             raise UserError(
                 f"algorithm.val_check_interval={self.algorithm.val_check_interval} needs validation prompts: set data.val_path, "

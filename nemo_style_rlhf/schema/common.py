@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
 
 
@@ -196,6 +197,18 @@ class EngineConfig:
             self.gradient_clip_val,
             "a norm above 0, or 0 for none",
         )
+
+    def validate_with(self, model: ModelConfig) -> None:
+        """Whether it can train ``model``, whose process calls this."""
+        if self.zero_stage == 3 and model.lora.rank:
+            raise UserError(
+                f"engine.zero_stage=3 with model.lora.rank={model.lora.rank} would have to merge adapters that are in shares: "
+                "use engine.zero_stage=2"
+            )
+        if self.zero_stage == 0 and model.dtype == "bfloat16":
+            raise UserError(
+                "engine.zero_stage=0 with model.dtype=bfloat16 would train without fp32 master weights: use engine.zero_stage=1"
+            )
 
 
 @dataclass

@@ -75,3 +75,6 @@ class PPOCriticConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     """How the critic is trained."""
+
+    def validate(self) -> None:
+        self.engine.validate_with(self.model)

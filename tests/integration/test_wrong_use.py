@@ -86,8 +86,10 @@ ACTOR_MISTAKES = {
     "no gap to see": (["algorithm.old_logprobs=sampler", "audit.max_logprob_gap=0.1"],
         r"audit\.max_logprob_gap=0\.1 compares sampler and trainer, .* or max_logprob_gap=null"),
     "too long for the model": (["generation.max_length=500"], r"make 502, more than the 128 positions"),
-    "bf16 without masters": (["engine=zero0", "model.dtype=bfloat16", "remote_critic_rm.port={port}"],
+    "bf16 without masters, before anything is loaded": (["engine=zero0", "model.dtype=bfloat16", "model.path={inputs}/none"],
         r"zero_stage=0 with model\.dtype=bfloat16"),
+    "adapters in shares": (["engine=zero3", "model.lora.rank=4", "model.path={inputs}/none"],
+        r"zero_stage=3 with model\.lora\.rank=4 .*: use engine\.zero_stage=2"),
     "must resume nothing": (["run.resume=must"], r"run\.resume=must but .* holds no checkpoint"),
 }  # fmt: skip
 

@@ -156,9 +156,7 @@ def test_a_nan_loss_stops_before_it_touches_the_weights():
     assert digest_of(engine) == before
 
 
-def test_bf16_without_masters_and_a_decay_without_an_end_are_refused():
-    with pytest.raises(UserError, match=r"engine\.zero_stage=0"):
-        make_engine(0, torch.bfloat16)
+def test_a_decay_without_an_end_is_refused():
     with pytest.raises(UserError, match=r"engine\.scheduler\.total_steps"):
         Engine(nn.Linear(1, 1), EngineConfig(scheduler=SchedulerConfig(name="linear")), device=CPU)
 

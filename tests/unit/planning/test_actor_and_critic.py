@@ -1,5 +1,7 @@
 """Whole plans of tiny models: which parts a process has, and what a setting does to them."""
 
+from collections.abc import Collection
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -79,6 +81,20 @@ def test_advice_is_what_planning_again_says(models):
     assert not any(change.text.startswith("critic.") for change in changes)
 
 
+class HigherStagesSave:
+    """As :class:`Planner`."""
+
+    def demand(self, config: PlanConfig, names: Collection[str]) -> int:
+        return (4 - config.engine.zero_stage) * GIB
+
+
+@pytest.mark.parametrize(("rank", "advised"), [(0, ["engine.zero_stage=3"]), (4, [])])
+def test_what_no_process_would_start_with_is_not_advised(models, rank, advised):
+    given = ("ranks=2", "engine.zero_stage=2", f"model.lora.rank={rank}")
+    config = build(PlanConfig, OmegaConf.from_dotlist([*models, *given]))
+    assert [change.text for change in best_changes(config, HigherStagesSave(), [ACTOR])] == advised
+
+
 def test_what_a_gpu_offloads_is_not_on_it(models):
     on_gpu = ("run.device=cuda", "generation.gpu_memory_utilization=0.3", "engine.zero_stage=3", "ranks=2")
     all_there, none = (
@@ -98,6 +114,8 @@ def test_ranks_that_cannot_share_a_vllm_and_offloading_that_nothing_does_are_ref
         (["engine.offload_optimizer=true", "engine.offload_optimizer_states=true"], "keeps them off the device"),
         (["engine.offload_optimizer_states=true", "engine.zero_stage=3"], "false without engine.zero_stage 1 or 2"),
         (["generation.tensor_parallel_size=0"], "a number of ranks from 1 up"),
+        (["engine.zero_stage=0"], "zero_stage=0 with model.dtype=bfloat16 .* use engine.zero_stage=1"),
+        (["critic.engine.zero_stage=3", "critic.model.lora.rank=4"], "zero_stage=3 with model.lora.rank=4 .*=2"),
     ):
         with pytest.raises(UserError, match=said):
             plans(models, *given)
