@@ -47,12 +47,12 @@ class Planner:
     def plan(self, config: PlanConfig, names: Collection[str] = (ACTOR, CRITIC)) -> list[ProcessPlan]:
         """Of those processes in ``names`` that the run has."""
         policy = self._blueprint(config.model, scalar=False)
-        prompt = self._prompt_length(config, policy)
+        critic = self._blueprint(config.critic.model, scalar=True) if config.uses_critic_process else None
+        prompt = self._prompt_length(config, policy, critic)
         processes = []
         if ACTOR in names:
             processes.append(plan_actor(config, policy, self.device, prompt_length=prompt))
-        if CRITIC in names and config.uses_critic_process:
-            critic = self._blueprint(config.critic.model, scalar=True)
+        if CRITIC in names and critic is not None:
             processes.append(plan_critic(config, critic, self.device, prompt_length=prompt))
         return processes
 
@@ -66,16 +66,28 @@ class Planner:
             self._blueprints[key] = Blueprint(model, scalar=scalar, cuda=self.device.cuda)
         return self._blueprints[key]
 
-    def _prompt_length(self, config: PlanConfig, policy: Blueprint) -> int:
-        response, limit = config.generation.max_length, policy.max_positions
-        if self._longest_prompt is None:
-            return min(config.data.max_prompt_length, max(1, (limit or 2**31) - response))
-        if limit is not None and self._longest_prompt + response > limit:
+    def _prompt_length(self, config: PlanConfig, policy: Blueprint, critic: Blueprint | None) -> int:
+        """Of the longest prompt; without prompts, of the longest that the settings let in."""
+        response, longest = config.generation.max_length, self._longest_prompt
+        limits = [(policy.max_positions, f"positions of {config.model.path}")]
+        if critic is not None:
+            limits += [
+                (critic.max_positions, f"positions of {config.critic.model.path}"),
+                (config.critic.critic.max_length, "tokens of critic.critic.max_length"),
+            ]
+        limit, of = min((limit or 2**31, of) for limit, of in limits)
+        if longest is None:
+            if response >= limit:
+                raise UserError(
+                    f"generation.max_length={response} leaves no prompt a place in the {limit} {of}: lower generation.max_length"
+                )
+            return min(config.data.max_prompt_length, limit - response)
+        if longest + response > limit:
             raise UserError(
-                f"a prompt of {self._longest_prompt} tokens and generation.max_length={response} are more than the {limit} "
-                f"positions of {config.model.path}: lower data.max_prompt_length or generation.max_length"
+                f"a prompt of {longest} tokens and generation.max_length={response} are more than the {limit} {of}: lower "
+                "data.max_prompt_length or generation.max_length"
             )
-        return self._longest_prompt
+        return longest
 
 
 def on_device(plan: ProcessPlan, device: Device) -> int:
@@ -84,15 +96,12 @@ def on_device(plan: ProcessPlan, device: Device) -> int:
 
 
 def _longest_prompt(config: PlanConfig) -> int | None:
-    """Tokens; None where there are no prompts yet."""
+    """Tokens, of those for validation too; None where there are no prompts yet."""
     if not config.data.train_path:
         return None
-    prompts, _ = load_prompts(
-        config.data.train_path,
-        config.data,
-        load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code),
-    )
-    return max(len(prompt.token_ids) for prompt in prompts)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    paths = [config.data.train_path, *([config.data.val_path] if config.data.val_path else [])]
+    return max(len(prompt.token_ids) for path in paths for prompt in load_prompts(path, config.data, tokenizer)[0])
 
 
 def _too_large(processes: list[ProcessPlan], device: Device, *, together: bool) -> list[ProcessPlan]:

@@ -1,6 +1,8 @@
 """Whole plans of tiny models: which parts a process has, and what a setting does to them."""
 
+import json
 from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -116,6 +118,35 @@ def test_ranks_that_cannot_share_a_vllm_and_offloading_that_nothing_does_are_ref
         (["generation.tensor_parallel_size=0"], "a number of ranks from 1 up"),
         (["engine.zero_stage=0"], "zero_stage=0 with model.dtype=bfloat16 .* use engine.zero_stage=1"),
         (["critic.engine.zero_stage=3", "critic.model.lora.rank=4"], "zero_stage=3 with model.lora.rank=4 .*=2"),
+    ):
+        with pytest.raises(UserError, match=said):
+            plans(models, *given)
+
+
+def write_prompts(path: Path, tokens: int) -> Path:
+    path.write_text(json.dumps({"prompt": " ".join(["w1"] * tokens)}) + "\n")
+    return path
+
+
+def test_sequences_longer_than_a_model_takes_are_refused(models, tmp_path):
+    short, long = write_prompts(tmp_path / "short.jsonl", 10), write_prompts(tmp_path / "long.jsonl", 100)
+    shorter = f"critic.model.path={save_reward_model(tmp_path / 'reward', max_position_embeddings=64)}"
+    plans(models, f"data.train_path={short}", "generation.max_length=54", shorter)
+    plans(models, "generation.max_length=127")
+    for given, said in (
+        (["generation.max_length=128"], "max_length=128 leaves no prompt a place in the 128 positions of .*policy"),
+        (
+            [f"data.train_path={short}", "generation.max_length=55", shorter],
+            "10 tokens .*=55 .* the 64 positions of .*reward",
+        ),
+        (
+            [f"data.train_path={short}", "critic.critic.max_length=25"],
+            "10 tokens .*=16 .* 25 tokens of critic.critic.max_length",
+        ),
+        (
+            [f"data.train_path={short}", f"data.val_path={long}", "generation.max_length=29"],
+            "100 tokens .* the 128 positions",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             plans(models, *given)
