@@ -3,6 +3,7 @@
 from collections import Counter
 
 from nemo_style_rlhf.data.ragged import padded_rows, round_up
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.transfer import BUCKET_BYTES
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
@@ -64,19 +65,33 @@ def _generator(config: PlanConfig, policy: Blueprint, device: Device, samples: i
 
     A policy in bf16 is in fp32 there where the CPU has no bf16 instructions. On a CPU the matrix of the logits is kept twice, as
     it came and packed for its kernel (``UnquantizedEmbeddingMethod``), apart from a tied embedding.
+
+    Raises:
+        UserError: vLLM would not start, for want of a cache for one sequence (``_check_enough_kv_cache_memory``).
     """
     generation = config.generation
     if generation.backend == "hf":
         tokens = min(samples, generation.max_num_seqs) * (prompt + generation.max_length)
         return Counter({"vLLM weights": policy.weights, "KV cache": tokens * policy.kv_bytes_per_token})
     emulated = CPU_EMULATES_BF16 and not device.cuda and policy.width == 2
-    weights = policy.base_weights * (2 if emulated else 1) // generation.tensor_parallel_size
+    team, length = generation.tensor_parallel_size, prompt + generation.max_length
+    weights = policy.base_weights * (2 if emulated else 1) // team
+    sequence = length * policy.kv_bytes_per_token * (2 if emulated else 1) // team
+    one = f"one sequence of {length} tokens takes {sequence / GIB:.2f} GiB"
+    remedy = "raise it or generation.tensor_parallel_size, or lower data.max_prompt_length or generation.max_length"
     if device.cuda and generation.kv_cache_gib is None:
         share = int(generation.gpu_memory_utilization * device.memory)
-        return Counter({"vLLM weights": weights, "KV cache": max(0, share - weights)})
+        if weights + sequence > share:
+            raise UserError(
+                f"generation.gpu_memory_utilization={generation.gpu_memory_utilization:g} gives vLLM {share / GIB:.2f} GiB but "
+                f"its weights take {weights / GIB:.2f} GiB and {one}: {remedy}"
+            )
+        return Counter({"vLLM weights": weights, "KV cache": share - weights})
     if not device.cuda:
         weights += policy.head * (2 if emulated else 1)
     gib = CPU_KV_CACHE_GIB if generation.kv_cache_gib is None else generation.kv_cache_gib
+    if sequence > int(gib * GIB):
+        raise UserError(f"generation.kv_cache_gib={gib:g} is too little, for {one}: {remedy}")
     return Counter({"vLLM weights": weights, "KV cache": int(gib * GIB)})
 
 

@@ -163,7 +163,9 @@ def test_an_unsupported_head_size_gets_one_sentence_and_the_way_out_works(inputs
 
 
 def test_a_dry_run_that_fails_leaves_nothing_on_the_server(inputs, server_port, tmp_path):
-    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise ValueError('no rewards')\n")
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    raise ValueError('no rewards')\n"
+    )
     reward = [f"reward.function.path={tmp_path / 'reward.py'}", "reward.function.weight=1"]
     dry = start_actor(tmp_path, server_port, *actor_arguments(inputs, tmp_path), *reward, "--dry-run")
     assert dry.wait(120) != 0 and "no rewards" in dry.output()
@@ -171,6 +173,15 @@ def test_a_dry_run_that_fails_leaves_nothing_on_the_server(inputs, server_port, 
         status = critic.status()
     assert (status.last_committed, status.critic_step) == (None, 0)
     assert not (tmp_path / "dry_run").exists()
+
+
+def test_a_cache_without_room_for_one_sequence_is_refused_by_its_own_key(inputs, server_port, tmp_path):
+    refused = start_actor(tmp_path, server_port, *actor_arguments(inputs, tmp_path), "generation.kv_cache_gib=1e-5")
+    assert refused.wait(120) == 2, refused.output()
+    assert re.search(
+        r"error: generation\.kv_cache_gib=\S* leaves vLLM no room for one sequence of 10 tokens", refused.output()
+    )
+    assert "Traceback" not in refused.output()
 
 
 FULL_DISK = """

@@ -150,3 +150,37 @@ def test_sequences_longer_than_a_model_takes_are_refused(models, tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             plans(models, *given)
+
+
+# A policy of tests/models.py in bf16: 78,144 parameters, and 512 bytes of keys and values per token (see test_blueprint.py).
+WEIGHTS, PER_TOKEN = 2 * 78_144, 512
+
+
+@pytest.mark.parametrize("team", [1, 2])
+def test_vllm_needs_room_for_its_weights_and_one_sequence(models, tmp_path, team):
+    longest = f"data.train_path={write_prompts(tmp_path / 'prompts.jsonl', 48)}"  # 64 tokens with its response
+    gpu = (longest, "run.device=cuda", f"generation.tensor_parallel_size={team}", f"ranks={team}")
+    cache, share = 64 * PER_TOKEN // team, (WEIGHTS + 64 * PER_TOKEN) // team
+    enough = plans(models, *gpu, f"generation.gpu_memory_utilization={(share + 1) / (80 * GIB)}")[ACTOR]
+    assert share <= enough["vLLM weights"] + enough["KV cache"] <= share + 1
+    plans(models, *gpu, f"generation.kv_cache_gib={cache / GIB}")
+    for given, said in (
+        (
+            f"generation.gpu_memory_utilization={(share - 1) / (80 * GIB)}",
+            "gpu_memory_utilization=.* weights take .* 64 tokens",
+        ),
+        (
+            f"generation.kv_cache_gib={(cache - 1) / GIB}",
+            "kv_cache_gib=.* one sequence of 64 tokens .*tensor_parallel_size",
+        ),
+    ):
+        with pytest.raises(UserError, match=said):
+            plans(models, *gpu, given)
+
+
+def test_a_cpu_needs_room_for_one_sequence_too(models):
+    cache = 128 * 2 * PER_TOKEN  # fp32
+    longest = ("model.dtype=float32", "data.max_prompt_length=112", "generation.max_length=16")
+    plans(models, *longest, f"generation.kv_cache_gib={cache / GIB}")
+    with pytest.raises(UserError, match=r"kv_cache_gib=.* one sequence of 128 tokens"):
+        plans(models, *longest, f"generation.kv_cache_gib={(cache - 1) / GIB}")
