@@ -1,7 +1,8 @@
 """Bytes of a trained model and its update.
 
 ``trained`` counts the elements that learn, ``width`` their bytes (2 in bf16, 4 in fp32), ``ranks`` those that share. The shares
-are those of ZeRO (arXiv 1910.02054, figure 1); the buffers were read from DeepSpeed 0.19.8, ``zero/stage_1_and_2.py``.
+are those of ZeRO (arXiv 1910.02054, figure 1); the buffers were read from DeepSpeed 0.19.8, ``zero/stage_1_and_2.py`` and
+``zero/stage3.py``.
 """
 
 from collections import Counter
@@ -19,6 +20,8 @@ NORM = 8
 """fp64."""
 MAX_LIVE = 10**9
 """Elements that ZeRO-3 keeps gathered: ``stage3_max_live_parameters``, which is as far apart as it looks for another use."""
+SUB_GROUP = 10**9
+"""Elements of a share that ZeRO-3 steps at a time: ``sub_group_size``."""
 
 
 def masters(trained: int, *, stage: int, ranks: int) -> int:
@@ -61,6 +64,46 @@ def step_buffers(trained: int, width: int, *, stage: int, ranks: int) -> dict[st
     }
 
 
+def kept_for_gradients(trained: int, width: int, *, ranks: int, offload: bool) -> int:
+    """What ZeRO-3 has on a GPU for the engine's whole life (``_setup_for_real_optimizer``): the bucket, and the rank's share."""
+    return (min(trained, BUCKET_ELEMENTS) + (0 if offload else trained // ranks)) * width
+
+
+def backward_buffers(trained: int, largest: int, width: int, *, stage: int, ranks: int, offload: bool) -> int:
+    """Gradients on a GPU in a backward that is not a step's first, and what they pass through.
+
+    From ZeRO-1 on the first gradient makes the bucket (``setup_buckets``). ZeRO-2 reduces in every backward: with a flattened
+    copy where ranks are several (``allreduce_bucket``), into a share of its own that is then added to that of earlier ones
+    (``copy_grads_in_partition``). ZeRO-3, which has bucket and share already, copies for any number of ranks
+    (``reduce_scatter_coalesced``). With ``offload`` shares are in host memory, apart from a tensor on its way there.
+    """
+    bucket = min(trained, BUCKET_ELEMENTS) * width
+    moving = largest * width if offload else 0
+    if stage == 3:
+        return bucket + moving
+    if stage == 2:
+        return bucket * (2 if ranks > 1 else 1) + (moving or 2 * (trained * width // ranks))
+    return trained * width + (bucket if stage else 0)
+
+
+def optimizer_step_buffers(trained: int, largest: int, width: int, *, stage: int, ranks: int, offload: bool) -> int:
+    """Gradients and their copies on a GPU when an optimizer step holds most.
+
+    ZeRO-0 flattens as many as a bucket has (``buffered_allreduce_fallback``). ZeRO-1 reduces now (``reduce_ipg_grads``): the
+    first bucket is made while all gradients are there, and the share when a bucket of them is not any more. Then the share, the
+    same flattened and in fp32 where it is not yet are there at once; ZeRO-3, which has its share already, takes a sub-group at a
+    time (``_prepare_fp32_grad_for_sub_group``). The norm is taken before, of the share.
+    """
+    whole, bucket = trained * width, min(trained, BUCKET_ELEMENTS) * width
+    if stage == 0:
+        return whole + bucket
+    mine = 0 if offload else trained // ranks
+    share = mine * width if stage < 3 else 0
+    copies = min(mine, SUB_GROUP if stage == 3 else mine) * (width + (MASTER if width < MASTER else 0))
+    norm = norm_buffer(trained, largest, stage=stage, ranks=ranks, freed=None)
+    return max(whole + max(bucket, share) if stage == 1 else 0, share + max(copies, norm))
+
+
 def norm_buffer(trained: int, largest: int, *, stage: int, ranks: int, freed: int | None) -> int:
     """The gradient's norm: DeepSpeed's ZeRO copies one tensor after the other to fp64 (``get_norm_dtype``).
 
@@ -92,6 +135,10 @@ def trained_model(
     )
     if engine.offload_parameters and device.cuda:
         held["weights"] -= model.trained * model.width // ranks
+    if engine.zero_stage == 3 and device.cuda:
+        held["gradients"] = kept_for_gradients(
+            model.trained, model.width, ranks=ranks, offload=engine.offload_optimizer
+        )
     if not (engine.offload_optimizer and device.cuda):
         held["fp32 masters"] = masters(model.trained, **share)
         held["optimizer states"] = optimizer_states(model.trained, **share)
@@ -131,18 +178,13 @@ def training_phases(
         resting = Counter(
             {name: size for name, size in held.items() if name not in ("fp32 masters", "optimizer states")}
         )
-    if engine.offload_optimizer:  # the share and its copies are in host memory; a gradient at a time goes there
-        buffers = {name: buffers[name] for name in ("bucket", "reduction")}
-        if engine.zero_stage >= 2:
-            learned = Counter({"gradients": model.largest * model.width})
-    # The gradients become the share by way of the bucket; then that and its copies are there at once.
-    reduced = buffers.get("bucket", 0) + max(buffers["reduction"], buffers.get("share", 0))
-    stepped = sum(buffers.get(name, 0) for name in ("share", "flat", "fp32"))
-    norm = norm_buffer(model.trained, model.largest, **share, freed=None) + buffers.get("share", 0)
+    sizes = (model.trained, model.largest, model.width)
+    backward = backward_buffers(*sizes, **share, offload=engine.offload_optimizer)
+    step_peak = optimizer_step_buffers(*sizes, **share, offload=engine.offload_optimizer)
     loading = Counter({"libraries": held["libraries"], "weights": model.elements * model.width})
     return [
         *([Phase("loading", loading)] if engine.zero_stage == 3 else []),  # it is shared out once it is on the device
         *(Phase(name, resting + part) for name, part in inference.items()),
-        Phase("forward and backward", held + learned + update),
-        Phase("optimizer step", held + Counter({"optimizer step": max(reduced, stepped, norm)})),
+        Phase("forward and backward", held + update + Counter({"gradients": backward})),
+        Phase("optimizer step", held + Counter({"optimizer step": step_peak})),
     ]

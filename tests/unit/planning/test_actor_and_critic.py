@@ -108,6 +108,15 @@ def test_what_a_gpu_offloads_is_not_on_it(models):
     assert all_there["weights"] == 1.5 * none["weights"]
 
 
+@pytest.mark.parametrize(("stage", "elements"), [(2, 0), (3, 78_144 + 78_144 // 2)])
+def test_zero_3_on_a_gpu_keeps_room_for_gradients_while_it_samples(models, stage, elements):
+    given = ("run.device=cuda", "ranks=2", f"engine.zero_stage={stage}")
+    config = build(PlanConfig, OmegaConf.from_dotlist([*models, *given]))
+    (actor,) = Planner(config).plan(config, [ACTOR])
+    (rollout,) = [phase for phase in actor.phases if phase.name == "rollout"]
+    assert rollout.parts["gradients"] == 2 * elements
+
+
 def test_ranks_that_cannot_share_a_vllm_and_offloading_that_nothing_does_are_refused(models):
     for given, said in (
         (["ranks=3", "generation.tensor_parallel_size=2"], "ranks=3 is not possible: expected a multiple"),

@@ -46,6 +46,46 @@ def test_the_buffers_of_an_optimizer_step():
     assert sum(training.step_buffers(100, 4, stage=0, ranks=1).values()) == 400
 
 
+@pytest.mark.parametrize(
+    ("stage", "ranks", "width", "offload", "backward", "step"),
+    [
+        # 10^9 elements, buckets of half of them. fp32 without ZeRO: gradients 4000; in the step a flattened bucket of 2000, too.
+        (0, 1, 4, False, 4000, 6000),
+        # bf16: gradients 2000, bucket 1000. Alone: share 2000, flat 2000, fp32 4000.
+        (1, 1, 2, False, 3000, 8000),
+        # Of four ranks the shares are 500: the bucket beside all gradients is more than 500 + 500 + 1000.
+        (1, 4, 2, False, 3000, 3000),
+        # ZeRO-2 has no gradients but shares, an earlier one and a new one; where ranks are several, bucket and copy.
+        (2, 1, 2, False, 1000 + 2 * 2000, 8000),
+        (2, 4, 2, False, 2 * 1000 + 2 * 500, 2000),
+        # ZeRO-3 has bucket and share anyway: the bucket's copy; flat 500 and fp32 1000.
+        (3, 4, 2, False, 1000, 1500),
+        # In host memory: a tensor of 10^7 elements moves there; its norm, taken in fp64, has 80.
+        (1, 4, 2, True, 3000, 3000),
+        (2, 4, 2, True, 2 * 1000 + 20, 80),
+        (3, 4, 2, True, 1000 + 20, 80),
+    ],
+)
+def test_what_gradients_pass_through_on_a_gpu(stage, ranks, width, offload, backward, step):
+    given = {"stage": stage, "ranks": ranks, "offload": offload}
+    sizes = (1000 * MILLION, 10 * MILLION, width)
+    assert training.backward_buffers(*sizes, **given) == backward * MILLION
+    assert training.optimizer_step_buffers(*sizes, **given) == step * MILLION
+
+
+def test_a_small_model_is_in_one_bucket():
+    given = {"stage": 2, "ranks": 4, "offload": False}
+    assert training.backward_buffers(100 * MILLION, MILLION, 2, **given) == (2 * 200 + 2 * 50) * MILLION
+
+
+def test_zero_3_keeps_a_bucket_and_a_share_and_steps_sub_groups():
+    assert training.kept_for_gradients(1000 * MILLION, 2, ranks=4, offload=False) == (1000 + 500) * MILLION
+    assert training.kept_for_gradients(1000 * MILLION, 2, ranks=4, offload=True) == 1000 * MILLION
+    # A share of 2 x 10^9 elements in sub-groups of 10^9: flat 2000, fp32 4000.
+    given = {"stage": 3, "ranks": 2, "offload": False}
+    assert training.optimizer_step_buffers(4000 * MILLION, MILLION, 2, **given) == 6000 * MILLION
+
+
 def test_copies_for_the_norm_use_what_backward_left():
     assert training.norm_buffer(1000, 300, stage=1, ranks=1, freed=None) == 2400  # a GPU: one tensor at a time
     assert (
