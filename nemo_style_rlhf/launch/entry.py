@@ -14,9 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.malloc import without_thread_caches
 from nemo_style_rlhf.schema.base import build, one_sentence
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+NVIDIA = Path("/dev/nvidiactl")
 USER_ERROR_EXIT = 2
 Schema = TypeVar("Schema")
 
@@ -48,8 +50,11 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
                     )
                 for config in composed:  # none after --help and --cfg
                     checked = build(schema, config)
-                    if OmegaConf.select(config, "run.device") == "cpu":
+                    device = OmegaConf.select(config, "run.device")
+                    if device == "cpu":
                         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch, DeepSpeed and vLLM each look for themselves
+                    if device == "cpu" or (device == "auto" and not NVIDIA.exists()):
+                        without_thread_caches()
                     main(checked)
             except UserError as error:
                 _refuse(str(error))

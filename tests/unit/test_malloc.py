@@ -36,3 +36,44 @@ def page_faults(keep: bool) -> int:
 def test_freed_tensors_are_reused_without_page_faults() -> None:
     """Fresh mappings fault on every page of every round, kept memory on hardly any; how many is the kernel's page size."""
     assert page_faults(keep=True) < page_faults(keep=False) / 2
+
+
+FRAGMENT = """
+import ctypes, os, sys
+from nemo_style_rlhf.launch.malloc import keep_freed_memory, without_thread_caches
+if sys.argv[1] == "True":
+    without_thread_caches()
+import torch
+keep_freed_memory()
+
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+layers = torch.nn.ModuleList(
+    torch.nn.Sequential(torch.nn.Linear(256, 640), torch.nn.SiLU(), torch.nn.LayerNorm(640), torch.nn.Linear(640, 256))
+    for _ in range(12)
+)
+before = libc.mallinfo2().arena
+for _ in range(2):
+    x = torch.randn(2048, 256)
+    for layer in layers:
+        x = x + torch.utils.checkpoint.checkpoint(layer, torch.nn.functional.layer_norm(x, (256,)), use_reentrant=False)
+    x.square().mean().backward()
+print((libc.mallinfo2().arena - before) // 2**20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has these caches")
+def test_without_thread_caches_freed_tensors_are_found_again(tmp_path) -> None:
+    script = tmp_path / "fragment.py"
+    script.write_text(FRAGMENT)
+
+    def grown(off: bool) -> int:
+        command = [sys.executable, str(script), str(off)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    print(grown(False), grown(True))
+    assert grown(True) < grown(False) / 2
