@@ -10,6 +10,7 @@
 # --- What Slurm is asked for --------------------------------------------------------------------------------
 # Edit it here, or say it in sbatch's environment (SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT,
 # SBATCH_GPUS_PER_NODE, ...), or on its command line, where ":" separates the components:
+#   export CRITIC_RANKS=8 ACTOR_RANKS=8
 #   sbatch --partition=gpu --nodes=1 --gpus-per-node=8 : --nodes=4 --gpus-per-node=8 slurm/ppo_hetjob.sh
 #SBATCH --job-name=ppo
 #SBATCH --output=%x-%j.log
@@ -66,6 +67,10 @@ cd "$PROJECT_DIR" && [[ -f servers/serve_ppo_critic.py ]] ||
     refuse "ACTOR_ARGS is empty: export ACTOR_ARGS=\"model.path=POLICY data.train_path=PROMPTS\" before sbatch"
 mkdir -p "$OUTPUT_DIR" || refuse "OUTPUT_DIR=$OUTPUT_DIR cannot be made: give a folder that every node can write to"
 # xargs splits as a shell does but expands nothing: brackets and braces belong to the overrides.
+for name in CRITIC_ARGS ACTOR_ARGS; do
+    xargs -r printf '%s\0' <<<"${!name}" >/dev/null 2>&1 ||
+        refuse "$name cannot be split into words: close each quote on the line that opens it, and put a \\ before one that is text"
+done
 mapfile -d '' -t critic_args < <(xargs -r printf '%s\0' <<<"$CRITIC_ARGS")
 mapfile -d '' -t actor_args < <(xargs -r printf '%s\0' <<<"$ACTOR_ARGS")
 
@@ -143,7 +148,8 @@ read -r actor_host _ actor_master_port < <("${actor_step[@]}" --nodes=1 --ntasks
     "${task[@]}" USR1 "$ACTOR_SETUP" 1 - - $ACTOR_PYTHON -c "$where" "$critic_address" | tail -n 1)
 [[ -n ${actor_master_port:-} ]] || refuse "ACTOR_PYTHON=$ACTOR_PYTHON did not run on the actor's node: see above"
 
-say "critic on $SLURM_JOB_NODELIST_HET_GROUP_0 at $host:$port, actor on $SLURM_JOB_NODELIST_HET_GROUP_1, in $OUTPUT_DIR"
+say "critic on $SLURM_JOB_NODELIST_HET_GROUP_0 at $host:$port, actor on $SLURM_JOB_NODELIST_HET_GROUP_1, in $OUTPUT_DIR;" \
+    "processes per node: critic $CRITIC_RANKS, actor $ACTOR_RANKS"
 "${critic_step[@]}" --output="$OUTPUT_DIR/critic.log" \
     --nodes="$critic_nodes" --ntasks=$((critic_nodes * CRITIC_RANKS)) --ntasks-per-node="$CRITIC_RANKS" \
     "${task[@]}" TERM "$CRITIC_SETUP" "$CRITIC_RANKS" "$host" "$critic_master_port" \

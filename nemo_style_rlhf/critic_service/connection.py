@@ -49,7 +49,7 @@ class Connection:
     def __init__(
         self, host: str, port: int, *, token: str | None, retries: int, peer: Peer = RemoteCriticConfig.peer
     ) -> None:
-        self.address = f"{host}:{port}"
+        self.address = f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
         self.boot_id: str | None = None
         """Once set, requests to another process are refused with :class:`ServerRestarted`."""
         self._token = token

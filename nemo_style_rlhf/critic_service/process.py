@@ -1,15 +1,17 @@
 """A server process from start to exit code: load, serve, supervise, stop."""
 
+import contextlib
 import json
 import logging
 import os
+import queue
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -42,11 +44,13 @@ def serve(run: RunConfig, server: ServerConfig, token: str | None, load: Loader)
         load: the service, or whom to follow, given the device and the folder that it may write to.
     """
     device = bootstrap.setup(run)
-    stop, loading = threading.Event(), True
+    # Its put may come in the middle of its get, of the same thread; an Event's set would wait for that for ever.
+    signals: SimpleQueue[int] = SimpleQueue()
+    loading = True
 
     def on_signal(number: int, _: object) -> None:
         LOGGER.info("received %s", signal.Signals(number).name)
-        stop.set()
+        signals.put(number)
         if loading:  # nothing is served yet
             raise SystemExit(128 + number if run.dry_run else 0)
 
@@ -67,10 +71,10 @@ def serve(run: RunConfig, server: ServerConfig, token: str | None, load: Loader)
         loaded.follow()
         _flush_and_exit(0)
     else:
-        _flush_and_exit(_serve(loaded, server, token, stop))
+        _flush_and_exit(_serve(loaded, server, token, signals))
 
 
-def _serve(service: Service, config: ServerConfig, token: str | None, stop: threading.Event) -> int:
+def _serve(service: Service, config: ServerConfig, token: str | None, signals: SimpleQueue[int]) -> int:
     ready_file = Path(config.ready_file) if config.ready_file is not None else None
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
@@ -83,7 +87,7 @@ def _serve(service: Service, config: ServerConfig, token: str | None, stop: thre
         LOGGER.info(
             "serving %s at http://%s:%d, boot id %s", " and ".join(service.roles), door.host, door.port, service.boot_id
         )
-        code = _supervise(service, door, stop)
+        code = _supervise(service, door, signals)
         if code == 0:
             if service.stop(config.shutdown_grace_s):
                 service.dismiss()
@@ -98,10 +102,12 @@ def _serve(service: Service, config: ServerConfig, token: str | None, stop: thre
     return code
 
 
-def _supervise(service: Service, door: Door, stop: threading.Event) -> int:
+def _supervise(service: Service, door: Door, signals: SimpleQueue[int]) -> int:
     """Wait for a reason to end; its exit code."""
     while True:
-        told = stop.wait(SUPERVISION_PERIOD_S)
+        told = False
+        with contextlib.suppress(queue.Empty):
+            told = bool(signals.get(timeout=SUPERVISION_PERIOD_S))
         if door.fatal.is_set():  # first: the end of another rank brings a signal, too
             time.sleep(ANSWER_DELIVERY_S)
             return 1

@@ -21,6 +21,18 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
+def require_teams(ranks: int, team: int) -> None:
+    """
+    Raises:
+        UserError: ``ranks`` cannot be divided into teams of ``team``.
+    """
+    if ranks % team:
+        raise UserError(
+            f"generation.tensor_parallel_size={team} with {ranks} ranks of the actor, which it must divide: start more ranks, or "
+            "lower it"
+        )
+
+
 class Ranks:
     """Those of ``bootstrap.init_distributed``; without that, one. Every rank makes the same calls.
 
@@ -37,11 +49,7 @@ class Ranks:
         """
         self.rank: int = dist.get_rank() if dist.is_initialized() else 0
         self.size: int = dist.get_world_size() if dist.is_initialized() else 1
-        if self.size % team:
-            raise UserError(
-                f"generation.tensor_parallel_size={team} with {self.size} ranks of the actor, which it must divide: start more "
-                "ranks, or lower it"
-            )
+        require_teams(self.size, team)
         self.teams = self.size // team
         self.team: int = self.rank // team
         self.leads = self.rank % team == 0

@@ -104,6 +104,14 @@ def _device(choice: str) -> torch.device:
         if Path("/dev/nvidia0").exists():
             log.warning("this machine has a GPU that torch %s cannot use: the run is on the CPU", torch.__version__)
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= found:
+        raise UserError(
+            f"LOCAL_RANK={local} but this process sees {found} GPUs: start at most {found} ranks on this node, or let each rank "
+            "see all of its GPUs (under Slurm: no --gpus-per-task, and --gpu-bind=none)"
+        )
+    if found > (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        log.warning("%d of this node's %d GPUs are used: a rank uses one, so start as many ranks as GPUs", ranks, found)
+    device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device

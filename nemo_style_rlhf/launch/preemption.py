@@ -2,12 +2,11 @@
 
 import atexit
 import signal
-import threading
 
 PREEMPTED_EXIT = 75
 """Exit code of a run that was told to end early: started again, it goes on (EX_TEMPFAIL of sysexits.h)."""
 
-_received = threading.Event()
+_received = False
 
 
 def hold_stop_signal() -> None:
@@ -16,7 +15,7 @@ def hold_stop_signal() -> None:
     Blocked as well as handled: whoever signals the whole process group must not end our child processes, which inherit
     the mask but no handler. A thread older than this call (OpenBLAS has some) does not block it and runs the handler.
     """
-    signal.signal(signal.SIGUSR1, lambda *_: _received.set())
+    signal.signal(signal.SIGUSR1, _note)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     # An interpreter that ends puts the default back for every handler, and a last signal would change the exit code.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
@@ -24,4 +23,9 @@ def hold_stop_signal() -> None:
 
 def stop_requested() -> bool:
     """Whether SIGUSR1 has arrived since :func:`hold_stop_signal`."""
-    return _received.is_set() or signal.SIGUSR1 in signal.sigpending()
+    return _received or signal.SIGUSR1 in signal.sigpending()
+
+
+def _note(*_: object) -> None:
+    global _received  # no lock: a handler may come while the same thread holds it
+    _received = True

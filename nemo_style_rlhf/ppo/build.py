@@ -18,7 +18,7 @@ from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.data.encoding import decode_response
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
-from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.data.ranks import Ranks, require_teams
 from nemo_style_rlhf.data.templates import check_template
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
@@ -54,6 +54,7 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
 
     What can be refused cheaply is refused first: data, checkpoints and the server before any engine starts.
     """
+    require_teams(int(os.environ.get("WORLD_SIZE", "1")), config.generation.tensor_parallel_size)
     device = setup(config.run)
     output_dir = Path(config.run.output_dir)
     store = CheckpointStore(output_dir / "checkpoints", config.checkpoint.keep_last)

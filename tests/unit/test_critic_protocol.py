@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
 from nemo_style_rlhf.critic_service import protocol, validation
+from nemo_style_rlhf.critic_service.connection import Connection
 from nemo_style_rlhf.critic_service.kserve import decode_response, encode_request
 from nemo_style_rlhf.critic_service.ledger import Ledger
 from nemo_style_rlhf.critic_service.protocol import Code, Limits, ProtocolError
@@ -256,3 +257,8 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypa
     config.token_file = str(tmp_path / "nowhere")
     with pytest.raises(UserError, match="does not exist"):
         read_token(config)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_stands_in_brackets(host: str) -> None:
+    assert Connection(host, 5567, token=None, retries=0).address == "[::1]:5567"
