@@ -100,20 +100,8 @@ def optimizer_step_buffers(trained: int, largest: int, width: int, *, stage: int
     mine = 0 if offload else trained // ranks
     share = mine * width if stage < 3 else 0
     copies = min(mine, SUB_GROUP if stage == 3 else mine) * (width + (MASTER if width < MASTER else 0))
-    norm = norm_buffer(trained, largest, stage=stage, ranks=ranks, freed=None)
+    norm = NORM * largest  # one tensor after the other is copied to fp64 (get_norm_dtype)
     return max(whole + max(bucket, share) if stage == 1 else 0, share + max(copies, norm))
-
-
-def norm_buffer(trained: int, largest: int, *, stage: int, ranks: int, freed: int | None) -> int:
-    """The gradient's norm: DeepSpeed's ZeRO copies one tensor after the other to fp64 (``get_norm_dtype``).
-
-    On a GPU only the largest counts, with ``freed`` None. On a heap each copy leaves a hole, with the tensor's norm behind it, so
-    that together they take 8 bytes per element; what forward and backward ``freed`` (bytes) is used first.
-    """
-    if stage == 0:
-        return 0
-    alone = NORM * largest
-    return alone if freed is None else max(alone, NORM * trained // ranks - freed)
 
 
 def checkpoint_copy(trained: int, width: int, *, stage: int, ranks: int) -> int:
@@ -157,21 +145,18 @@ def training_phases(
 ) -> list[Phase]:
     """The phases of a step, beside what is ``held`` all the time.
 
-    On a GPU each frees its memory for the next. On a CPU the heap keeps it (launch/malloc.py), and what comes next does not find
-    it again: activations and gradients leave holes between small blocks that stay, and glibc before 2.38 looks for 96 bytes more
-    than an aligned block has (``_int_memalign``), so that not even a block of the same size fits into a hole. So there what all
-    phases take, and every buffer of the optimizer step, add up. Only a checkpoint's copy, of few and large blocks, finds room
-    where the optimizer step's large ones were side by side; what is more comes on top.
+    On a GPU each frees its memory for the next. On a CPU the heap keeps it (launch/malloc.py), and the larger blocks of the next
+    find no room between small ones that stay: so there what all phases take, and every buffer of the optimizer step, add up. Only
+    the norm's copies, of a tensor each, fit where activations were, and a checkpoint's copy, of few and large blocks, where the
+    optimizer step's were side by side; what is more comes on top.
     """
     share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
     learned = Counter({"gradients": gradients(model.trained, model.width, **share)})
     buffers = step_buffers(model.trained, model.width, **share)
     if not device.cuda:
         kept = sum(inference.values(), start=update)
-        freed = kept.total() + learned.total()
-        norm = norm_buffer(model.trained, model.largest, **share, freed=freed)
         copied = checkpoint_copy(model.trained, model.width, **share) - sum(buffers.values())
-        step = Counter({"optimizer step": sum(buffers.values()) + norm, "checkpoint": max(0, copied)})
+        step = Counter({"optimizer step": sum(buffers.values()), "checkpoint": max(0, copied)})
         return [Phase("update", held + learned + kept + step)]
     resting = held
     if engine.offload_optimizer_states and engine.zero_stage in (1, 2):

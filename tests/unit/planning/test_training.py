@@ -86,14 +86,6 @@ def test_zero_3_keeps_a_bucket_and_a_share_and_steps_sub_groups():
     assert training.optimizer_step_buffers(4000 * MILLION, MILLION, 2, **given) == 6000 * MILLION
 
 
-def test_copies_for_the_norm_use_what_backward_left():
-    assert training.norm_buffer(1000, 300, stage=1, ranks=1, freed=None) == 2400  # a GPU: one tensor at a time
-    assert (
-        training.norm_buffer(1000, 300, stage=1, ranks=1, freed=5000) == 3000
-    )  # 8000 of holes, 5000 of them there already
-    assert training.norm_buffer(1000, 300, stage=1, ranks=1, freed=9000) == 2400
-
-
 def test_the_first_rank_copies_its_share_of_the_states_and_the_weights():
     assert training.checkpoint_copy(100, 2, stage=1, ranks=1) == 100 * (4 + 8 + 2)
     assert training.checkpoint_copy(100, 2, stage=2, ranks=2) == 50 * (4 + 8) + 200
