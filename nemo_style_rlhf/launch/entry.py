@@ -40,7 +40,9 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
             compose = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(
                 composed.append
             )
-            sys.argv = ["run.dry_run=true" if argument == "--dry-run" else argument for argument in sys.argv]
+            words = ["run.dry_run=true" if argument == "--dry-run" else argument for argument in sys.argv[1:]]
+            # argparse wants overrides in one piece; slurm/ puts some of its own around the user's words.
+            sys.argv = [sys.argv[0], *sorted(words, key=_is_override)]
             os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors to us instead of printing several lines
             try:
                 compose()
@@ -67,6 +69,10 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
         return command_line
 
     return decorate
+
+
+def _is_override(word: str) -> bool:
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
 def _refuse(sentence: str) -> NoReturn:

@@ -32,3 +32,12 @@ def test_it_has_set_up_openmp_and_loaded_no_torch(script: Path) -> None:
         check=True,
     )
     assert "GOMP_SPINCOUNT = '1000'" in result.stderr
+
+
+@pytest.mark.parametrize("option", [["--config-name=sft"], ["--config-name", "sft"]])
+def test_options_may_stand_between_overrides(option: list[str]) -> None:
+    words = ["run.seed=1", *option, "run.seed=2", "~tracking", "--cfg", "job", "run.device=cpu"]
+    command = [sys.executable, ROOT / "trainers" / "train_sft.py", *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "  seed: 2\n" in result.stdout and "  device: cpu\n" in result.stdout
