@@ -33,7 +33,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.critic import ServerConfig
 
 LOGGER = logging.getLogger(__name__)
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "localhost")
 PORT_CLOSE_TIMEOUT_S = 15.0
 LOG_TAIL_LINES = 20
 Handler = Callable[[str, Mapping[str, Array]], dict[str, Array]]
@@ -222,7 +222,7 @@ def _remove_segments(of: Callable[[int], bool]) -> None:
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0), family=_family(host)) as listener:
+    with socket.create_server((host, 0)) as listener:
         return int(listener.getsockname()[1])
 
 
@@ -231,7 +231,7 @@ def _wait_for_port(host: str, port: int) -> None:
 
     def in_use() -> bool:
         try:
-            socket.create_server((host, port), family=_family(host)).close()
+            socket.create_server((host, port)).close()
         except OSError:
             return True
         return False
@@ -251,7 +251,3 @@ def _within(timeout_s: float, condition: Callable[[], bool]) -> bool:
         retry_error_callback=lambda _: False,
     )
     return bool(waiting(condition))
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

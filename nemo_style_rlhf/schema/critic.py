@@ -36,7 +36,7 @@ class ServerConfig:
     """The door: where the server listens and who may come in."""
 
     host: str = "127.0.0.1"
-    """Address to bind. Anything but loopback needs a token."""
+    """Name or IPv4 address to bind. Anything but loopback needs a token."""
     port: int = 5567
     """HTTP port; 0 takes a free one (see ready_file)."""
     metrics_port: int = 0
@@ -53,6 +53,7 @@ class ServerConfig:
     """Show Triton's own log."""
 
     def validate(self) -> None:
+        require(":" not in self.host, "server.host", self.host, "a name or an IPv4 address: PyTriton serves no IPv6")
         require(0 <= self.port < 65536, "server.port", self.port, "a TCP port, or 0 for a free one")
         require(0 <= self.metrics_port < 65536, "server.metrics_port", self.metrics_port, "a TCP port, or 0 for none")
         require(self.shutdown_grace_s > 0, "server.shutdown_grace_s", self.shutdown_grace_s, "seconds above 0")

@@ -34,7 +34,8 @@ class RewardServerConfig(RemoteCriticConfig):
         super().validate()
         for replica in self.replicas:
             host, _, port = replica.rpartition(":")
-            require(bool(host) and port.isdigit(), "reward.server.replicas", replica, "host:port")
+            whole = bool(host) and (":" not in host or host.startswith("["))
+            require(whole and port.isdigit(), "reward.server.replicas", replica, "host:port, an IPv6 host in brackets")
         require(self.cooldown_s >= 0, "reward.server.cooldown_s", self.cooldown_s, "seconds from 0 up")
 
     @property
