@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,7 +57,7 @@ class Stage:
         """Set the process up and load the data, before any model.
 
         Raises:
-            UserError: anything wrong with the data.
+            UserError: anything wrong with the data, or fewer rows in a step than ranks.
         """
         self.config, self.data, self.collate = config, data, collate
         self.device = setup(config.run)
@@ -73,6 +72,7 @@ class Stage:
         self.total_steps = fit.max_steps or math.ceil(fit.max_epochs * len(self.train_rows) / fit.batch_size)
         if config.run.dry_run:
             self.total_steps = 1
+        self._micro_batches = self._parts_of_a_step()
 
     def fit(self, module: SupervisedModule, hf: PreTrainedModel) -> dict[str, float]:
         """Train ``module`` from the beginning or the last checkpoint, and validate; the last validation's metrics."""
@@ -102,9 +102,8 @@ class Stage:
         logger.info("%s", report)
         return rows
 
-    @cached_property
-    def _micro_batches(self) -> int:
-        """Of an optimizer step, all ranks together; the same for every step, and so what the fullest one needs."""
+    def _parts_of_a_step(self) -> int:
+        """Micro-batches, all ranks together; the same for every step, and so what the fullest one needs."""
         fit, packed = self.config.trainer, self.config.model.packing
         parts = fit.batch_size // (fit.micro_batch_size or fit.batch_size)
         if fit.micro_batch_tokens:

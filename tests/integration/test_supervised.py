@@ -141,3 +141,10 @@ def test_mistakes_get_one_sentence_and_a_failing_exit(workshop, script, override
     done = train(script, *sft_overrides(workshop, "refused"), override)
     assert done.returncode == 2
     assert sentence in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_fewer_rows_in_a_step_than_ranks_are_refused_before_a_model_is_loaded(workshop, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    done = train("train_sft", *sft_overrides(workshop, "refused"), "model.init=pretrained")  # there is none
+    assert done.returncode == 2
+    assert "batch_size=8 cannot be split over 9 ranks" in done.stderr.splitlines()[-1]

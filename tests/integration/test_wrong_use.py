@@ -90,6 +90,9 @@ ACTOR_MISTAKES = {
         r"zero_stage=0 with model\.dtype=bfloat16"),
     "adapters in shares": (["engine=zero3", "model.lora.rank=4", "model.path={inputs}/none"],
         r"zero_stage=3 with model\.lora\.rank=4 .*: use engine\.zero_stage=2"),
+    "a team of more than all ranks, before anything is loaded": (
+        ["generation.tensor_parallel_size=2", "model.path={inputs}/none"], r"tensor_parallel_size=2 with 1 ranks of the actor"),
+    "a replica's URL": (["reward.server.replicas=['http://node:9']"], r"replicas=http://node:9 .*: expected host:port"),
     "must resume nothing": (["run.resume=must"], r"run\.resume=must but .* holds no checkpoint"),
 }  # fmt: skip
 
