@@ -74,6 +74,7 @@ def test_two_ranks_learn_what_one_learns(make_server, alone: Learned, zero_stage
         children = psutil.Process(server.process.pid).children(recursive=True)
         critic.shutdown()
     assert server.process.wait(60) == 0, server.log.read_text()[-3000:]
+    time.sleep(3)  # those whose parent is gone notice it by themselves
     assert not any(map(runs, children))
 
 
