@@ -148,14 +148,15 @@ def training_phases(
     On a GPU each frees its memory for the next. On a CPU the heap keeps it (launch/malloc.py), and the larger blocks of the next
     find no room between small ones that stay: so there what all phases take, and every buffer of the optimizer step, add up. Only
     the norm's copies, of a tensor each, fit where activations were, and a checkpoint's copy, of few and large blocks, where the
-    optimizer step's were side by side; what is more comes on top.
+    optimizer step's were side by side; what is more comes on top. Without ZeRO the copy's blocks are of a tensor each, too.
     """
     share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
     learned = Counter({"gradients": gradients(model.trained, model.width, **share)})
     buffers = step_buffers(model.trained, model.width, **share)
     if not device.cuda:
         kept = sum(inference.values(), start=update)
-        copied = checkpoint_copy(model.trained, model.width, **share) - sum(buffers.values())
+        room = sum(buffers.values()) + (0 if engine.zero_stage else kept.total())
+        copied = checkpoint_copy(model.trained, model.width, **share) - room
         step = Counter({"optimizer step": sum(buffers.values()), "checkpoint": max(0, copied)})
         return [Phase("update", held + learned + kept + step)]
     resting = held

@@ -121,6 +121,14 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
+def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run after the seconds in which they notice that their parent is gone."""
+    deadline = time.monotonic() + 5
+    while (running := list(filter(runs, processes))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return running
+
+
 def agree(critic: RemoteCritic, status: Status) -> None:
     critic.handshake(tokenizer_digest=status.tokenizer_digest, vocab_size=status.vocab_size, needs_rewards=False)
 

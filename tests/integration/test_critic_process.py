@@ -15,7 +15,7 @@ import requests
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.errors import UserError
-from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, runs, sequences, train_batch
+from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, left_of, sequences, train_batch
 from tests.integration.test_critic_protocol import long_batch, wait_until_busy
 from tests.integration.warm import ROOT, SERVER_PYTHON
 from tests.models import save_reward_model
@@ -157,8 +157,7 @@ def test_rule_8_sigterm_abandons_a_call_that_takes_too_long(make_server) -> None
         assert time.monotonic() - started < 20
         with pytest.raises((UserError, ProtocolError)):
             training.result()
-    time.sleep(3)
-    assert not any(map(runs, children))
+    assert not left_of(children)
     assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))
 
 
@@ -171,8 +170,7 @@ def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make
         assert server.terminate() == 0
         assert time.monotonic() - started < 10
     assert "Traceback" not in server.log.read_text()
-    time.sleep(3)
-    assert not any(map(runs, children))
+    assert not left_of(children)
     assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))
 
 

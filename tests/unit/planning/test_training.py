@@ -1,8 +1,13 @@
 """Shares and buffers of a trained model, against numbers derived by hand."""
 
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 
 from nemo_style_rlhf.planning import training
+from nemo_style_rlhf.planning.device import Device
+from nemo_style_rlhf.schema.common import EngineConfig
 
 MILLION = 10**6
 
@@ -91,3 +96,23 @@ def test_the_first_rank_copies_its_share_of_the_states_and_the_weights():
     assert training.checkpoint_copy(100, 2, stage=2, ranks=2) == 50 * (4 + 8) + 200
     assert training.checkpoint_copy(100, 2, stage=3, ranks=2) == 50 * (4 + 8)
     assert training.checkpoint_copy(100, 4, stage=0, ranks=2) == 100 * (8 + 4)
+
+
+@pytest.mark.parametrize(
+    ("stage", "activations", "checkpoint"),
+    [
+        # fp32: the copy is 1600 with masters, the buffers 1200.
+        (1, 300, 400),
+        (1, 2000, 400),
+        # Without ZeRO 1200 and 400, and the copy's blocks fit where activations were.
+        (0, 300, 500),
+        (0, 2000, 0),
+    ],
+)
+def test_where_the_copy_of_a_checkpoint_fits_on_a_cpu(stage, activations, checkpoint):
+    model = SimpleNamespace(trained=100, width=4)
+    host = Device("cpu", memory=0, name="")
+    phases = training.training_phases(
+        model, EngineConfig(zero_stage=stage), host, Counter(), {}, Counter(activations=activations), ranks=1
+    )
+    assert phases[0].parts["checkpoint"] == checkpoint
