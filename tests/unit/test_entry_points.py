@@ -41,3 +41,40 @@ def test_options_may_stand_between_overrides(option: list[str]) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "  seed: 2\n" in result.stdout and "  device: cpu\n" in result.stdout
+
+
+RESTARTED = """
+import os
+from nemo_style_rlhf.launch.entry import entry_point
+from nemo_style_rlhf.schema.plan import PlanConfig
+
+@entry_point(PlanConfig, config_name="plan")
+def main(config):
+    print(os.getpid(), config.run.seed, os.environ.get("GLIBC_TUNABLES"))
+
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has these caches")
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (None, "glibc.malloc.tcache_count=0"),
+        ("glibc.malloc.check=0", "glibc.malloc.check=0:glibc.malloc.tcache_count=0"),
+        ("glibc.malloc.tcache_count=3", "glibc.malloc.tcache_count=3"),
+    ],
+)
+def test_on_a_cpu_it_starts_itself_again_without_thread_caches(tmp_path, given: str | None, kept: str) -> None:
+    """As the same process and with its overrides, unless the user has set them."""
+    script = tmp_path / "program.py"
+    script.write_text(RESTARTED)
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    if given:
+        environment["GLIBC_TUNABLES"] = given
+    arguments = ["model.path=policy", "critic.model.path=reward", "data.train_path=prompts", "run.device=cpu", "run.seed=7"]
+    program = subprocess.Popen(
+        [sys.executable, script, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    printed, _ = program.communicate()
+    assert printed == f"{program.pid} 7 {kept}\n"
