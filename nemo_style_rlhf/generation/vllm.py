@@ -63,7 +63,7 @@ class VLLMGenerator:
                 **_cpu_kernels(config),
             )
         except Exception as error:
-            raise _explain(error, model_path, config, max_model_len) from error
+            raise explain(error, model_path, config, max_model_len) from error
         _require_attention_kernel(self._llm, model_path)
         self._config = config
         # Without a tokenizer vLLM knows no end-of-sequence token.
@@ -244,7 +244,7 @@ def _require_attention_kernel(llm: Any, model_path: str) -> None:
         )
 
 
-def _explain(error: Exception, model_path: str, config: GenerationConfig, max_model_len: int) -> Exception:
+def explain(error: Exception, model_path: str, config: GenerationConfig, max_model_len: int) -> Exception:
     """A sentence; behind vLLM's own traceback where the reason is none that users are known to meet."""
     text = str(error)
     if "head_size" in text and "not supported" in text:
@@ -258,6 +258,11 @@ def _explain(error: Exception, model_path: str, config: GenerationConfig, max_mo
             f"generation.{share if cache is None else f'kv_cache_gib={cache / 2**30:g}'} leaves vLLM no room for one sequence of "
             f"{max_model_len} tokens of {model_path}: raise it or generation.tensor_parallel_size, or lower "
             "data.max_prompt_length or generation.max_length"
+        )
+    if "less than desired" in text:  # asked on a GPU also where kv_cache_gib is given
+        return UserError(
+            f"generation.gpu_memory_utilization={config.gpu_memory_utilization:g} is more than is free for vLLM "
+            f"({text.partition('. ')[0]}): lower it, or end what else runs there"
         )
     log.error("vLLM failed to start", exc_info=error)
     reason = (text.splitlines() or [""])[0]

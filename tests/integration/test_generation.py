@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from nemo_style_rlhf.generation import cpu_kernels
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
 from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
-from nemo_style_rlhf.generation.vllm import VLLMGenerator
+from nemo_style_rlhf.generation.vllm import VLLMGenerator, explain
 from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_causal_lm
@@ -51,6 +52,21 @@ def test_vllms_own_kernels_compute_what_its_operations_in_torch_do(device, dtype
     torch.testing.assert_close(*plain, **tolerance)
     both = [fused[provider].impl_fn(x.clone(), residual.clone(), weight, 1e-6) for provider in ("native", "cpu_c")]
     torch.testing.assert_close(*both, **tolerance)
+
+
+def test_a_gpu_with_too_little_free_is_told_what_to_lower(device):
+    """In the words of vLLM itself, which without a GPU only its check of one can be asked for."""
+    from vllm.v1.worker.utils import request_memory
+
+    free = SimpleNamespace(device_="cuda:0", free_memory=10 * 2**30, total_memory=80 * 2**30)
+    with pytest.raises(ValueError, match="less than desired") as refused:
+        request_memory(free, SimpleNamespace(gpu_memory_utilization=0.5))
+    explained = explain(refused.value, "policy", GenerationConfig(gpu_memory_utilization=0.5), max_model_len=64)
+    assert isinstance(explained, UserError)
+    assert str(explained) == (
+        "generation.gpu_memory_utilization=0.5 is more than is free for vLLM (Free memory on device cuda:0 (10.0/80.0 GiB) on "
+        "startup is less than desired GPU memory utilization (0.5, 40.0 GiB)): lower it, or end what else runs there"
+    )
 
 
 class Pair:

@@ -72,7 +72,13 @@ def test_on_a_cpu_it_starts_itself_again_without_thread_caches(tmp_path, given: 
     environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     if given:
         environment["GLIBC_TUNABLES"] = given
-    arguments = ["model.path=policy", "critic.model.path=reward", "data.train_path=prompts", "run.device=cpu", "run.seed=7"]
+    arguments = [
+        "model.path=policy",
+        "critic.model.path=reward",
+        "data.train_path=prompts",
+        "run.device=cpu",
+        "run.seed=7",
+    ]
     program = subprocess.Popen(
         [sys.executable, script, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     )
