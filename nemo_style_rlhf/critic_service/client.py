@@ -4,6 +4,7 @@ Calls that compute return futures. A future must be awaited: it raises what went
 """
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -170,7 +171,7 @@ class RemoteCritic:
         """
         digest = self.shake_hands_again().tokenizer_digest
         request = {"run_id": run_id, "tokenizer_digest": digest}
-        answer = self._ask(protocol.ACQUIRE, request)
+        answer = self._ask_once(protocol.ACQUIRE, request)
         self._lease = str(answer["lease"])
         return int(answer["critic_step"])
 
@@ -276,12 +277,12 @@ class RemoteCritic:
     def commit(self, checkpoint_id: str, keep: int) -> list[str]:
         """Tell the server that the pair is whole; it keeps the last ``keep`` of the run and returns what it removed."""
         request = {"lease": self._require_lease(), "checkpoint_id": checkpoint_id, "keep": keep}
-        return list(self._ask(protocol.COMMIT, request)["pruned"])
+        return list(self._ask_once(protocol.COMMIT, request)["pruned"])
 
     def restore(self, checkpoint_id: str, digests: dict[str, str] | None) -> int:
         """Load a half, refused unless its files have these digests; the critic's step after it."""
         request = {"lease": self._require_lease(), "checkpoint_id": checkpoint_id, "digests": digests}
-        return int(self._ask(protocol.RESTORE, request)["critic_step"])
+        return int(self._ask_once(protocol.RESTORE, request)["critic_step"])
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -320,6 +321,10 @@ class RemoteCritic:
     def _ask(self, endpoint: Endpoint, content: dict[str, Any]) -> dict[str, Any]:
         inputs = {protocol.REQUEST.name: protocol.json_tensor(content)}
         return parse_json(self._connection.call(endpoint, inputs, timeout_s=self._train_timeout_s(0)))
+
+    def _ask_once(self, endpoint: Endpoint, content: dict[str, Any]) -> dict[str, Any]:
+        """Of all attempts at it, the one that is delivered first counts."""
+        return self._ask(endpoint, content | {"request_id": secrets.token_hex(16)})
 
     def require_rewards(self, status: Status) -> None:
         if "reward" not in status.roles:

@@ -33,7 +33,7 @@ class LeaseLost(UserError):
 
 
 class ServerUnreachable(UserError):
-    """No answer came, after all retries."""
+    """No answer came, after all retries, or that of a server which ends for a fault of its own."""
 
 
 class _NotReady(Exception):
@@ -78,7 +78,7 @@ class Connection:
         Raises:
             ProtocolError: the server refused.
             ServerRestarted, LeaseLost: see there.
-            ServerUnreachable: no connection, no answer in time, or a server that is stopping, ``retries`` times.
+            ServerUnreachable: no connection, no answer in time, or a server that is stopping, ``retries`` times; one that failed.
             UserError: a wrong token, no critic server at this address, or the server's disk is full.
         """
         body, head_length = encode_request(endpoint, inputs)
@@ -125,7 +125,7 @@ class Connection:
 
     def _raise(self, endpoint: Endpoint, response: requests.Response) -> None:
         try:
-            text = response.json()["error"]
+            text = str(response.json()["error"])
         except (ValueError, KeyError, TypeError) as error:
             if response.status_code in PROXYS_OWN:
                 raise _NotReady(
@@ -136,7 +136,7 @@ class Connection:
                 f"what answers at {self.address} is not a {self._peer.name} (HTTP {response.status_code}): "
                 f"correct {self._address_keys}"
             ) from error
-        refusal = ProtocolError.parse(str(text))
+        refusal = ProtocolError.parse(text)
         if refusal.code is Code.UNAUTHORIZED:
             section = self._peer.section
             raise UserError(
@@ -145,6 +145,8 @@ class Connection:
             )
         if refusal.code is Code.STORAGE:
             raise UserError(f"the {self._peer.name} at {self.address}: {refusal.message}")
+        if refusal.code is Code.INTERNAL:
+            raise ServerUnreachable(f"the {self._peer.name} at {self.address}: {refusal.message}")
         if refusal.code is Code.STOPPING:
             raise _NotReady(f"the {self._peer.name} at {self.address} is stopping: start it again")
         if refusal.code is Code.RESTARTED:
@@ -154,7 +156,8 @@ class Connection:
                 f"{self.address}: {refusal.message}; this run ends with its last checkpoint whole: stop the other one and start "
                 "this one again"
             )
-        if refusal.code is Code.INVALID and ("unknown model" in str(text) or "is not ready" in str(text)):
+        tritons_own = response.status_code >= requests.codes.internal_server_error or "unknown model" in text
+        if refusal.code is Code.INVALID and (tritons_own or "is not ready" in text):
             raise _NotReady(
                 f"{endpoint.name} is not served at {self.address}: wait until the server has loaded, or correct "
                 f"{self._address_keys}"

@@ -117,7 +117,10 @@ def _supervise(service: Service, door: Door, signals: SimpleQueue[int]) -> int:
             LOGGER.info("asked to stop by a client")
             return 0
         if not door.alive:
-            LOGGER.error("tritonserver died, the server ends; the last lines of its log:\n%s", door.log_tail())
+            LOGGER.error(
+                "tritonserver or a process of its died, the server ends; the last lines of its log:\n%s",
+                door.log_tail(),
+            )
             return 1
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 HEADER_PATTERN = "(?i)x-critic-.*"
 """Headers that Triton forwards to the service."""
@@ -256,6 +256,8 @@ class TrainPart:
 class AcquireRequest:
     run_id: str
     tokenizer_digest: str
+    request_id: str | None = None
+    """Of the caller's choosing, another one for every request but its repetitions, which get the answer that it got."""
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,8 @@ class RestoreRequest:
     checkpoint_id: str
     digests: dict[str, str] | None = None
     """What the manifest says the files' SHA-256 are; None takes them as they are."""
+    request_id: str | None = None
+    """As of :class:`AcquireRequest`."""
 
 
 @dataclass(frozen=True)
@@ -284,6 +288,8 @@ class CommitRequest:
     checkpoint_id: str
     keep: int
     """How many committed checkpoints of the run stay on disk, this one included; 0 removes all, and the run's exports."""
+    request_id: str | None = None
+    """As of :class:`AcquireRequest`."""
 
 
 @dataclass(frozen=True)

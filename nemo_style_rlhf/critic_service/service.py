@@ -1,12 +1,12 @@
 """What a request to the critic process does."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from nemo_style_rlhf.engine.engine import NonFiniteError
 from nemo_style_rlhf.launch import bootstrap
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
+Changing = TypeVar("Changing", protocol.AcquireRequest, protocol.CommitRequest, protocol.RestoreRequest)
+REMEMBERED = 100
+"""Answers that each of these endpoints can give again."""
+
 
 class CriticService(Service):
     """The endpoints of the critic process."""
@@ -35,16 +39,15 @@ class CriticService(Service):
         self._working.insert(0, self._storing)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._last_save: tuple[protocol.SaveRequest, Future[dict[str, Any]]] | None = None
-        self._last_restore: tuple[protocol.RestoreRequest, int] | None = None
         self.dismiss = worker.crew.dismiss
         self.roles.insert(0, "critic")
         self._handlers |= {
             protocol.INFER.name: self._infer,
             protocol.TRAIN.name: self._train,
             protocol.SAVE.name: self._save,
-            protocol.COMMIT.name: self._commit,
-            protocol.RESTORE.name: self._restore,
-            protocol.ACQUIRE.name: self._acquire,
+            protocol.COMMIT.name: self._once(protocol.CommitRequest, self._commit),
+            protocol.RESTORE.name: self._once(protocol.RestoreRequest, self._restore),
+            protocol.ACQUIRE.name: self._once(protocol.AcquireRequest, self._acquire),
             protocol.SHUTDOWN.name: self._shutdown,
         }
 
@@ -94,7 +97,13 @@ class CriticService(Service):
             raise
         try:
             metrics = self._worker.train(
-                InferRequest(tokens, lengths), returns, old_values, mask, plan, should_stop=self._abandoning.is_set
+                InferRequest(tokens, lengths),
+                returns,
+                old_values,
+                mask,
+                plan,
+                step,
+                should_stop=self._abandoning.is_set,
             )
         except NonFiniteError as error:
             raise ProtocolError(
@@ -107,8 +116,33 @@ class CriticService(Service):
         self._ledger.applied(parts, answer)
         return answer
 
-    def _acquire(self, inputs: Mapping[str, Array]) -> Tensors:
-        request = validation.read_json(inputs[protocol.REQUEST.name], protocol.AcquireRequest)
+    def _once(
+        self, message: type[Changing], change: Callable[[Changing], dict[str, Any]]
+    ) -> Callable[[Mapping[str, Array]], Tensors]:
+        """An endpoint for which a request that it has answered, however late a copy of it comes, changes nothing.
+
+        Triton hands an endpoint one request at a time.
+        """
+        answered: dict[str, tuple[Changing, dict[str, Any]]] = {}
+
+        def endpoint(inputs: Mapping[str, Array]) -> Tensors:
+            request = validation.read_json(inputs[protocol.REQUEST.name], message)
+            if request.request_id is None:
+                return _json(change(request))
+            if request.request_id not in answered:
+                answered[request.request_id] = request, change(request)
+                if len(answered) > REMEMBERED:
+                    del answered[next(iter(answered))]
+            first, answer = answered[request.request_id]
+            if first != request:
+                raise ProtocolError(
+                    Code.CONFLICT, f"request_id {request.request_id} was used before, with other content"
+                )
+            return _json(answer)
+
+        return endpoint
+
+    def _acquire(self, request: protocol.AcquireRequest) -> dict[str, Any]:
         served = self._identity.tokenizer_digest
         if request.tokenizer_digest != served:
             raise ProtocolError(
@@ -119,7 +153,7 @@ class CriticService(Service):
         self._require_open()
         lease = self._ledger.acquire(request.run_id)  # at once, so that work queued under the old lease is refused
         with self._stored(), self._models(f"acquire by {request.run_id}"):  # work running under it is finished first
-            return _json({"lease": lease, "boot_id": self.boot_id, "critic_step": self._ledger.step})
+            return {"lease": lease, "boot_id": self.boot_id, "critic_step": self._ledger.step}
 
     def _save(self, inputs: Mapping[str, Array]) -> Tensors:
         """Only the copy holds the models: others are answered while it is written."""
@@ -167,26 +201,21 @@ class CriticService(Service):
             if error := self._worker.end_files():
                 raise error
 
-    def _commit(self, inputs: Mapping[str, Array]) -> Tensors:
-        request = validation.read_json(inputs[protocol.REQUEST.name], protocol.CommitRequest)
+    def _commit(self, request: protocol.CommitRequest) -> dict[str, Any]:
         with self._stored(), self._leased(request.lease, f"commit of {request.checkpoint_id}"):
             pruned = self._store.commit(request.checkpoint_id, request.keep)
             if self._last_save is not None and self._last_save[0].checkpoint_id in pruned:
                 self._last_save = None
-            return _json({"pruned": pruned})
+            return {"pruned": pruned}
 
-    def _restore(self, inputs: Mapping[str, Array]) -> Tensors:
-        """Repeated because its answer came too late, it is answered from memory."""
-        request = validation.read_json(inputs[protocol.REQUEST.name], protocol.RestoreRequest)
+    def _restore(self, request: protocol.RestoreRequest) -> dict[str, Any]:
         with self._stored(), self._leased(request.lease, f"restore of {request.checkpoint_id}"):
-            if self._last_restore != (request, self._ledger.step):
-                directory, half = self._store.verified(request.checkpoint_id, request.digests)
-                self._worker.load(directory)
-                self._ledger.restored(half.critic_step)
-                self._last_save = None
-                self._store.commit(request.checkpoint_id, keep=None)  # a manifest names it, so the pair is whole
-                self._last_restore = request, half.critic_step
-            return _json({"critic_step": self._ledger.step})
+            directory, half = self._store.verified(request.checkpoint_id, request.digests)
+            self._worker.load(directory)
+            self._ledger.restored(half.critic_step)
+            self._last_save = None
+            self._store.commit(request.checkpoint_id, keep=None)  # a manifest names it, so the pair is whole
+            return {"critic_step": half.critic_step}
 
     def _shutdown(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.ShutdownRequest)

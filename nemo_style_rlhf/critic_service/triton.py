@@ -35,6 +35,8 @@ from nemo_style_rlhf.schema.critic import ServerConfig
 LOGGER = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost")
 PORT_CLOSE_TIMEOUT_S = 15.0
+HANG_UP_TIMEOUT_S = 5
+"""Triton that has lost this process waits so long for clients to close their connections, and holds the port."""
 LOG_TAIL_LINES = 20
 Handler = Callable[[str, Mapping[str, Array]], dict[str, Array]]
 
@@ -99,6 +101,7 @@ class Door:
             LOGGER.error("tritonserver did not start:\n%s", self.log_tail())
             self.close(timeout_s=1.0)
             raise
+        self._stubs = psutil.Process(self._tritonserver.pid).children()
 
     def log_tail(self) -> str:
         """The end of Triton's own log."""
@@ -108,8 +111,8 @@ class Door:
 
     @property
     def alive(self) -> bool:
-        """False once tritonserver or a thread that answers requests has died."""
-        return bool(self._triton.is_alive())
+        """False once tritonserver, the process of an endpoint in it or a thread that answers requests has died."""
+        return bool(self._triton.is_alive()) and all(map(_runs, self._stubs))
 
     def close(self, timeout_s: float) -> None:
         """Take Triton down, by force after ``timeout_s`` seconds, and remove what it left on disk and in shared memory.
@@ -117,7 +120,7 @@ class Door:
         PyTriton's threads, which have nobody to serve any more, are daemons and end with this process.
         """
         # Not Triton.stop: it waits for clients to hang up, and takes half a second per endpoint, one after the other.
-        child = self._triton._triton_server._tritonserver_running_cmd
+        child = self._tritonserver
         if child is not None and child.is_alive():
             stubs: list[psutil.Process] = []
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it died of itself meanwhile
@@ -130,6 +133,10 @@ class Door:
                     stub.kill()
         shutil.rmtree(self._workspace, ignore_errors=True)
         _remove_segments(lambda pid: pid == os.getpid())
+
+    @property
+    def _tritonserver(self) -> Any:
+        return self._triton._triton_server._tritonserver_running_cmd
 
     def _bind(self, endpoint: Endpoint, roles: list[str]) -> None:
         outputs = [spec for spec in endpoint.outputs if spec is not protocol.REWARDS or "reward" in roles]
@@ -188,6 +195,7 @@ def _triton_config(config: ServerConfig, port: int, log: Path | None) -> Any:
         http_port=port,
         http_header_forward_pattern=protocol.HEADER_PATTERN,
         allow_grpc=False,
+        exit_timeout_secs=HANG_UP_TIMEOUT_S,
         log_file=log,
         allow_metrics=config.metrics_port > 0,
         metrics_address="127.0.0.1" if config.metrics_port else None,
@@ -219,6 +227,13 @@ def _remove_segments(of: Callable[[int], bool]) -> None:
         if pid.isdigit() and of(int(pid)):
             with contextlib.suppress(OSError):  # gone already, or another user's
                 segment.unlink()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _free_port(host: str) -> int:

@@ -248,6 +248,7 @@ _CHECKPOINT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 _EXPECTED = {
     "lease": "a string from critic_acquire",
     "run_id": "a printable string of 1 to 200 characters",
+    "request_id": "a printable string of 1 to 200 characters, or null",
     "tokenizer_digest": "a string",
     "checkpoint_id": "letters, digits, '_', '.', '-', beginning with a letter or digit, at most 100",
     "keep": "a number from 0 up",
@@ -265,6 +266,7 @@ _EXPECTED = {
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "lease": _is_name,
     "run_id": _is_name,
+    "request_id": lambda value: value is None or _is_name(value),
     "tokenizer_digest": _is_name,
     "checkpoint_id": lambda value: isinstance(value, str) and _CHECKPOINT_ID.fullmatch(value) is not None,
     "keep": lambda value: _is_int(value) and value >= 0,

@@ -20,6 +20,7 @@ from nemo_style_rlhf.critic_service.protocol import Array, InferRequest, TrainPl
 from nemo_style_rlhf.critic_service.reward_model import RewardModel
 from nemo_style_rlhf.data.ragged import unpad
 from nemo_style_rlhf.data.reward_text import RewardText
+from nemo_style_rlhf.data.sampling import mixed_seed
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.models.export import export_model
@@ -104,6 +105,7 @@ class CriticWorker:
         old_values: Array,
         mask: Array,
         plan: TrainPlan,
+        step: int,
         *,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
@@ -111,6 +113,7 @@ class CriticWorker:
 
         Args:
             returns, old_values, mask: float32 [N], aligned with ``request.tokens``.
+            step: its number; dropout is a function of it, so that a critic that was restored needs no generator's state.
             should_stop: asked between micro-batches.
 
         Returns:
@@ -124,6 +127,7 @@ class CriticWorker:
         started = time.monotonic()
         if self.reward is not None:
             self.reward.rest()
+        torch.manual_seed(mixed_seed(self.config.run.seed, step, self.crew.rank))
         self.engine.train()
         lengths = request.lengths.tolist()
         total = _Totals()

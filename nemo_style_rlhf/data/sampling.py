@@ -5,6 +5,11 @@ import functools
 import numpy as np
 
 
+def mixed_seed(*numbers: int) -> int:
+    """A seed for torch, 0 to 2^63 - 1, that is a function of all ``numbers``, each at least 0."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+
+
 class PromptSampler:
     """An endless sequence of row indices: epoch after epoch, each row once per epoch."""
 

@@ -28,8 +28,13 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
     if config.needs_reference and not config.model.lora.rank and not offloaded:
         held["reference"] = policy.weights
     generated = -(-algorithm.num_rollout_samples // config.ranks) * config.generation.tensor_parallel_size
-    held += _generator(config, policy, device, generated, prompt_length)
+    generator = _generator(config, policy, device, generated, prompt_length)
+    held += generator
     loading = held + Counter({"weights in transit": 0 if device.cuda else policy.on_disk})
+    if device.cuda and config.generation.backend == "vllm":
+        # request_memory in vllm/v1/worker/utils.py wants the share free, also where the cache is smaller.
+        share = int(config.generation.gpu_memory_utilization * device.memory)
+        loading["free for vLLM"] = max(0, share - generator.total())
     samples = algorithm.num_rollout_samples  # ranks share micro-batches, which are those of one rank
     scoring = policy.inference(_batch(config, samples, prompt_length, response))
     if config.needs_reference and offloaded:

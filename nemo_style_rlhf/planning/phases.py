@@ -19,6 +19,7 @@ COMPONENTS = (
     "reward model",
     "vLLM weights",
     "KV cache",
+    "free for vLLM",
     "weights in transit",
 )
 """Rows of the table, in its order."""

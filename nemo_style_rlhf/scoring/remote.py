@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nemo_style_rlhf.critic_service.client import CriticInference, RemoteCritic, ServerUnreachable
-from nemo_style_rlhf.critic_service.protocol import Array, Code, ProtocolError
+from nemo_style_rlhf.critic_service.protocol import Array, ProtocolError
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.scoring.balance import LeastBusy
@@ -92,10 +92,8 @@ class RewardServerScorer:
             try:
                 with self._replicas.take() as server:
                     self._require_same(server)  # what comes back may be another one
-                    found = caught(server.score_text(prompts, responses), ProtocolError).result()
-                    if isinstance(found, ProtocolError) and found.code is Code.INTERNAL:
-                        raise found
-                    return found  # texts that are refused are no fault of this server
+                    # Texts that are refused are no fault of this server.
+                    return caught(server.score_text(prompts, responses), ProtocolError).result()
             except (ServerUnreachable, ProtocolError) as error:
                 if attempt == self._config.retries or self._closing.is_set():
                     raise

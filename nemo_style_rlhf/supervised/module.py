@@ -5,12 +5,12 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DeepSpeedStrategy
 from torch import Tensor
 
+from nemo_style_rlhf.data.sampling import mixed_seed
 from nemo_style_rlhf.engine.schedule import lr_factor
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import SupervisedEngineConfig
@@ -55,7 +55,7 @@ class SupervisedModule(pl.LightningModule, ABC):
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
         # Dropout as a function of seed and micro-batch: a resumed run needs no generator state.
-        torch.manual_seed(_mixed(self.seed, batch_index, self.global_rank))
+        torch.manual_seed(mixed_seed(self.seed, batch_index, self.global_rank))
         loss, count, others = self.losses(batch)
         self._trained.add({"loss": loss, **others}, count)
         # Lightning divides by the number of micro-batches and of ranks; the step's own count is the right divisor.
@@ -162,7 +162,3 @@ class Tally:
 
     def clear(self) -> None:
         self.sums.clear()
-
-
-def _mixed(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

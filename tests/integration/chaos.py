@@ -21,8 +21,9 @@ from pathlib import Path
 import psutil
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from tests.integration.critic_server import left_of
 from tests.integration.processes import Process, proxy, run_pair, start_actor, start_server
 from tests.integration.test_ppo import STEPS, actor_overrides, metrics, save_inputs, server_overrides, without_timers
 from tests.integration.warm import SLOW_DISK_PATH
@@ -132,6 +133,14 @@ def kill_tritonserver(run: Run) -> None:
                 child.kill()
 
 
+def kill_endpoint(run: Run) -> None:
+    """A process of tritonserver's."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(run.server.pid).children(recursive=True)
+        if stubs := [child for child in children if child.name() == "triton_python_backend_stub"]:
+            run.draw.choice(stubs).kill()
+
+
 def cut_connection(run: Run) -> None:
     raise Broken
 
@@ -139,6 +148,11 @@ def cut_connection(run: Run) -> None:
 def stall(run: Run) -> None:
     time.sleep(TIMEOUT_S + 2)
     raise Broken
+
+
+def deliver_late(run: Run) -> None:
+    """When its sender has long sent it again."""
+    time.sleep(TIMEOUT_S + 2)
 
 
 def terminate_actor(run: Run) -> None:
@@ -156,8 +170,9 @@ def terminate_server(run: Run) -> None:
 
 
 def take_over(run: Run) -> None:
-    """As a second actor would; it leaves at once."""
-    with RemoteCritic(RemoteCriticConfig(port=run.port, retries=0)) as intruder:
+    """As a second actor would; it leaves at once, at the latest when there is no server."""
+    settings = RemoteCriticConfig(port=run.port, retries=0)
+    with contextlib.suppress(ServerUnreachable), RemoteCritic(settings) as intruder:
         status = intruder.status()
         intruder.handshake(tokenizer_digest=status.tokenizer_digest, vocab_size=status.vocab_size, needs_rewards=False)
         intruder.acquire("intruder")
@@ -211,8 +226,9 @@ def slow_both_disks(run: Run) -> None:
 
 
 FAULTS = [
-    kill_actor, kill_server, kill_both, kill_tritonserver, cut_connection, stall, terminate_actor, preempt_actor,
-    terminate_server, take_over, damage_actor_half, damage_critic_half, fill_actors_disk, fill_servers_disk, slow_both_disks,
+    kill_actor, kill_server, kill_both, kill_tritonserver, kill_endpoint, cut_connection, stall, deliver_late,
+    terminate_actor, preempt_actor, terminate_server, take_over, damage_actor_half, damage_critic_half,
+    fill_actors_disk, fill_servers_disk, slow_both_disks,
 ]  # fmt: skip
 
 
@@ -292,12 +308,16 @@ def check(run: Run, undisturbed: Path) -> None:
     store = CheckpointStore(run.folder / "actor" / "checkpoints", keep_last=2)
     readable = [(manifest.step, manifest.critic["critic_step"]) for manifest in store.undamaged()]
     assert readable == [(step, step) for step in reversed(store.committed_steps())] and readable[0][0] == STEPS, story
-    orphans = [
+    assert not (orphans := left_of(processes_of(run.folder))), (story, orphans)
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """By what they were started with; Triton's know ``folder`` by the environment alone."""
+    return [
         process
-        for process in psutil.process_iter(["cmdline"])
-        if str(run.folder) in " ".join(process.info["cmdline"] or [])
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if str(folder) in " ".join([*(process.info["cmdline"] or []), *(process.info["environ"] or {}).values()])
     ]
-    assert not orphans, (story, orphans)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import requests
 
-from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
+from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.errors import UserError
 from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, left_of, sequences, train_batch
@@ -174,11 +174,27 @@ def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make
     assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))
 
 
-def test_rule_8_a_dead_tritonserver_is_noticed(make_server) -> None:
+@pytest.mark.parametrize("endpoint_alone", [False, True])
+def test_rule_8_a_dead_tritonserver_is_noticed(make_server, endpoint_alone: bool) -> None:
     server = make_server().start()
-    server.tritonserver().kill()
-    assert server.process.wait(15) == 1
-    assert "tritonserver died" in server.log.read_text()
+    triton = server.tritonserver()
+    with server.client(retries=1) as critic:
+        (triton.children()[-1] if endpoint_alone else triton).kill()
+        assert server.process.wait(15) == 1
+        with pytest.raises(ServerUnreachable):
+            critic.status()
+    assert "tritonserver or a process of its died" in server.log.read_text()
+
+
+def test_a_server_that_was_killed_gives_its_port_to_the_next(make_server) -> None:
+    """Its Triton outlives it for some seconds, because a client keeps its connection."""
+    server = make_server().start()
+    with server.client() as critic:
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        server.start()
+        with pytest.raises(ServerRestarted):
+            critic.infer(sequences(1)).result()
 
 
 def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_server) -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import Array
 from nemo_style_rlhf.errors import UserError
 from tests.integration.critic_server import CriticServer, left_of, sequences, train_batch
+from tests.integration.test_critic_protocol import long_batch, wait_until_busy
 
 STEPS = 3
 SPLIT = "engine.micro_batch_tokens=100"
@@ -89,8 +90,12 @@ def test_a_rank_survives_a_full_disk_and_its_death_ends_the_server(make_server) 
             critic.save("full").result()
         follower.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
         critic.save("whole").result()
+        training = critic.train(long_batch(), step=1)
+        wait_until_busy(critic)
         follower.send_signal(signal.SIGKILL)
         started = time.monotonic()
+        with pytest.raises(ServerUnreachable):  # what the actor waits out, and goes back to the last checkpoint
+            training.result()
         assert server.process.wait(60) != 0
         assert time.monotonic() - started < 40
     assert not left_of(ranks)
