@@ -156,8 +156,8 @@ class Connection:
                 f"{self.address}: {refusal.message}; this run ends with its last checkpoint whole: stop the other one and start "
                 "this one again"
             )
-        tritons_own = response.status_code >= requests.codes.internal_server_error or "unknown model" in text
-        if refusal.code is Code.INVALID and (tritons_own or "is not ready" in text):
+        away = ("unknown model", "is not ready", "is not healthy")  # in Triton's words; of a process of its that died
+        if refusal.code is Code.INVALID and any(words in text for words in away):
             raise _NotReady(
                 f"{endpoint.name} is not served at {self.address}: wait until the server has loaded, or correct "
                 f"{self._address_keys}"

@@ -23,7 +23,7 @@ import psutil
 import pytriton.triton  # type: ignore[import-untyped]
 from pytriton.model_config import ModelConfig, Tensor  # type: ignore[import-untyped]
 from pytriton.triton import Triton, TritonConfig
-from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
+from tenacity import Retrying, retry_if_result, stop_after_attempt, stop_after_delay, wait_fixed
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.protocol import Array, Code, Endpoint, ProtocolError, TensorSpec
@@ -35,8 +35,9 @@ from nemo_style_rlhf.schema.critic import ServerConfig
 LOGGER = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost")
 PORT_CLOSE_TIMEOUT_S = 15.0
-HANG_UP_TIMEOUT_S = 5
-"""Triton that has lost this process waits so long for clients to close their connections, and holds the port."""
+HANG_UP_TIMEOUT_S = 12
+"""Triton that has lost this process waits so long for clients to close their connections, and holds the port: for less time than
+the next server waits for that."""
 LOG_TAIL_LINES = 20
 Handler = Callable[[str, Mapping[str, Array]], dict[str, Array]]
 
@@ -77,14 +78,11 @@ class Door:
         os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
         _remove_segments(lambda pid: not psutil.pid_exists(pid))  # of servers that were killed: 50 MB each
         pytriton.triton.Model = ModelWithCleanErrors
-        try:
-            self._start(config, roles)
-        except TimeoutError:  # seen once: it listened, and never answered
-            LOGGER.warning("tritonserver is started again")
-            _wait_for_port(self.host, self.port)
-            self._start(config, roles)
+        # Seen, once each: it listened and never answered; a process of its crashed while it loaded.
+        Retrying(stop=stop_after_attempt(2), reraise=True)(self._start, config, roles)
 
     def _start(self, config: ServerConfig, roles: list[str]) -> None:
+        _wait_for_port(self.host, self.port)
         self._workspace = Path(tempfile.mkdtemp(prefix="critic_triton_"))
         self._log = None if config.verbose else self._workspace / "triton.log"
         self._triton = Triton(
@@ -101,7 +99,7 @@ class Door:
             LOGGER.error("tritonserver did not start:\n%s", self.log_tail())
             self.close(timeout_s=1.0)
             raise
-        self._stubs = psutil.Process(self._tritonserver.pid).children()
+        self._tritons = psutil.Process(self._tritonserver.pid).children(recursive=True)
 
     def log_tail(self) -> str:
         """The end of Triton's own log."""
@@ -111,8 +109,8 @@ class Door:
 
     @property
     def alive(self) -> bool:
-        """False once tritonserver, the process of an endpoint in it or a thread that answers requests has died."""
-        return bool(self._triton.is_alive()) and all(map(_runs, self._stubs))
+        """False once tritonserver, a process that an endpoint has in it or a thread that answers requests has died."""
+        return bool(self._triton.is_alive()) and all(map(_runs, self._tritons))
 
     def close(self, timeout_s: float) -> None:
         """Take Triton down, by force after ``timeout_s`` seconds, and remove what it left on disk and in shared memory.

@@ -9,7 +9,7 @@ from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import ACTOR, GIB, Phase, ProcessPlan
-from nemo_style_rlhf.planning.training import trained_model, training_phases
+from nemo_style_rlhf.planning.training import resting, trained_model, training_phases
 from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB
 from nemo_style_rlhf.schema.plan import PlanConfig
 
@@ -30,11 +30,14 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
     generated = -(-algorithm.num_rollout_samples // config.ranks) * config.generation.tensor_parallel_size
     generator = _generator(config, policy, device, generated, prompt_length)
     held += generator
-    loading = held + Counter({"weights in transit": 0 if device.cuda else policy.on_disk})
-    if device.cuda and config.generation.backend == "vllm":
-        # request_memory in vllm/v1/worker/utils.py wants the share free, also where the cache is smaller.
-        share = int(config.generation.gpu_memory_utilization * device.memory)
-        loading["free for vLLM"] = max(0, share - generator.total())
+    loading = held + Counter({"weights in transit": policy.on_disk})
+    if device.cuda:
+        loading = Counter(resting(config.engine, held))
+        loading["optimizer states"] = 0  # which the first step makes
+        if config.generation.backend == "vllm":
+            # request_memory in vllm/v1/worker/utils.py wants the share free, also where the cache is smaller.
+            share = int(config.generation.gpu_memory_utilization * device.memory)
+            loading["free for vLLM"] = max(0, share - generator.total())
     samples = algorithm.num_rollout_samples  # ranks share micro-batches, which are those of one rank
     scoring = policy.inference(_batch(config, samples, prompt_length, response))
     if config.needs_reference and offloaded:

@@ -133,6 +133,13 @@ def trained_model(
     return held
 
 
+def resting(engine: EngineConfig, held: Counter[str]) -> Counter[str]:
+    """What is left of ``held`` on a GPU while nothing is trained."""
+    if engine.offload_optimizer_states and engine.zero_stage in (1, 2):
+        return Counter({name: size for name, size in held.items() if name not in ("fp32 masters", "optimizer states")})
+    return held
+
+
 def training_phases(
     model: Blueprint,
     engine: EngineConfig,
@@ -159,18 +166,13 @@ def training_phases(
         copied = checkpoint_copy(model.trained, model.width, **share) - room
         step = Counter({"optimizer step": sum(buffers.values()), "checkpoint": max(0, copied)})
         return [Phase("update", held + learned + kept + step)]
-    resting = held
-    if engine.offload_optimizer_states and engine.zero_stage in (1, 2):
-        resting = Counter(
-            {name: size for name, size in held.items() if name not in ("fp32 masters", "optimizer states")}
-        )
     sizes = (model.trained, model.largest, model.width)
     backward = backward_buffers(*sizes, **share, offload=engine.offload_optimizer)
     step_peak = optimizer_step_buffers(*sizes, **share, offload=engine.offload_optimizer)
     loading = Counter({"libraries": held["libraries"], "weights": model.elements * model.width})
     return [
         *([Phase("loading", loading)] if engine.zero_stage == 3 else []),  # it is shared out once it is on the device
-        *(Phase(name, resting + part) for name, part in inference.items()),
+        *(Phase(name, resting(engine, held) + part) for name, part in inference.items()),
         Phase("forward and backward", held + update + Counter({"gradients": backward})),
         Phase("optimizer step", held + Counter({"optimizer step": step_peak})),
     ]

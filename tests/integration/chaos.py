@@ -134,11 +134,11 @@ def kill_tritonserver(run: Run) -> None:
 
 
 def kill_endpoint(run: Run) -> None:
-    """A process of tritonserver's."""
+    """A process of tritonserver's, or one of that's own."""
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(run.server.pid).children(recursive=True)
-        if stubs := [child for child in children if child.name() == "triton_python_backend_stub"]:
-            run.draw.choice(stubs).kill()
+        if inner := [child for child in children if child.ppid() != run.server.pid]:
+            run.draw.choice(inner).kill()
 
 
 def cut_connection(run: Run) -> None:

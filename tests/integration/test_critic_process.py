@@ -174,12 +174,15 @@ def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make
     assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))
 
 
-@pytest.mark.parametrize("endpoint_alone", [False, True])
-def test_rule_8_a_dead_tritonserver_is_noticed(make_server, endpoint_alone: bool) -> None:
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_rule_8_a_dead_tritonserver_is_noticed(make_server, depth: int) -> None:
+    """And the death of an endpoint's process, and of one that this has."""
     server = make_server().start()
-    triton = server.tritonserver()
+    victim = server.tritonserver()
+    for _ in range(depth):
+        victim = victim.children()[-1]
     with server.client(retries=1) as critic:
-        (triton.children()[-1] if endpoint_alone else triton).kill()
+        victim.kill()
         assert server.process.wait(15) == 1
         with pytest.raises(ServerUnreachable):
             critic.status()

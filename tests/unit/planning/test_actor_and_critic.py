@@ -61,6 +61,7 @@ def test_a_smaller_cache_frees_nothing_of_what_vllm_wants_free_to_start(models):
     gpu = ("run.device=cuda", "generation.gpu_memory_utilization=0.5")
     cached = plans(models, *gpu, "generation.kv_cache_gib=0.5")[ACTOR]
     assert cached["vLLM weights"] + cached["KV cache"] + cached["free for vLLM"] == 40 * GIB
+    assert not cached["optimizer states"]
     low = plans(models, "run.device=cuda", "generation.gpu_memory_utilization=0.001", "generation.kv_cache_gib=0.5")
     assert "free for vLLM" not in +low[ACTOR] and low[ACTOR]["KV cache"] == GIB // 2
 
