@@ -110,6 +110,7 @@ as_task() {
         export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$3
         export MASTER_ADDR=$4 MASTER_PORT=$5
     fi
+    (($3 == 1)) || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + $3 - 1) / $3))} # each would start one per core
     (trap '' USR1 USR2 && exec "${@:6}") & # SIGUSR1 would end an actor that is still being imported
     local program=$!
     trap "kill -$1 $program" USR2
@@ -153,13 +154,13 @@ say "critic on $SLURM_JOB_NODELIST_HET_GROUP_0 at $host:$port, actor on $SLURM_J
 "${critic_step[@]}" --output="$OUTPUT_DIR/critic.log" \
     --nodes="$critic_nodes" --ntasks=$((critic_nodes * CRITIC_RANKS)) --ntasks-per-node="$CRITIC_RANKS" \
     "${task[@]}" TERM "$CRITIC_SETUP" "$CRITIC_RANKS" "$host" "$critic_master_port" \
-    $CRITIC_PYTHON servers/serve_ppo_critic.py "run.output_dir=$OUTPUT_DIR/critic" "${critic_args[@]}" \
+    $CRITIC_PYTHON servers/serve_ppo_critic.py "run.output_dir='$OUTPUT_DIR/critic'" "${critic_args[@]}" \
     "server.host=$host" "server.port=$port" &
 critic=$!
 "${actor_step[@]}" --output="$OUTPUT_DIR/actor.log" \
     --nodes="$actor_nodes" --ntasks=$((actor_nodes * ACTOR_RANKS)) --ntasks-per-node="$ACTOR_RANKS" \
     "${task[@]}" USR1 "$ACTOR_SETUP" "$ACTOR_RANKS" "$actor_host" "$actor_master_port" \
-    $ACTOR_PYTHON trainers/train_ppo_actor.py "run.output_dir=$OUTPUT_DIR/actor" "${actor_args[@]}" \
+    $ACTOR_PYTHON trainers/train_ppo_actor.py "run.output_dir='$OUTPUT_DIR/actor'" "${actor_args[@]}" \
     "remote_critic_rm.host=$host" "remote_critic_rm.port=$port" &
 actor=$!
 trap 'say "SIGTERM"; end_components; exit 143' TERM

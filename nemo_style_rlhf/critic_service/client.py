@@ -99,25 +99,8 @@ class RemoteCritic:
     # --- handshake ----------------------------------------------------------------------------------------------------
 
     def wait_until_ready(self, progress: Callable[[str], None]) -> Status:
-        """Poll until the server answers; ``progress`` gets a line every few seconds.
-
-        Raises:
-            UserError: not within ``wait_for_server_s``, a wrong token, or something else answers.
-        """
-        started, told = time.monotonic(), -PROGRESS_PERIOD_S
-        while True:
-            try:
-                return self._status(retry=False)
-            except ServerUnreachable as error:
-                waited = time.monotonic() - started
-                if waited >= self._config.wait_for_server_s:
-                    limit_key = f"{self._config.peer.section}.wait_for_server_s"
-                    raise UserError(f"{error} (waited {waited:.0f} s, {limit_key})") from error
-                if waited - told >= PROGRESS_PERIOD_S:
-                    told = waited
-                    limit = self._config.wait_for_server_s
-                    progress(f"waiting for {self._where}: {waited:.0f} s of {limit:.0f} s")
-                time.sleep(POLL_PERIOD_S)
+        """:func:`wait_for_any` of this one."""
+        return wait_for_any([self], progress)[self]
 
     def handshake(self, *, tokenizer_digest: str, vocab_size: int, needs_rewards: bool) -> Status:
         """Check that both processes mean the same, and remember which server process it is.
@@ -344,6 +327,32 @@ class RemoteCritic:
 
     def _train_timeout_s(self, tokens: int) -> float:
         return self._config.train_timeout_base_s + self._config.train_timeout_per_1k_tokens_s * tokens / 1000
+
+
+def wait_for_any(servers: Sequence[RemoteCritic], progress: Callable[[str], None]) -> dict[RemoteCritic, Status]:
+    """Poll until at least one of the servers answers; those that do. ``progress`` gets a line every few seconds.
+
+    Raises:
+        UserError: none within the first one's ``wait_for_server_s``, a wrong token, or something else answers.
+    """
+    config, where = servers[0]._config, " or ".join(server._where for server in servers)
+    started, told = time.monotonic(), -PROGRESS_PERIOD_S
+    while True:
+        answers = {}
+        for server in servers:
+            try:
+                answers[server] = server._status(retry=False)
+            except ServerUnreachable as error:
+                last = error
+        if answers:
+            return answers
+        waited, limit = time.monotonic() - started, config.wait_for_server_s
+        if waited >= limit:
+            raise UserError(f"{last} (waited {waited:.0f} s, {config.peer.section}.wait_for_server_s)") from last
+        if waited - told >= PROGRESS_PERIOD_S:
+            told = waited
+            progress(f"waiting for {where}: {waited:.0f} s of {limit:.0f} s")
+        time.sleep(POLL_PERIOD_S)
 
 
 def _infer_pool() -> ThreadPoolExecutor:

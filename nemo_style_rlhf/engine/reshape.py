@@ -52,11 +52,12 @@ class Saved:
         self.model = _read(path)
         config = self.model["ds_config"]
         self.zero_stage: int = config["zero_optimization"].get("stage", 0)
+        self.sub_group: int | None = config["zero_optimization"].get("sub_group_size")
         self.ranks: int = self.model["dp_world_size"]
         self.bf16: bool = config["bf16"]["enabled"]
 
     def fits(self, engine: Any) -> bool:
-        """Whether a DeepSpeed engine has the stage and ranks that this was taken with, so that each rank finds its own shard.
+        """Whether a DeepSpeed engine has the stage, ranks and flat tensors of this one, so that each rank finds its own shard.
 
         Raises:
             UserError: the dtypes differ.
@@ -66,7 +67,9 @@ class Saved:
             raise UserError(
                 f"the checkpoint in {self.directory} was taken with model.dtype={was}, this is {now}: resume it with {was}"
             )
-        return (self.zero_stage, self.ranks) == (engine.zero_optimization_stage(), engine.dp_world_size)
+        sub_group = engine.config["zero_optimization"].get("sub_group_size")
+        shape = engine.zero_optimization_stage(), engine.dp_world_size, sub_group
+        return (self.zero_stage, self.ranks, self.sub_group) == shape
 
     def shard(self, rank: int) -> dict[str, Any]:
         """The optimizer's state dict that a rank wrote, of ZeRO 1 to 3."""

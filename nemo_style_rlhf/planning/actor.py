@@ -30,14 +30,14 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
     generated = -(-algorithm.num_rollout_samples // config.ranks) * config.generation.tensor_parallel_size
     generator = _generator(config, policy, device, generated, prompt_length)
     held += generator
-    loading = held + Counter({"weights in transit": policy.on_disk})
     if device.cuda:
         loading = Counter(resting(config.engine, held))
         loading["optimizer states"] = 0  # which the first step makes
         if config.generation.backend == "vllm":
             # request_memory in vllm/v1/worker/utils.py wants the share free, also where the cache is smaller.
-            share = int(config.generation.gpu_memory_utilization * device.memory)
-            loading["free for vLLM"] = max(0, share - generator.total())
+            loading["free for vLLM"] = max(0, _share(config, device) - generator.total())
+    else:
+        loading = held + Counter({"weights in transit": policy.on_disk})
     samples = algorithm.num_rollout_samples  # ranks share micro-batches, which are those of one rank
     scoring = policy.inference(_batch(config, samples, prompt_length, response))
     if config.needs_reference and offloaded:
@@ -68,6 +68,11 @@ def _batch(config: PlanConfig, samples: int, prompt: int, response: int) -> Batc
     return Batch(rows=rows, length=round_up(length, 8), actions=min(rows, samples) * response)
 
 
+def _share(config: PlanConfig, device: Device) -> int:
+    """Bytes of the GPU that are vLLM's."""
+    return int(config.generation.gpu_memory_utilization * device.memory)
+
+
 def _generator(config: PlanConfig, policy: Blueprint, device: Device, samples: int, prompt: int) -> Counter[str]:
     """vLLM's weights and KV cache, or on a GPU without ``kv_cache_gib`` the share of it that vLLM fills with both.
 
@@ -88,7 +93,7 @@ def _generator(config: PlanConfig, policy: Blueprint, device: Device, samples: i
     one = f"one sequence of {length} tokens takes {sequence / GIB:.2f} GiB"
     remedy = "raise it or generation.tensor_parallel_size, or lower data.max_prompt_length or generation.max_length"
     if device.cuda and generation.kv_cache_gib is None:
-        share = int(generation.gpu_memory_utilization * device.memory)
+        share = _share(config, device)
         if weights + sequence > share:
             raise UserError(
                 f"generation.gpu_memory_utilization={generation.gpu_memory_utilization:g} gives vLLM {share / GIB:.2f} GiB but "

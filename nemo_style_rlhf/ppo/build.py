@@ -42,7 +42,7 @@ from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.endpoints import EndpointScorer
 from nemo_style_rlhf.scoring.function import FunctionScorer
 from nemo_style_rlhf.scoring.interface import Scorer
-from nemo_style_rlhf.scoring.remote import RemoteCriticScorer, RewardServerScorer
+from nemo_style_rlhf.scoring.remote import RemoteCriticScorer, RewardServerScorer, served_by
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
@@ -67,9 +67,9 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     max_length = _max_sequence_length(config, [*prompts, *val_prompts], policy)
     check_template(config.model.path, config.data, tokenizer)
     critic = _meet_critic(config, tokenizer, policy, max_length) if config.uses_critic_process else None
-    scorer = _scorer(config, critic)
     init_distributed(device)
     ranks = Ranks(team=config.generation.tensor_parallel_size)
+    scorer = _scorer(config, critic, ranks)
     run_id = ranks.from_first(run_id)
     add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
@@ -180,7 +180,7 @@ def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: 
     return needed
 
 
-def _scorer(config: PPOActorConfig, critic: RemoteCritic | None) -> Scorer:
+def _scorer(config: PPOActorConfig, critic: RemoteCritic | None, ranks: Ranks) -> Scorer:
     """The reward sources in use, and the critic's values."""
     reward = config.reward
     sources: dict[str, tuple[Scorer, float]] = {}
@@ -188,11 +188,12 @@ def _scorer(config: PPOActorConfig, critic: RemoteCritic | None) -> Scorer:
         weight = reward.critic.weight
         sources["critic"] = RemoteCriticScorer(critic, with_rewards=weight != 0), weight
     if reward.server.weight != 0:
-        sources["server"] = RewardServerScorer(reward.server, log.info), reward.server.weight
+        model = ranks.on_first(lambda: served_by(reward.server, log.info))
+        sources["server"] = RewardServerScorer(reward.server, model, rank=ranks.rank), reward.server.weight
     if reward.function.weight != 0:
         sources["function"] = FunctionScorer(reward.function), reward.function.weight
     if reward.endpoints.weight != 0:
-        sources["endpoints"] = EndpointScorer(reward.endpoints), reward.endpoints.weight
+        sources["endpoints"] = EndpointScorer(reward.endpoints, rank=ranks.rank), reward.endpoints.weight
     return CombinedScorer(sources, on_error=reward.on_error)
 
 

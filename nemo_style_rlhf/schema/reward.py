@@ -25,8 +25,8 @@ class RewardServerConfig(RemoteCriticConfig):
     port: int = 5568
     weight: float = 0.0
     replicas: list[str] = field(default_factory=list)
-    """host:port of further servers of the same reward model. Each request goes to the least busy one; one that dies is left out
-    and asked again later."""
+    """host:port of further servers of the same reward model. Each request goes to the least busy one; one that does not answer,
+    or is another one when it comes back, is left out and asked again later."""
     cooldown_s: float = 10.0
     """How long a replica that failed is left alone, while others answer."""
 

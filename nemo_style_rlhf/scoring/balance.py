@@ -17,15 +17,20 @@ class _Place(Generic[Server]):
     server: Server
     running: int = 0
     """Requests it is working on."""
+    asked_at: float = 0.0
+    """time.monotonic() of the last one."""
     resting_until: float = 0.0
     """time.monotonic() before which it is asked only if no other is left."""
 
 
 class LeastBusy(Generic[Server]):
-    """Requests go to the healthy server with the fewest of them; one that fails rests for a while. Thread-safe."""
+    """Requests go to the healthy server with the fewest of them, of several to the one asked longest ago; one that fails rests
+    for a while. Thread-safe."""
 
-    def __init__(self, servers: Sequence[Server], *, rest_s: float) -> None:
-        self._places = [_Place(server) for server in servers]
+    def __init__(self, servers: Sequence[Server], *, rest_s: float, first: int) -> None:
+        """``first`` is the index of the server that is asked first, modulo their number: ranks do not know of each other's."""
+        first %= len(servers)
+        self._places = [_Place(server) for server in (*servers[first:], *servers[:first])]
         self._rest_s = rest_s
         self._lock = threading.Lock()
 
@@ -64,8 +69,9 @@ class LeastBusy(Generic[Server]):
             now = time.monotonic()
             healthy = [place for place in self._places if place.resting_until <= now]
             if healthy:
-                chosen = min(healthy, key=lambda place: place.running)
+                chosen = min(healthy, key=lambda place: (place.running, place.asked_at))
             else:
                 chosen = min(self._places, key=lambda place: place.resting_until)
             chosen.running += 1
+            chosen.asked_at = now
             return chosen

@@ -17,9 +17,9 @@ THREADS_PER_ENDPOINT = 4
 class EndpointScorer:
     """POST {"query", "prompts", "labels"} to one of several equal endpoints, as OpenRLHF's remote reward models take it."""
 
-    def __init__(self, config: EndpointRewardConfig) -> None:
+    def __init__(self, config: EndpointRewardConfig, *, rank: int = 0) -> None:
         self._config = config
-        self._endpoints = LeastBusy(config.urls, rest_s=config.cooldown_s)
+        self._endpoints = LeastBusy(config.urls, rest_s=config.cooldown_s, first=rank)
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(THREADS_PER_ENDPOINT * len(config.urls), thread_name_prefix="reward-endpoint")
 

@@ -4,13 +4,14 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 
-from nemo_style_rlhf.critic_service.client import CriticInference, RemoteCritic, ServerUnreachable
-from nemo_style_rlhf.critic_service.protocol import Array, ProtocolError
+from nemo_style_rlhf.critic_service.client import CriticInference, RemoteCritic, ServerUnreachable, wait_for_any
+from nemo_style_rlhf.critic_service.protocol import Array, ProtocolError, Status
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.scoring.balance import LeastBusy
@@ -19,6 +20,8 @@ from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
 LOGGER = logging.getLogger(__name__)
 THREADS_PER_REPLICA = 2
+Model = tuple[str, str]
+"""Digests of a reward model and of what decides its numbers."""
 
 
 class RemoteCriticScorer:
@@ -46,25 +49,14 @@ class RemoteCriticScorer:
 class RewardServerScorer:
     """Rewards of text, by one or more servers of one reward model, whose tokenizer may be another one than the policy's."""
 
-    def __init__(self, config: RewardServerConfig, progress: Callable[[str], None]) -> None:
-        """Wait for all servers.
-
-        Args:
-            progress: gets a line every few seconds.
-
-        Raises:
-            UserError: one does not answer, serves no reward model, or another one than the first.
-        """
+    def __init__(self, config: RewardServerConfig, model: Model, *, rank: int = 0) -> None:
+        """``model`` is what :func:`served_by` found, the same on every rank."""
         self._config = config
+        self._model = model
         self._servers = [RemoteCritic(server) for server in config.servers]
-        for server in self._servers:
-            server.require_rewards(server.wait_until_ready(progress))
-        self._model = _served(self._servers[0])
-        self._replicas = LeastBusy(self._servers, rest_s=config.cooldown_s)
+        self._replicas = LeastBusy(self._servers, rest_s=config.cooldown_s, first=rank)
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(THREADS_PER_REPLICA * len(self._servers), thread_name_prefix="reward-server")
-        for server in self._servers[1:]:
-            self._require_same(server)
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         texts = [sample.prompt for sample in samples], [sample.response for sample in samples]
@@ -79,33 +71,28 @@ class RewardServerScorer:
         self._pool.shutdown(cancel_futures=True)
 
     def _ask_one(self, prompts: list[str], responses: list[str]) -> Array | Exception:
-        self._require_same(self._servers[0])
-        return self._servers[0].score_text(prompts, responses).result()
+        server = self._servers[0]
+        _require_same(server, server.status(), self._model)
+        return server.score_text(prompts, responses).result()
 
     def _ask_any(self, prompts: list[str], responses: list[str]) -> Array | Exception:
         """The rewards, or why the texts are refused, as the other replicas would.
 
         Raises:
-            ServerUnreachable, ProtocolError: no replica answered, ``retries`` times in a row.
+            UserError, ProtocolError: each replica failed, and then ``retries`` more attempts.
         """
-        for attempt in self._replicas.attempts(self._config.retries + 1, self._closing):
+        last = self._config.retries + len(self._servers) - 1
+        for attempt in self._replicas.attempts(last + 1, self._closing):
             try:
                 with self._replicas.take() as server:
-                    self._require_same(server)  # what comes back may be another one
+                    _require_same(server, server.status(), self._model)  # what comes back may be another one
                     # Texts that are refused are no fault of this server.
                     return caught(server.score_text(prompts, responses), ProtocolError).result()
-            except (ServerUnreachable, ProtocolError) as error:
-                if attempt == self._config.retries or self._closing.is_set():
+            except (UserError, ProtocolError) as error:
+                if attempt == last or self._closing.is_set():
                     raise
                 LOGGER.warning("%s; another replica is asked", error)
         raise AssertionError("the last attempt returns or raises")
-
-    def _require_same(self, server: RemoteCritic) -> None:
-        if (served := _served(server)) != self._model:
-            raise UserError(
-                f"the reward server at {server.address} serves the model {served[0][:16]}, the run began with "
-                f"{self._model[0][:16]}: serve the same one, configured alike, on all replicas and after a restart"
-            )
 
     @staticmethod
     def _scores(rewards: "Array | Exception") -> Scores:
@@ -115,6 +102,35 @@ class RewardServerScorer:
         return Scores(rewards=torch.tensor(rewards, dtype=torch.float32))
 
 
-def _served(server: RemoteCritic) -> tuple[str, str]:
-    status = server.status()
+def served_by(config: RewardServerConfig, progress: Callable[[str], None]) -> Model:
+    """Wait for a server, and meet all that answer by then; the others are asked once they do.
+
+    Args:
+        progress: gets a line every few seconds.
+
+    Raises:
+        UserError: none answers, or one that does serves no reward model, or another one than the first.
+    """
+    with ExitStack() as connections:
+        servers = [connections.enter_context(RemoteCritic(server)) for server in config.servers]
+        answers = wait_for_any(servers, progress)
+        model = _model(next(iter(answers.values())))
+        for server in servers:
+            if server in answers:
+                server.require_rewards(answers[server])
+                _require_same(server, answers[server], model)
+            else:
+                LOGGER.warning("no reward server answers at %s yet: the others are asked", server.address)
+    return model
+
+
+def _require_same(server: RemoteCritic, status: Status, model: Model) -> None:
+    if (served := _model(status)) != model:
+        raise UserError(
+            f"the reward server at {server.address} serves the model {served[0][:16]}, the run began with "
+            f"{model[0][:16]}: serve the same one, configured alike, on all replicas and after a restart"
+        )
+
+
+def _model(status: Status) -> Model:
     return status.model_digest, status.config_digest

@@ -34,7 +34,7 @@ def processes(job: Job, script: str = "") -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        ours = {f"run.output_dir={job.output_dir / part}" for part in ("critic", "actor")} & set(words)
+        ours = {f"run.output_dir='{job.output_dir / part}'" for part in ("critic", "actor")} & set(words)
         if ours and script in " ".join(words) and Path(words[0]).name.startswith("python"):
             found.append(process)
     return found
@@ -47,7 +47,9 @@ def token_of(process: psutil.Process) -> str:
 @pytest.fixture(scope="module")
 def completed(cluster, inputs, tmp_path_factory) -> tuple[Job, str]:
     """A job that nobody disturbs, and its token as its processes had it in their environment."""
-    job = submit(cluster, inputs, tmp_path_factory.mktemp("completed") / "run", "--time=60", CRITIC_RANKS=CRITIC_RANKS)
+    job = submit(
+        cluster, inputs, tmp_path_factory.mktemp("completed") / "lr=1e-3,a", "--time=60", CRITIC_RANKS=CRITIC_RANKS
+    )
     job.wait_for_step(2)
     tokens = {token_of(process) for process in processes(job)}
     assert len(tokens) == 1

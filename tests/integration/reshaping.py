@@ -32,11 +32,20 @@ class Case:
     """Steps the loading engine has taken already."""
     offload: str = ""
     """What the stage can: ``always``, or only ``after`` the checkpoint."""
+    regrouped: bool = False
+    """Whether ZeRO-3's flat tensors are larger after the checkpoint."""
 
     def __str__(self) -> str:
         shapes = "-".join(f"zero{stage}x{ranks}" for stage, ranks in (self.before, self.after))
         extra = [str(self.dtype).removeprefix("torch."), *(["frozen"] if self.frozen else []), f"step{self.steps}"]
-        return "-".join([shapes, *extra, *([f"offload_{self.offload}"] if self.offload else [])])
+        return "-".join(
+            [
+                shapes,
+                *extra,
+                *([f"offload_{self.offload}"] if self.offload else []),
+                *(["regrouped"] if self.regrouped else []),
+            ]
+        )
 
 
 CASES = [
@@ -58,6 +67,7 @@ CASES = [
     Case((3, 2), (1, 2), offload="always", dtype=torch.bfloat16, used=1),
     Case((2, 2), (2, 2), offload="after", used=2),
     Case((3, 2), (3, 2), offload="after"),
+    Case((3, 2), (3, 2), regrouped=True, used=1),
 ]
 
 
@@ -74,7 +84,7 @@ class Model(nn.Module):
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-def make_engine(stage: int, case: Case, *, offload: bool = False) -> Engine:
+def make_engine(stage: int, case: Case, *, offload: bool = False, sub_group: int = 30) -> Engine:
     torch.manual_seed(0)
     model = Model().to(case.dtype)
     model.first.requires_grad_(not case.frozen)
@@ -84,7 +94,7 @@ def make_engine(stage: int, case: Case, *, offload: bool = False) -> Engine:
     config.offload_optimizer = offload and stage > 0
     config.offload_parameters = offload and stage == 3
     if stage == 3:  # several flat tensors, as in a model of billions
-        config.deepspeed = {"zero_optimization": {"sub_group_size": 30, "reduce_bucket_size": 100}}
+        config.deepspeed = {"zero_optimization": {"sub_group_size": sub_group, "reduce_bucket_size": 100}}
     if stage == 2:  # and several buckets
         config.deepspeed = {"zero_optimization": {"reduce_bucket_size": 40}}
     return Engine(model, config, device=torch.device("cpu"))
@@ -133,7 +143,8 @@ def write(case: Case, folder: Path) -> None:
 
 
 def resume(case: Case, folder: Path) -> None:
-    engine = make_engine(case.after[0], case, offload=bool(case.offload))
+    sub_group = 50 if case.regrouped else 30
+    engine = make_engine(case.after[0], case, offload=bool(case.offload), sub_group=sub_group)
     take_steps(engine, case.used)
     engine.load(folder / str(case))
     _note(engine, folder / f"{case}.after.pt", then=FURTHER)

@@ -23,7 +23,7 @@ from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.interface import RewardError, ScoringSample
-from nemo_style_rlhf.scoring.remote import RewardServerScorer
+from nemo_style_rlhf.scoring.remote import RewardServerScorer, served_by
 from tests.integration.critic_server import CriticServer, agree, sequences
 from tests.integration.processes import proxy, start_actor
 from tests.integration.test_critic_numbers import texts
@@ -220,8 +220,12 @@ def scoring_samples(prompts: list[str], responses: list[str]) -> list[ScoringSam
     return [ScoringSample(torch.zeros(0), *texts) for texts in zip(prompts, responses, strict=True)]
 
 
-def test_replicas_share_the_load_and_one_may_die_and_return(
-    server: RewardServer, reward_model: Path, tmp_path: Path
+def scorer_of(config: RewardServerConfig) -> RewardServerScorer:
+    return RewardServerScorer(config, served_by(config, lambda line: None))
+
+
+def test_replicas_share_the_load_and_one_may_die_and_return_be_late_or_become_another(
+    server: RewardServer, letters: RewardServer, reward_model: Path, tmp_path: Path
 ) -> None:
     replica = RewardServer(tmp_path, reward_model, []).start()
     asked = {"first": 0, "replica": 0}
@@ -234,9 +238,10 @@ def test_replicas_share_the_load_and_one_may_die_and_return(
 
     prompts, responses = texts(33, count=40)
     samples, expected = scoring_samples(prompts, responses), plain_rewards(server.model, prompts, responses)
-    with proxy(lambda: server.port, count("first")) as one, proxy(lambda: replica.port, count("replica")) as two:
+    behind = replica
+    with proxy(lambda: server.port, count("first")) as one, proxy(lambda: behind.port, count("replica")) as two:
         config = server.config(port=one, replicas=[f"127.0.0.1:{two}"], cooldown_s=0.5, retries=3)
-        scorer = RewardServerScorer(config, lambda line: None)
+        scorer = scorer_of(config)
 
         def score() -> dict[str, int]:
             """How many of eight concurrent requests went where; all are answered, rightly."""
@@ -250,8 +255,16 @@ def test_replicas_share_the_load_and_one_may_die_and_return(
             assert min(score().values()) >= 2
             replica.kill()
             assert score()["first"] == 8
+            scorer.close()
+            scorer = scorer_of(config)
+            assert score()["first"] == 8
             replica.port = 0
             replica.start()
+            time.sleep(0.6)
+            assert score()["replica"] >= 2
+            behind = letters  # another model, which wants a token, too
+            assert score()["first"] == 8
+            behind = replica
             time.sleep(0.6)
             assert score()["replica"] >= 2
         finally:
@@ -271,7 +284,7 @@ def test_samples_have_no_reward_when_no_server_answers(server: RewardServer) -> 
     with proxy(lambda: server.port, watch) as one, proxy(lambda: server.port, watch) as two:
         for replicas in ([], [f"127.0.0.1:{two}"]):
             gone = False
-            scorer = RewardServerScorer(server.config(port=one, replicas=replicas), lambda line: None)
+            scorer = scorer_of(server.config(port=one, replicas=replicas))
             gone = True
             masking = CombinedScorer({"server": (scorer, 1.0)}, on_error="mask")
             stopping = CombinedScorer({"server": (scorer, 1.0)}, on_error="stop")
@@ -283,7 +296,7 @@ def test_samples_have_no_reward_when_no_server_answers(server: RewardServer) -> 
 
 def test_what_a_server_refuses_has_no_reward(server: RewardServer) -> None:
     """A response may be longer in the reward model's tokens than it takes."""
-    scorer = RewardServerScorer(server.config(), lambda line: None)
+    scorer = scorer_of(server.config())
     with pytest.raises(RewardError, match=r"^reward_infer at 127.* a sequence of 202 tokens, expected 1\.\.128"):
         scorer.score(scoring_samples(["w1"], ["w2 " * 200])).result()
     scorer.close()
@@ -294,7 +307,7 @@ def test_a_replica_with_another_model_is_refused(server: RewardServer, letters: 
     with pytest.raises(
         UserError, match=rf"the reward server at 127\.0\.0\.1:{letters.port} serves the model .* serve the same one"
     ):
-        RewardServerScorer(config, lambda line: None)
+        scorer_of(config)
 
 
 def test_an_actor_that_needs_a_critic_says_so(server: RewardServer, actor_overrides: list[str], tmp_path: Path) -> None:
