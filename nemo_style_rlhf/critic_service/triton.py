@@ -83,6 +83,7 @@ class Door:
 
     def _start(self, config: ServerConfig, roles: list[str]) -> None:
         _wait_for_port(self.host, self.port)
+        self._tritons: list[psutil.Process] = []
         self._workspace = Path(tempfile.mkdtemp(prefix="critic_triton_"))
         self._log = None if config.verbose else self._workspace / "triton.log"
         self._triton = Triton(
@@ -120,15 +121,16 @@ class Door:
         # Not Triton.stop: it waits for clients to hang up, and takes half a second per endpoint, one after the other.
         child = self._tritonserver
         if child is not None and child.is_alive():
-            stubs: list[psutil.Process] = []
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it died of itself meanwhile
-                stubs = psutil.Process(child.pid).children(recursive=True)
+                self._tritons += psutil.Process(child.pid).children(recursive=True)
                 child.process.signal(signal.SIGINT)
                 if not _within(timeout_s, lambda: not psutil.pid_exists(child.pid)):
                     child.process.kill()
-            for stub in stubs:  # some outlive a killed tritonserver
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    stub.kill()
+        # A stub that has answered waits, with Python's lock, for tritonserver to have noted it (ProcessRequests in pb_stub.cc):
+        # for ever where that has been killed, as its watch over tritonserver wants the lock before it ends the stub.
+        for process in self._tritons:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         shutil.rmtree(self._workspace, ignore_errors=True)
         _remove_segments(lambda pid: pid == os.getpid())
 

@@ -189,6 +189,16 @@ def test_rule_8_a_dead_tritonserver_is_noticed(make_server, depth: int) -> None:
     assert "tritonserver or a process of its died" in server.log.read_text()
 
 
+def test_rule_8_an_endpoint_that_hangs_does_not_outlive_a_dead_tritonserver(make_server) -> None:
+    server = make_server().start()
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    tritonserver = server.tritonserver()
+    tritonserver.children()[-1].suspend()
+    tritonserver.kill()
+    assert server.process.wait(15) == 1
+    assert not left_of(children)
+
+
 def test_a_server_that_was_killed_gives_its_port_to_the_next(make_server) -> None:
     """Its Triton outlives it for some seconds, because a client keeps its connection."""
     server = make_server().start()
