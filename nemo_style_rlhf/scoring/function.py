@@ -38,6 +38,8 @@ class FunctionScorer:
 
     def close(self) -> None:
         self._pool.stop()
+        for process in tuple(self._pool._pool_manager.worker_manager.workers.values()):
+            process.kill()  # join removes semaphores first, which one that still starts would look for, and say so at length
         self._pool.join()
 
     def _new_pool(self) -> ProcessPool:

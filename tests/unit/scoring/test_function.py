@@ -201,3 +201,25 @@ def test_a_file_may_have_any_name(tmp_path):
         assert result(scorer.score(samples("x"))).rewards.tolist() == [0.5]
     finally:
         scorer.close()
+
+
+CLOSE_EARLY = """
+import sys, torch
+from nemo_style_rlhf.schema.reward import FunctionRewardConfig
+from nemo_style_rlhf.scoring.function import FunctionScorer
+from nemo_style_rlhf.scoring.interface import ScoringSample
+if __name__ == "__main__":
+    scorer = FunctionScorer(FunctionRewardConfig(path=sys.argv[1], weight=1.0, processes=12))
+    print(scorer.score([ScoringSample(torch.tensor([1]), "p", "r")]).result().rewards.tolist())
+    scorer.close()
+"""
+
+
+def test_workers_that_still_start_say_nothing_when_they_are_closed(tmp_path):
+    """The first answers while the last are on their way."""
+    script, rewards = tmp_path / "close_early.py", tmp_path / "rewards.py"
+    script.write_text(CLOSE_EARLY)
+    rewards.write_text("def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n")
+    done = subprocess.run([sys.executable, script, rewards], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[1.0]\n", done.stderr
+    assert "Traceback" not in done.stderr
