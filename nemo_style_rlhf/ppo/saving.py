@@ -6,14 +6,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import torch
-
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
-from nemo_style_rlhf.ppo.rng import load_rng, rng_states
 
 log = logging.getLogger(__name__)
 IDENTITY_FILE = "identity.json"
@@ -49,8 +46,7 @@ class Saver:
             critic_half = self._critic.save(
                 checkpoint_id(self._run_id, step), critic_step=critic_step, export=export_critic
             )
-        copy, rng = engine.snapshot(), rng_states()
-        self._writing = self._thread.submit(self._write, step, copy, rng, state, critic_half)
+        self._writing = self._thread.submit(self._write, step, engine.snapshot(), state, critic_half)
 
     @property
     def failed(self) -> bool:
@@ -77,15 +73,11 @@ class Saver:
 
     def load(self, engine: Engine, step: int) -> None:
         """Bring back the actor's half."""
-        half = self._store.actor_half(step)
-        engine.load(half / "engine")
-        if (half / self._rng_file).exists():  # else a rank that was not there then: it goes on from run.seed
-            load_rng(half / self._rng_file)
+        engine.load(self._store.actor_half(step) / "engine")
 
     def _write(
-        self, step: int, copy: Snapshot, rng: dict[str, Any], state: dict[str, Any],
-        critic_half: "Future[dict[str, Any]] | None",
-    ) -> None:  # fmt: skip
+        self, step: int, copy: Snapshot, state: dict[str, Any], critic_half: "Future[dict[str, Any]] | None"
+    ) -> None:
         """The critic's half first; then the actor's, and the manifest that names both; then both sides prune."""
         half, whole_or_absent = self._store.actor_half(step), partial(self._store.whole_or_absent, step)
 
@@ -94,10 +86,6 @@ class Saver:
             with whole_or_absent():
                 self._store.begin(step)
             return described
-
-        def write() -> None:
-            copy.write(half / "engine")
-            torch.save(rng, half / self._rng_file)
 
         def commit() -> None:
             with whole_or_absent():
@@ -110,11 +98,7 @@ class Saver:
         try:
             described = self._ranks.on_first(begin)
             with whole_or_absent():  # once all have ended: what it deletes, nobody may still be writing
-                self._ranks.everyone(write)
+                self._ranks.everyone(lambda: copy.write(half / "engine"))
         finally:
             copy.drop()  # an error's traceback would keep it
         self._ranks.on_first(commit)
-
-    @property
-    def _rng_file(self) -> str:
-        return "rng.pt" if self._ranks.is_first else f"rng_{self._ranks.rank}.pt"

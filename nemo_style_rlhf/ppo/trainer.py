@@ -16,7 +16,7 @@ from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ranks import Ranks
-from nemo_style_rlhf.data.sampling import PromptSampler
+from nemo_style_rlhf.data.sampling import PromptSampler, mixed_seed
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Generator
@@ -192,8 +192,9 @@ class PPOTrainer:
         warming_up = step <= config.algorithm.critic_warmup_steps
         if not warming_up:
             metrics |= update_actor(
-                parts.engine, experience, plan, config.algorithm, self._ranks, max_length=config.generation.max_length
-            )
+                parts.engine, experience, plan, config.algorithm, self._ranks, max_length=config.generation.max_length,
+                seed=mixed_seed(config.run.seed, step, self._ranks.rank),
+            )  # fmt: skip
         timers.lap("actor_update")
         if trains_critic:
             critic_metrics = self._ranks.on_first(lambda: {} if critic_update is None else critic_update.result())

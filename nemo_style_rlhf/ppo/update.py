@@ -66,6 +66,7 @@ def update_actor(
     ranks: Ranks,
     *,
     max_length: int,
+    seed: int,
 ) -> dict[str, float]:
     """One optimizer step for each entry of ``plan``; metrics averaged over tokens, of the last step where noted.
 
@@ -74,10 +75,12 @@ def update_actor(
 
     Args:
         max_length: tokens a response may have, the constant of ``seq_sum_constant``.
+        seed: of dropout, this step's and rank's, so that an actor that was restored needs no generator's state.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite.
     """
+    torch.manual_seed(seed)
     engine.train()
     means, first = TokenMeans(), TokenMeans()
     grad_norms = []

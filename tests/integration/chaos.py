@@ -37,6 +37,8 @@ MESSAGES = 30
 PATIENCE_S = 12.0
 """Or after up to this time, in which an actor has loaded and made its first steps."""
 RUN_TIMEOUT_S = 400.0
+DROPOUT = "model.disable_dropout=false"
+"""As the policy's config has it: the same in every step that is taken again."""
 
 
 class Broken(ConnectionError):
@@ -236,7 +238,7 @@ def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
     """As many runs as it takes for all faults to happen, each compared with a run without any; what happened."""
     inputs = save_inputs(folder / "inputs")
     (folder / "undisturbed").mkdir()
-    run_pair(folder / "undisturbed", server_overrides(inputs), actor_overrides(inputs))
+    run_pair(folder / "undisturbed", server_overrides(inputs), [*actor_overrides(inputs), DROPOUT])
     draw = random.Random(seed)
     left = draw.sample(FAULTS, len(FAULTS)) + draw.choices(FAULTS, k=max(0, faults - len(FAULTS)))
     left = left[:faults]
@@ -280,7 +282,7 @@ def keep_running(run: Run, proxy_port: int) -> int | None:
     if run.actor is None or code not in (None, 0):
         limit_files(run.server, psutil.RLIM_INFINITY)  # somebody has made room
         patience = [f"remote_critic_rm.{name}={TIMEOUT_S}" for name in ("infer_timeout_s", "train_timeout_base_s")]
-        overrides = [*actor_overrides(run.inputs), *patience]
+        overrides = [*actor_overrides(run.inputs), DROPOUT, *patience]
         run.actor = start_actor(run.folder / "actor", proxy_port, *overrides, environment=environment(run.folder))
     return code
 
