@@ -18,6 +18,8 @@ from nemo_style_rlhf.schema.remote_critic import Peer, RemoteCriticConfig
 
 LOGGER = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
+SLOWEST_LINK = 2**20
+"""Bytes per second: urllib3 wants a body sent within the timeout of the connection that was made for it."""
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_WAIT_S = 10.0
 PROXYS_OWN = (502, 503, 504)
@@ -118,7 +120,8 @@ class Connection:
         if self.boot_id is not None and endpoint is not protocol.STATUS:
             headers[protocol.BOOT_HEADER] = self.boot_id
         url = f"http://{self.address}/v2/models/{endpoint.name}/infer"
-        response = self._session().post(url, data=body, headers=headers, timeout=(CONNECT_TIMEOUT_S, timeout_s))
+        connect_s = max(CONNECT_TIMEOUT_S, len(body) / SLOWEST_LINK)
+        response = self._session().post(url, data=body, headers=headers, timeout=(connect_s, timeout_s))
         if response.status_code != requests.codes.ok:
             self._raise(endpoint, response)
         return decode_response(response.content, int(response.headers.get(HEAD_LENGTH_HEADER, len(response.content))))
