@@ -87,7 +87,7 @@ def _serve(service: Service, config: ServerConfig, token: str | None, signals: S
         LOGGER.info(
             "serving %s at http://%s:%d, boot id %s", " and ".join(service.roles), door.host, door.port, service.boot_id
         )
-        code = _supervise(service, door, signals)
+        code = _supervise(service, door, signals, config.shutdown_grace_s)
         if code == 0:
             if service.stop(config.shutdown_grace_s):
                 service.dismiss()
@@ -102,13 +102,14 @@ def _serve(service: Service, config: ServerConfig, token: str | None, signals: S
     return code
 
 
-def _supervise(service: Service, door: Door, signals: SimpleQueue[int]) -> int:
+def _supervise(service: Service, door: Door, signals: SimpleQueue[int], grace_s: float) -> int:
     """Wait for a reason to end; its exit code."""
     while True:
         told = False
         with contextlib.suppress(queue.Empty):
             told = bool(signals.get(timeout=SUPERVISION_PERIOD_S))
         if door.fatal.is_set():  # first: the end of another rank brings a signal, too
+            service.stop(grace_s)  # a half that is being written is from before it
             time.sleep(ANSWER_DELIVERY_S)
             return 1
         if told:

@@ -210,21 +210,25 @@ def test_a_server_that_was_killed_gives_its_port_to_the_next(make_server) -> Non
             critic.infer(sequences(1)).result()
 
 
-def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_server) -> None:
-    server = make_server().start()
+def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_server, tmp_path: Path) -> None:
+    (tmp_path / "slow").touch()
+    server = make_server(environment={"SLOW_DISK": str(tmp_path / "slow"), "SLOW_DISK_S": "2"}).start()
     with server.client(retries=2) as critic:
-        good = critic.save("good").result()
+        good = critic.save("good")
         batch = train_batch(1)
         for returns in batch.returns:
             returns[:] = 1e30
         with pytest.raises(ProtocolError, match=r"\[non_finite\].*train step 1 failed because the loss is inf"):
             critic.train(batch, step=1).result()
+        assert not good.done()
+        files = good.result()["files"]
         assert server.process.wait(20) == 1
         with pytest.raises(ServerUnreachable):
             critic.status()
+    (tmp_path / "slow").unlink()
     server.start()
     with server.client() as critic:
-        assert critic.restore("good", good["files"]) == 0
+        assert critic.restore("good", files) == 0
 
 
 def test_a_half_of_another_critic_is_refused_and_the_server_goes_on(shared_server: CriticServer, make_server) -> None:
