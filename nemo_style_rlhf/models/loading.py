@@ -49,7 +49,7 @@ def new_causal_lm(config: ModelConfig, config_path: str | None = None) -> PreTra
     try:
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         if config.disable_dropout:
-            _zero_dropout(hf_config)
+            zero_dropout(hf_config)
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=getattr(torch, config.dtype), attn_implementation=_attention(config),
             trust_remote_code=config.trust_remote_code,
@@ -59,7 +59,7 @@ def new_causal_lm(config: ModelConfig, config_path: str | None = None) -> PreTra
             f"{source} is not a causal LM's config that transformers knows: {_first_line(error)}"
         ) from error
     if config.disable_dropout:
-        _switch_off_dropout(model)
+        switch_off_dropout(model)
     if config.packing:
         require_packing(model)
     return model
@@ -106,7 +106,7 @@ def dropout_settings(hf_config: Any) -> dict[str, float]:
 
 
 def _is_dropout(key: str, value: object) -> bool:
-    return ("dropout" in key or key.endswith(("_drop", "pdrop"))) and isinstance(value, float)
+    return ("dropout" in key or key.endswith("drop")) and isinstance(value, float)
 
 
 def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (), **kwargs: Any) -> PreTrainedModel:
@@ -114,7 +114,7 @@ def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **kwargs)
         if config.disable_dropout:
-            _zero_dropout(hf_config)
+            zero_dropout(hf_config)
         model, report = auto_class.from_pretrained(
             config.path,
             config=hf_config,
@@ -131,7 +131,7 @@ def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (
             "they would be random; give a checkpoint of that kind"
         )
     if config.disable_dropout:
-        _switch_off_dropout(model)
+        switch_off_dropout(model)
     model.config.use_cache = False
     use_fp32_products(model)
     if config.packing:
@@ -139,12 +139,12 @@ def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (
     return model.eval()
 
 
-def _zero_dropout(hf_config: Any) -> None:
+def zero_dropout(hf_config: Any) -> None:
     for key in dropout_settings(hf_config):
         setattr(hf_config, key, 0.0)
 
 
-def _switch_off_dropout(model: PreTrainedModel) -> None:
+def switch_off_dropout(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

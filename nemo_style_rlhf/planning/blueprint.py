@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
-from nemo_style_rlhf.models.loading import require_directory
+from nemo_style_rlhf.models.loading import require_directory, switch_off_dropout, zero_dropout
 from nemo_style_rlhf.models.logprobs import CHUNK_ELEMENTS, logits_logprobs, token_logprobs
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION
@@ -76,6 +77,8 @@ class Blueprint:
             hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
             if self._scalar:
                 hf_config.num_labels = 1
+            if config.disable_dropout:
+                zero_dropout(hf_config)
             auto_class: Any = AutoModelForSequenceClassification if self._scalar else AutoModelForCausalLM
             with torch.device("meta"):
                 hf = auto_class.from_config(
@@ -84,6 +87,8 @@ class Blueprint:
                     attn_implementation=self._attention,
                     trust_remote_code=config.trust_remote_code,
                 )
+                if config.disable_dropout:
+                    switch_off_dropout(hf)  # not that of the adapters
                 self._base = sum(parameter.numel() for parameter in hf.parameters())
                 add_lora(hf, config)
         except (OSError, ValueError) as error:
@@ -132,9 +137,16 @@ class Blueprint:
 
     def training(self, batch: Batch, *, with_entropy: bool = False) -> Counter[str]:
         """Bytes of activations and logits when forward and backward of ``batch`` hold most, beside the gradients of an earlier
-        micro-batch, which are there already and not part of it."""
+        micro-batch, which are there already and not part of it.
+
+        Raises:
+            UserError: what the model computes depends on more than shapes.
+        """
         if (batch, with_entropy) not in self._traced:
             self.hf.train()
+            for module in self.hf.modules():
+                if hasattr(module, "layerdrop"):  # asks a random number for every layer, which shapes alone do not have
+                    module.training = False
             peak = self._peak(lambda: self._loss(batch, with_entropy).backward(), accumulated=True)
             del peak[GRADIENTS]
             self._traced[batch, with_entropy] = peak
@@ -163,7 +175,13 @@ class Blueprint:
                 for parameter in trained:
                     parameter.grad = torch.zeros_like(parameter)
                     note(parameter)
-            compute()
+            try:
+                compute()
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise UserError(
+                    f"{self._config.path} cannot be planned: what it computes depends on values, not on shapes alone "
+                    f"({error}); try the run with --dry-run instead"
+                ) from error
         for hook in hooks:
             hook.remove()
         for parameter in trained:

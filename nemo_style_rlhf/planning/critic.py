@@ -5,8 +5,8 @@ from collections import Counter
 from nemo_style_rlhf.data.ragged import padded_rows
 from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
 from nemo_style_rlhf.planning.device import Device
-from nemo_style_rlhf.planning.phases import CRITIC, ProcessPlan
-from nemo_style_rlhf.planning.training import trained_model, training_phases
+from nemo_style_rlhf.planning.phases import CRITIC, Phase, ProcessPlan
+from nemo_style_rlhf.planning.training import checkpoint_copy, resting, trained_model, training_phases
 from nemo_style_rlhf.rollout.sampling import SCORING_GROUP
 from nemo_style_rlhf.schema.plan import PlanConfig
 
@@ -25,6 +25,11 @@ def plan_critic(config: PlanConfig, critic: Blueprint, device: Device, *, prompt
         (scoring if offloaded else held)["reward model"] = critic.base_weights
     samples = algorithm.num_rollout_samples  # ranks share micro-batches, which are those of one rank
     scoring += critic.inference(_batch(config, min(samples, SCORING_GROUP), length))
+    if not algorithm.uses_critic:  # served and saved, but without a step, the first of which makes Adam's states
+        copied = checkpoint_copy(critic.trained, critic.width, stage=server.engine.zero_stage, ranks=ranks)
+        held["checkpoint"] = 0 if device.cuda else copied - held["optimizer states"]
+        held["optimizer states"] = 0
+        return ProcessPlan(CRITIC, (Phase("rewards", resting(server.engine, held) + scoring),), ranks)
     phases = training_phases(
         critic, server.engine, device, held, {"values and rewards": scoring},
         critic.training(_batch(config, -(-samples // algorithm.mini_batches), length)), ranks=ranks,

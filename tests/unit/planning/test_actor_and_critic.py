@@ -48,6 +48,21 @@ def test_settings_take_parts_away(models):
     assert plans(models, "generation.kv_cache_gib=0.5")[ACTOR]["KV cache"] == GIB // 2
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_critic_that_never_learns_takes_no_step(models, device):
+    given = (f"run.device={device}", "critic.model.dtype=bfloat16")
+    learns, scores = (
+        plans(models, *given)[CRITIC],
+        plans(models, *given, "algorithm.advantage_estimator=reinforce")[CRITIC],
+    )
+    assert scores["weights"] == scores["reward model"] == learns["weights"]
+    assert scores["fp32 masters"] == learns["fp32 masters"]
+    assert {"optimizer states", "optimizer step", "gradients"} & (+learns).keys()
+    assert not {"optimizer states", "optimizer step", "gradients"} & (+scores).keys()
+    saved = scores["weights"] + scores["fp32 masters"]
+    assert scores["checkpoint"] == (saved if device == "cpu" else 0)
+
+
 def test_a_gpu_offloads_and_gives_vllm_its_share(models):
     gpu = plans(models, "run.device=cuda", "generation.gpu_memory_utilization=0.3", "model.reference=cpu_offload")[
         ACTOR

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from torch import Tensor
+from transformers import GPT2Config, OPTConfig
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
@@ -84,3 +86,37 @@ def test_what_is_no_model_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(UserError, match="not a model whose shapes transformers knows"):
         blueprint(str(tmp_path))
+
+
+def test_dropout_is_planned_only_where_the_run_has_it(tmp_path: Path):
+    GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=128).save_pretrained(tmp_path / "0.1")
+    GPT2Config.from_pretrained(tmp_path / "0.1", resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0).save_pretrained(
+        tmp_path / "none"
+    )
+    batch = Batch(8, 128, 100)
+    none, off, on = (
+        blueprint(str(tmp_path / name), cuda=True, disable_dropout=disabled).training(batch)["activations"]
+        for name, disabled in (("none", False), ("0.1", True), ("0.1", False))
+    )
+    assert none == off < on
+
+
+def test_a_model_that_may_drop_layers_is_planned_with_all(tmp_path: Path):
+    shape = {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 2, "word_embed_proj_dim": 64, "vocab_size": 64}
+    activations = {}
+    for layers, recomputing in ((2, False), (4, False), (4, True)):
+        OPTConfig(**shape, num_hidden_layers=layers).save_pretrained(tmp_path)
+        found = blueprint(str(tmp_path), gradient_checkpointing=recomputing).training(Batch(8, 32, 100))
+        activations[layers, recomputing] = found["activations"]
+    assert 1.5 < activations[4, False] / activations[2, False] < 2
+    assert activations[4, True] < 0.6 * activations[4, False]
+
+
+def test_what_depends_on_values_is_refused(policy: str):
+    def look(module: object, args: object, kwargs: dict[str, Tensor]) -> None:
+        bool(kwargs["input_ids"].sum())
+
+    found = blueprint(policy)
+    found.hf.base_model.register_forward_pre_hook(look, with_kwargs=True)
+    with pytest.raises(UserError, match=r"cannot be planned: .* depends on values, not on shapes alone .* --dry-run"):
+        found.inference(Batch(8, 32, 100))
