@@ -49,11 +49,15 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
 
 
-def build_trainer(config: PPOActorConfig) -> PPOTrainer:
+def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None) -> PPOTrainer:
     """Load data and models, meet the critic server, start DeepSpeed, then vLLM.
 
     What can be refused cheaply is refused first: data, checkpoints and the server before any engine starts.
+
+    Args:
+        whole: the run that ``config`` tries out; what it would refuse is refused.
     """
+    whole = whole or config
     require_teams(int(os.environ.get("WORLD_SIZE", "1")), config.generation.tensor_parallel_size)
     device = setup(config.run)
     output_dir = Path(config.run.output_dir)
@@ -62,9 +66,9 @@ def build_trainer(config: PPOActorConfig) -> PPOTrainer:
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     prompts = _load(config.data.train_path, config, tokenizer)
     val_prompts = _load(config.data.val_path, config, tokenizer) if config.data.val_path else []
-    total_steps = _total_steps(config, len(prompts))
+    total_steps = min(_total_steps(each, len(prompts)) for each in (whole, config))
     policy = load_causal_lm(config.model)
-    max_length = _max_sequence_length(config, [*prompts, *val_prompts], policy)
+    max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
     check_template(config.model.path, config.data, tokenizer)
     critic = _meet_critic(config, tokenizer, policy, max_length) if config.uses_critic_process else None
     init_distributed(device)

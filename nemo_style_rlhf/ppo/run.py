@@ -33,7 +33,7 @@ def run(config: PPOActorConfig) -> None:
     tiny = tiny_run(config)
     _clear(tiny)
     try:
-        with closing(build_trainer(tiny)) as trainer:
+        with closing(build_trainer(tiny, whole=config)) as trainer:
             try:
                 trainer.fit()
             except BaseException:
@@ -66,6 +66,8 @@ def tiny_run(config: PPOActorConfig) -> PPOActorConfig:
     tiny.generation.max_length = min(config.generation.max_length, 8)
     tiny.generation.min_length = min(config.generation.min_length, tiny.generation.max_length)
     tiny.algorithm.filter = FilterConfig()
+    if tiny.algorithm.truncated_samples == "mask":
+        tiny.algorithm.truncated_samples = "keep"  # all are
     tiny.audit.on_logprob_gap = tiny.audit.on_sign = "warn"  # so few and short samples say nothing
     tiny.tracking.wandb.enabled = False
     tiny.checkpoint.keep_last = 2  # step 0's, for undo()

@@ -86,6 +86,9 @@ ACTOR_MISTAKES = {
     "no gap to see": (["algorithm.old_logprobs=sampler", "audit.max_logprob_gap=0.1"],
         r"audit\.max_logprob_gap=0\.1 compares sampler and trainer, .* or max_logprob_gap=null"),
     "too long for the model": (["generation.max_length=500"], r"make 502, more than the 128 positions"),
+    "too long for the model, tried out": (["generation.max_length=500", "--dry-run"], r"make 502, more than the 128 positions"),
+    "too few prompts, tried out": (["algorithm.max_steps=-1", "algorithm.num_rollout_samples=4096", "--dry-run"],
+        r"prompts are fewer than one rollout takes \(4096\)"),
     "bf16 without masters, before anything is loaded": (["engine=zero0", "model.dtype=bfloat16", "model.path={inputs}/none"],
         r"zero_stage=0 with model\.dtype=bfloat16"),
     "adapters in shares": (["engine=zero3", "model.lora.rank=4", "model.path={inputs}/none"],
@@ -161,7 +164,9 @@ def test_an_unsupported_head_size_gets_one_sentence_and_the_way_out_works(inputs
     refused = start_actor(tmp_path / "vllm", server_port, *arguments)
     assert refused.wait(120) == 2, refused.output()
     assert re.search(r"heads of size 8 but vLLM on CPU knows 32, 64, .* use generation\.backend=hf", refused.output())
-    way_out = start_actor(tmp_path / "hf", server_port, *arguments, "generation=hf", "--dry-run")
+    way_out = start_actor(
+        tmp_path / "hf", server_port, *arguments, "generation=hf", "algorithm.truncated_samples=mask", "--dry-run"
+    )
     assert way_out.wait(120) == 0, way_out.output()
 
 
