@@ -39,7 +39,8 @@ def world(tmp_path_factory) -> dict[str, str]:
     """What the README's variables stand for."""
     folder = tmp_path_factory.mktemp("world")
     prompts = [
-        {"prompt": f"w{i} w{i + 1}", "response": "w3 w4", "chosen": " w5 w6", "rejected": " w7"} for i in range(40)
+        {"prompt": f"w{i % 60} w{i // 60}", "response": "w3 w4", "chosen": " w5 w6", "rejected": " w7"}
+        for i in range(600)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     rows = str(folder / "rows.jsonl")
@@ -47,7 +48,8 @@ def world(tmp_path_factory) -> dict[str, str]:
     function.write_text(
         "def reward_func(queries, prompts, labels):\n    return [float(len(query)) for query in queries]\n"
     )
-    policy, reward = str(save_policy(folder / "policy")), str(save_reward_model(folder / "reward"))
+    long = {"max_position_embeddings": 4096}
+    policy, reward = str(save_policy(folder / "policy", **long)), str(save_reward_model(folder / "reward", **long))
     return {
         "POLICY": policy, "BASE_MODEL": policy, "REWARD_MODEL": reward, "PROMPTS": rows, "SFT_ROWS": rows,
         "PREFERENCE_PAIRS": rows, "NODE_A": "127.0.0.1",
@@ -86,8 +88,6 @@ def test_a_command_of_the_readme_runs(command, world, port, token, started_cold,
     trains = "inspect_data" not in command
     if trains and "--dry-run" not in words and "--cfg" not in words:
         words.append("--dry-run")
-    if "plan.py" in command:
-        words.append("generation.max_length=64")  # the small policy has 128 positions
     if "train_ppo_actor" in command:
         overrides = [f"remote_critic_rm.port={port}", "generation.kv_cache_gib=0.1", "checkpoint.keep_last=1"]
         overrides += [] if "token_file" in command else [f"remote_critic_rm.token.token_file={token}"]
