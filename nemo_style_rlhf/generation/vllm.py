@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation import cpu_kernels
+from nemo_style_rlhf.generation import cpu_kernels, cpu_seeds
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
 from nemo_style_rlhf.generation.transfer import TransferManifest
 from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB, GenerationConfig
@@ -45,6 +45,7 @@ class VLLMGenerator:
                 seed=seed,
                 max_model_len=max_model_len,
                 max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
                 gpu_memory_utilization=config.gpu_memory_utilization,
                 kv_cache_memory_bytes=_kv_cache_bytes(config),
                 # Its CPU attention computes whole blocks: the default of 128 is mostly padding for short sequences.
@@ -65,6 +66,8 @@ class VLLMGenerator:
         except Exception as error:
             raise explain(error, model_path, config, max_model_len) from error
         _require_attention_kernel(self._llm, model_path)
+        if not torch.cuda.is_available():
+            self._llm.collective_rpc(cpu_seeds.draw_for_kept_tokens_only)
         self._config = config
         # Without a tokenizer vLLM knows no end-of-sequence token.
         self._stop_token_ids = [*config.stop_token_ids, *([] if config.ignore_eos else eos_token_ids)]

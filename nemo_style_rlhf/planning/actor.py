@@ -119,7 +119,8 @@ def _decoding(config: PlanConfig, policy: Blueprint, device: Device, samples: in
     if device.cuda and config.generation.kv_cache_gib is None and not hf:
         return Counter()
     rows = min(samples, config.generation.max_num_seqs)
-    tokens = rows * prompt if hf else min(PREFILL_TOKENS[device.kind], rows * prompt)
+    step = config.generation.max_num_batched_tokens or PREFILL_TOKENS[device.kind]
+    tokens = rows * prompt if hf else min(step, rows * prompt)
     return Counter(
         {
             "activations": tokens * (2 * policy.hidden + 3 * policy.intermediate) * policy.width,

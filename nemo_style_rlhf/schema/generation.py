@@ -73,6 +73,8 @@ class GenerationConfig:
     """Generate max_length tokens whatever comes (benchmarks)."""
     max_num_seqs: int = 256
     """Sequences vLLM decodes at a time."""
+    max_num_batched_tokens: int | None = None
+    """Tokens vLLM computes in one scheduler step; longer prompts are split. Null: vLLM's own, 4096 on a CPU."""
     gpu_memory_utilization: float = 0.4
     """Share of the GPU's memory vLLM may take; the trainer needs the rest."""
     kv_cache_gib: float | None = None
@@ -95,6 +97,13 @@ class GenerationConfig:
             self.temperature > 0, "generation.temperature", self.temperature, "a number above 0 (PPO needs sampling)"
         )
         require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "a number above 0, at most 1")
+        budget = self.max_num_batched_tokens
+        require(
+            budget is None or budget >= self.max_num_seqs,
+            "generation.max_num_batched_tokens",
+            budget,
+            f"at least max_num_seqs={self.max_num_seqs}, which decode at a time, or null",
+        )
         team = self.tensor_parallel_size
         require(team >= 1, "generation.tensor_parallel_size", team, "a number of ranks from 1 up")
         if self.backend == "hf" and (self.stop or self.tensor_parallel_size > 1):

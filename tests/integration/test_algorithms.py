@@ -2,12 +2,13 @@
 
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
 
 from tests.integration.processes import Process, start_actor, start_server
-from tests.models import save_policy, save_reward_model
+from tests.models import WORDS, save_policy, save_reward_model
 
 STEPS = 3
 REWARD = """
@@ -20,6 +21,7 @@ COMMON = [
     "model=fp32", "run.num_threads=1", "engine.optim.lr=2e-3", "data.label_key=label", "reward=function",
     f"algorithm.max_steps={STEPS}", "algorithm.num_rollout_samples=32", "algorithm.mini_batches=2",
     "generation.max_length=12", "generation.kv_cache_gib=0.1",
+    "generation.max_num_seqs=16", "generation.max_num_batched_tokens=16",  # vLLM splits prompts in every rollout
 ]  # fmt: skip
 RUNS = {
     "reinforce_pp": ["correction=tis", "algorithm.kl_target=0.05"],
@@ -39,7 +41,7 @@ def inputs(tmp_path_factory) -> Path:
     (folder / "reward.py").write_text(REWARD)
     rows = [
         {
-            "prompt": " ".join(f"w{(2 + 7 * i + j) % 62}" for j in range(2 + i % 5)),
+            "prompt": " ".join(f"w{(2 + 7 * i + j) % 62}" for j in range(2 + 5 * (i % 5))),
             "label": str(i),
             "sampling": {"temperature": 0.7, "max_length": 6, "stop": ["w9"]} if i % 2 else {},
         }
@@ -93,6 +95,21 @@ def test_a_preset_trains_without_a_critic(preset, inputs, tmp_path):
         assert own and all(sample["response_tokens"] <= 6 for sample in own)
         assert max(sample["response_tokens"] for sample in samples) > 6
         assert {sample["finish_reason"] for sample in own} == {"stop", "length"}
+
+
+def test_a_rollout_of_many_different_prompts_at_vllms_own_settings(inputs, tmp_path):
+    """Far more prompt tokens than vLLM computes in a step (4,096), and no two prompts begin alike."""
+    rng = random.Random(0)
+    rows = [{"prompt": " ".join(rng.choices(WORDS[2:], k=37)), "label": str(i % 30)} for i in range(256)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [
+        f"data.train_path={tmp_path / 'train'}.jsonl",
+        "algorithm.num_rollout_samples=256",
+        "algorithm.mini_batches=4",
+    ]
+    vllms = ["generation.max_num_seqs=256", "generation.max_num_batched_tokens=null"]
+    metrics = run(inputs, tmp_path / "run", "algorithm=reinforce_pp", *own, *vllms)
+    assert all(row["train_rollouts/distinct_fraction"] > 0.8 for row in metrics)
 
 
 def test_ppo_takes_values_from_the_critic_and_rewards_from_two_sources(inputs, tmp_path):

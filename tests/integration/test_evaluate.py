@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from tests.browser import Browser
 from tests.integration import warm
 from tests.integration.processes import ROOT
 from tests.integration.test_wrong_use import refusal
-from tests.models import save_policy, save_reward_model
+from tests.models import WORDS, save_policy, save_reward_model
 
 PROMPTS = 12
 SAMPLES = 2
@@ -49,6 +50,7 @@ def arguments(inputs: Path, output_dir: Path) -> list[str]:
         f"run.output_dir={output_dir}", f"data.path={inputs / 'prompts.jsonl'}", "model=fp32",
         f"checkpoints=[{inputs / 'sft/export'},{inputs / 'ppo/export'},again:{inputs / 'sft/export'}]",
         f"samples_per_prompt={SAMPLES}", f"generation.max_length={MAX_LENGTH}", "generation.kv_cache_gib=0.1",
+        "generation.max_num_seqs=5", "generation.max_num_batched_tokens=5",  # vLLM splits prompts
     ]  # fmt: skip
 
 
@@ -94,6 +96,18 @@ def test_every_checkpoint_answers_the_same_prompts_with_the_same_seeds(evaluatio
     for row in rows:
         assert row["finish_reason"] == "stop" or row["length"] == MAX_LENGTH
         assert 1 <= row["length"] <= MAX_LENGTH
+
+
+def test_many_different_prompts_are_answered_at_vllms_own_settings(inputs: Path, tmp_path: Path):
+    """More prompt tokens than vLLM computes in a step (4,096), and no two prompts begin alike."""
+    rng = random.Random(0)
+    rows = [{"prompt": " ".join(rng.choices(WORDS[2:], k=rng.randint(20, 60)))} for _ in range(200)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(
+        f"run.output_dir={tmp_path}", f"data.path={tmp_path / 'prompts.jsonl'}", "model=fp32", "samples_per_prompt=3",
+        f"checkpoints=[{inputs / 'sft/export'}]", f"generation.max_length={MAX_LENGTH}", "generation.kv_cache_gib=0.1",
+    )  # fmt: skip
+    assert len({(row["prompt_id"], row["response"]) for row in results(tmp_path)}) > 500
 
 
 def test_scores_are_those_hugging_face_gives(evaluation: Path, inputs: Path):

@@ -1,8 +1,10 @@
 """Real vLLM beside real DeepSpeed in one process: it samples from the trainer's policy, and knows when it does not."""
 
+import random
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -72,10 +74,12 @@ def test_a_gpu_with_too_little_free_is_told_what_to_lower(device):
 class Pair:
     """A trainer and a generator of one policy."""
 
-    def __init__(self, path: Path, device: torch.device, backend: str, temperature: float = 1.0, **generation: object):
-        self.config = GenerationConfig(
-            backend=backend, temperature=temperature, max_length=12, kv_cache_gib=0.1, **generation
-        )
+    def __init__(
+        self, path: Path, device: torch.device, backend: str, temperature: float = 1.0, max_model_len: int = 40,
+        **generation: object,
+    ):  # fmt: skip
+        settings = {"max_length": 12, "kv_cache_gib": 0.1, **generation}
+        self.config = GenerationConfig(backend=backend, temperature=temperature, **settings)
         model_config = ModelConfig(path=str(path), dtype="float32", trust_remote_code=True)
         policy = PolicyModel(load_causal_lm(model_config), temperature=temperature)
         self.engine = Engine(policy, EngineConfig(optim=OptimizerConfig(lr=0.02)), device=device)
@@ -90,7 +94,7 @@ class Pair:
                 self.config,
                 dtype="float32",
                 seed=0,
-                max_model_len=40,
+                max_model_len=max_model_len,
                 eos_token_ids=[EOS],
                 weight_shapes=shapes,
                 trust_remote_code=True,
@@ -169,6 +173,53 @@ def test_samples_depend_on_their_seeds_not_on_who_runs_beside_them(vllm_pair):
     assert all(tokens[completion.request.sample] == completion.token_ids for completion in eight)
     assert all(torch.equal(first.logprobs, second.logprobs) for first, second in zip(forty, again))
     assert len(set(map(tuple, tokens.values()))) > 30
+
+
+SCHEDULERS = {
+    "4096 tokens a step": {"kv_cache_gib": 1},
+    "200 tokens a step, fewer than most prompts": {
+        "kv_cache_gib": 1,
+        "max_num_batched_tokens": 200,
+        "max_num_seqs": 64,
+    },
+    "a cache that preempts": {"kv_cache_gib": 0.1},
+    "a small step and a smaller cache": {"kv_cache_gib": 0.004, "max_num_batched_tokens": 64, "max_num_seqs": 64},
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_sample_is_the_one_generated_alone_however_vllm_splits_and_preempts(tmp_path, device, scheduler):
+    settings = SCHEDULERS[scheduler]
+    policy = save_policy(tmp_path, max_position_embeddings=1024)
+    pair = Pair(policy, device, "vllm", max_model_len=1000, max_length=64, **settings)
+    generator, rng = pair.generator, random.Random(0)
+    prompts = [tuple(rng.choices(range(1, 64), k=rng.randint(20, 900))) for _ in range(512)]
+    samples = [SampleId(1, number, 0) for number in range(len(prompts))]
+    requests = [GenerationRequest(s, p, sample_seed(7, s), 64) for s, p in zip(samples, prompts, strict=True)]
+    preempted = preempted_prompts(generator)
+    generator.submit(requests)
+    together = {completion.request.sample: completion for completion in generator.completed()}
+    assert len(together) == 512 and len({tuple(c.token_ids) for c in together.values()}) > 480
+    assert (len(preempted) > 0) == (settings["kv_cache_gib"] < 1)
+    for number in [*rng.sample(range(512), 24), *sorted(preempted)[:24]]:
+        generator.submit([requests[number]])
+        (alone,) = generator.completed()
+        assert together[alone.request.sample].token_ids == alone.token_ids
+        torch.testing.assert_close(together[alone.request.sample].logprobs, alone.logprobs, rtol=0, atol=1e-4)
+    assert pair.probe().check(generator, pair.engine) < 1e-3
+
+
+def preempted_prompts(generator: VLLMGenerator) -> set[int]:
+    """Grows by the prompt of every request that vLLM preempts from now on."""
+    scheduler = generator._engine.engine_core.engine_core.scheduler
+    preempted, preempt = set[int](), scheduler._preempt_request
+
+    def note(request: Any, *args: object, **kwargs: object) -> None:
+        preempted.add(int(request.request_id.split("/")[1]))
+        preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = note
+    return preempted
 
 
 def test_completions_stream_out_with_reason_and_version(vllm_pair):

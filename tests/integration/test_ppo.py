@@ -29,6 +29,7 @@ ACTOR = [
     "checkpoint.export_critic=true", "checkpoint.keep_best=true", "algorithm.kl_target=0.02", "algorithm.kl_horizon=500",
     "algorithm.shaping.normalize=running", "algorithm.val_samples_per_prompt=2", "algorithm.val_pass_score=0.0",
     "remote_critic_rm.max_request_bytes=4096", "tracking.tensorboard=true",
+    "generation.max_num_seqs=20", "generation.max_num_batched_tokens=20",  # vLLM splits prompts in every rollout
 ]  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def save_inputs(folder: Path) -> Path:
     save_policy(folder / "policy", attention_dropout=0.1)
     save_reward_model(folder / "reward")
     for name, start in (("train", 2), ("val", 30)):
-        rows = [{"prompt": " ".join(f"w{(start + 7 * i + j) % 62}" for j in range(2 + i % 5))} for i in range(30)]
+        rows = [{"prompt": " ".join(f"w{(start + 7 * i + j) % 62}" for j in range(2 + 5 * (i % 5)))} for i in range(30)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
