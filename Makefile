@@ -60,9 +60,10 @@ lint: dev
 test: dev lint
 	$(ACTOR)/bin/python -m pytest
 
-# Needs root and Slurm: tests/cluster/install.sh.
+# On a real Slurm, which only root can install and start.
 .PHONY: test-cluster
 test-cluster: dev
+	tests/cluster/install.sh
 	$(ACTOR)/bin/python -m pytest tests/cluster -n 0
 
 # TRL's PPOTrainer and GRPOTrainer, the peers of `make bench`, in environments of their own.

@@ -7,7 +7,27 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from tests.cluster.slurm import why_no_cluster
 from tests.integration.processes import ROOT
+
+CLUSTER_TESTS = Path(__file__).parent / "cluster"
+DEMAND_CLUSTER = "NSR_DEMAND_CLUSTER"
+"""Set where tests/cluster has to run: what it lacks is then an error."""
+
+
+def without_cluster() -> str | None:
+    """Why the tests of the batch scripts are left out, where they are; not asked of a folder that is given by name."""
+    return None if DEMAND_CLUSTER in os.environ else why_no_cluster()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if collection_path == CLUSTER_TESTS and without_cluster() else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reason = without_cluster()
+    if reason and any(CLUSTER_TESTS.is_relative_to(Path(given).resolve()) for given in terminalreporter.config.args):
+        terminalreporter.write_line(f"tests/cluster did not run, {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,15 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
+def why_no_cluster() -> str | None:
+    """What a cluster lacks on this machine; None where it can be started."""
+    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
+        return f"Slurm is not installed ({missing[0]} is missing): run tests/cluster/install.sh as root"
+    if os.geteuid() != 0:
+        return f"Slurm's daemons run as root, this is user {os.geteuid()}: run the tests as root"
+    return None
+
+
 class Cluster:
     """Use as a context manager; leaving it ends every daemon, and every job with it."""
 
@@ -62,10 +71,8 @@ class Cluster:
         self._log = folder / "daemons.log"
 
     def __enter__(self) -> "Cluster":
-        if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
-            raise RuntimeError(f"Slurm is not installed ({missing[0]} is missing): run tests/cluster/install.sh")
-        if os.geteuid() != 0:
-            raise RuntimeError(f"Slurm's daemons run as root here, this is user {os.geteuid()}: run the tests as root")
+        if reason := why_no_cluster():
+            raise RuntimeError(f"no cluster can be started, {reason}")
         self.folder.mkdir(parents=True)
         try:
             self._start()
