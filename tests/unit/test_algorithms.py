@@ -76,6 +76,30 @@ def test_masked_mean_and_whitening_see_unmasked_elements_only(mask, seed):
 
 
 @many
+@given(mask=masks(), seed=seeds, dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_equal_elements_whiten_to_exactly_0(mask, seed, dtype):
+    """The rounding of their mean, times rsqrt(1e-8), is nothing to learn from: 7 times 42.1 would give .038 in fp32."""
+    value = 50 * torch.randn((), generator=torch.Generator().manual_seed(seed))
+    x = torch.full(mask.shape, float(value), dtype=dtype).masked_fill(mask == 0, math.inf)
+    whitened = masked_whiten(x, mask)
+    assert whitened.dtype == dtype and not whitened.any()
+    assert not value_loss(x.zero_(), x, x + 0.7, mask, clip=None).explained_variance
+
+
+@many
+@given(mask=masks(), seed=seeds)
+def test_the_gradient_of_whitening_is_that_of_its_definition(mask, seed):
+    x, upstream = noise(mask, seed).requires_grad_(), noise(mask, seed + 1, poison=False)
+    (actual,) = torch.autograd.grad((masked_whiten(x, mask) * upstream).sum(), x)
+    values = x.detach()[mask.bool()].requires_grad_()
+    centred = values - values.mean()
+    whitened = centred * (centred.square().sum() / max(len(values) - 1, 1) + 1e-8).rsqrt()
+    expected = torch.zeros_like(x)
+    (expected[mask.bool()],) = torch.autograd.grad((whitened * upstream[mask.bool()]).sum(), values)
+    assert_close(actual, expected)
+
+
+@many
 @given(mask=masks(), seed=seeds, mode=st.sampled_from(AGGREGATIONS))
 def test_aggregate_matches_its_definition(mask, seed, mode):
     x = noise(mask, seed)
@@ -121,6 +145,22 @@ def test_kl_estimators_by_hand(kind, expected):
         kl_estimate(torch.tensor(-1.0, dtype=torch.float64), torch.tensor(-1.5, dtype=torch.float64), kind=kind),
         expected,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_pulls_towards_the_reference_however_far_away(dtype):
+    # Beyond x = -20 it goes on with the slope it has there, 1 - exp(20) = -485165194.41, from its value there,
+    # exp(20) - 21 = 485165174.41. At x = -25: 485165174.41 + 5 * 485165194.41 = 2910991146.46
+    x = torch.tensor([-1000.0, -25.0, -20.0, -19.0, 0.0, 30.0], dtype=dtype, requires_grad=True)
+    value = kl_estimate(x, torch.zeros_like(x), kind="k3")
+    (gradient,) = torch.autograd.grad(value.sum(), x)
+    slope = -485165194.40979
+    at_1000 = 485165174.40979 + 980 * 485165194.40979
+    # at -19: exp(19) - 1 - 19 and 1 - exp(19); at 30: exp(-30) + 29 and 1 - exp(-30)
+    values = [at_1000, 2910991146.45874, 485165174.40979, 178482280.963187, 0, 29]
+    torch.testing.assert_close(value, torch.tensor(values, dtype=dtype), rtol=1e-6, atol=1e-6)
+    gradients = [slope, slope, slope, -178482299.963187, 0, 1]
+    torch.testing.assert_close(gradient, torch.tensor(gradients, dtype=dtype), rtol=1e-6, atol=1e-6)
 
 
 def test_k1_and_k3_are_unbiased():
@@ -185,11 +225,64 @@ def test_policy_loss_matches_a_loop(mask, seed, low, high, dual, level, mode):
             losses[row, t] = loss
             ratios.append(ratio)
             clipped.append(float(cut))
-            kls.append(ratio - 1 - log_ratio)
+            token = float(logprobs[row, t] - old[row, t])
+            kls.append(math.exp(token) - 1 - token)
     assert_close(result.loss, aggregate(losses, mask, mode=mode))
     assert_close(result.ratio, reference.mean(ratios))
     assert_close(result.clip_fraction, reference.mean(clipped))
     assert_close(result.approx_kl, reference.mean(kls))
+
+
+def test_approx_kl_is_that_of_tokens_at_either_level():
+    # log ratios +.5 and -.5: (e^.5 - 1 - .5 + e^-.5 - 1 + .5) / 2 = (1.6487213 + .6065307 - 2) / 2; the sequence's ratio is 1
+    logprobs, zero, mask = torch.tensor([[0.5, -0.5]], dtype=torch.float64), torch.zeros(1, 2), torch.ones(1, 2)
+    for level, ratio in [("token", 1.1276259652063807), ("sequence", 1.0)]:
+        result = policy_loss(logprobs, zero, mask, mask, clip_low=0.2, clip_high=0.2, level=level)
+        assert_close(result.approx_kl, 0.1276259652063807)
+        assert_close(result.ratio, ratio)
+
+
+def sequence_gradient(mode, weights, advantages, *, clip=1.0, level="sequence"):
+    """d loss / d log-probabilities of one sequence of 3 tokens with log ratios .3, -.1, .1: s = exp(.1)."""
+    logprobs = torch.tensor([[-0.7, -1.1, -0.9]], dtype=torch.float64, requires_grad=True)
+    old, mask = torch.full((1, 3), -1.0, dtype=torch.float64), torch.ones(1, 3, dtype=torch.float64)
+    weights = None if weights is None else torch.tensor([weights], dtype=torch.float64)
+    result = policy_loss(
+        logprobs, old, torch.tensor([advantages], dtype=torch.float64), mask, clip_low=clip, clip_high=clip, level=level,
+        aggregation=mode, weights=weights,
+    )  # fmt: skip
+    return torch.autograd.grad(result.loss, logprobs)[0]
+
+
+def test_at_sequence_level_each_token_has_the_gradient_of_its_own_weight_and_advantage():
+    # d loss / d logp_t = -w_t A_t s / 3
+    s = math.exp(0.1)
+    assert_close(sequence_gradient("token_mean", [2.0, 0.0, 0.5], [1.0, 1.0, 1.0]), [[-2 * s / 3, 0, -s / 6]])
+    assert_close(sequence_gradient("token_mean", None, [1.0, 0.0, -1.0]), [[-s / 3, 0, s / 3]])
+    # clipped at 1.05 < s: only the negative advantage, which the clipping leaves alone, has a gradient
+    assert_close(sequence_gradient("token_mean", None, [1.0, 0.0, -1.0], clip=0.05), [[0, 0, s / 3]])
+
+
+@many
+@given(mask=masks(), seed=seeds, mode=st.sampled_from(AGGREGATIONS), dual=st.none() | st.floats(1.1, 4))
+def test_with_one_advantage_per_sequence_gspo_is_the_ratio_of_the_sequence(mask, seed, mode, dual):
+    """The preset's loss and gradient are those of eq. 7 of arXiv 2507.18071, differentiated through the mean."""
+    logprobs, old = noise(mask, seed).requires_grad_(), noise(mask, seed + 1)
+    advantages = noise(mask, seed + 2, poison=False)[:, :1].expand_as(mask)
+    result = policy_loss(
+        logprobs, old, advantages, mask, clip_low=0.5, clip_high=0.5, dual_clip=dual, level="sequence", aggregation=mode
+    )
+    losses = torch.zeros_like(mask)
+    for row in range(len(mask)):
+        if (kept := mask[row].bool()).any():
+            s, advantage = (logprobs[row][kept] - old[row][kept]).mean().exp(), advantages[row, 0]
+            loss = torch.maximum(-s * advantage, -s.clamp(0.5, 1.5) * advantage)
+            if dual is not None and advantage < 0:
+                loss = torch.minimum(loss, -dual * advantage)
+            losses[row] = loss
+    expected = aggregate(losses, mask, mode=mode)
+    assert_close(result.loss, expected.detach())
+    assert_close(torch.autograd.grad(result.loss, logprobs)[0], torch.autograd.grad(expected, logprobs)[0])
 
 
 def test_before_the_first_update_the_policy_gradient_is_the_advantage():
