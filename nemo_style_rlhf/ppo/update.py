@@ -124,8 +124,8 @@ def update_actor(
     if empty_steps and ranks.is_first:
         log.warning(
             "%d of %d optimizer steps had nothing to learn from, every advantage was 0: %s", empty_steps, len(plan),
-            "they were left out" if skipped_steps else "momentum and weight decay alone moved the weights "
-            "(algorithm.skip_empty_steps=true leaves them as they are)",
+            "they were left out" if skipped_steps else "they moved the weights by momentum and weight decay alone "
+            "(algorithm.skip_empty_steps=true leaves them out)",
         )  # fmt: skip
     means, first = TokenMeans.of(ranks.all_gather(means)), TokenMeans.of(ranks.all_gather(first))
     losses = sum(ranks.all_gather(losses))

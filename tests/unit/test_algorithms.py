@@ -1,6 +1,7 @@
 """PPO's mathematics against loop-written float64 references and numbers derived by hand."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_style_rlhf.algorithms.advantages import discounted_returns, gae
+from nemo_style_rlhf.algorithms.corrections import importance_weights
 from nemo_style_rlhf.algorithms.kl import kl_estimate, kl_loss
 from nemo_style_rlhf.algorithms.masking import aggregate, masked_mean, masked_whiten
-from nemo_style_rlhf.algorithms.names import AGGREGATIONS
+from nemo_style_rlhf.algorithms.names import AGGREGATIONS, CORRECTIONS
 from nemo_style_rlhf.algorithms.policy_loss import policy_loss
 from nemo_style_rlhf.algorithms.reward_shaping import place_rewards, truncation_penalty
 from nemo_style_rlhf.algorithms.value_loss import value_loss
@@ -202,32 +204,41 @@ def test_a_value_within_the_clip_range_is_not_clipped():
     dual=st.none() | st.floats(1.1, 4),
     level=st.sampled_from(["token", "sequence"]),
     mode=st.sampled_from(AGGREGATIONS),
+    scale=st.sampled_from([0.1, 1.0, 20.0]),
+    weighted=st.booleans(),
 )
-def test_policy_loss_matches_a_loop(mask, seed, low, high, dual, level, mode):
-    logprobs, old, advantages = (noise(mask, seed + k) for k in range(3))
+def test_policy_loss_and_its_gradient_match_a_loop(mask, seed, low, high, dual, level, mode, scale, weighted):
+    logprobs, old, advantages, weights = (noise(mask, seed + k) for k in range(4))
+    logprobs, weights = (scale * logprobs).requires_grad_(), weights.abs() if weighted else torch.ones_like(mask)
     result = policy_loss(
-        logprobs, old, advantages, mask, clip_low=low, clip_high=high, dual_clip=dual, level=level, aggregation=mode
-    )
-    losses, ratios, clipped, kls = torch.zeros_like(mask), [], [], []
+        logprobs, old, advantages, mask, clip_low=low, clip_high=high, dual_clip=dual, level=level, aggregation=mode,
+        weights=weights if weighted else None,
+    )  # fmt: skip
+    losses, ratios, clipped, kls = torch.zeros_like(mask, requires_grad=True), [], [], []
+    values, slopes = torch.zeros_like(mask), torch.zeros_like(mask)  # slope: d loss of a token / d its log-probability
     for row in range(len(mask)):
         steps = [t for t in range(mask.shape[1]) if mask[row, t]]
         for t in steps:
             log_ratio = float(logprobs[row, t] - old[row, t])
             if level == "sequence":
                 log_ratio = reference.mean([float(logprobs[row, k] - old[row, k]) for k in steps])
-            ratio, advantage = math.exp(log_ratio), float(advantages[row, t])
+            ratio, advantage = math.exp(min(max(log_ratio, -20), 20)), float(advantages[row, t])
             free = -ratio * advantage
             bounded = -min(max(ratio, 1 - low), 1 + high) * advantage
             loss = max(free, bounded)
             cut = bounded > free
             if dual is not None and advantage < 0 and loss > -dual * advantage:
                 loss, cut = -dual * advantage, True
-            losses[row, t] = loss
+            values[row, t] = loss * float(weights[row, t])
+            if not cut and abs(log_ratio) <= 20:
+                slopes[row, t] = free * float(weights[row, t])
             ratios.append(ratio)
             clipped.append(float(cut))
             token = float(logprobs[row, t] - old[row, t])
-            kls.append(math.exp(token) - 1 - token)
-    assert_close(result.loss, aggregate(losses, mask, mode=mode))
+            kls.append(math.exp(min(max(token, -20), 20)) - 1 - token)
+    assert_close(result.loss, aggregate(values, mask, mode=mode))
+    (shares,) = torch.autograd.grad(aggregate(losses, mask, mode=mode), losses)
+    assert_close(torch.autograd.grad(result.loss, logprobs)[0], shares * slopes)
     assert_close(result.ratio, reference.mean(ratios))
     assert_close(result.clip_fraction, reference.mean(clipped))
     assert_close(result.approx_kl, reference.mean(kls))
@@ -295,30 +306,77 @@ def test_before_the_first_update_the_policy_gradient_is_the_advantage():
     assert_close(logprobs.grad, [[-0.5, 1.0, 0.0]])
 
 
-def test_nan_under_the_mask_reaches_no_gradient():
-    mask = torch.tensor([[1.0, 0.0]])
-    for loss in (
-        lambda x: policy_loss(x, mask, mask, mask, clip_low=0.2, clip_high=0.2).loss,
-        lambda x: value_loss(x, mask, mask, mask, clip=0.2).loss,
-        lambda x: masked_whiten(x, mask).sum(),
-    ):
-        x = torch.tensor([[0.3, math.nan]], requires_grad=True)
-        loss(x).backward()
-        assert torch.isfinite(x.grad).all()
+def policy_results(*tensors, level, aggregation):
+    """Everything that policy_loss returns."""
+    logprobs, old, advantages, weights, mask = tensors
+    result = policy_loss(
+        logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.3, dual_clip=1.5, level=level,
+        aggregation=aggregation, weights=weights,
+    )  # fmt: skip
+    return result.loss, result.ratio, result.clip_fraction, result.approx_kl
+
+
+MASKED = {
+    **{
+        f"policy_loss {level} {mode}": (4, partial(policy_results, level=level, aggregation=mode))
+        for level in ("token", "sequence")
+        for mode in AGGREGATIONS
+    },
+    **{
+        f"importance_weights {kind}": (2, partial(importance_weights, kind=kind, low=0.5, high=2))
+        for kind in CORRECTIONS
+    },
+    **{f"aggregate {mode}": (1, partial(aggregate, mode=mode)) for mode in AGGREGATIONS},
+    "value_loss": (3, lambda *tensors: tuple(vars(value_loss(*tensors, clip=0.2)).values())),
+    "masked_whiten": (1, masked_whiten),
+    "masked_mean": (1, masked_mean),
+    "gae": (2, partial(gae, gamma=0.9, lam=0.8)),
+    "discounted_returns": (1, partial(discounted_returns, gamma=0.9)),
+    "place_rewards": (1, lambda kl, mask: place_rewards(kl.new_ones(len(mask)), kl, mask, kl_coef=0.3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED)
+@settings(max_examples=50, deadline=None)
+@given(
+    mask=masks(), seed=seeds, nothing=st.booleans(),
+    dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.float64, torch.bfloat16])] * 2),
+)  # fmt: skip
+def test_what_stands_under_mask_0_reaches_neither_result_nor_gradient(name, mask, seed, nothing, dtypes):
+    """Bit for bit, with NaN and infinities there, in empty rows, in gaps, and where everything is masked."""
+    count, function = MASKED[name]
+    mask = (mask * (not nothing)).to(dtypes[0])
+    clean = [noise(mask, seed + index, poison=False).to(dtypes[1]) for index in range(count)]
+    found = []
+    for poison in (0.0, math.nan, math.inf, -math.inf):
+        inputs = [x.masked_fill(mask == 0, poison).requires_grad_() for x in clean]
+        outputs = function(*inputs, mask)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        grads = [torch.zeros_like(x) for x in inputs]
+        if outputs[0].requires_grad:
+            upstream = noise(outputs[0], seed, poison=False).to(outputs[0].dtype)
+            grads = torch.autograd.grad(outputs[0], inputs, upstream, materialize_grads=True)
+        assert not any(grad[mask == 0].any() for grad in grads)
+        assert all(torch.isfinite(x).all() for x in (*outputs, *grads))
+        found.append([*outputs, *grads])
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
 
 
 @many
 @given(mask=masks(), seed=seeds, clip=st.none() | st.floats(0.01, 2))
-def test_value_loss_matches_a_loop(mask, seed, clip):
+def test_value_loss_and_its_gradient_match_a_loop(mask, seed, clip):
     values, old, returns = (noise(mask, seed + k) for k in range(3))
+    values.requires_grad_()
     result = value_loss(values, old, returns, mask, clip=clip)
-    losses, cuts = [], []
+    losses, cuts, slopes = [], [], []
     for v, o, r in zip(selected(values, mask), selected(old, mask), selected(returns, mask)):
         squared = (v - r) ** 2
         bounded = squared if clip is None else (min(max(v, o - clip), o + clip) - r) ** 2
         losses.append(0.5 * max(squared, bounded))
         cuts.append(float(bounded > squared))
+        slopes.append((v - r) * (bounded <= squared) / len(selected(mask, mask)))
     assert_close(result.loss, reference.mean(losses))
+    assert_close(selected(torch.autograd.grad(result.loss, values)[0], mask), slopes)
     assert_close(result.clip_fraction, reference.mean(cuts))
     returns_list = selected(returns, mask)
     residual = [r - v for r, v in zip(returns_list, selected(values, mask))]

@@ -85,7 +85,10 @@ def test_a_step_without_any_signal_moves_the_weights_unless_it_is_skipped(zero_s
         taken = update(engine, silent=silent)
     assert not torch.equal(weights(engine), moved)
     assert taken["train_optim/grad_norm"] == 0 and taken["train_optim/empty_steps"] == 1
-    assert "momentum and weight decay alone moved the weights (algorithm.skip_empty_steps=true" in caplog.messages[0]
+    assert (
+        "they moved the weights by momentum and weight decay alone (algorithm.skip_empty_steps=true"
+        in caplog.messages[0]
+    )
 
 
 def test_only_the_optimizer_steps_without_a_signal_are_skipped():
