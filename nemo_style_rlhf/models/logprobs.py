@@ -54,7 +54,7 @@ def logits_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float | T
     """The same from logits [..., V], for models whose head is more than one matrix product: (log-probabilities, entropies)."""
     scale = temperature[..., None] if isinstance(temperature, Tensor) else temperature
     logprobs = (logits.to(_accumulator(logits)) / scale).log_softmax(-1)
-    finite = logprobs.masked_fill(logprobs == -torch.inf, 0)  # 0 log 0 = 0, in the gradient too
+    finite = logprobs.clamp(min=-1e3)  # far below what exp can hold: 0 log 0 = 0, in the gradient too
     return logprobs.gather(-1, token_ids[..., None]).squeeze(-1), -(logprobs.exp() * finite).sum(-1)
 
 
