@@ -8,7 +8,7 @@ gap is that of the next unmasked entry, as in verl.
 import torch
 from torch import Tensor
 
-from nemo_style_rlhf.algorithms.masking import zero_masked
+from nemo_style_rlhf.algorithms.masking import deviations, zero_masked
 from nemo_style_rlhf.algorithms.names import GROUP_KINDS
 
 
@@ -48,7 +48,7 @@ def group_advantages(
     ``grpo``: (r - mean) / (std + eps) with the unbiased standard deviation (arXiv 2402.03300, section 4.1.2); eps is
     1e-6 in verl and slime, 1e-4 in TRL, 1e-9 in OpenRLHF. ``dr_grpo`` (arXiv 2503.20783, eq. 4) and
     ``reinforce_baseline`` (REINFORCE++-baseline, arXiv 2501.03262): r - mean. ``rloo``: r minus the mean of the others
-    (arXiv 2402.14740, eq. 6).
+    (arXiv 2402.14740, eq. 6). Computed in float64; equal scores give exactly 0.
 
     Args:
         keep: [n], 0 for a sample that has no score: it gets 0 and is no part of its group. A sample left alone gets 0.
@@ -63,13 +63,26 @@ def group_advantages(
         raise ValueError(f"group advantage {kind!r} is unknown: expected one of {', '.join(GROUP_KINDS)}")
     if group_size < 1 or len(scores) % group_size:
         raise ValueError(f"{len(scores)} scores cannot be split into groups of {group_size}")
-    grouped = scores.view(-1, group_size)
-    kept = torch.ones_like(grouped) if keep is None else keep.to(scores.dtype).view(-1, group_size)
+    kept = (torch.ones_like(scores) if keep is None else keep).bool().view(-1, group_size)
     count = kept.sum(-1, keepdim=True)
-    centred = zero_masked(grouped - zero_masked(grouped, kept).sum(-1, keepdim=True) / count.clamp(min=1), kept)
+    centred = deviations(scores.view(-1, group_size), kept)
     if kind == "rloo":
         centred = centred * count / (count - 1).clamp(min=1)
     elif kind == "grpo":
         variance = centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)
-    return centred.flatten()
+    return centred.flatten().to(torch.result_type(scores, 1.0))
+
+
+def equal_share(scores: Tensor, group_size: int, *, keep: Tensor) -> float:
+    """Share of the groups of ``scores`` [n] whose kept scores are all equal, of those that keep any; 0 if none does.
+
+    :func:`group_advantages` gives them 0. TRL's ``frac_reward_zero_std``, for groups in place of samples.
+
+    Args:
+        keep: [n], 0 for a sample that is no part of its group.
+    """
+    kept = keep.bool().view(-1, group_size)
+    differ = deviations(scores.view(-1, group_size), kept).bool().any(-1)
+    used = kept.any(-1)
+    return float((used & ~differ).sum() / used.sum().clamp(min=1))

@@ -2,11 +2,12 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.names import KL_KINDS
 
-MAX_LOG_RATIO = 20.0  # of k3, so that one token cannot make it infinite
+MAX_LOG_RATIO = 20.0  # of k3's exponential, so that one token cannot make it infinite
 MAX_WEIGHT = 10.0
 
 
@@ -14,7 +15,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
     """With x = logprobs - ref_logprobs, of any one shape:
 
     ``k1`` is x (unbiased), ``k2`` x^2 / 2, ``k3`` exp(-x) - 1 + x (unbiased, never negative), ``abs`` |x|
-    (NeMo-Aligner's default).
+    (NeMo-Aligner's default). Below x = -20 k3 goes on as its tangent there: finite, convex, and still pulling towards the
+    reference.
 
     Raises:
         ValueError: another kind.
@@ -25,7 +27,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
     if kind == "k2":
         return 0.5 * x.square()
     if kind == "k3":
-        return (-x).clamp(max=MAX_LOG_RATIO).exp() - 1 + x
+        guarded = x.clamp(min=-MAX_LOG_RATIO)
+        k3 = (-guarded).exp() - 1 + guarded
+        return torch.where(x < -MAX_LOG_RATIO, k3 + (1 - math.exp(MAX_LOG_RATIO)) * (x + MAX_LOG_RATIO), k3)
     if kind == "abs":
         return x.abs()
     raise ValueError(f"KL estimator {kind!r} is unknown: expected one of {', '.join(KL_KINDS)}")

@@ -20,20 +20,31 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return zero_masked(x, mask).sum() / mask.sum().clamp(min=1)
 
 
+def deviations(x: Tensor, mask: Tensor) -> Tensor:
+    """Each unmasked element of a row [..., n] minus the mean of the row's unmasked elements, in float64; 0 under mask 0.
+
+    The first of them is subtracted before the mean is taken, so that equal elements deviate by exactly 0: the rounding of
+    their mean would otherwise be scaled up to unit variance.
+    """
+    kept = mask.bool()
+    first = kept & (kept.cumsum(-1) == 1)
+    x = zero_masked(x, mask).double()
+    x = zero_masked(x - zero_masked(x.detach(), first).sum(-1, keepdim=True), mask)
+    return zero_masked(x - x.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1), mask)
+
+
 def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     """Scale the unmasked elements to unit variance (Bessel-corrected) and zero mean.
 
-    ``(x - mean) * rsqrt(var + eps)`` over all unmasked elements of the batch, as TRL and verl do. With fewer than two
-    of them the variance is 0.
+    ``(x - mean) * rsqrt(var + eps)`` over all unmasked elements of the batch, as TRL and verl do, computed in float64. With
+    fewer than two of them the variance is 0; equal ones give exactly 0.
 
     Returns:
         [batch, time]; 0 under mask 0.
     """
-    x = zero_masked(x, mask)
-    mean = masked_mean(x, mask)
-    squares = zero_masked((x - mean).square(), mask).sum()
-    variance = squares / (mask.sum() - 1).clamp(min=1)
-    return zero_masked((x - mean) * torch.rsqrt(variance + eps), mask)
+    centred = deviations(x.flatten(), mask.flatten()).view_as(x)
+    variance = centred.square().sum() / (mask.bool().sum() - 1).clamp(min=1)
+    return (centred * torch.rsqrt(variance + eps)).to(torch.result_type(x, 1.0))
 
 
 def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float | Tensor | None = None) -> Tensor:

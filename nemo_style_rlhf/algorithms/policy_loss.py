@@ -7,7 +7,8 @@ from torch import Tensor
 
 from nemo_style_rlhf.algorithms.masking import aggregate, masked_mean, zero_masked
 
-MAX_LOG_RATIO = 20.0  # exp(20) is finite in fp32; a ratio that far out is clipped by the objective anyway
+MAX_LOG_RATIO = 20.0
+"""exp(20) is finite in fp32. A token beyond it has no gradient: for A > 0 the objective clips it anyway, for A < 0 not."""
 
 
 @dataclass
@@ -16,11 +17,11 @@ class PolicyLoss:
 
     loss: Tensor
     ratio: Tensor
-    """Mean importance ratio over the unmasked tokens."""
+    """Mean importance ratio over the unmasked tokens, of the kind that ``level`` takes."""
     clip_fraction: Tensor
     """Share of tokens whose gradient the clipping removed."""
     approx_kl: Tensor
-    """Mean of (ratio - 1) - log(ratio): KL(old || new), never negative."""
+    """Mean of (r - 1) - log(r) over the ratios of tokens, whatever ``level``: KL(old || new), never negative."""
 
 
 def policy_loss(
@@ -42,9 +43,10 @@ def policy_loss(
     Args:
         clip_low, clip_high: unequal bounds are DAPO's clip-higher (arXiv 2503.14476, eq. 8).
         dual_clip: for A < 0 the loss is at most ``-dual_clip * A`` (arXiv 1912.09729, eq. 5); above 1.
-        level: ``token`` takes r = exp(log ratio) of each token; ``sequence`` the exponential of its mean over the
-            sequence with the gradient through every token (GSPO, arXiv 2507.18071, eq. 7), usually with
-            ``seq_mean_token_mean``. Any aggregation may be paired with either level.
+        level: ``token`` takes r = exp(log ratio) of each token; ``sequence`` s = the exponential of its mean over the
+            sequence (GSPO, arXiv 2507.18071, eq. 7) as GSPO-token (section 4.3): s_t = sg[s] pi_t / sg[pi_t], whose value is s
+            and whose gradient s grad log pi_t meets the token's own weight and advantage. Where these are the same w A for
+            all T tokens it is GSPO: sum_t w A s grad log pi_t = T w A grad s. Any aggregation may be paired with either level.
         aggregation, normalizer: see :func:`masking.aggregate`.
         weights: [batch, time] on every token's loss, see :func:`corrections.importance_weights`.
 
@@ -52,12 +54,13 @@ def policy_loss(
         ValueError: another level or aggregation.
     """
     log_ratio = zero_masked(logprobs, mask) - zero_masked(old_logprobs, mask)
+    token_log_ratio = log_ratio.detach()
     if level == "sequence":
-        mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-        log_ratio = zero_masked(mean.expand_as(log_ratio), mask)
+        mean = token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        log_ratio = zero_masked(mean + (log_ratio - token_log_ratio), mask)
     elif level != "token":
         raise ValueError(f"policy loss level {level!r} is unknown: expected token or sequence")
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = _bounded_exp(log_ratio)
     advantages = zero_masked(advantages, mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -75,5 +78,9 @@ def policy_loss(
             loss=loss,
             ratio=masked_mean(ratio, mask),
             clip_fraction=masked_mean(removed.to(ratio.dtype), mask),
-            approx_kl=masked_mean(ratio - 1 - log_ratio, mask),
+            approx_kl=masked_mean(_bounded_exp(token_log_ratio) - 1 - token_log_ratio, mask),
         )
+
+
+def _bounded_exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_style_rlhf.algorithms.masking import aggregate, masked_mean, zero_masked
+from nemo_style_rlhf.algorithms.masking import aggregate, deviations, masked_mean, zero_masked
 
 
 @dataclass
@@ -16,7 +16,7 @@ class ValueLoss:
     clip_fraction: Tensor
     """Share of tokens where the clipped error is the larger one."""
     explained_variance: Tensor
-    """1 - Var(returns - values) / Var(returns) over the unmasked tokens of this call."""
+    """1 - Var(returns - values) / Var(returns) over the unmasked tokens of this call, in float64; 0 where returns are equal."""
 
 
 def value_loss(
@@ -49,4 +49,4 @@ def value_loss(
 
 
 def _variance(x: Tensor, mask: Tensor) -> Tensor:
-    return masked_mean((x - masked_mean(x, mask)).square(), mask)
+    return masked_mean(deviations(x.flatten(), mask.flatten()).view_as(x).square(), mask)

@@ -99,13 +99,18 @@ class Engine:
             raise NonFiniteError(f"the loss is {loss.item()}")
         self._deepspeed.backward(loss * self._deepspeed.dp_world_size)
 
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self._scheduler.get_last_lr()[0])
+
     def step(self) -> StepStats:
         """Reduce gradients over ranks, clip, update, advance the schedule.
 
         Raises:
             NonFiniteError: the gradient was NaN or infinite; the weights are lost, the last checkpoint is not.
         """
-        lr = float(self._scheduler.get_last_lr()[0])
+        lr = self.lr
         self._deepspeed.step()
         grad_norm = float(self._deepspeed.get_global_grad_norm()) if self.config.zero_stage else self._grad_norm
         if not math.isfinite(grad_norm):

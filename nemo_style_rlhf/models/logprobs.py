@@ -54,7 +54,8 @@ def logits_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float | T
     """The same from logits [..., V], for models whose head is more than one matrix product: (log-probabilities, entropies)."""
     scale = temperature[..., None] if isinstance(temperature, Tensor) else temperature
     logprobs = (logits.to(_accumulator(logits)) / scale).log_softmax(-1)
-    return logprobs.gather(-1, token_ids[..., None]).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
+    finite = logprobs.clamp(min=-1e3)  # far below what exp can hold: 0 log 0 = 0, in the gradient too
+    return logprobs.gather(-1, token_ids[..., None]).squeeze(-1), -(logprobs.exp() * finite).sum(-1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -78,7 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logprobs[part] = logits.gather(-1, token_ids[part, None]).squeeze(-1) - logsumexp[part]
                 if with_entropy:
                     probabilities = (logits - logsumexp[part, None]).exp_()
-                    entropy[part] = logsumexp[part] - probabilities.mul_(logits).sum(-1)
+                    entropy[part] = logsumexp[part] - _without_nan(probabilities.mul_(logits)).sum(-1)
         kept = product if 0 < len(hidden) <= chunk else None
         ctx.save_for_backward(hidden, weight, token_ids, logsumexp, entropy, kept)
         ctx.temperature, ctx.with_entropy, ctx.chunk = temperature, with_entropy, chunk
@@ -136,6 +137,11 @@ def _is_one(temperature: float | Tensor) -> bool:
     return isinstance(temperature, float) and temperature == 1.0
 
 
+def _without_nan(products: Tensor) -> Tensor:
+    """Of probabilities and logits, in place: 0 * -inf is 0. A logit that is NaN still shows, in ``logsumexp``."""
+    return products.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
 def _grad_logits(
     ctx: Any, part: slice, product: Tensor, token_ids: Tensor, logsumexp: Tensor, entropy: Tensor, grad_logprobs: Tensor,
     grad_entropy: Tensor,
@@ -143,13 +149,13 @@ def _grad_logits(
     """d loss / d (hidden @ W^T) of one chunk [tokens, V].
 
     With l the logits over temperature, p their softmax and H their entropy: d logp_y / d l_j = [j = y] - p_j and
-    d H / d l_j = -p_j (log p_j + H).
+    d H / d l_j = -p_j (log p_j + H), which is 0 where l_j = -inf.
     """
     temperature = _of_part(ctx.temperature, part)
     log_p = _logits(product, temperature) - logsumexp[part, None]
     p = log_p.exp()
     grad = p * -grad_logprobs[part, None]
     if ctx.with_entropy:
-        grad -= p.mul_(log_p.add_(entropy[part, None])).mul_(grad_entropy[part, None])
+        grad -= _without_nan(p.mul_(log_p.add_(entropy[part, None]))).mul_(grad_entropy[part, None])
     grad.scatter_add_(-1, token_ids[part, None], grad_logprobs[part, None])
     return grad if _is_one(temperature) else grad.div_(temperature)

@@ -16,13 +16,17 @@ REPEATED_NGRAM = 4
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
-    """`train_rollouts/*`: means over samples (rewards, lengths) or over learned tokens (KL, entropy, advantages)."""
+    """`train_rollouts/*`: means over samples (rewards, lengths) or over learned tokens (KL, entropy, advantages).
+
+    ``rewards_with_kl`` and ``init_policy_kl_per_sample`` are means over samples with a learned token: the others add nothing.
+    """
     mask = experience.mask
+    learned_samples = sum(bool(part.any()) for part in mask.split(experience.lengths))
     metrics = {
         **_sample_metrics(experience.rollouts),
         "rewards": _mean(experience.scores),
         "rewards_std": float(experience.scores[~experience.failed].std(correction=0)),
-        "rewards_with_kl": float((experience.rewards * mask).sum() / len(experience.lengths)),
+        "rewards_with_kl": float((experience.rewards * mask).sum() / learned_samples),
         "reward_failures": float(experience.failed.sum()),
         "entropy": float(-masked_mean(experience.logprobs, mask)),
         "learned_tokens": float(mask.sum()),
@@ -34,15 +38,27 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         metrics |= {"sampler_logprob_gap_max": float(gap.max()), "sampler_logprob_gap_mean": float(gap.mean())}
     if experience.ref_logprobs is not None:
         metrics["init_policy_kl"] = float(masked_mean(experience.kl, mask))
-        metrics["init_policy_kl_per_sample"] = float((experience.kl * mask).sum() / len(experience.lengths))
+        metrics["init_policy_kl_per_sample"] = float((experience.kl * mask).sum() / learned_samples)
         metrics["kl_coef"] = experience.kl_coef
     if experience.values is not None:
         metrics["values"] = float(masked_mean(experience.values, mask))
     if experience.returns is not None:
         metrics["returns"] = float(masked_mean(experience.returns, mask))
     if experience.correction is not None:
-        metrics["correction_weight"] = float(masked_mean(experience.correction, mask))
+        metrics |= _correction_metrics(experience.correction[mask.bool()])
     return {f"train_rollouts/{name}": value for name, value in metrics.items()}
+
+
+def _correction_metrics(weights: Tensor) -> dict[str, float]:
+    """Of the importance weights [n] of the learned tokens: mean, share of zeros, and the share of the tokens that equal
+    weights would need for the same variance, (sum w)^2 / (n sum w^2) (Kish's effective sample size); 0 if all weights are."""
+    weights = weights.double()
+    squares = float(weights.square().sum())
+    return {
+        "correction_weight": float(weights.mean()),
+        "correction_masked_fraction": float((weights == 0).double().mean()),
+        "correction_ess": float(weights.sum()) ** 2 / (len(weights) * squares) if squares else 0.0,
+    }
 
 
 def validation_metrics(sampled: Sampled, *, pass_score: float | None) -> dict[str, float]:

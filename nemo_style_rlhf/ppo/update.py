@@ -1,5 +1,6 @@
 """The actor's update on one rollout."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,10 +12,12 @@ from nemo_style_rlhf.algorithms.kl import kl_loss
 from nemo_style_rlhf.algorithms.masking import aggregate
 from nemo_style_rlhf.algorithms.policy_loss import policy_loss
 from nemo_style_rlhf.data.ranks import Ranks
-from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.engine import Engine, StepStats
 from nemo_style_rlhf.rollout.logprobs import MicroBatch, PolicyForward, micro_batch_iterator
 from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
+
+log = logging.getLogger(__name__)
 
 
 def mini_batch_plan(experience: Experience, config: AlgorithmConfig, *, seed: int, step: int) -> list[list[int]]:
@@ -71,7 +74,8 @@ def update_actor(
     """One optimizer step for each entry of ``plan``; metrics averaged over tokens, of the last step where noted.
 
     Every loss is divided by the token or sequence count of its whole optimizer step, so the split into micro-batches does
-    not change the gradient; ``ranks`` share them.
+    not change the gradient; ``ranks`` share them. An optimizer step whose gradient is 0 is taken all the same, and counted in
+    ``train_optim/empty_steps``; with ``skip_empty_steps`` optimizer, schedule and weights stay as they are.
 
     Args:
         max_length: tokens a response may have, the constant of ``seq_sum_constant``.
@@ -84,7 +88,8 @@ def update_actor(
     engine.train()
     means, first = TokenMeans(), TokenMeans()
     grad_norms = []
-    lr = losses = 0.0
+    losses, empty_steps, skipped_steps = 0.0, 0, 0
+    signal = _only_signal(experience, config)
     for number, rows in enumerate(plan):
         batches = list(
             micro_batch_iterator(
@@ -98,20 +103,30 @@ def update_actor(
             )
         )
         normalizer = loss_normalizer(batches, config.loss_aggregation, max_length=max_length)
-        for batch, counts in ranks.share(batches):
-            loss, statistics = micro_batch_loss(
-                engine, experience, batch if counts else batch.emptied(), config, normalizer
-            )
-            engine.backward(loss)
-            if counts:
-                losses += float(loss.detach())
-                means.add(len(batch.positions), **statistics)
-                if number == 0:
-                    first.add(len(batch.positions), **statistics)
-        stats = engine.step()
+        empty = signal is not None and not any(signal[batch.positions].any() for batch in batches)
+        skipped = empty and config.skip_empty_steps
+        empty_steps, skipped_steps = empty_steps + empty, skipped_steps + skipped
+        with torch.set_grad_enabled(not skipped):
+            for batch, counts in ranks.share(batches):
+                loss, statistics = micro_batch_loss(
+                    engine, experience, batch if counts else batch.emptied(), config, normalizer
+                )
+                if not skipped:
+                    engine.backward(loss)
+                if counts:
+                    losses += float(loss.detach())
+                    means.add(len(batch.positions), **statistics)
+                    if number == 0:
+                        first.add(len(batch.positions), **statistics)
+        stats = StepStats(grad_norm=0.0, lr=engine.lr) if skipped else engine.step()
         grad_norms.append(stats.grad_norm)
-        lr = stats.lr
     engine.eval()
+    if empty_steps and ranks.is_first:
+        log.warning(
+            "%d of %d optimizer steps had nothing to learn from, every advantage was 0: %s", empty_steps, len(plan),
+            "they were left out" if skipped_steps else "they moved the weights by momentum and weight decay alone "
+            "(algorithm.skip_empty_steps=true leaves them out)",
+        )  # fmt: skip
     means, first = TokenMeans.of(ranks.all_gather(means)), TokenMeans.of(ranks.all_gather(first))
     losses = sum(ranks.all_gather(losses))
     return {
@@ -123,9 +138,18 @@ def update_actor(
         "train_optim/approx_kl": means.mean("approx_kl"),
         "train_optim/grad_norm": sum(grad_norms) / len(grad_norms),
         **({"train_optim/kl_loss": means.mean("kl_loss")} if "kl_loss" in means.totals else {}),
-        "train_optim/lr": lr,
-        "train_optim/optimizer_steps": len(plan),
+        "train_optim/lr": stats.lr,
+        "train_optim/optimizer_steps": len(plan) - skipped_steps,
+        **({} if signal is None else {"train_optim/empty_steps": empty_steps}),
     }
+
+
+def _only_signal(experience: Experience, config: AlgorithmConfig) -> Tensor | None:
+    """[N] what the policy loss of each token is multiplied by, if the loss has no other term with a gradient; else None."""
+    kl_term = config.kl_in == "loss" and experience.ref_logprobs is not None and experience.kl_coef != 0
+    if kl_term or config.entropy_bonus != 0:
+        return None
+    return experience.advantages if experience.correction is None else experience.advantages * experience.correction
 
 
 def loss_normalizer(batches: Sequence[MicroBatch], aggregation: str, *, max_length: int) -> float:

@@ -262,6 +262,8 @@ class Collector:
         signal = estimate(scores, pad(experience.kl, lengths), values, mask, algorithm, kl_coef=self._kl.coef)
         experience.rewards = unpad(signal.rewards, lengths)
         experience.advantages = unpad(signal.advantages, lengths)
+        if signal.equal_groups is not None:
+            experience.counts["frac_reward_zero_std"] = signal.equal_groups
         experience.returns = None if signal.returns is None else unpad(signal.returns, lengths)
         correction = algorithm.correction
         if correction.kind != "none":

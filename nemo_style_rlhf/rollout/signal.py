@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nemo_style_rlhf.algorithms.advantages import discounted_returns, gae, group_advantages
+from nemo_style_rlhf.algorithms.advantages import discounted_returns, equal_share, gae, group_advantages
 from nemo_style_rlhf.algorithms.masking import masked_whiten, zero_masked
 from nemo_style_rlhf.algorithms.reward_shaping import (
     RunningNormalizer,
@@ -25,6 +25,8 @@ class Signal:
     advantages: Tensor
     returns: Tensor | None
     """What the critic learns, where there is one."""
+    equal_groups: float | None
+    """Share of the groups whose rewards are all equal, of those with any sample; None with one sample per prompt."""
 
 
 def shape_scores(
@@ -69,6 +71,10 @@ def estimate(
     """
     penalty = kl_coef if config.kl_in == "reward" else 0.0
     rewards = place_rewards(scores, kl, mask, kl_coef=penalty)
+    compared, kept = rewards.sum(-1), mask.bool().any(-1)
+    equal_groups = None
+    if config.samples_per_prompt > 1:
+        equal_groups = equal_share(compared, config.samples_per_prompt, keep=kept)
     returns = None
     if config.advantage_estimator == "gae":
         assert values is not None
@@ -76,14 +82,10 @@ def estimate(
     elif config.advantage_estimator == "reinforce":
         advantages = discounted_returns(rewards, mask, gamma=config.discount_factor)
     else:
-        compared = group_advantages(
-            rewards.sum(-1),
-            config.samples_per_prompt,
-            kind=config.advantage_estimator,
-            eps=config.group_eps,
-            keep=mask.bool().any(-1),
+        relative = group_advantages(
+            compared, config.samples_per_prompt, kind=config.advantage_estimator, eps=config.group_eps, keep=kept
         )
-        advantages = zero_masked(compared[:, None].expand_as(mask), mask)
+        advantages = zero_masked(relative[:, None].expand_as(mask), mask)
     if config.normalize_advantages:
         advantages = masked_whiten(advantages, mask)
-    return Signal(rewards, advantages, returns)
+    return Signal(rewards, advantages, returns, equal_groups)

@@ -17,7 +17,7 @@ class CorrectionConfig:
     """none, tis (token weights clamped), icepop (tokens outside of the bounds masked) or sequence_mask (sequences whose geometric
     mean is outside masked, the others weighted per token)."""
     low: float = 0.0
-    """verl and OpenRLHF clamp tis at 0 and 2; IcePop's paper masks outside of 0.5 and 5."""
+    """verl bounds tis from above alone, at 2; OpenRLHF has 0.5 and 5 for every kind, as IcePop's authors."""
     high: float = 2.0
 
     def validate(self) -> None:
@@ -30,7 +30,8 @@ class ShapingConfig:
     """From raw scores to the rewards that train, in this order: normalise, clip, penalties."""
 
     normalize: str = "none"
-    """none, or running: by mean and standard deviation of every score so far (OpenRLHF's default)."""
+    """none, or running: by mean and standard deviation of every score so far. OpenRLHF's --normalize_reward (off by default) is
+    another thing, the fixed statistics stored with the reward model: the server's critic.normalize_rewards."""
     clip_low: float | None = None
     clip_high: float | None = None
     """Scores are clipped before any baseline or group statistics see them."""
@@ -136,6 +137,9 @@ class AlgorithmConfig:
     """token_mean (PPO, DAPO), seq_mean_token_mean (GRPO, GSPO), seq_mean_token_sum, or seq_sum_constant (Dr. GRPO: the sum over
     samples x generation.max_length)."""
     entropy_bonus: float = 0.0
+    skip_empty_steps: bool = False
+    """Leave out optimizer steps in which every advantage is 0 and the loss has no KL or entropy term: Adam's momentum and weight
+    decay would move the weights all the same. train_optim/empty_steps counts them either way."""
     old_logprobs: str = "trainer"
     """What the ratio's denominator and the KL penalty use. trainer: the training engine's own log-probabilities, so that the
     first ratio is 1 and KL at the start 0 but for rounding (NeMo-Aligner, OpenRLHF, verl). sampler: those the generator sampled

@@ -83,8 +83,13 @@ def test_a_preset_trains_without_a_critic(preset, inputs, tmp_path):
         assert row.get("train_rollouts/sampler_logprob_gap_max", 0) < 1e-3
         assert row["train_optim/ratio_error_first_mini_batch"] < 1e-3
         assert not any(name.startswith("critic/") for name in row)
+        compared = preset != "reinforce_pp"  # which has one sample per prompt
+        assert compared == ("train_rollouts/frac_reward_zero_std" in row)
+        assert ("train_optim/empty_steps" in row) == (preset in ("reinforce_pp", "dr_grpo", "gspo"))
     if "correction" in " ".join(RUNS[preset]):
         assert rows[0]["train_rollouts/correction_weight"] == pytest.approx(1, abs=1e-3)
+        assert rows[0]["train_rollouts/correction_ess"] == pytest.approx(1, abs=1e-3)
+        assert rows[0]["train_rollouts/correction_masked_fraction"] == 0
     if preset == "grpo":
         assert rows[0]["train_rollouts/rounds"] >= 1
     if preset == "reinforce_pp":

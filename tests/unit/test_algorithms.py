@@ -1,6 +1,7 @@
 """PPO's mathematics against loop-written float64 references and numbers derived by hand."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_style_rlhf.algorithms.advantages import discounted_returns, gae
+from nemo_style_rlhf.algorithms.corrections import importance_weights
 from nemo_style_rlhf.algorithms.kl import kl_estimate, kl_loss
 from nemo_style_rlhf.algorithms.masking import aggregate, masked_mean, masked_whiten
-from nemo_style_rlhf.algorithms.names import AGGREGATIONS
+from nemo_style_rlhf.algorithms.names import AGGREGATIONS, CORRECTIONS
 from nemo_style_rlhf.algorithms.policy_loss import policy_loss
 from nemo_style_rlhf.algorithms.reward_shaping import place_rewards, truncation_penalty
 from nemo_style_rlhf.algorithms.value_loss import value_loss
@@ -76,6 +78,30 @@ def test_masked_mean_and_whitening_see_unmasked_elements_only(mask, seed):
 
 
 @many
+@given(mask=masks(), seed=seeds, dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_equal_elements_whiten_to_exactly_0(mask, seed, dtype):
+    """The rounding of their mean, times rsqrt(1e-8), is nothing to learn from: 7 times 42.1 would give .038 in fp32."""
+    value = 50 * torch.randn((), generator=torch.Generator().manual_seed(seed))
+    x = torch.full(mask.shape, float(value), dtype=dtype).masked_fill(mask == 0, math.inf)
+    whitened = masked_whiten(x, mask)
+    assert whitened.dtype == dtype and not whitened.any()
+    assert not value_loss(x.zero_(), x, x + 0.7, mask, clip=None).explained_variance
+
+
+@many
+@given(mask=masks(), seed=seeds)
+def test_the_gradient_of_whitening_is_that_of_its_definition(mask, seed):
+    x, upstream = noise(mask, seed).requires_grad_(), noise(mask, seed + 1, poison=False)
+    (actual,) = torch.autograd.grad((masked_whiten(x, mask) * upstream).sum(), x)
+    values = x.detach()[mask.bool()].requires_grad_()
+    centred = values - values.mean()
+    whitened = centred * (centred.square().sum() / max(len(values) - 1, 1) + 1e-8).rsqrt()
+    expected = torch.zeros_like(x)
+    (expected[mask.bool()],) = torch.autograd.grad((whitened * upstream[mask.bool()]).sum(), values)
+    assert_close(actual, expected)
+
+
+@many
 @given(mask=masks(), seed=seeds, mode=st.sampled_from(AGGREGATIONS))
 def test_aggregate_matches_its_definition(mask, seed, mode):
     x = noise(mask, seed)
@@ -123,6 +149,22 @@ def test_kl_estimators_by_hand(kind, expected):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_pulls_towards_the_reference_however_far_away(dtype):
+    # Beyond x = -20 it goes on with the slope it has there, 1 - exp(20) = -485165194.41, from its value there,
+    # exp(20) - 21 = 485165174.41. At x = -25: 485165174.41 + 5 * 485165194.41 = 2910991146.46
+    x = torch.tensor([-1000.0, -25.0, -20.0, -19.0, 0.0, 30.0], dtype=dtype, requires_grad=True)
+    value = kl_estimate(x, torch.zeros_like(x), kind="k3")
+    (gradient,) = torch.autograd.grad(value.sum(), x)
+    slope = -485165194.40979
+    at_1000 = 485165174.40979 + 980 * 485165194.40979
+    # at -19: exp(19) - 1 - 19 and 1 - exp(19); at 30: exp(-30) + 29 and 1 - exp(-30)
+    values = [at_1000, 2910991146.45874, 485165174.40979, 178482280.963187, 0, 29]
+    torch.testing.assert_close(value, torch.tensor(values, dtype=dtype), rtol=1e-6, atol=1e-6)
+    gradients = [slope, slope, slope, -178482299.963187, 0, 1]
+    torch.testing.assert_close(gradient, torch.tensor(gradients, dtype=dtype), rtol=1e-6, atol=1e-6)
+
+
 def test_k1_and_k3_are_unbiased():
     # p = (.5, .3, .2), q = (.2, .5, .3): the expectation under p is the KL divergence itself.
     p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
@@ -162,34 +204,96 @@ def test_a_value_within_the_clip_range_is_not_clipped():
     dual=st.none() | st.floats(1.1, 4),
     level=st.sampled_from(["token", "sequence"]),
     mode=st.sampled_from(AGGREGATIONS),
+    scale=st.sampled_from([0.1, 1.0, 20.0]),
+    weighted=st.booleans(),
 )
-def test_policy_loss_matches_a_loop(mask, seed, low, high, dual, level, mode):
-    logprobs, old, advantages = (noise(mask, seed + k) for k in range(3))
+def test_policy_loss_and_its_gradient_match_a_loop(mask, seed, low, high, dual, level, mode, scale, weighted):
+    logprobs, old, advantages, weights = (noise(mask, seed + k) for k in range(4))
+    logprobs, weights = (scale * logprobs).requires_grad_(), weights.abs() if weighted else torch.ones_like(mask)
     result = policy_loss(
-        logprobs, old, advantages, mask, clip_low=low, clip_high=high, dual_clip=dual, level=level, aggregation=mode
-    )
-    losses, ratios, clipped, kls = torch.zeros_like(mask), [], [], []
+        logprobs, old, advantages, mask, clip_low=low, clip_high=high, dual_clip=dual, level=level, aggregation=mode,
+        weights=weights if weighted else None,
+    )  # fmt: skip
+    losses, ratios, clipped, kls = torch.zeros_like(mask, requires_grad=True), [], [], []
+    values, slopes = torch.zeros_like(mask), torch.zeros_like(mask)  # slope: d loss of a token / d its log-probability
     for row in range(len(mask)):
         steps = [t for t in range(mask.shape[1]) if mask[row, t]]
         for t in steps:
             log_ratio = float(logprobs[row, t] - old[row, t])
             if level == "sequence":
                 log_ratio = reference.mean([float(logprobs[row, k] - old[row, k]) for k in steps])
-            ratio, advantage = math.exp(log_ratio), float(advantages[row, t])
+            ratio, advantage = math.exp(min(max(log_ratio, -20), 20)), float(advantages[row, t])
             free = -ratio * advantage
             bounded = -min(max(ratio, 1 - low), 1 + high) * advantage
             loss = max(free, bounded)
             cut = bounded > free
             if dual is not None and advantage < 0 and loss > -dual * advantage:
                 loss, cut = -dual * advantage, True
-            losses[row, t] = loss
+            values[row, t] = loss * float(weights[row, t])
+            if not cut and abs(log_ratio) <= 20:
+                slopes[row, t] = free * float(weights[row, t])
             ratios.append(ratio)
             clipped.append(float(cut))
-            kls.append(ratio - 1 - log_ratio)
-    assert_close(result.loss, aggregate(losses, mask, mode=mode))
+            token = float(logprobs[row, t] - old[row, t])
+            kls.append(math.exp(min(max(token, -20), 20)) - 1 - token)
+    assert_close(result.loss, aggregate(values, mask, mode=mode))
+    (shares,) = torch.autograd.grad(aggregate(losses, mask, mode=mode), losses)
+    assert_close(torch.autograd.grad(result.loss, logprobs)[0], shares * slopes)
     assert_close(result.ratio, reference.mean(ratios))
     assert_close(result.clip_fraction, reference.mean(clipped))
     assert_close(result.approx_kl, reference.mean(kls))
+
+
+def test_approx_kl_is_that_of_tokens_at_either_level():
+    # log ratios +.5 and -.5: (e^.5 - 1 - .5 + e^-.5 - 1 + .5) / 2 = (1.6487213 + .6065307 - 2) / 2; the sequence's ratio is 1
+    logprobs, zero, mask = torch.tensor([[0.5, -0.5]], dtype=torch.float64), torch.zeros(1, 2), torch.ones(1, 2)
+    for level, ratio in [("token", 1.1276259652063807), ("sequence", 1.0)]:
+        result = policy_loss(logprobs, zero, mask, mask, clip_low=0.2, clip_high=0.2, level=level)
+        assert_close(result.approx_kl, 0.1276259652063807)
+        assert_close(result.ratio, ratio)
+
+
+def sequence_gradient(mode, weights, advantages, *, clip=1.0, level="sequence"):
+    """d loss / d log-probabilities of one sequence of 3 tokens with log ratios .3, -.1, .1: s = exp(.1)."""
+    logprobs = torch.tensor([[-0.7, -1.1, -0.9]], dtype=torch.float64, requires_grad=True)
+    old, mask = torch.full((1, 3), -1.0, dtype=torch.float64), torch.ones(1, 3, dtype=torch.float64)
+    weights = None if weights is None else torch.tensor([weights], dtype=torch.float64)
+    result = policy_loss(
+        logprobs, old, torch.tensor([advantages], dtype=torch.float64), mask, clip_low=clip, clip_high=clip, level=level,
+        aggregation=mode, weights=weights,
+    )  # fmt: skip
+    return torch.autograd.grad(result.loss, logprobs)[0]
+
+
+def test_at_sequence_level_each_token_has_the_gradient_of_its_own_weight_and_advantage():
+    # d loss / d logp_t = -w_t A_t s / 3
+    s = math.exp(0.1)
+    assert_close(sequence_gradient("token_mean", [2.0, 0.0, 0.5], [1.0, 1.0, 1.0]), [[-2 * s / 3, 0, -s / 6]])
+    assert_close(sequence_gradient("token_mean", None, [1.0, 0.0, -1.0]), [[-s / 3, 0, s / 3]])
+    # clipped at 1.05 < s: only the negative advantage, which the clipping leaves alone, has a gradient
+    assert_close(sequence_gradient("token_mean", None, [1.0, 0.0, -1.0], clip=0.05), [[0, 0, s / 3]])
+
+
+@many
+@given(mask=masks(), seed=seeds, mode=st.sampled_from(AGGREGATIONS), dual=st.none() | st.floats(1.1, 4))
+def test_with_one_advantage_per_sequence_gspo_is_the_ratio_of_the_sequence(mask, seed, mode, dual):
+    """The preset's loss and gradient are those of eq. 7 of arXiv 2507.18071, differentiated through the mean."""
+    logprobs, old = noise(mask, seed).requires_grad_(), noise(mask, seed + 1)
+    advantages = noise(mask, seed + 2, poison=False)[:, :1].expand_as(mask)
+    result = policy_loss(
+        logprobs, old, advantages, mask, clip_low=0.5, clip_high=0.5, dual_clip=dual, level="sequence", aggregation=mode
+    )
+    losses = torch.zeros_like(mask)
+    for row in range(len(mask)):
+        if (kept := mask[row].bool()).any():
+            s, advantage = (logprobs[row][kept] - old[row][kept]).mean().exp(), advantages[row, 0]
+            loss = torch.maximum(-s * advantage, -s.clamp(0.5, 1.5) * advantage)
+            if dual is not None and advantage < 0:
+                loss = torch.minimum(loss, -dual * advantage)
+            losses[row] = loss
+    expected = aggregate(losses, mask, mode=mode)
+    assert_close(result.loss, expected.detach())
+    assert_close(torch.autograd.grad(result.loss, logprobs)[0], torch.autograd.grad(expected, logprobs)[0])
 
 
 def test_before_the_first_update_the_policy_gradient_is_the_advantage():
@@ -202,30 +306,77 @@ def test_before_the_first_update_the_policy_gradient_is_the_advantage():
     assert_close(logprobs.grad, [[-0.5, 1.0, 0.0]])
 
 
-def test_nan_under_the_mask_reaches_no_gradient():
-    mask = torch.tensor([[1.0, 0.0]])
-    for loss in (
-        lambda x: policy_loss(x, mask, mask, mask, clip_low=0.2, clip_high=0.2).loss,
-        lambda x: value_loss(x, mask, mask, mask, clip=0.2).loss,
-        lambda x: masked_whiten(x, mask).sum(),
-    ):
-        x = torch.tensor([[0.3, math.nan]], requires_grad=True)
-        loss(x).backward()
-        assert torch.isfinite(x.grad).all()
+def policy_results(*tensors, level, aggregation):
+    """Everything that policy_loss returns."""
+    logprobs, old, advantages, weights, mask = tensors
+    result = policy_loss(
+        logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.3, dual_clip=1.5, level=level,
+        aggregation=aggregation, weights=weights,
+    )  # fmt: skip
+    return result.loss, result.ratio, result.clip_fraction, result.approx_kl
+
+
+MASKED = {
+    **{
+        f"policy_loss {level} {mode}": (4, partial(policy_results, level=level, aggregation=mode))
+        for level in ("token", "sequence")
+        for mode in AGGREGATIONS
+    },
+    **{
+        f"importance_weights {kind}": (2, partial(importance_weights, kind=kind, low=0.5, high=2))
+        for kind in CORRECTIONS
+    },
+    **{f"aggregate {mode}": (1, partial(aggregate, mode=mode)) for mode in AGGREGATIONS},
+    "value_loss": (3, lambda *tensors: tuple(vars(value_loss(*tensors, clip=0.2)).values())),
+    "masked_whiten": (1, masked_whiten),
+    "masked_mean": (1, masked_mean),
+    "gae": (2, partial(gae, gamma=0.9, lam=0.8)),
+    "discounted_returns": (1, partial(discounted_returns, gamma=0.9)),
+    "place_rewards": (1, lambda kl, mask: place_rewards(kl.new_ones(len(mask)), kl, mask, kl_coef=0.3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED)
+@settings(max_examples=50, deadline=None)
+@given(
+    mask=masks(), seed=seeds, nothing=st.booleans(),
+    dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.float64, torch.bfloat16])] * 2),
+)  # fmt: skip
+def test_what_stands_under_mask_0_reaches_neither_result_nor_gradient(name, mask, seed, nothing, dtypes):
+    """Bit for bit, with NaN and infinities there, in empty rows, in gaps, and where everything is masked."""
+    count, function = MASKED[name]
+    mask = (mask * (not nothing)).to(dtypes[0])
+    clean = [noise(mask, seed + index, poison=False).to(dtypes[1]) for index in range(count)]
+    found = []
+    for poison in (0.0, math.nan, math.inf, -math.inf):
+        inputs = [x.masked_fill(mask == 0, poison).requires_grad_() for x in clean]
+        outputs = function(*inputs, mask)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        grads = [torch.zeros_like(x) for x in inputs]
+        if outputs[0].requires_grad:
+            upstream = noise(outputs[0], seed, poison=False).to(outputs[0].dtype)
+            grads = torch.autograd.grad(outputs[0], inputs, upstream, materialize_grads=True)
+        assert not any(grad[mask == 0].any() for grad in grads)
+        assert all(torch.isfinite(x).all() for x in (*outputs, *grads))
+        found.append([*outputs, *grads])
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
 
 
 @many
 @given(mask=masks(), seed=seeds, clip=st.none() | st.floats(0.01, 2))
-def test_value_loss_matches_a_loop(mask, seed, clip):
+def test_value_loss_and_its_gradient_match_a_loop(mask, seed, clip):
     values, old, returns = (noise(mask, seed + k) for k in range(3))
+    values.requires_grad_()
     result = value_loss(values, old, returns, mask, clip=clip)
-    losses, cuts = [], []
+    losses, cuts, slopes = [], [], []
     for v, o, r in zip(selected(values, mask), selected(old, mask), selected(returns, mask)):
         squared = (v - r) ** 2
         bounded = squared if clip is None else (min(max(v, o - clip), o + clip) - r) ** 2
         losses.append(0.5 * max(squared, bounded))
         cuts.append(float(bounded > squared))
+        slopes.append((v - r) * (bounded <= squared) / len(selected(mask, mask)))
     assert_close(result.loss, reference.mean(losses))
+    assert_close(selected(torch.autograd.grad(result.loss, values)[0], mask), slopes)
     assert_close(result.clip_fraction, reference.mean(cuts))
     returns_list = selected(returns, mask)
     residual = [r - v for r, v in zip(returns_list, selected(values, mask))]

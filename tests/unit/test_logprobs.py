@@ -14,6 +14,7 @@ from transformers import (
 
 from nemo_style_rlhf.models import cpu_linear
 from nemo_style_rlhf.models.logprobs import logits_logprobs, token_logprobs
+from nemo_style_rlhf.models.packing import PACKED_ATTENTION
 from nemo_style_rlhf.models.policy import PolicyModel
 
 
@@ -37,6 +38,29 @@ def test_equal_to_the_naive_result_forward_and_gradient(temperature, chunk_token
     ]
     for left, right in zip(*gradients):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor([0.5, 1.0, 2.0])])
+@pytest.mark.parametrize("chunk_tokens", [None, 1])
+def test_a_token_that_cannot_be_drawn_has_no_part_in_the_entropy(temperature, chunk_tokens):
+    """0 log 0 = 0, in value and gradient: a vocabulary of 7 of which two logits are -inf is one of 5."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.rand(3, 8, generator=generator) + 0.5
+    weight = torch.randn(7, 8, generator=generator)
+    weight[5:] = torch.finfo(torch.float32).min  # times the positive hidden state: -inf
+    ids, found = torch.tensor([0, 4, 2]), []
+    for rows in (7, 5):
+        inputs = hidden.clone().requires_grad_(), weight[:rows].clone().requires_grad_()
+        logits = (inputs[0] @ inputs[1].T).detach().requires_grad_()
+        assert rows == 5 or (logits == -torch.inf).sum() == 6
+        ours = token_logprobs(*inputs, ids, temperature=temperature, with_entropy=True, chunk_tokens=chunk_tokens)
+        theirs = logits_logprobs(logits, ids, temperature=temperature)
+        found.append(
+            (*ours, *(grad[:5] for grad in torch.autograd.grad(ours[0].sum() + 3 * ours[1].sum(), inputs)),
+             *theirs, torch.autograd.grad(theirs[0].sum() + 3 * theirs[1].sum(), logits)[0][:, :5])
+        )  # fmt: skip
+    for masked, without in zip(*found, strict=True):
+        torch.testing.assert_close(masked, without, rtol=1e-5, atol=1e-5)
 
 
 def test_equal_to_the_naive_result_at_a_vocabulary_of_128k():
@@ -92,6 +116,25 @@ def test_a_policys_logprobs_are_those_of_its_logits_at_the_next_token(name):
     torch.testing.assert_close(result.logprobs, expected, rtol=1e-5, atol=1e-5)
     entropy = -(logprobs.exp() * logprobs).sum(-1)[mask.bool()]
     torch.testing.assert_close(result.entropy, entropy, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["eager", PACKED_ATTENTION])
+def test_a_policy_whose_head_masks_vocabulary_has_its_entropy(attention):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), attn_implementation=attention).eval()
+    ids = torch.randint(1, 90, (3, 9))
+    mask = torch.ones(3, 9)
+    mask[:, -1] = 0
+    logits = model.base_model(input_ids=ids).last_hidden_state @ model.lm_head.weight[:90].T
+    logprobs = (logits[mask.bool()] / 0.7).log_softmax(-1)
+    head = torch.nn.Linear(32, 97)
+    head.weight = model.lm_head.weight
+    head.bias.data.zero_()[90:] = -torch.inf
+    model.lm_head = head
+    result = PolicyModel(model, temperature=0.7)(ids, mask, with_entropy=True)
+    torch.testing.assert_close(result.entropy, -(logprobs.exp() * logprobs).sum(-1), rtol=1e-5, atol=1e-5)
+    result.entropy.sum().backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
 def test_a_plain_head_is_known_where_its_products_are_rounded_otherwise(monkeypatch):

@@ -21,7 +21,7 @@ from nemo_style_rlhf.rollout.logprobs import action_mask, micro_batch_iterator
 from nemo_style_rlhf.rollout.reference import FrozenCopy
 from nemo_style_rlhf.rollout.sampling import Timers, make_requests
 from nemo_style_rlhf.rollout.types import Rollout
-from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, FilterConfig
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, FilterConfig, ShapingConfig
 from nemo_style_rlhf.schema.common import EngineConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 from nemo_style_rlhf.scoring.interface import Scores
@@ -225,6 +225,63 @@ def test_a_sample_without_a_score_trains_nothing_and_is_counted():
     metrics = rollout_metrics(experience)
     assert metrics["train_rollouts/reward_failures"] == 2
     assert metrics["train_rollouts/rewards"] == pytest.approx(float(experience.scores.nanmean()))
+
+
+class ConstantScorer(LengthScorer):
+    """Gives every sample of the first two prompts 0.7, the others their length."""
+
+    def score(self, samples):
+        scores = super().score(samples).result()
+        for index, sample in enumerate(samples):
+            if sample.label in ("0", "1"):
+                scores.rewards[index] = 0.7
+        future = Future()
+        future.set_result(scores)
+        return future
+
+
+def test_groups_whose_rewards_are_all_equal_are_counted():
+    settings = {"scorer": ConstantScorer(), "advantage_estimator": "grpo", "normalize_advantages": False}
+    experience = collect(**settings)
+    assert rollout_metrics(experience)["train_rollouts/frac_reward_zero_std"] == 2 / 4
+    teaches = [part.any() for part in experience.advantages.split(experience.lengths)]
+    assert not any(teaches[:20]) and all(teaches[20:])
+    # An estimator compares what shaping and KL have made of the scores: charged for their lengths, all groups differ.
+    charged = collect(**settings, shaping=ShapingConfig(overlong_buffer=5))
+    assert rollout_metrics(charged)["train_rollouts/frac_reward_zero_std"] == 0
+    single = make_collector(scorer=ConstantScorer())
+    single.algorithm.samples_per_prompt = 1
+    single.algorithm.num_rollout_samples = 4
+    alone = single.collect(lambda count: PROMPTS[:count], step=1, timers=Timers())
+    assert "train_rollouts/frac_reward_zero_std" not in rollout_metrics(alone)
+
+
+def test_means_over_samples_leave_out_those_that_train_nothing():
+    experience = collect(scorer=UnluckyScorer(), normalize_advantages=False)
+    learned = 38  # of 40, two have no score
+    experience.kl = torch.full_like(experience.kl, 0.25)
+    metrics = rollout_metrics(experience)
+    tokens = float(experience.mask.sum())
+    assert metrics["train_rollouts/init_policy_kl_per_sample"] == pytest.approx(0.25 * tokens / learned)
+    scores = experience.scores.nansum()  # KL is 0 in the first step
+    assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(float(scores) / learned)
+    assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(metrics["train_rollouts/rewards"])
+
+
+def test_corrections_show_what_they_mask_and_what_is_left():
+    experience = collect()
+    weights = torch.zeros_like(experience.mask)
+    learned = experience.mask.nonzero().squeeze(1)
+    weights[learned[:10]], weights[learned[10:30]] = 2.0, 1.0
+    weights[experience.mask == 0] = 100.0
+    experience.correction, n = weights, len(learned)
+    metrics = rollout_metrics(experience)
+    # the sum is 10 * 2 + 20 = 40, that of squares 10 * 4 + 20 = 60
+    assert metrics["train_rollouts/correction_weight"] == pytest.approx(40 / n)
+    assert metrics["train_rollouts/correction_masked_fraction"] == pytest.approx((n - 30) / n)
+    assert metrics["train_rollouts/correction_ess"] == pytest.approx(1600 / (n * 60))
+    experience.correction = torch.zeros_like(weights)
+    assert rollout_metrics(experience)["train_rollouts/correction_ess"] == 0
 
 
 def test_filtering_draws_prompts_until_enough_of_them_teach():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_style_rlhf.algorithms.advantages import group_advantages
+from nemo_style_rlhf.algorithms.advantages import equal_share, group_advantages
 from nemo_style_rlhf.algorithms.corrections import importance_weights
 from nemo_style_rlhf.algorithms.kl import AdaptiveKLController, FixedKLController
 from nemo_style_rlhf.algorithms.names import CORRECTIONS, GROUP_KINDS
@@ -62,9 +62,26 @@ def test_group_advantages_by_hand():
     assert_close(group_advantages(scores, 4, kind="grpo"), [x, -x, -x, x])
 
 
-def test_equal_scores_teach_nothing():
-    for kind in GROUP_KINDS:
-        assert_close(group_advantages(torch.full((4,), 3.0), 4, kind=kind), [0.0] * 4)
+@pytest.mark.parametrize("kind", GROUP_KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_equal_scores_teach_exactly_nothing(kind, dtype):
+    """Their mean is rounded: 12 times 0.7 would get .11 from GRPO in fp32, 8 times 42.1 would get .75."""
+    generator = torch.Generator().manual_seed(0)
+    for size, score in [(12, 0.7), (8, 42.1), (8, -1e-20), (3, 1e30), (1, 0.1)]:
+        scores = torch.full((size,), score, dtype=dtype)
+        advantages = group_advantages(scores, size, kind=kind, eps=1e-9)
+        assert advantages.dtype == dtype and not advantages.any()
+        keep = torch.rand(size, generator=generator) > 0.4
+        scores[~keep] = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype).repeat(4)[:size][~keep]
+        assert not group_advantages(scores, size, kind=kind, eps=1e-9, keep=keep).any()
+
+
+def test_groups_without_a_difference_are_counted_by_what_is_kept():
+    # equal; different; equal but for a sample that is not kept; nothing kept, which does not count; a sample alone
+    scores = torch.tensor([0.7, 0.7, 0.7, 1, 1, 2, 3, 3, math.nan, 5, 6, 7, 4, math.inf, -math.inf])
+    keep = torch.tensor([1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0])
+    assert equal_share(scores, 3, keep=keep) == 3 / 4
+    assert equal_share(scores[:6], 3, keep=torch.zeros(6)) == 0
 
 
 def test_groups_that_cannot_be_are_refused():
