@@ -72,7 +72,10 @@ class Collector:
         self._kl: FixedKLController | AdaptiveKLController = FixedKLController(algorithm.initial_policy_kl_penalty)
         if algorithm.kl_target:
             self._kl = AdaptiveKLController(
-                algorithm.initial_policy_kl_penalty, algorithm.kl_target, algorithm.kl_horizon
+                algorithm.initial_policy_kl_penalty,
+                algorithm.kl_target,
+                algorithm.kl_horizon,
+                algorithm.kl_min_multiplier,
             )
         self._normalizer = RunningNormalizer()
 
@@ -138,7 +141,8 @@ class Collector:
             counts=counts,
         )
         self._learn_from(experience)
-        self._kl.update(float(masked_mean(experience.kl, experience.mask)), len(rollouts))
+        if step > self.algorithm.critic_warmup_steps:  # until then the policy is the reference, its KL says nothing
+            self._kl.update(float(masked_mean(experience.kl, experience.mask)), len(rollouts))
         return experience
 
     def sample(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, run_seed: int) -> Sampled:

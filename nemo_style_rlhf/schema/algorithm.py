@@ -122,7 +122,10 @@ class AlgorithmConfig:
     kl_target: float = 0.0
     """KL per token the coefficient is steered to (arXiv 1909.08593, section 2.2); 0 keeps the coefficient."""
     kl_horizon: int = 10000
-    """Samples over which the coefficient moves."""
+    """Samples over which the coefficient moves: by up to 20 % x num_rollout_samples / kl_horizon in a step."""
+    kl_min_multiplier: float = 0.5
+    """Least factor by which a step may lower the coefficient; without a bound it would turn negative where num_rollout_samples is
+    more than 5 x kl_horizon."""
 
     ratio_eps: float = 0.2
     """PPO clips the probability ratio to 1 - ratio_eps .. 1 + ratio_eps."""
@@ -182,6 +185,8 @@ class AlgorithmConfig:
             key("initial_policy_kl_penalty"), self.initial_policy_kl_penalty, "a number above 0 for kl_target to steer",
         )  # fmt: skip
         require(self.kl_horizon > 0, key("kl_horizon"), self.kl_horizon, "a number of samples above 0")
+        least = self.kl_min_multiplier
+        require(0 < least <= 1, key("kl_min_multiplier"), least, "a number above 0, at most 1")
         if self.advantage_estimator in GROUP_KINDS and self.samples_per_prompt < 2:
             raise UserError(
                 f"algorithm.advantage_estimator={self.advantage_estimator} compares responses to one prompt: set "

@@ -155,6 +155,27 @@ def test_a_resumed_run_takes_the_kl_coefficient_from_its_checkpoint_only_where_i
     assert collector.kl_coef == resumed
 
 
+def test_the_kl_coefficient_waits_for_the_policy_to_learn():
+    collector = make_collector(initial_policy_kl_penalty=0.1, kl_target=0.05, kl_horizon=400, critic_warmup_steps=2)
+    coefs = []
+    for step in (1, 2, 3):
+        collector.collect(lambda count: PROMPTS[:count], step=step, timers=Timers())
+        coefs.append(collector.kl_coef)
+    assert coefs == [0.1, 0.1, pytest.approx(0.1 * (1 - 0.2 * 40 / 400))]  # KL is 0: an error of -1, clipped at -.2
+
+
+def test_the_least_kl_multiplier_is_the_configurations():
+    collector = make_collector(initial_policy_kl_penalty=0.1, kl_target=0.05, kl_horizon=4, kl_min_multiplier=0.75)
+    collector.collect(lambda count: PROMPTS[:count], step=1, timers=Timers())
+    assert collector.kl_coef == pytest.approx(0.075)
+
+
+@pytest.mark.parametrize("multiplier", [0.0, -0.5, 1.5, float("nan")])
+def test_a_kl_multiplier_that_could_turn_the_penalty_around_is_refused(multiplier):
+    with pytest.raises(UserError, match=r"algorithm\.kl_min_multiplier=.* is not possible: expected a number above 0"):
+        AlgorithmConfig(kl_min_multiplier=multiplier).validate()
+
+
 def test_an_experience_lists_samples_in_the_order_of_their_requests():
     experience = collect()
     expected = [(prompt.prompt_id, index) for prompt in PROMPTS for index in range(10)]
