@@ -243,6 +243,22 @@ class Collector:
             )
         return mask
 
+    @staticmethod
+    def _require_finite_values(experience: Experience) -> None:
+        """
+        Raises:
+            UserError: the critic has no number for a state whose action is learned from: both halves would learn NaN.
+        """
+        assert experience.values is not None
+        wrong = experience.mask.bool() & ~experience.values.isfinite()
+        if wrong.any():
+            samples = sum(bool(part.any()) for part in wrong.split(experience.lengths))
+            raise UserError(
+                f"the critic's values of {samples} of {len(experience.lengths)} samples are not finite (the first is "
+                f"{float(experience.values[wrong][0])}): lower the server's engine.optim.lr and go back to a checkpoint, or "
+                "check the reward model it began with"
+            )
+
     def _learn_from(self, experience: Experience) -> None:
         """Fill in rewards, advantages, returns and corrections."""
         algorithm, lengths = self.algorithm, experience.lengths
@@ -252,6 +268,8 @@ class Collector:
                 f"every sample of this step was truncated or has no reward ({int(experience.failed.sum())} of "
                 f"{len(lengths)} failed, reward.on_error=mask): nothing would be learned"
             )
+        if algorithm.uses_critic:
+            self._require_finite_values(experience)
         mask = pad(experience.mask, lengths)
         scores = shape_scores(
             experience.scores,

@@ -248,6 +248,31 @@ def test_a_sample_without_a_score_trains_nothing_and_is_counted():
     assert metrics["train_rollouts/rewards"] == pytest.approx(float(experience.scores.nanmean()))
 
 
+class BrokenCritic(LengthScorer):
+    """Has no number for the value of one action in each group of 32, and for all states after the last action."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def score(self, samples):
+        scores = super().score(samples).result()
+        ends = torch.tensor([len(sample.tokens) for sample in samples]).cumsum(0) - 1
+        scores.values[ends] = torch.nan
+        scores.values[int(ends[3]) + self.at] = torch.inf
+        future = Future()
+        future.set_result(scores)
+        return future
+
+
+def test_values_that_are_not_finite_stop_the_run_in_one_sentence():
+    with pytest.raises(
+        UserError, match=r"^the critic's values of 2 of 40 samples are not finite \(the first is inf\): "
+    ):
+        collect(scorer=BrokenCritic(at=-1))
+    assert collect(scorer=BrokenCritic(at=0)).advantages.isfinite().all()  # no action's value
+    assert collect(scorer=BrokenCritic(at=-1), advantage_estimator="rloo").advantages.isfinite().all()  # asks for none
+
+
 def test_filtering_draws_prompts_until_enough_of_them_teach():
     # The score is the length, so longer prompts score higher: the filter keeps some prompts and asks for the rest again.
     means = [sum(part.tolist()) / 10 for part in collect().scores.split(10)]
