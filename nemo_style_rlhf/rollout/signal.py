@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.advantages import discounted_returns, gae, group_advantages
@@ -18,7 +19,7 @@ from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 
 @dataclass
 class Signal:
-    """[batch, time] each, 0 where the mask is."""
+    """[batch, time] each, 0 where nothing is learned."""
 
     rewards: Tensor
     """Score at the last action, and the KL penalty where it is part of the reward."""
@@ -28,15 +29,16 @@ class Signal:
 
 
 def shape_scores(
-    scores: Tensor, failed: Tensor, lengths: Tensor, truncated: Tensor, config: AlgorithmConfig, *, max_length: int,
+    scores: Tensor, failed: Tensor, lengths: Tensor, truncated: Tensor, config: AlgorithmConfig, *, max_length: Tensor | int,
     normalizer: RunningNormalizer,
 ) -> Tensor:  # fmt: skip
-    """Scores [B] normalised, clipped, then charged for length; before any baseline sees them.
+    """Scores [B] normalised, clipped, then charged for length or replaced; before any baseline sees them.
 
     Args:
         failed: [B] bool, samples without a score: they get 0 and stay out of the running statistics.
         lengths: [B] response tokens.
         truncated: [B] bool.
+        max_length: tokens that each response, [B], or all of them might have had; overlong_buffer is at most that.
     """
     shaping = config.shaping
     if shaping.normalize == "running":
@@ -44,18 +46,20 @@ def shape_scores(
         scores = normalizer.normalize(scores)
     scores = clip_scores(scores, low=shaping.clip_low, high=shaping.clip_high)
     if shaping.overlong_buffer:
-        penalty = overlong_penalty(
-            lengths, max_length=max_length, buffer=shaping.overlong_buffer, factor=shaping.overlong_factor
-        )
-        scores = scores + penalty
+        limits = torch.as_tensor(max_length)
+        buffer = limits.clamp(max=shaping.overlong_buffer)
+        scores = scores + overlong_penalty(lengths, max_length=limits, buffer=buffer, factor=shaping.overlong_factor)
     if config.truncated_samples == "penalise":
         scores = truncation_penalty(scores, truncated, coef=config.truncation_penalty)
+    elif config.truncated_samples == "replace":
+        scores = scores.masked_fill(truncated, config.truncation_penalty)
     return scores.masked_fill(failed, 0.0)
 
 
 def estimate(
-    scores: Tensor, kl: Tensor, values: Tensor | None, mask: Tensor, config: AlgorithmConfig, *, kl_coef: float
-) -> Signal:
+    scores: Tensor, kl: Tensor, values: Tensor | None, mask: Tensor, config: AlgorithmConfig, *, kl_coef: float,
+    learned: Tensor | None = None,
+) -> Signal:  # fmt: skip
     """Advantages of every token, by ``config.advantage_estimator``.
 
     The estimators that compare responses to one prompt take the whole response's KL penalty into its score (TRL's
@@ -65,10 +69,13 @@ def estimate(
         scores: [B], shaped, ``samples_per_prompt`` neighbours to each prompt.
         kl: [B, T].
         values: [B, T], for gae.
-        mask: [B, T]; a sequence without actions is no part of its group.
+        mask: [B, T], all actions of the samples that have a score; a sequence without actions is no part of its group.
+        learned: [B, T], the actions of ``mask`` that train (default all): the others are compared with, but get 0 and are no
+            part of whitening.
     """
+    learned = mask if learned is None else learned
     penalty = kl_coef if config.kl_in == "reward" else 0.0
-    rewards = place_rewards(scores, kl, mask, kl_coef=penalty)
+    rewards = place_rewards(scores, kl if penalty else torch.zeros_like(kl), mask, kl_coef=penalty)
     returns = None
     if config.advantage_estimator == "gae":
         assert values is not None
@@ -83,7 +90,11 @@ def estimate(
             eps=config.group_eps,
             keep=mask.bool().any(-1),
         )
-        advantages = zero_masked(compared[:, None].expand_as(mask), mask)
+        advantages = compared[:, None].expand_as(mask)
     if config.normalize_advantages:
-        advantages = masked_whiten(advantages, mask)
-    return Signal(rewards, advantages, returns)
+        advantages = masked_whiten(advantages, learned)
+    return Signal(
+        zero_masked(rewards, learned),
+        zero_masked(advantages, learned),
+        None if returns is None else zero_masked(returns, learned),
+    )

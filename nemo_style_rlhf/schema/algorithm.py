@@ -145,9 +145,10 @@ class AlgorithmConfig:
     with (TRL's PPOTrainer): a forward pass less per step, off by the gap between both engines."""
 
     truncated_samples: str = "keep"
-    """Responses that reached generation.max_length: keep, mask (they train nothing) or penalise."""
+    """Responses that reached generation.max_length: keep, mask (they train nothing, but others of their group are compared with
+    them), penalise (truncation_penalty is added to their score) or replace (truncation_penalty becomes their score)."""
     truncation_penalty: float = -1.0
-    """Added to the score of truncated samples (penalise)."""
+    """What truncated samples pay (penalise), or their score after all other shaping (replace)."""
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
@@ -207,5 +208,5 @@ CHOICES = {
     "ratio_level": ("token", "sequence"),
     "loss_aggregation": AGGREGATIONS,
     "old_logprobs": ("trainer", "sampler"),
-    "truncated_samples": ("keep", "mask", "penalise"),
+    "truncated_samples": ("keep", "mask", "penalise", "replace"),
 }

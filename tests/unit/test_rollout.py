@@ -1,6 +1,7 @@
 """From samples to experience: alignment, masks, plans and seeds."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ from nemo_style_rlhf.rollout.logprobs import action_mask, micro_batch_iterator
 from nemo_style_rlhf.rollout.reference import FrozenCopy
 from nemo_style_rlhf.rollout.sampling import Timers, make_requests
 from nemo_style_rlhf.rollout.types import Rollout
-from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, FilterConfig
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, FilterConfig, ShapingConfig
 from nemo_style_rlhf.schema.common import EngineConfig
-from nemo_style_rlhf.schema.generation import GenerationConfig
+from nemo_style_rlhf.schema.generation import GenerationConfig, SamplingOverrides
 from nemo_style_rlhf.scoring.interface import Scores
 from tests.models import SHAPE
 
@@ -211,7 +212,66 @@ def test_truncated_samples_are_kept_masked_or_penalised():
     returns = torch.stack([part[mask.bool()][0] for part, mask in zip(
         penalised.returns.split(penalised.lengths), penalised.mask.split(penalised.lengths))])  # fmt: skip
     torch.testing.assert_close(returns, penalised.scores - 3.0 * truncated)
+    replaced = collect(truncated_samples="replace", truncation_penalty=-3.0, normalize_advantages=False, gae_lambda=1.0)
+    returns = torch.stack([part[mask.bool()][0] for part, mask in zip(
+        replaced.returns.split(replaced.lengths), replaced.mask.split(replaced.lengths))])  # fmt: skip
+    torch.testing.assert_close(returns, replaced.scores.masked_fill(truncated, -3.0))
     assert rollout_metrics(kept)["train_rollouts/truncated_fraction"] == pytest.approx(float(truncated.float().mean()))
+
+
+class FarReference:
+    """Finds every token certain: the KL estimate k1 is each token's log-probability."""
+
+    def logprobs(self, tokens, lengths, mask, temperatures):
+        return torch.zeros_like(mask)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "reinforce_baseline", "reinforce", "gae"])
+def test_masked_samples_stay_in_the_baseline_with_their_kl(estimator):
+    """Nothing changes for the samples that are learned from, but for whitening."""
+
+    def experience(truncated_samples):
+        collector = make_collector(
+            truncated_samples=truncated_samples, advantage_estimator=estimator, normalize_advantages=False
+        )
+        collector.reference = FarReference()
+        return collector.collect(lambda count: PROMPTS[:count], step=1, timers=Timers())
+
+    kept, masked = experience("keep"), experience("mask")
+    learned = masked.mask.bool()
+    assert 0 < learned.sum() < kept.mask.sum()
+    for name in ("rewards", "advantages", "logprobs", "kl"):
+        torch.testing.assert_close(getattr(masked, name)[learned], getattr(kept, name)[learned])
+    assert not masked.advantages[~learned].any() and not masked.rewards[~learned].any()
+    if estimator == "gae":
+        torch.testing.assert_close(masked.returns, kept.returns * learned)
+
+
+def test_a_failed_sample_is_no_part_of_its_group_even_where_it_was_truncated():
+    settings = {"advantage_estimator": "dr_grpo", "normalize_advantages": False, "truncated_samples": "mask"}
+    experience = collect(scorer=UnluckyScorer(), **settings)
+    groups = experience.scores.view(4, 10)  # NaN where the sample failed
+    expected = (groups - groups.nanmean(-1, keepdim=True)).flatten()
+    for part, mask, advantage in zip(
+        experience.advantages.split(experience.lengths), experience.mask.split(experience.lengths), expected
+    ):
+        torch.testing.assert_close(part[mask.bool()], advantage.expand(int(mask.sum())))
+
+
+def test_a_prompts_own_max_length_is_what_its_responses_are_charged_against():
+    own = [replace(prompt, sampling=SamplingOverrides(max_length=3)) for prompt in PROMPTS[:2]]
+    shaping = ShapingConfig(overlong_buffer=4)
+    collector = make_collector(shaping=shaping, normalize_advantages=False, gae_lambda=1.0, truncated_samples="keep")
+    experience = collector.collect(lambda count: [*own, *PROMPTS[2:count]], step=1, timers=Timers())
+    for sample, score, returns, mask in zip(
+        experience.rollouts, experience.scores, experience.returns.split(experience.lengths),
+        experience.mask.split(experience.lengths),
+    ):  # fmt: skip
+        length = len(sample.response_tokens)
+        # of 6 tokens the last 4 cost; of 3 tokens all do
+        charge = length / 3 if sample.sample.prompt_id < 2 else max(0, length - 2) / 4
+        assert float(returns[mask.bool()][0]) == pytest.approx(float(score) - charge)
+    assert any(sample.truncated for sample in experience.rollouts[:20])
 
 
 def test_a_rollout_with_nothing_to_learn_from_stops_the_run():
