@@ -35,7 +35,7 @@ class ShapingConfig:
     clip_high: float | None = None
     """Scores are clipped before any baseline or group statistics see them."""
     overlong_buffer: int = 0
-    """The last tokens before generation.max_length that cost a growing penalty (DAPO); 0 turns it off."""
+    """The last tokens before generation.max_length, or the row's own, that cost a growing penalty (DAPO); 0 turns it off."""
     overlong_factor: float = 1.0
     """The penalty at full length."""
 
