@@ -70,17 +70,22 @@ class FixedKLController:
 class AdaptiveKLController:
     """A KL coefficient that steers towards ``target`` (arXiv 1909.08593, section 2.2)."""
 
-    def __init__(self, coef: float, target: float, horizon: float) -> None:
+    def __init__(self, coef: float, target: float, horizon: float, min_multiplier: float = 0.5) -> None:
         """
         Args:
             target: KL wanted, in the unit that :meth:`update` is given.
             horizon: samples over which a constant error of 20 % or more changes the coefficient by about 20 %.
+            min_multiplier: smallest factor of one update, above 0: the published one turns negative once a rollout has more than
+                5 x horizon samples.
         """
         self.coef = coef
         self.target = target
         self.horizon = horizon
+        self.min_multiplier = min_multiplier
 
     def update(self, kl: float, num_samples: int) -> None:
-        """coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)."""
+        """coef <- coef * max(1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon, min_multiplier); none for NaN."""
+        if math.isnan(kl):
+            return
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * num_samples / self.horizon
+        self.coef *= max(1 + error * num_samples / self.horizon, self.min_multiplier)

@@ -30,11 +30,12 @@ def clip_scores(scores: Tensor, *, low: float | None, high: float | None) -> Ten
     return scores if low is None and high is None else scores.clamp(low, high)
 
 
-def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
+def overlong_penalty(lengths: Tensor, *, max_length: Tensor | int, buffer: Tensor | int, factor: float) -> Tensor:
     """0 up to max_length - buffer tokens, then falling linearly to -factor at max_length (DAPO, arXiv 2503.14476, eq. 13).
 
     Args:
         lengths: [batch] response tokens.
+        max_length, buffer: of all, or [batch].
 
     Returns:
         [batch] float32, to add to the scores.

@@ -31,12 +31,15 @@ class Prompt:
 
 
 def load_prompts(
-    path: str, config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase
+    path: str, config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, *, whole_distribution: bool = False
 ) -> tuple[list[Prompt], DropReport]:
     """Tokenised prompts of one file, in its order.
 
     Prompts longer than ``config.max_prompt_length`` tokens, empty ones, conversations that the chat template refuses and HH
     transcripts without an answer are dropped and counted in the report.
+
+    Args:
+        whole_distribution: refuse rows whose own settings leave out a part of it.
 
     Raises:
         UserError: missing file, broken JSON, missing key, empty data set, or nothing left.
@@ -56,7 +59,13 @@ def load_prompts(
             report.drop(str(reason), record)
         else:
             label, metadata = _label(record, config), _metadata(record, config)
-            prompts.append(Prompt(record.index, token_ids, text, label, metadata, _sampling(record, config)))
+            sampling = _sampling(record, config)
+            if whole_distribution and sampling.cut:
+                raise UserError(
+                    f"{record.where}: {sampling.cut} leaves out a part of the distribution but algorithm.old_logprobs=sampler "
+                    "needs log-probabilities of the whole one: take it out of the row, or use algorithm.old_logprobs=trainer"
+                )
+            prompts.append(Prompt(record.index, token_ids, text, label, metadata, sampling))
     report.kept = len(prompts)
     report.require_kept("check the file, or raise data.max_prompt_length")
     return prompts, report

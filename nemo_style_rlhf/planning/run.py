@@ -100,8 +100,11 @@ def _longest_prompt(config: PlanConfig) -> int | None:
     if not config.data.train_path:
         return None
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    paths = [config.data.train_path, *([config.data.val_path] if config.data.val_path else [])]
-    return max(len(prompt.token_ids) for path in paths for prompt in load_prompts(path, config.data, tokenizer)[0])
+    whole = config.algorithm.old_logprobs == "sampler"
+    prompts, _ = load_prompts(config.data.train_path, config.data, tokenizer, whole_distribution=whole)
+    if config.data.val_path:
+        prompts += load_prompts(config.data.val_path, config.data, tokenizer)[0]
+    return max(len(prompt.token_ids) for prompt in prompts)
 
 
 def _too_large(processes: list[ProcessPlan], device: Device, *, together: bool) -> list[ProcessPlan]:

@@ -64,7 +64,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     store = CheckpointStore(output_dir / "checkpoints", config.checkpoint.keep_last)
     run_id = _run_id(config, store) if os.environ.get("RANK", "0") == "0" else ""
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    prompts = _load(config.data.train_path, config, tokenizer)
+    prompts = _load(config.data.train_path, config, tokenizer, learned=True)
     val_prompts = _load(config.data.val_path, config, tokenizer) if config.data.val_path else []
     total_steps = min(_total_steps(each, len(prompts)) for each in (whole, config))
     policy = load_causal_lm(config.model)
@@ -148,8 +148,11 @@ def _run_id(config: PPOActorConfig, store: CheckpointStore) -> str:
     return manifest.run_id
 
 
-def _load(path: str, config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    prompts, report = load_prompts(path, config.data, tokenizer)
+def _load(
+    path: str, config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, *, learned: bool = False
+) -> list[Prompt]:
+    whole = learned and config.algorithm.old_logprobs == "sampler"
+    prompts, report = load_prompts(path, config.data, tokenizer, whole_distribution=whole)
     log.info("%s", report)
     return prompts
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -256,7 +257,8 @@ class PPOTrainer:
         )
         metrics = validation_metrics(sampled, pass_score=algorithm.val_pass_score)
         reward, best = metrics["val_rollouts/rewards"], self.progress.best_reward
-        if self._config.checkpoint.keep_best and (best is None or reward > best):
+        # NaN, where every sample failed, is never the best.
+        if self._config.checkpoint.keep_best and reward > (-math.inf if best is None else best):
             self.progress = replace(self.progress, best_reward=reward)
             self._export("best")
             if self._ranks.is_first:

@@ -72,7 +72,10 @@ class Collector:
         self._kl: FixedKLController | AdaptiveKLController = FixedKLController(algorithm.initial_policy_kl_penalty)
         if algorithm.kl_target:
             self._kl = AdaptiveKLController(
-                algorithm.initial_policy_kl_penalty, algorithm.kl_target, algorithm.kl_horizon
+                algorithm.initial_policy_kl_penalty,
+                algorithm.kl_target,
+                algorithm.kl_horizon,
+                algorithm.kl_min_multiplier,
             )
         self._normalizer = RunningNormalizer()
 
@@ -103,19 +106,20 @@ class Collector:
         rollouts, pending, counts = self._rollouts(take, step, timers)
         lengths = [len(rollout.tokens) for rollout in rollouts]
         tokens = torch.cat([rollout.tokens for rollout in rollouts])
-        mask = self._mask(rollouts, lengths)
+        actions = action_mask(rollouts)
+        mask = self._mask(rollouts, lengths, actions)
         temperatures = self._temperatures(rollouts)
-        logprobs = torch.cat([action_aligned(rollout.sampler_logprobs) for rollout in rollouts]) * mask
+        logprobs = torch.cat([action_aligned(rollout.sampler_logprobs) for rollout in rollouts]) * actions
         sampler_logprobs = None
         if self.algorithm.old_logprobs == "trainer":
             sampler_logprobs = logprobs
             logprobs = batch_logprobs(
-                self.policy, tokens, lengths, mask, self.engine, self.device, self.ranks, temperatures
+                self.policy, tokens, lengths, actions, self.engine, self.device, self.ranks, temperatures
             )
         timers.lap("logprobs")
         kl, ref_logprobs = torch.zeros_like(logprobs), None
         if self.reference is not None:
-            ref_logprobs = self.reference.logprobs(tokens, lengths, mask, temperatures)
+            ref_logprobs = self.reference.logprobs(tokens, lengths, actions, temperatures)
             kl = kl_estimate(logprobs, ref_logprobs, kind=self.algorithm.kl_estimator)
         timers.lap("reference_logprobs")
         scores = self._scores(pending)
@@ -138,7 +142,8 @@ class Collector:
             counts=counts,
         )
         self._learn_from(experience)
-        self._kl.update(float(masked_mean(experience.kl, experience.mask)), len(rollouts))
+        if step > self.algorithm.critic_warmup_steps:  # until then the policy is the reference, its KL says nothing
+            self._kl.update(float(masked_mean(experience.kl, experience.mask)), len(rollouts))
         return experience
 
     def sample(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, run_seed: int) -> Sampled:
@@ -227,27 +232,45 @@ class Collector:
             return None
         return torch.tensor([rollout.temperature or self.temperature for rollout in rollouts])
 
-    def _mask(self, rollouts: Sequence[Rollout], lengths: Sequence[int]) -> Tensor:
-        mask = action_mask(rollouts)
-        if self.algorithm.truncated_samples == "mask":
-            kept = torch.tensor([float(not rollout.truncated) for rollout in rollouts])
-            mask *= kept.repeat_interleave(torch.tensor(lengths))
+    def _mask(self, rollouts: Sequence[Rollout], lengths: Sequence[int], actions: Tensor) -> Tensor:
+        """The ``actions`` to learn from."""
+        out = [self.algorithm.truncated_samples == "mask" and rollout.truncated for rollout in rollouts]
+        mask = actions * (~torch.tensor(out)).float().repeat_interleave(torch.tensor(lengths))
         if not mask.any():
             raise NothingToLearnError(
                 f"all {len(rollouts)} samples of this step were truncated and algorithm.truncated_samples=mask: "
-                "nothing would be learned; raise generation.max_length or use keep or penalise"
+                "nothing would be learned; raise generation.max_length or use keep, penalise or replace"
             )
         return mask
+
+    @staticmethod
+    def _require_finite_values(experience: Experience) -> None:
+        """
+        Raises:
+            UserError: the critic has no number for a state whose action is learned from: both halves would learn NaN.
+        """
+        assert experience.values is not None
+        wrong = experience.mask.bool() & ~experience.values.isfinite()
+        if wrong.any():
+            samples = sum(bool(part.any()) for part in wrong.split(experience.lengths))
+            raise UserError(
+                f"the critic's values of {samples} of {len(experience.lengths)} samples are not finite (the first is "
+                f"{float(experience.values[wrong][0])}): lower the server's engine.optim.lr and go back to a checkpoint, or "
+                "check the reward model it began with"
+            )
 
     def _learn_from(self, experience: Experience) -> None:
         """Fill in rewards, advantages, returns and corrections."""
         algorithm, lengths = self.algorithm, experience.lengths
-        experience.mask *= (~experience.failed).float().repeat_interleave(torch.tensor(lengths))
+        scored = (~experience.failed).float().repeat_interleave(torch.tensor(lengths))
+        experience.mask *= scored
         if not experience.mask.any():
             raise NothingToLearnError(
                 f"every sample of this step was truncated or has no reward ({int(experience.failed.sum())} of "
                 f"{len(lengths)} failed, reward.on_error=mask): nothing would be learned"
             )
+        if algorithm.uses_critic:
+            self._require_finite_values(experience)
         mask = pad(experience.mask, lengths)
         scores = shape_scores(
             experience.scores,
@@ -255,11 +278,13 @@ class Collector:
             torch.tensor([len(rollout.response_tokens) for rollout in experience.rollouts]),
             torch.tensor([rollout.truncated for rollout in experience.rollouts]),
             algorithm,
-            max_length=self.max_length,
+            max_length=torch.tensor([rollout.max_length for rollout in experience.rollouts]),
             normalizer=self._normalizer,
         )
         values = None if experience.values is None else pad(experience.values, lengths)
-        signal = estimate(scores, pad(experience.kl, lengths), values, mask, algorithm, kl_coef=self._kl.coef)
+        compared = pad(action_mask(experience.rollouts) * scored, lengths)
+        kl = pad(experience.kl, lengths)
+        signal = estimate(scores, kl, values, compared, algorithm, kl_coef=self._kl.coef, learned=mask)
         experience.rewards = unpad(signal.rewards, lengths)
         experience.advantages = unpad(signal.advantages, lengths)
         if signal.equal_groups is not None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.advantages import discounted_returns, equal_share, gae, group_advantages
@@ -18,7 +19,7 @@ from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 
 @dataclass
 class Signal:
-    """[batch, time] each, 0 where the mask is."""
+    """[batch, time] each, 0 where nothing is learned."""
 
     rewards: Tensor
     """Score at the last action, and the KL penalty where it is part of the reward."""
@@ -26,19 +27,20 @@ class Signal:
     returns: Tensor | None
     """What the critic learns, where there is one."""
     equal_groups: float | None
-    """Share of the groups whose rewards are all equal, of those with any sample; None with one sample per prompt."""
+    """Share of the groups whose scores are all equal, of those with any sample; None with one sample per prompt."""
 
 
 def shape_scores(
-    scores: Tensor, failed: Tensor, lengths: Tensor, truncated: Tensor, config: AlgorithmConfig, *, max_length: int,
+    scores: Tensor, failed: Tensor, lengths: Tensor, truncated: Tensor, config: AlgorithmConfig, *, max_length: Tensor | int,
     normalizer: RunningNormalizer,
 ) -> Tensor:  # fmt: skip
-    """Scores [B] normalised, clipped, then charged for length; before any baseline sees them.
+    """Scores [B] normalised, clipped, then charged for length or replaced; before any baseline sees them.
 
     Args:
         failed: [B] bool, samples without a score: they get 0 and stay out of the running statistics.
         lengths: [B] response tokens.
         truncated: [B] bool.
+        max_length: tokens that each response, [B], or all of them might have had; overlong_buffer is at most that.
     """
     shaping = config.shaping
     if shaping.normalize == "running":
@@ -46,18 +48,20 @@ def shape_scores(
         scores = normalizer.normalize(scores)
     scores = clip_scores(scores, low=shaping.clip_low, high=shaping.clip_high)
     if shaping.overlong_buffer:
-        penalty = overlong_penalty(
-            lengths, max_length=max_length, buffer=shaping.overlong_buffer, factor=shaping.overlong_factor
-        )
-        scores = scores + penalty
+        limits = torch.as_tensor(max_length)
+        buffer = limits.clamp(max=shaping.overlong_buffer)
+        scores = scores + overlong_penalty(lengths, max_length=limits, buffer=buffer, factor=shaping.overlong_factor)
     if config.truncated_samples == "penalise":
         scores = truncation_penalty(scores, truncated, coef=config.truncation_penalty)
+    elif config.truncated_samples == "replace":
+        scores = scores.masked_fill(truncated, config.truncation_penalty)
     return scores.masked_fill(failed, 0.0)
 
 
 def estimate(
-    scores: Tensor, kl: Tensor, values: Tensor | None, mask: Tensor, config: AlgorithmConfig, *, kl_coef: float
-) -> Signal:
+    scores: Tensor, kl: Tensor, values: Tensor | None, mask: Tensor, config: AlgorithmConfig, *, kl_coef: float,
+    learned: Tensor | None = None,
+) -> Signal:  # fmt: skip
     """Advantages of every token, by ``config.advantage_estimator``.
 
     The estimators that compare responses to one prompt take the whole response's KL penalty into its score (TRL's
@@ -67,14 +71,14 @@ def estimate(
         scores: [B], shaped, ``samples_per_prompt`` neighbours to each prompt.
         kl: [B, T].
         values: [B, T], for gae.
-        mask: [B, T]; a sequence without actions is no part of its group.
+        mask: [B, T], all actions of the samples that have a score; a sequence without actions is no part of its group.
+        learned: [B, T], the actions of ``mask`` that train (default all): the others are compared with, but get 0 and are no
+            part of whitening.
     """
+    learned = mask if learned is None else learned
     penalty = kl_coef if config.kl_in == "reward" else 0.0
-    rewards = place_rewards(scores, kl, mask, kl_coef=penalty)
-    compared, kept = rewards.sum(-1), mask.bool().any(-1)
-    equal_groups = None
-    if config.samples_per_prompt > 1:
-        equal_groups = equal_share(compared, config.samples_per_prompt, keep=kept)
+    rewards = place_rewards(scores, kl if penalty else torch.zeros_like(kl), mask, kl_coef=penalty)
+    group_size, kept = config.samples_per_prompt, mask.bool().any(-1)
     returns = None
     if config.advantage_estimator == "gae":
         assert values is not None
@@ -82,10 +86,15 @@ def estimate(
     elif config.advantage_estimator == "reinforce":
         advantages = discounted_returns(rewards, mask, gamma=config.discount_factor)
     else:
-        relative = group_advantages(
-            compared, config.samples_per_prompt, kind=config.advantage_estimator, eps=config.group_eps, keep=kept
+        compared = group_advantages(
+            rewards.sum(-1), group_size, kind=config.advantage_estimator, eps=config.group_eps, keep=kept
         )
-        advantages = zero_masked(relative[:, None].expand_as(mask), mask)
+        advantages = compared[:, None].expand_as(mask)
     if config.normalize_advantages:
-        advantages = masked_whiten(advantages, mask)
-    return Signal(rewards, advantages, returns, equal_groups)
+        advantages = masked_whiten(advantages, learned)
+    return Signal(
+        zero_masked(rewards, learned),
+        zero_masked(advantages, learned),
+        None if returns is None else zero_masked(returns, learned),
+        equal_groups=equal_share(scores, group_size, keep=kept) if group_size > 1 else None,
+    )

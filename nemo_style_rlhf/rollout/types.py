@@ -25,6 +25,8 @@ class Rollout:
     """[L] int64: the policy that produced each response token; -1 elsewhere."""
     finish_reason: str
     """``stop`` or ``length``."""
+    max_length: int
+    """Tokens the response could have had: generation.max_length, or the prompt's own."""
     prompt_text: str
     temperature: float | None = None
     """The prompt's own; None for the run's."""
@@ -56,6 +58,7 @@ class Rollout:
             sampler_logprobs=logprobs,
             weights_version=torch.where(response_mask, completion.weights_version, -1),
             finish_reason=completion.finish_reason,
+            max_length=completion.request.max_tokens,
             prompt_text=prompt_text,
             temperature=completion.request.sampling.temperature,
             label=label,
@@ -79,7 +82,7 @@ class Experience:
     tokens: Tensor
     """[N] int64."""
     mask: Tensor
-    """1 where the action is a token the policy produced and learns from."""
+    """1 where the action is a token the policy produced and learns from; what was masked for being truncated is compared with."""
     sampler_logprobs: Tensor | None
     """Nats, as reported by the generator; None where they are ``logprobs``."""
     logprobs: Tensor

@@ -129,6 +129,8 @@ class PPOActorConfig:
                 "checkpoint.keep_best=true needs validation to tell which is best: set data.val_path and "
                 "algorithm.val_check_interval, or keep_best=false"
             )
+        buffer, longest = self.algorithm.shaping.overlong_buffer, self.generation.max_length
+        require(buffer <= longest, "algorithm.shaping.overlong_buffer", buffer, f"0 to generation.max_length={longest}")
         if self.algorithm.old_logprobs == "sampler":
             self._validate_sampler_logprobs()
 

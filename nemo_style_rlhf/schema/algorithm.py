@@ -36,7 +36,7 @@ class ShapingConfig:
     clip_high: float | None = None
     """Scores are clipped before any baseline or group statistics see them."""
     overlong_buffer: int = 0
-    """The last tokens before generation.max_length that cost a growing penalty (DAPO); 0 turns it off."""
+    """The last tokens before generation.max_length, or the row's own, that cost a growing penalty (DAPO); 0 turns it off."""
     overlong_factor: float = 1.0
     """The penalty at full length."""
 
@@ -123,7 +123,10 @@ class AlgorithmConfig:
     kl_target: float = 0.0
     """KL per token the coefficient is steered to (arXiv 1909.08593, section 2.2); 0 keeps the coefficient."""
     kl_horizon: int = 10000
-    """Samples over which the coefficient moves."""
+    """Samples over which the coefficient moves: by up to 20 % x num_rollout_samples / kl_horizon in a step."""
+    kl_min_multiplier: float = 0.5
+    """Least factor by which a step may lower the coefficient; without a bound it would turn negative where num_rollout_samples is
+    more than 5 x kl_horizon."""
 
     ratio_eps: float = 0.2
     """PPO clips the probability ratio to 1 - ratio_eps .. 1 + ratio_eps."""
@@ -146,9 +149,10 @@ class AlgorithmConfig:
     with (TRL's PPOTrainer): a forward pass less per step, off by the gap between both engines."""
 
     truncated_samples: str = "keep"
-    """Responses that reached generation.max_length: keep, mask (they train nothing) or penalise."""
+    """Responses that reached generation.max_length: keep, mask (they train nothing, but others of their group are compared with
+    them), penalise (truncation_penalty is added to their score) or replace (truncation_penalty becomes their score)."""
     truncation_penalty: float = -1.0
-    """Added to the score of truncated samples (penalise)."""
+    """What truncated samples pay (penalise), or their score after all other shaping (replace)."""
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
@@ -186,6 +190,8 @@ class AlgorithmConfig:
             key("initial_policy_kl_penalty"), self.initial_policy_kl_penalty, "a number above 0 for kl_target to steer",
         )  # fmt: skip
         require(self.kl_horizon > 0, key("kl_horizon"), self.kl_horizon, "a number of samples above 0")
+        least = self.kl_min_multiplier
+        require(0 < least <= 1, key("kl_min_multiplier"), least, "a number above 0, at most 1")
         if self.advantage_estimator in GROUP_KINDS and self.samples_per_prompt < 2:
             raise UserError(
                 f"algorithm.advantage_estimator={self.advantage_estimator} compares responses to one prompt: set "
@@ -206,5 +212,5 @@ CHOICES = {
     "ratio_level": ("token", "sequence"),
     "loss_aggregation": AGGREGATIONS,
     "old_logprobs": ("trainer", "sampler"),
-    "truncated_samples": ("keep", "mask", "penalise"),
+    "truncated_samples": ("keep", "mask", "penalise", "replace"),
 }

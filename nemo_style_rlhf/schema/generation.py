@@ -43,7 +43,21 @@ class SamplingOverrides:
             value = getattr(overrides, name)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 raise UserError(f"{where}: {name}={value!r} is not possible: expected a number above 0")
+        for name in ("top_k", "max_length", "min_length"):
+            value = getattr(overrides, name)
+            if value is not None and not isinstance(value, int):
+                raise UserError(f"{where}: {name}={value!r} is not possible: expected a whole number")
         return overrides
+
+    @property
+    def cut(self) -> str:
+        """The settings that leave out a part of the distribution, as text; empty if there is none."""
+        cuts = {
+            "top_p": self.top_p not in (None, 1),
+            "top_k": (self.top_k or 0) > 0,
+            "min_length": bool(self.min_length),
+        }
+        return ", ".join(f"{name}={getattr(self, name)}" for name, cutting in cuts.items() if cutting)
 
 
 NO_OVERRIDES = SamplingOverrides()

@@ -1,5 +1,6 @@
 """Where rewards come from; several sources add up, each times its weight."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -107,8 +108,8 @@ class RewardConfig:
     function: FunctionRewardConfig = field(default_factory=FunctionRewardConfig)
     endpoints: EndpointRewardConfig = field(default_factory=EndpointRewardConfig)
     on_error: str = "stop"
-    """When a source fails on samples. stop: the run ends with the reason; mask: they train nothing and are counted in
-    train_rollouts/reward_failures."""
+    """When a source fails on samples, or gives them NaN or infinite rewards. stop: the run ends with the reason; mask: they train
+    nothing and are counted in train_rollouts/reward_failures."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -122,3 +123,5 @@ class RewardConfig:
             raise UserError(
                 "no reward source is in use: give one of reward.critic, server, function or endpoints a weight other than 0"
             )
+        for name, weight in self.weights.items():
+            require(math.isfinite(weight), f"reward.{name}.weight", weight, "a finite number")

@@ -4,6 +4,7 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
@@ -26,24 +27,34 @@ class CombinedScorer:
         self._on_error = on_error
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
-        parts = [self._guarded(source, samples) for source, _ in self._sources.values()]
+        parts = [self._guarded(name, samples) for name in self._sources]
         return gathered(parts, self._sum)
 
     def close(self) -> None:
         for source, _ in self._sources.values():
             source.close()
 
-    def _guarded(self, source: Scorer, samples: Sequence[ScoringSample]) -> "Future[Scores]":
+    def _guarded(self, name: str, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         """A group a source failed on, as configured; errors that are not the source's stay errors."""
-        return mapped(caught(source.score(samples), RewardError), functools.partial(self._checked, len(samples)))
+        source, _ = self._sources[name]
+        return mapped(caught(source.score(samples), RewardError), functools.partial(self._checked, name, len(samples)))
 
-    def _checked(self, count: int, outcome: "Scores | RewardError") -> Scores:
+    def _checked(self, name: str, count: int, outcome: "Scores | RewardError") -> Scores:
         scores = failure(count, outcome) if isinstance(outcome, RewardError) else outcome
+        if self._sources[name][1] != 0:
+            scores = finite(scores, f"the reward of reward.{name}", "check its reward model")
+        return self._handled(scores)
+
+    def _handled(self, scores: Scores) -> Scores:
+        """
+        Raises:
+            RewardError: samples failed, and the run is to stop for that.
+        """
         if scores.reasons:
             reason = scores.reasons[0]
             if self._on_error == "stop":
                 raise RewardError(f"{reason}, or set reward.on_error=mask to train without such samples") from reason
-            LOGGER.warning("%d of %d samples have no reward: %s", scores.failures.sum(), count, reason)
+            LOGGER.warning("%d of %d samples have no reward: %s", scores.failures.sum(), len(scores.failures), reason)
         return scores
 
     def _sum(self, parts: list[Scores]) -> Scores:
@@ -60,7 +71,7 @@ class CombinedScorer:
         if sum(weight != 0 for weight in weights) > 1:
             extra |= {f"{name}/reward": p.rewards for (name, (_, w)), p in zip(self._sources.items(), parts) if w}
         assert isinstance(rewards, torch.Tensor)
-        return Scores(
+        scores = Scores(
             rewards=rewards.masked_fill(failed, torch.nan),
             filter_scores=sum(filter_scores[1:], filter_scores[0]).masked_fill(failed, torch.nan)
             if filter_scores
@@ -69,6 +80,26 @@ class CombinedScorer:
             extra=extra,
             failed=failed,
         )
+        names = ", ".join(name for name, weight in zip(self._sources, weights, strict=True) if weight != 0)
+        return self._handled(finite(scores, f"the weighted sum of {names}", "lower reward.*.weight"))
+
+
+def finite(scores: Scores, what: str, advice: str) -> Scores:
+    """The samples whose reward is NaN or infinite are failed, too; ``what`` and ``advice`` go into the reason."""
+    wrong = ~(scores.rewards.isfinite() | scores.failures)
+    if not wrong.any():
+        return scores
+    reason = RewardError(
+        f"{what} is {float(scores.rewards[wrong][0])} for {int(wrong.sum())} of {len(wrong)} samples, expected finite "
+        f"numbers: {advice}"
+    )
+    return replace(
+        scores,
+        rewards=scores.rewards.masked_fill(wrong, torch.nan),
+        filter_scores=None if scores.filter_scores is None else scores.filter_scores.masked_fill(wrong, torch.nan),
+        failed=scores.failures | wrong,
+        reasons=[*scores.reasons, reason],
+    )
 
 
 def failure(count: int, reason: RewardError) -> Scores:

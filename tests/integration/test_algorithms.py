@@ -153,3 +153,29 @@ def test_a_reward_function_that_fails_stops_the_run_or_masks_its_samples(on_erro
     assert actor.wait(120) == 2
     (line,) = [line for line in actor.output().splitlines() if line.startswith("error: ")]
     assert "raised ValueError: no number here" in line and "reward.on_error=mask" in line
+
+
+def test_a_validation_without_a_single_reward_is_not_the_best(inputs, tmp_path):
+    """Every validation sample of step 0 fails; the ones after it do not."""
+    rows = [json.dumps({"prompt": f"w{i} w{i + 1}", "label": "-1"}) + "\n" for i in range(4)]
+    (tmp_path / "val.jsonl").write_text("".join(rows))
+    recovering = tmp_path / "recovering.py"
+    recovering.write_text(
+        "from pathlib import Path\n"
+        "TRAINS = Path(__file__).with_suffix('.trains')\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    if '-1' not in labels:\n"
+        "        TRAINS.touch()\n"
+        "    if not TRAINS.exists():\n"
+        "        raise ValueError('not yet')\n"
+        "    return [1.0] * len(queries)\n"
+    )
+    overrides = [
+        "reward.on_error=mask", "algorithm=reinforce_pp", f"data.val_path={tmp_path / 'val.jsonl'}",
+        "algorithm.val_check_interval=1", "checkpoint.keep_best=true",
+    ]  # fmt: skip
+    actor = start(inputs, tmp_path / "run", *overrides, function=recovering)
+    assert actor.wait(180) == 0, actor.output()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["val_rollouts/reward_failures"] for line in lines] == [4, 0, 0, 0]
+    assert json.loads((tmp_path / "run" / "best" / "best.json").read_text()) == {"step": 1, "val_rollouts/rewards": 1.0}

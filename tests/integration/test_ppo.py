@@ -180,9 +180,10 @@ def test_validation_counts_passes_and_the_best_policy_is_kept(finished):
     AutoModelForCausalLM.from_pretrained(finished / "actor" / "best")
 
 
-def test_the_kl_coefficient_moves_towards_its_target(finished):
+def test_the_kl_coefficient_moves_towards_its_target_once_the_policy_learns(finished):
     coefficients = [row["train_rollouts/kl_coef"] for row in metrics(finished / "actor")[1:]]
-    assert coefficients[1] < coefficients[0] == 0.01  # KL is 0 in the first step
+    # Step 1 trains the critic alone. KL is 0 in step 2: 48 samples of a horizon of 500, the error clipped at -.2.
+    assert coefficients[:3] == [0.01, 0.01, pytest.approx(0.01 * (1 - 0.2 * 48 / 500))]
 
 
 class Plug:

@@ -302,6 +302,35 @@ def test_what_a_server_refuses_has_no_reward(server: RewardServer) -> None:
     scorer.close()
 
 
+def test_texts_whose_reward_is_not_a_number_have_no_reward(tmp_path: Path) -> None:
+    """A model one of whose embeddings is broken: other texts of the same request keep their rewards."""
+    folder = save_reward_model(tmp_path / "broken")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    model.get_input_embeddings().weight.data[AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("w7")] = (
+        math.nan
+    )
+    model.save_pretrained(folder)
+    server = RewardServer(tmp_path / "server", folder).start()
+    scorer = scorer_of(server.config())
+    prompts, responses = ["w1", "w7", "w2", "w3"], [" w4", " w5", " w6", " w7 w8"]
+    samples = scoring_samples(prompts, responses)
+    try:
+        scores = CombinedScorer({"server": (scorer, 1.0)}, on_error="mask").score(samples).result()
+        assert scores.failures.tolist() == [False, True, False, True]
+        np.testing.assert_allclose(
+            scores.rewards[[0, 2]],
+            plain_rewards(folder, [prompts[0], prompts[2]], [responses[0], responses[2]]),
+            atol=1e-5,
+        )
+        with pytest.raises(
+            RewardError, match=r"^the reward of reward\.server is nan for 2 of 4 samples, expected finite"
+        ):
+            CombinedScorer({"server": (scorer, 1.0)}, on_error="stop").score(samples).result()
+    finally:
+        scorer.close()
+        server.close()
+
+
 def test_a_replica_with_another_model_is_refused(server: RewardServer, letters: RewardServer) -> None:
     config = server.config(replicas=[f"127.0.0.1:{letters.port}"], token=TokenConfig(f"{letters.output_dir}/token"))
     with pytest.raises(

@@ -31,6 +31,8 @@ def inputs(tmp_path_factory) -> Path:
     tokenizer.save_pretrained(folder / "other_tokenizer")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(40)))
     (folder / "long.jsonl").write_text(json.dumps({"prompt": "w1 " * 50}) + "\n")
+    (folder / "own.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w2", "own": {"top_p": 0.9}}\n')
+    (save_policy(folder / "no_weights") / "model.safetensors").unlink()
     (folder / "empty.jsonl").write_text("")
     (folder / "broken.jsonl").write_text('{"prompt": "w1"}\n{"prompt": \n')
     return folder
@@ -85,6 +87,13 @@ ACTOR_MISTAKES = {
         r"correction\.kind=tis weighs trainer against sampler, .* use old_logprobs=trainer, or correction=none"),
     "no gap to see": (["algorithm.old_logprobs=sampler", "audit.max_logprob_gap=0.1"],
         r"audit\.max_logprob_gap=0\.1 compares sampler and trainer, .* or max_logprob_gap=null"),
+    "a row that is sampled from a part, before anything is loaded": (["algorithm.old_logprobs=sampler", "data.sampling_key=own",
+        "data.train_path={inputs}/own.jsonl", "model.path={inputs}/no_weights"],
+        r"own\.jsonl line 2: top_p=0\.9 .* algorithm\.old_logprobs=trainer"),
+    "a row that is sampled from a part, tried out": (["algorithm.old_logprobs=sampler", "data.sampling_key=own",
+        "data.train_path={inputs}/own.jsonl", "--dry-run"], r"own\.jsonl line 2: top_p=0\.9 .* algorithm\.old_logprobs=trainer"),
+    "a buffer beyond the length": (["algorithm.shaping.overlong_buffer=9"],
+        r"overlong_buffer=9 is not possible: expected 0 to generation\.max_length=8"),
     "too long for the model": (["generation.max_length=500"], r"make 502, more than the 128 positions"),
     "too long for the model, tried out": (["generation.max_length=500", "--dry-run"], r"make 502, more than the 128 positions"),
     "too few prompts, tried out": (["algorithm.max_steps=-1", "algorithm.num_rollout_samples=4096", "--dry-run"],

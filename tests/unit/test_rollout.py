@@ -1,6 +1,7 @@
 """From samples to experience: alignment, masks, plans and seeds."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from nemo_style_rlhf.rollout.sampling import Timers, make_requests
 from nemo_style_rlhf.rollout.types import Rollout
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, FilterConfig, ShapingConfig
 from nemo_style_rlhf.schema.common import EngineConfig
-from nemo_style_rlhf.schema.generation import GenerationConfig
+from nemo_style_rlhf.schema.generation import GenerationConfig, SamplingOverrides
 from nemo_style_rlhf.scoring.interface import Scores
 from tests.models import SHAPE
 
@@ -155,6 +156,27 @@ def test_a_resumed_run_takes_the_kl_coefficient_from_its_checkpoint_only_where_i
     assert collector.kl_coef == resumed
 
 
+def test_the_kl_coefficient_waits_for_the_policy_to_learn():
+    collector = make_collector(initial_policy_kl_penalty=0.1, kl_target=0.05, kl_horizon=400, critic_warmup_steps=2)
+    coefs = []
+    for step in (1, 2, 3):
+        collector.collect(lambda count: PROMPTS[:count], step=step, timers=Timers())
+        coefs.append(collector.kl_coef)
+    assert coefs == [0.1, 0.1, pytest.approx(0.1 * (1 - 0.2 * 40 / 400))]  # KL is 0: an error of -1, clipped at -.2
+
+
+def test_the_least_kl_multiplier_is_the_configurations():
+    collector = make_collector(initial_policy_kl_penalty=0.1, kl_target=0.05, kl_horizon=4, kl_min_multiplier=0.75)
+    collector.collect(lambda count: PROMPTS[:count], step=1, timers=Timers())
+    assert collector.kl_coef == pytest.approx(0.075)
+
+
+@pytest.mark.parametrize("multiplier", [0.0, -0.5, 1.5, float("nan")])
+def test_a_kl_multiplier_that_could_turn_the_penalty_around_is_refused(multiplier):
+    with pytest.raises(UserError, match=r"algorithm\.kl_min_multiplier=.* is not possible: expected a number above 0"):
+        AlgorithmConfig(kl_min_multiplier=multiplier).validate()
+
+
 def test_an_experience_lists_samples_in_the_order_of_their_requests():
     experience = collect()
     expected = [(prompt.prompt_id, index) for prompt in PROMPTS for index in range(10)]
@@ -190,7 +212,66 @@ def test_truncated_samples_are_kept_masked_or_penalised():
     returns = torch.stack([part[mask.bool()][0] for part, mask in zip(
         penalised.returns.split(penalised.lengths), penalised.mask.split(penalised.lengths))])  # fmt: skip
     torch.testing.assert_close(returns, penalised.scores - 3.0 * truncated)
+    replaced = collect(truncated_samples="replace", truncation_penalty=-3.0, normalize_advantages=False, gae_lambda=1.0)
+    returns = torch.stack([part[mask.bool()][0] for part, mask in zip(
+        replaced.returns.split(replaced.lengths), replaced.mask.split(replaced.lengths))])  # fmt: skip
+    torch.testing.assert_close(returns, replaced.scores.masked_fill(truncated, -3.0))
     assert rollout_metrics(kept)["train_rollouts/truncated_fraction"] == pytest.approx(float(truncated.float().mean()))
+
+
+class FarReference:
+    """Finds every token certain: the KL estimate k1 is each token's log-probability."""
+
+    def logprobs(self, tokens, lengths, mask, temperatures):
+        return torch.zeros_like(mask)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "reinforce_baseline", "reinforce", "gae"])
+def test_masked_samples_stay_in_the_baseline_with_their_kl(estimator):
+    """Nothing changes for the samples that are learned from, but for whitening."""
+
+    def experience(truncated_samples):
+        collector = make_collector(
+            truncated_samples=truncated_samples, advantage_estimator=estimator, normalize_advantages=False
+        )
+        collector.reference = FarReference()
+        return collector.collect(lambda count: PROMPTS[:count], step=1, timers=Timers())
+
+    kept, masked = experience("keep"), experience("mask")
+    learned = masked.mask.bool()
+    assert 0 < learned.sum() < kept.mask.sum()
+    for name in ("rewards", "advantages", "logprobs", "kl"):
+        torch.testing.assert_close(getattr(masked, name)[learned], getattr(kept, name)[learned])
+    assert not masked.advantages[~learned].any() and not masked.rewards[~learned].any()
+    if estimator == "gae":
+        torch.testing.assert_close(masked.returns, kept.returns * learned)
+
+
+def test_a_failed_sample_is_no_part_of_its_group_even_where_it_was_truncated():
+    settings = {"advantage_estimator": "dr_grpo", "normalize_advantages": False, "truncated_samples": "mask"}
+    experience = collect(scorer=UnluckyScorer(), **settings)
+    groups = experience.scores.view(4, 10)  # NaN where the sample failed
+    expected = (groups - groups.nanmean(-1, keepdim=True)).flatten()
+    for part, mask, advantage in zip(
+        experience.advantages.split(experience.lengths), experience.mask.split(experience.lengths), expected
+    ):
+        torch.testing.assert_close(part[mask.bool()], advantage.expand(int(mask.sum())))
+
+
+def test_a_prompts_own_max_length_is_what_its_responses_are_charged_against():
+    own = [replace(prompt, sampling=SamplingOverrides(max_length=3)) for prompt in PROMPTS[:2]]
+    shaping = ShapingConfig(overlong_buffer=4)
+    collector = make_collector(shaping=shaping, normalize_advantages=False, gae_lambda=1.0, truncated_samples="keep")
+    experience = collector.collect(lambda count: [*own, *PROMPTS[2:count]], step=1, timers=Timers())
+    for sample, score, returns, mask in zip(
+        experience.rollouts, experience.scores, experience.returns.split(experience.lengths),
+        experience.mask.split(experience.lengths),
+    ):  # fmt: skip
+        length = len(sample.response_tokens)
+        # of 6 tokens the last 4 cost; of 3 tokens all do
+        charge = length / 3 if sample.sample.prompt_id < 2 else max(0, length - 2) / 4
+        assert float(returns[mask.bool()][0]) == pytest.approx(float(score) - charge)
+    assert any(sample.truncated for sample in experience.rollouts[:20])
 
 
 def test_a_rollout_with_nothing_to_learn_from_stops_the_run():
@@ -240,13 +321,29 @@ class ConstantScorer(LengthScorer):
         return future
 
 
+class BrokenCritic(LengthScorer):
+    """Has no number for the value of one action in each group of 32, and for all states after the last action."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def score(self, samples):
+        scores = super().score(samples).result()
+        ends = torch.tensor([len(sample.tokens) for sample in samples]).cumsum(0) - 1
+        scores.values[ends] = torch.nan
+        scores.values[int(ends[3]) + self.at] = torch.inf
+        future = Future()
+        future.set_result(scores)
+        return future
+
+
 def test_groups_whose_rewards_are_all_equal_are_counted():
     settings = {"scorer": ConstantScorer(), "advantage_estimator": "grpo", "normalize_advantages": False}
     experience = collect(**settings)
     assert rollout_metrics(experience)["train_rollouts/frac_reward_zero_std"] == 2 / 4
     teaches = [part.any() for part in experience.advantages.split(experience.lengths)]
     assert not any(teaches[:20]) and all(teaches[20:])
-    # An estimator compares what shaping and KL have made of the scores: charged for their lengths, all groups differ.
+    # Scores count as shaping left them: charged for their lengths, all groups differ.
     charged = collect(**settings, shaping=ShapingConfig(overlong_buffer=5))
     assert rollout_metrics(charged)["train_rollouts/frac_reward_zero_std"] == 0
     single = make_collector(scorer=ConstantScorer())
@@ -282,6 +379,15 @@ def test_corrections_show_what_they_mask_and_what_is_left():
     assert metrics["train_rollouts/correction_ess"] == pytest.approx(1600 / (n * 60))
     experience.correction = torch.zeros_like(weights)
     assert rollout_metrics(experience)["train_rollouts/correction_ess"] == 0
+
+
+def test_values_that_are_not_finite_stop_the_run_in_one_sentence():
+    with pytest.raises(
+        UserError, match=r"^the critic's values of 2 of 40 samples are not finite \(the first is inf\): "
+    ):
+        collect(scorer=BrokenCritic(at=-1))
+    assert collect(scorer=BrokenCritic(at=0)).advantages.isfinite().all()  # no action's value
+    assert collect(scorer=BrokenCritic(at=-1), advantage_estimator="rloo").advantages.isfinite().all()  # asks for none
 
 
 def test_filtering_draws_prompts_until_enough_of_them_teach():

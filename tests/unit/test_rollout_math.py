@@ -131,6 +131,21 @@ def test_kl_controllers_by_hand():
     assert_close(adaptive.coef, 0.101 * 1.02 * 0.98)
 
 
+def test_one_large_rollout_cannot_take_the_kl_coefficient_to_0_or_below():
+    # 512 samples, horizon 64: the multiplier 1 - .2 * 8 = -.6 is bounded by its least; upwards 1 + .2 * 8 = 2.6 as published
+    adaptive = AdaptiveKLController(0.1, target=6.0, horizon=64, min_multiplier=0.25)
+    adaptive.update(0.0, 512)
+    assert_close(adaptive.coef, 0.025)
+    adaptive.update(math.inf, 512)
+    assert_close(adaptive.coef, 0.065)
+
+
+def test_a_kl_that_is_no_number_does_not_steer():
+    adaptive = AdaptiveKLController(0.1, target=6.0, horizon=1000)
+    adaptive.update(math.nan, 100)
+    assert adaptive.coef == 0.1
+
+
 def test_overlong_penalty_by_hand():
     # maximum 100, buffer 20: free up to 80, half way at 90, the full factor at 100
     lengths = torch.tensor([10, 80, 90, 100, 120])

@@ -129,6 +129,31 @@ def test_mistakes_get_one_sentence(tmp_path, tokenizer, content, changes, senten
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [({"top_p": 0.9}, "top_p=0.9"), ({"top_k": 5}, "top_k=5"), ({"temperature": 2, "min_length": 3}, "min_length=3")],
+)
+def test_a_row_that_cuts_its_distribution_is_refused_where_the_whole_one_is_needed(tmp_path, tokenizer, own, named):
+    whole = {"temperature": 0.5, "top_p": 1, "top_k": 0, "min_length": 0, "max_length": 4, "stop": ["b"]}
+    rows = [{"prompt": "a", "own": whole}, {"prompt": "a"}, {"prompt": "b", "own": own}]
+    path = write(tmp_path / "p.jsonl", rows)
+    assert len(load_prompts(path, config(sampling_key="own"), tokenizer)[0]) == 3
+    with pytest.raises(
+        UserError, match=rf"p\.jsonl line 3: {named} .* algorithm\.old_logprobs=sampler .* use .*=trainer$"
+    ):
+        load_prompts(path, config(sampling_key="own"), tokenizer, whole_distribution=True)
+    path = write(tmp_path / "whole.jsonl", rows[:2])
+    assert len(load_prompts(path, config(sampling_key="own"), tokenizer, whole_distribution=True)[0]) == 2
+
+
+@pytest.mark.parametrize("own", [{"top_k": "5"}, {"max_length": 2.5}, {"min_length": [1]}])
+def test_a_rows_counts_are_whole_numbers(tmp_path, tokenizer, own):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "a", "own": own}])
+    (name,) = own
+    with pytest.raises(UserError, match=rf"line 1: {name}=.* is not possible: expected a whole number"):
+        load_prompts(path, config(sampling_key="own"), tokenizer)
+
+
 def test_a_truncated_gzip_file_is_refused(tmp_path, tokenizer):
     path = tmp_path / "p.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 100)[:-12])

@@ -186,6 +186,18 @@ def test_sequences_longer_than_a_model_takes_are_refused(models, tmp_path):
             plans(models, *given)
 
 
+def test_prompts_the_run_would_refuse_are_refused(models, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "w1", "own": {"top_p": 0.9}}) + "\n")
+    given = ["data.sampling_key=own", "algorithm.old_logprobs=sampler"]
+    train, val = (f"data.{name}_path={tmp_path / 'prompts.jsonl'}" for name in ("train", "val"))
+    plans(models, train, given[0])
+    plans(models, val, *given)  # nothing is learned from them
+    with pytest.raises(UserError, match=r"line 1: top_p=0\.9 "):
+        plans(models, train, *given)
+    with pytest.raises(UserError, match=r"overlong_buffer=17 is not possible: expected 0 to generation\.max_length=16"):
+        plans(models, "algorithm.shaping.overlong_buffer=17")
+
+
 # A policy of tests/models.py in bf16: 78,144 parameters, and 512 bytes of keys and values per token (see test_blueprint.py).
 WEIGHTS, PER_TOKEN = 2 * 78_144, 512
 

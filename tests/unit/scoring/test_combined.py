@@ -9,7 +9,7 @@ import torch
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
-from nemo_style_rlhf.schema.reward import EndpointRewardConfig, FunctionRewardConfig, RewardConfig
+from nemo_style_rlhf.schema.reward import CriticRewardConfig, EndpointRewardConfig, FunctionRewardConfig, RewardConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.contract import read_answer
 from nemo_style_rlhf.scoring.interface import RewardError, Scores
@@ -76,6 +76,35 @@ def test_masking_keeps_the_values_of_the_critic_and_the_other_samples(functions)
     assert all_failed(scores, 3) and torch.equal(scores.values, values)
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_rewards_that_are_not_finite_are_failures_of_their_source(functions, wrong):
+    values = torch.arange(6.0)
+    critic = Given(Scores(rewards=torch.tensor([1.0, wrong, wrong]), values=values))
+    sources = {"critic": (critic, 2.0), "function": (functions["group"], 1.0)}
+    scores = result(CombinedScorer(sources, on_error="mask").score(samples("list", "x", "x")))
+    assert scores.failures.tolist() == [False, True, True]
+    assert scores.rewards[0] == 2.0 and scores.rewards[1:].isnan().all()
+    assert scores.extra["critic/reward"].nanmean() == 1.0  # an infinity would be the mean of its step
+    assert torch.equal(scores.values, values)
+    said = rf"^the reward of reward\.critic is {wrong} for 2 of 3 samples, expected finite numbers: .* reward\.on_error=mask to"
+    with pytest.raises(RewardError, match=said):
+        result(CombinedScorer(sources, on_error="stop").score(samples("list", "x", "x")))
+
+
+def test_a_sum_that_is_not_finite_is_a_failure_too():
+    # 3e38 + 2 * 2e38 is beyond float32's 3.4e38; the second sample's parts cancel out
+    sources = {
+        "critic": (Given(Scores(rewards=torch.tensor([3e38, 3e38]))), 1.0),
+        "server": (Given(Scores(rewards=torch.tensor([2e38, -1.5e38]))), 2.0),
+    }
+    scores = result(CombinedScorer(sources, on_error="mask").score(samples("x", "x")))
+    assert scores.failures.tolist() == [True, False] and scores.rewards[0].isnan() and scores.rewards[1] == 0
+    with pytest.raises(
+        RewardError, match=r"sum of critic, server is inf for 1 of 2 samples, .*: lower reward\.\*\.weight, or"
+    ):
+        result(CombinedScorer(sources, on_error="stop").score(samples("x", "x")))
+
+
 @pytest.mark.parametrize("on_error", ["stop", "mask"])
 @pytest.mark.parametrize("error", [KeyError("a bug"), UserError("not of a source")])
 def test_errors_that_are_no_source_failures_are_never_masked(on_error, error):
@@ -115,6 +144,7 @@ def test_closing_closes_every_source():
         (EndpointRewardConfig(retries=-1), "reward.endpoints.retries=-1 is not possible"),
         (EndpointRewardConfig(cooldown_s=-1.0), "reward.endpoints.cooldown_s=-1.0 is not possible"),
         (RewardConfig(on_error="ignore"), "reward.on_error=ignore is not possible"),
+        (RewardConfig(critic=CriticRewardConfig(math.inf)), "reward.critic.weight=inf is not possible"),
     ],
 )
 def test_impossible_settings_are_refused(config, said):
