@@ -9,6 +9,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     PreTrainedTokenizerFast,
 )
 
@@ -62,5 +63,15 @@ def save_reward_model(directory: Path, *, seed: int = 1, num_labels: int = 1, **
     torch.manual_seed(seed)
     config = LlamaConfig(**{**SHAPE, "num_labels": num_labels, **overrides})
     LlamaForSequenceClassification(config).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def save_token_classifier(directory: Path, *, seed: int = 1, bias: float = 1.0, **overrides: object) -> Path:
+    """The reward model as a token classifier, whose head has a bias."""
+    torch.manual_seed(seed)
+    model = LlamaForTokenClassification(LlamaConfig(**{**SHAPE, "num_labels": 1, **overrides}))
+    model.score.bias.data.fill_(bias)
+    model.save_pretrained(directory)
     save_tokenizer(directory)
     return directory
