@@ -67,13 +67,14 @@ def set_reward_statistics(hf_config: Any, mean: float, std: float) -> None:
 
 
 def _reward_statistics(hf_config: Any) -> tuple[float, float]:
-    mean, std = getattr(hf_config, "reward_mean", None), getattr(hf_config, "reward_std", None)
-    if mean is None or not std:
-        raise UserError(
-            f"{hf_config.name_or_path} has no reward_mean and reward_std in its config.json to normalise rewards by: train it "
-            "with trainers/train_reward_model.py, add them, or set normalize_rewards=false"
-        )
-    return float(mean), float(std)
+    for names in (("reward_mean", "reward_std"), ("mean", "std")):  # ours, and OpenRLHF's
+        mean, std = (getattr(hf_config, name, None) for name in names)
+        if isinstance(mean, int | float) and isinstance(std, int | float) and std:
+            return float(mean), float(std)
+    raise UserError(
+        f"{hf_config.name_or_path} has no reward_mean and reward_std in its config.json to normalise rewards by: train it "
+        "with trainers/train_reward_model.py, add them, or set normalize_rewards=false"
+    )
 
 
 def sequence_scores(token_scores: Tensor, input_ids: Tensor, lengths: Tensor, pad_token_id: int | None) -> Tensor:

@@ -134,6 +134,22 @@ def test_a_reward_models_unknown_weights_are_refused(tmp_path: Path, weights: di
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("names", [("reward_mean", "reward_std"), ("mean", "std")], ids=["ours", "OpenRLHF's"])
+def test_rewards_are_normalized_by_the_statistics_in_the_config(tmp_path: Path, names: tuple[str, str]) -> None:
+    """OpenRLHF keeps them in config.json, too, under names of its own."""
+    path = save_reward_model(tmp_path, **dict(zip(names, (0.5, 4.0), strict=True)))
+    with torch.no_grad():
+        raw = load_reward_model(config(path))(IDS, MASK)
+        torch.testing.assert_close(load_reward_model(config(path), normalize=True)(IDS, MASK), (raw - 0.5) / 4)
+
+
+@pytest.mark.parametrize("statistics", [{}, {"mean": 0.5}, {"mean": [0.5], "std": [4.0]}, {"mean": 0.0, "std": 0.0}])
+def test_normalizing_without_statistics_is_refused(tmp_path: Path, statistics: dict[str, object]) -> None:
+    path = save_reward_model(tmp_path, **statistics)
+    with pytest.raises(UserError, match=r"has no reward_mean and reward_std in its config\.json to normalise rewards by"):
+        load_reward_model(config(path), normalize=True)
+
+
 def test_a_policys_unknown_weights_are_refused(tmp_path: Path) -> None:
     """A value head beside the policy, as TRL writes it."""
     path = add_weights(save_policy(tmp_path), **{"v_head.summary.weight": torch.ones(1, 64)})
