@@ -41,7 +41,10 @@ def save_chat_tokenizer(directory: Path) -> None:
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<unk> $A", special_tokens=[("<unk>", 1)]
     )
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %} w60 {{ m.content }}{% endfor %}{% if add_generation_prompt %} w61{% endif %}"
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %} w60 {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %} w61{% endif %}"
+    )
     tokenizer.save_pretrained(directory)
 
 
