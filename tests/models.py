@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     PreTrainedTokenizerFast,
 )
 
@@ -31,6 +32,20 @@ def save_tokenizer(directory: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(directory)
+
+
+def save_chat_tokenizer(directory: Path) -> None:
+    """The same words; text is opened with a beginning-of-text token, which the chat template writes, too."""
+    save_tokenizer(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, bos_token="<unk>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", 1)]
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %} w60 {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %} w61{% endif %}"
+    )
+    tokenizer.save_pretrained(directory)
 
 
 def save_policy(directory: Path, *, seed: int = 0, **overrides: object) -> Path:
@@ -62,5 +77,15 @@ def save_reward_model(directory: Path, *, seed: int = 1, num_labels: int = 1, **
     torch.manual_seed(seed)
     config = LlamaConfig(**{**SHAPE, "num_labels": num_labels, **overrides})
     LlamaForSequenceClassification(config).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def save_token_classifier(directory: Path, *, seed: int = 1, bias: float = 1.0, **overrides: object) -> Path:
+    """The reward model as a token classifier, whose head has a bias."""
+    torch.manual_seed(seed)
+    model = LlamaForTokenClassification(LlamaConfig(**{**SHAPE, "num_labels": 1, **overrides}))
+    model.score.bias.data.fill_(bias)
+    model.save_pretrained(directory)
     save_tokenizer(directory)
     return directory

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,7 +82,8 @@ class Service:
     def _reward_infer(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_reward(inputs, self._limits)
         texts = zip(request.prompts, request.responses, strict=True)
-        sequences = [self._reward.text.token_ids(prompt, response) for prompt, response in texts]
+        token_ids = partial(self._reward.text.token_ids, rendered=request.rendered)
+        sequences = [token_ids(prompt, response) for prompt, response in texts]
         tokenised = validation.read_tokenised(sequences, self._limits)
         with self._models(f"scoring of {len(sequences)} texts"):
             return {protocol.REWARDS.name: self._reward.score(tokenised)}

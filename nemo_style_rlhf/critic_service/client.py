@@ -164,13 +164,17 @@ class RemoteCritic:
         """Values and rewards of int32 [T] sequences; big batches are split, a pure function of their lengths."""
         return self._infer_pool.submit(self._infer, list(sequences))
 
-    def score_text(self, prompts: Sequence[str], responses: Sequence[str]) -> "Future[Array]":
+    def score_text(
+        self, prompts: Sequence[str], responses: Sequence[str], *, rendered: bool = False
+    ) -> "Future[Array]":
         """Rewards float32 [B] of responses to prompts, tokenised by the server as its reward model was trained.
 
-        Needs neither handshake nor lease: the policy's tokenizer may be another one. Prompts come without the reward
-        model's template. Big batches are split.
+        Needs neither handshake nor lease: the policy's tokenizer may be another one. Big batches are split.
+
+        Args:
+            rendered: prompts come from a chat template that wrote all special tokens, of the server's tokenizer.
         """
-        return self._infer_pool.submit(self._score_text, list(prompts), list(responses))
+        return self._infer_pool.submit(self._score_text, list(prompts), list(responses), rendered)
 
     def train(self, batch: CriticTrainBatch, *, step: int) -> "Future[dict[str, float]]":
         """Train the critic, exactly once, as its step number ``step`` (the server's critic_step + 1); resolves to metrics."""
@@ -196,16 +200,14 @@ class RemoteCritic:
             )
         return CriticInference(values, np.concatenate(rewards) if rewards else None, steps.pop())
 
-    def _score_text(self, prompts: list[str], responses: list[str]) -> Array:
+    def _score_text(self, prompts: list[str], responses: list[str], rendered: bool) -> Array:
         status = self._status()
         self.require_rewards(status)
-        tensors = protocol.text_tensor(prompts), protocol.text_tensor(responses)
-        sizes = [protocol.text_nbytes(row) for row in zip(*tensors, strict=True)]
+        sizes = [protocol.text_nbytes((p.encode(), r.encode())) for p, r in zip(prompts, responses, strict=True)]
         rewards = np.empty(len(prompts), dtype=np.float32)
         for rows in _split(sizes, min(self._max_request_bytes, status.max_request_bytes)):
-            inputs = {
-                spec.name: tensor[rows] for spec, tensor in zip(protocol.REWARD_INFER.inputs, tensors, strict=True)
-            }
+            texts = [prompts[row] for row in rows], [responses[row] for row in rows]
+            inputs = protocol.reward_tensors(*texts, rendered=rendered)
             answer = self._connection.call(protocol.REWARD_INFER, inputs, timeout_s=self._config.infer_timeout_s)
             rewards[rows] = answer[protocol.REWARDS.name]
         return rewards

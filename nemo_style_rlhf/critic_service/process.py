@@ -137,8 +137,7 @@ def rehearse(service: Service) -> None:
     """``--dry-run``: one tiny request of every kind, through the service but not through the network."""
     passed = " and ".join(service.roles)
     if "reward" in service.roles:
-        texts = {spec.name: protocol.text_tensor(["a", "b"]) for spec in protocol.REWARD_INFER.inputs}
-        service.handle(protocol.REWARD_INFER.name, texts)
+        service.handle(protocol.REWARD_INFER.name, protocol.reward_tensors(["a", "b"], ["a", "b"]))
     if "critic" in service.roles:
         passed += f", value loss {_rehearse_critic(service):.4g}"
     LOGGER.info("dry run passed: %s", passed)

@@ -18,7 +18,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 HEADER_PATTERN = "(?i)x-critic-.*"
 """Headers that Triton forwards to the service."""
@@ -104,6 +104,7 @@ REWARDS = TensorSpec("rewards", "FP32")
 CRITIC_STEP = TensorSpec("critic_step", "INT64", 1)
 PROMPTS = TensorSpec("prompts", "BYTES")
 RESPONSES = TensorSpec("responses", "BYTES")
+RENDERED = TensorSpec("rendered", "INT32", 1)
 RETURNS = TensorSpec("returns", "FP32")
 OLD_VALUES = TensorSpec("old_values", "FP32")
 MASK = TensorSpec("mask", "FP32")
@@ -139,7 +140,7 @@ COMMIT = _json_endpoint("critic_commit")
 RESTORE = _json_endpoint("critic_restore")
 ACQUIRE = _json_endpoint("critic_acquire")
 SHUTDOWN = _json_endpoint("critic_shutdown")
-REWARD_INFER = Endpoint("reward_infer", (PROMPTS, RESPONSES), (REWARDS,), role="reward")
+REWARD_INFER = Endpoint("reward_infer", (PROMPTS, RESPONSES, RENDERED), (REWARDS,), role="reward")
 ENDPOINTS = (STATUS, INFER, TRAIN, SAVE, COMMIT, RESTORE, ACQUIRE, SHUTDOWN, REWARD_INFER)
 
 
@@ -207,6 +208,8 @@ class RewardRequest:
     prompts: list[str]
     responses: list[str]
     """One to each prompt."""
+    rendered: bool
+    """Whether prompts hold every special token already, as a chat template of the reward model's tokenizer writes them."""
 
 
 @dataclass(frozen=True)
@@ -316,6 +319,15 @@ def text_tensor(texts: Sequence[str]) -> Array:
     tensor = np.empty(len(texts), dtype=np.object_)
     tensor[:] = [text.encode() for text in texts]
     return tensor
+
+
+def reward_tensors(prompts: Sequence[str], responses: Sequence[str], *, rendered: bool = False) -> dict[str, Array]:
+    """The inputs of ``reward_infer``, as in :class:`RewardRequest`."""
+    return {
+        PROMPTS.name: text_tensor(prompts),
+        RESPONSES.name: text_tensor(responses),
+        RENDERED.name: np.array([rendered], dtype=np.int32),
+    }
 
 
 def text_nbytes(elements: Iterable[bytes]) -> int:

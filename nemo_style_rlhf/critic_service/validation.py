@@ -16,6 +16,7 @@ from nemo_style_rlhf.critic_service.protocol import (
     OLD_VALUES,
     PLAN,
     PROMPTS,
+    RENDERED,
     RESPONSES,
     RETURNS,
     REWARD_INFER,
@@ -78,7 +79,9 @@ def read_reward(inputs: Mapping[str, Array], limits: Limits) -> RewardRequest:
     if responses.size != prompts.size:
         _refuse(f"responses has {responses.size} entries but prompts has {prompts.size}")
     _check_size(text_nbytes(prompts) + text_nbytes(responses), limits)
-    return RewardRequest(_texts(prompts, PROMPTS.name), _texts(responses, RESPONSES.name))
+    if (rendered := int(inputs[RENDERED.name][0])) not in (0, 1):
+        _refuse(f"rendered is {rendered}, expected 0 or 1")
+    return RewardRequest(_texts(prompts, PROMPTS.name), _texts(responses, RESPONSES.name), bool(rendered))
 
 
 def read_tokenised(sequences: Sequence[list[int]], limits: Limits) -> InferRequest:

@@ -25,11 +25,17 @@ class Encoder:
         self._closes_with_eos = (
             tokenizer.eos_token_id is not None and len(probe) > 1 and probe[-1] == tokenizer.eos_token_id
         )
+        self._opens_with_bos = len(probe) > 1 and probe[0] == tokenizer.bos_token_id
 
     def prompt(self, text: str) -> list[int]:
-        """Exactly ``tokenizer(text)``, BOS and all, without the EOS it may add at the end."""
+        """``tokenizer(text)``, BOS and all, without the EOS it may add at the end and with one BOS where a template that is
+        already in ``text`` wrote it, too."""
         ids = list(self.tokenizer(text)["input_ids"])
-        return ids[:-1] if self._closes_with_eos else ids
+        if self._closes_with_eos:
+            del ids[-1]
+        if self._opens_with_bos and ids[1:2] == [self.tokenizer.bos_token_id]:
+            del ids[0]
+        return ids
 
     def response(
         self, prompt: str, prompt_ids: Sequence[int], response: str, *, append_eos: bool, rendered: bool = False

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.encoding import TOOLS_KEY, Encoder
 from nemo_style_rlhf.data.hh import cut_last_answer
+from nemo_style_rlhf.data.instructions import instruction
 from nemo_style_rlhf.data.records import Dropped, DropReport, Record, read_records
 from nemo_style_rlhf.data.templates import render
 from nemo_style_rlhf.errors import UserError
@@ -35,8 +36,9 @@ def load_prompts(
 ) -> tuple[list[Prompt], DropReport]:
     """Tokenised prompts of one file, in its order.
 
-    Prompts longer than ``config.max_prompt_length`` tokens, empty ones, conversations that the chat template refuses and HH
-    transcripts without an answer are dropped and counted in the report.
+    A conversation that ends with an answer is cut before it, as an HH transcript is, and counted in the report. Prompts longer
+    than ``config.max_prompt_length`` tokens, empty ones, conversations without a turn before the answer or that the chat template
+    refuses, and HH transcripts without an answer are dropped and counted.
 
     Args:
         whole_distribution: refuse rows whose own settings leave out a part of it.
@@ -49,7 +51,7 @@ def load_prompts(
     prompts = []
     for record in read_records(path):
         try:
-            text = _prompt_text(record, config, encoder)
+            text, cut = _prompt_text(record, config, encoder)
             token_ids = encoder.rendered(text) if config.format == "messages" else encoder.prompt(text)
             if not token_ids:
                 raise Dropped("empty")
@@ -66,24 +68,50 @@ def load_prompts(
                     "needs log-probabilities of the whole one: take it out of the row, or use algorithm.old_logprobs=trainer"
                 )
             prompts.append(Prompt(record.index, token_ids, text, label, metadata, sampling))
+            report.cut += cut
     report.kept = len(prompts)
     report.require_kept("check the file, or raise data.max_prompt_length")
     return prompts, report
 
 
-def _prompt_text(record: Record, config: PromptRowsConfig, encoder: Encoder) -> str:
+def _prompt_text(record: Record, config: PromptRowsConfig, encoder: Encoder) -> tuple[str, bool]:
+    """The text, and whether a conversation was cut before the answer it ends with."""
     if config.format == "messages":
         messages = record.get(config.key, "data.prompt_key")
-        if not isinstance(messages, list) or not messages:
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
             raise UserError(
                 f"{record.where}: {config.key!r} is not a list of messages: check the file or set data.format=text"
             )
-        return encoder.chat(messages, add_generation_prompt=True, tools=record.fields.get(TOOLS_KEY))
-    text = record.text(config.key, "data.prompt_key")
-    prompt = cut_last_answer(text) if config.format == "hh" else text
-    if prompt is None:
+        prompt = without_last_answer(messages)
+        text = encoder.chat(prompt, add_generation_prompt=True, tools=record.fields.get(TOOLS_KEY))
+        return text, len(prompt) < len(messages)
+    if isinstance(record.get(config.key, "data.prompt_key"), list):
+        raise UserError(
+            f"{record.where}: {config.key!r} holds a list, which data.format={config.format} does not read: for a conversation "
+            f"set data=messages and data.prompt_key={config.key}"
+        )
+    text = instruction(record, config.key, config)
+    transcript = cut_last_answer(text) if config.format == "hh" else text
+    if transcript is None:
         raise Dropped("without an assistant turn")
-    return render(config.prompt_template, prompt)
+    return render(config.prompt_template, transcript), False
+
+
+def without_last_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` up to the turn that their last answer answers; all of them where they end with another turn.
+
+    An answer is the assistant's last turns together with the tools' turns between them.
+
+    Raises:
+        Dropped: nothing but system turns stands before the answer.
+    """
+    end = len(messages)
+    if messages[-1].get("role") == "assistant":
+        while end and messages[end - 1].get("role") in ("assistant", "tool"):
+            end -= 1
+        if all(message.get("role") in ("system", "developer") for message in messages[:end]):
+            raise Dropped("without a turn before the answer")
+    return messages[:end]
 
 
 def _label(record: Record, config: PromptRowsConfig) -> str | None:
@@ -91,7 +119,9 @@ def _label(record: Record, config: PromptRowsConfig) -> str | None:
 
 
 def _metadata(record: Record, config: PromptRowsConfig) -> dict[str, Any]:
-    used = {config.key, config.label_key, config.sampling_key} | ({"rejected"} if config.format == "hh" else set())
+    used = {config.key, config.input_key, config.label_key, config.sampling_key}
+    if config.format == "hh":
+        used.add("rejected")
     return {key: value for key, value in record.fields.items() if key not in used}
 
 

@@ -59,6 +59,8 @@ class DropReport:
 
     source: str
     kept: int = 0
+    cut: int = 0
+    """Of the kept rows: prompts that lost the answer they ended with."""
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
@@ -85,11 +87,12 @@ class DropReport:
         return ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
 
     def __str__(self) -> str:
+        cut = f", {self.cut} of them cut before the answer they end with" if self.cut else ""
         if not self.dropped:
-            return f"{self.source}: {self.kept} rows"
+            return f"{self.source}: {self.kept} rows{cut}"
         first = "; ".join(f"{reason}: {', '.join(places)}" for reason, places in self.examples.items())
         dropped = f"{self.dropped.total()} dropped ({self._reasons()}; first of them: {first})"
-        return f"{self.source}: {self.kept} rows kept, {dropped}"
+        return f"{self.source}: {self.kept} rows kept{cut}, {dropped}"
 
 
 def read_records(source: str) -> Iterator[Record]:

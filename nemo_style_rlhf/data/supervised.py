@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.encoding import TOOLS_KEY, Encoder
 from nemo_style_rlhf.data.hh import split_last_answer
+from nemo_style_rlhf.data.instructions import instruction
 from nemo_style_rlhf.data.records import Dropped, DropReport, Record, read_records
 from nemo_style_rlhf.data.templates import render
 from nemo_style_rlhf.errors import UserError
@@ -145,7 +146,7 @@ def _sft_example(record: Record, config: SFTDataConfig, encoder: Encoder) -> SFT
     elif layout == "messages":
         return _conversation(record, config, encoder)
     else:
-        prompt = Prompt(render(config.prompt_template, record.text(config.prompt_key, "data.prompt_key")))
+        prompt = Prompt(render(config.prompt_template, instruction(record, config.prompt_key, config)))
         response = record.text(config.response_key, "data.response_key")
         return _examples(prompt, (response,), config, encoder)[0]
     _check(response, len(prompt_ids) + len(ids), config.max_length)
@@ -208,7 +209,7 @@ def _judged(record: Record, config: UnpairedDataConfig, encoder: Encoder) -> lis
     if isinstance(record.fields.get(config.completion_key), list):
         prompt, completion = _last_answer(record, config.completion_key, "data.completion_key", config, encoder)
     else:
-        prompt = Prompt(render(config.prompt_template, record.text(config.prompt_key, "data.prompt_key")))
+        prompt = Prompt(render(config.prompt_template, instruction(record, config.prompt_key, config)))
         completion = record.text(config.completion_key, "data.completion_key")
     (example,) = _examples(prompt, (completion,), config, encoder)
     return [UnpairedExample(example.token_ids, example.prompt_length, desirable)]
@@ -257,7 +258,7 @@ def _two_answers(record: Record, config: PairDataConfig, encoder: Encoder) -> tu
     if config.format == "hh" or (config.format == "auto" and config.prompt_key not in record.fields):
         text, chosen, rejected = _hh_pair(chosen, rejected)
     else:
-        text = record.text(config.prompt_key, "data.prompt_key")
+        text = instruction(record, config.prompt_key, config)
     return Prompt(render(config.prompt_template, text)), chosen, rejected
 
 
@@ -269,6 +270,7 @@ def _last_answer(
     if messages[0].get("role") == "assistant":
         before = record.get(config.prompt_key, "data.prompt_key")
         if isinstance(before, str):
+            before = instruction(record, config.prompt_key, config)
             messages = [{"role": "user", "content": before}, *messages]
         else:
             messages = [*_messages(record, config.prompt_key, "data.prompt_key"), *messages]

@@ -7,27 +7,43 @@ import torch
 
 from nemo_style_rlhf.data.ragged import micro_batches, pad
 from nemo_style_rlhf.data.reward_text import RewardText
+from nemo_style_rlhf.models.digests import tokenizer_digest
 from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
 from nemo_style_rlhf.models.scalar import sequence_scores
 from nemo_style_rlhf.schema.evaluation import EvaluationModelConfig, RewardModelSourceConfig
 from nemo_style_rlhf.scoring.combined import failure, stacked
-from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
+from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample, require_one_family
 
 
 class RewardModelScorer:
     """Scores where it is asked to, at once; the future it returns is done."""
 
-    def __init__(self, config: RewardModelSourceConfig, model: EvaluationModelConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RewardModelSourceConfig,
+        model: EvaluationModelConfig,
+        device: torch.device,
+        *,
+        rendered_by: Sequence[str] = (),
+    ) -> None:
         """The weights stay in host memory until the first sample is scored, so that generation has the device to itself.
 
+        Args:
+            rendered_by: paths of the policies whose chat templates render the prompts; none where prompts are plain text.
+
         Raises:
-            UserError: the checkpoint is missing or is no reward model with one label.
+            UserError: the checkpoint is missing, is no reward model with one label, or would read rendered prompts with another
+                tokenizer.
         """
         assert config.path is not None  # else it is not in use
         self._path = config.path
         self._device = device
         self._token_budget = config.micro_batch_tokens
         tokenizer = load_tokenizer(config.path, trust_remote_code=model.trust_remote_code)
+        for path in rendered_by:
+            policys = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
+            require_one_family(config.path, tokenizer_digest(tokenizer), path, tokenizer_digest(policys))
+        self._rendered = bool(rendered_by)
         self._text = RewardText(config.path, tokenizer, append_eos=config.append_eos)
         reward_model = load_reward_model(model.at(config.path, config.dtype), normalize=config.normalize_rewards)
         self._model = reward_model.requires_grad_(False).eval()
@@ -37,7 +53,9 @@ class RewardModelScorer:
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         future: Future[Scores] = Future()
-        sequences = [self._text.token_ids(sample.prompt, sample.response) for sample in samples]
+        sequences = [
+            self._text.token_ids(sample.prompt, sample.response, rendered=self._rendered) for sample in samples
+        ]
         fitting = [row for row, ids in enumerate(sequences) if self._max_length is None or len(ids) <= self._max_length]
         rewards = dict(zip(fitting, self._rewards([sequences[row] for row in fitting]), strict=True))
         future.set_result(

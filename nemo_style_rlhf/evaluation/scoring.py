@@ -32,7 +32,8 @@ def build_scorer(config: EvaluationConfig, device: torch.device) -> Scorer | Non
     if function.path and function.weight != 0:  # first, since it works in other processes
         sources["function"] = FunctionScorer(function), function.weight
     if model.path and model.weight != 0:
-        sources["model"] = RewardModelScorer(model, config.model, device), model.weight
+        rendered_by = [checkpoint.path for checkpoint in config.parsed_checkpoints if config.data.format == "messages"]
+        sources["model"] = RewardModelScorer(model, config.model, device, rendered_by=rendered_by), model.weight
     return CombinedScorer(sources, on_error=config.reward.on_error) if sources else None
 
 

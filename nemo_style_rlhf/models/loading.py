@@ -1,5 +1,6 @@
 """Hugging Face checkpoints as policies, reward models and critics; a wrong one is refused in one sentence."""
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -20,8 +20,19 @@ from transformers.utils import is_flash_attn_2_available
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION, require_packing
-from nemo_style_rlhf.models.scalar import ScalarModel
+from nemo_style_rlhf.models.scalar import ScalarModel, scalar_class
 from nemo_style_rlhf.schema.common import ModelConfig
+
+CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
+"""How the names of such classes end."""
+LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
+"""Weights that a reward model may have kept from the causal LM it was made of; no score is read from them."""
+OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|rotary_emb\.(cos|sin)_cached$")
+"""What models of older releases saved and newer ones compute, where transformers does not declare it ignorable itself."""
+STATISTICS = {"mean", "std"}
+"""Weights in which OpenRLHF kept what rewards are normalised by."""
+NAMED_WEIGHTS = 3
+"""Of those that a refusal is about."""
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -66,27 +77,34 @@ def new_causal_lm(config: ModelConfig, config_path: str | None = None) -> PreTra
 
 
 def load_reward_model(config: ModelConfig, *, new_head: bool = False, normalize: bool = False) -> ScalarModel:
-    """``AutoModelForSequenceClassification`` with one label at ``config.path``.
+    """The decoder with one label at ``config.path``, a sequence or token classifier; a bias of its head is kept.
 
     Args:
         new_head: accept a causal LM as well; its score head then starts from the global torch generator.
         normalize: see :class:`ScalarModel`.
 
     Raises:
-        UserError: it has another number of labels, or no ``score`` head over every token (an encoder, for instance).
+        UserError: it is a causal LM, has another number of labels, or no ``score`` head over every token (an encoder, for
+            instance).
     """
     require_directory(config.path)
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"{config.path} is not a model that transformers can load: {_first_line(error)}") from error
-    if new_head and any(name.endswith("ForCausalLM") for name in hf_config.architectures or ()):
-        return ScalarModel(_load(AutoModelForSequenceClassification, config, may_miss={"score.weight"}, num_labels=1))
+    auto_class = scalar_class(hf_config)
+    if causal := [name for name in hf_config.architectures or () if name.endswith(CAUSAL_LM)]:
+        if not new_head:
+            raise UserError(
+                f"{config.path} is a causal LM ({causal[0]}), no reward model: train one from it with "
+                "trainers/train_reward_model.py, or give another path"
+            )
+        return ScalarModel(_load(auto_class, config, may_miss={"score.weight"}, num_labels=1))
     if hf_config.num_labels != 1:
         raise UserError(
             f"the reward model {config.path} has {hf_config.num_labels} labels, expected 1: train or convert it with num_labels=1"
         )
-    return ScalarModel(_load(AutoModelForSequenceClassification, config, num_labels=1), normalize=normalize)
+    return ScalarModel(_load(auto_class, config, num_labels=1), normalize=normalize)
 
 
 def eos_token_ids(generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -127,9 +145,10 @@ def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (
         raise UserError(f"{config.path} cannot be loaded by {auto_class.__name__}: {_first_line(error)}") from error
     if missing := sorted(set(report["missing_keys"]) - set(may_miss)):
         raise UserError(
-            f"{config.path} lacks the weights {', '.join(missing[:3])} that {type(model).__name__} needs: "
+            f"{config.path} lacks the weights {_some(missing)} that {type(model).__name__} needs: "
             "they would be random; give a checkpoint of that kind"
         )
+    _refuse_unread(config.path, model, report["unexpected_keys"])
     if config.disable_dropout:
         switch_off_dropout(model)
     model.config.use_cache = False
@@ -137,6 +156,35 @@ def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (
     if config.packing:
         require_packing(model)
     return model.eval()
+
+
+def _refuse_unread(path: str, model: PreTrainedModel, unexpected: Collection[str]) -> None:
+    """
+    Args:
+        unexpected: weights of the checkpoint that ``model`` has no place for and that transformers does not declare ignorable.
+
+    Raises:
+        UserError: one of them is neither a buffer that models once saved nor the old head of a reward model.
+    """
+    unread = {name for name in unexpected if not OLD_BUFFERS.search(name)}
+    if hasattr(model, "score"):
+        unread = {name for name in unread if not name.startswith(LANGUAGE_MODEL_HEADS)}
+    if not unread:
+        return
+    advice = "give a checkpoint of that kind, or load and save it as one with transformers"
+    if unread <= STATISTICS:
+        advice = (
+            "write OpenRLHF's statistics as reward_mean and reward_std into its config.json, and save it without them"
+        )
+    raise UserError(
+        f"{path} holds the weights {_some(sorted(unread))} that {type(model).__name__} does not have: they would be ignored; "
+        f"{advice}"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED_WEIGHTS} more" if len(names) > NAMED_WEIGHTS else ""
+    return ", ".join(names[:NAMED_WEIGHTS]) + more
 
 
 def zero_dropout(hf_config: Any) -> None:

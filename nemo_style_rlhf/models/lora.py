@@ -117,7 +117,9 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
         UserError: there is no adapter, or its base model is not where it was.
     """
     from peft import PeftModel, TaskType
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from nemo_style_rlhf.models.scalar import scalar_class
 
     path = Path(directory) / "adapter_config.json"
     if not path.is_file():
@@ -125,12 +127,12 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
     settings = json.loads(path.read_text())
     base = settings["base_model_name_or_path"]
     scalar = settings["task_type"] == TaskType.SEQ_CLS.value
-    auto_class: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     trained_config = Path(directory) / MODEL_CONFIG
     config = AutoConfig.from_pretrained(
         trained_config if trained_config.is_file() else base, trust_remote_code=trust_remote_code
     )
     config.use_cache = True
+    auto_class: Any = scalar_class(config) if scalar else AutoModelForCausalLM
     try:
         hf = auto_class.from_pretrained(base, config=config, trust_remote_code=trust_remote_code)
         PeftModel.from_pretrained(hf, directory).merge_and_unload().save_pretrained(target)

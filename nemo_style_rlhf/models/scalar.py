@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.packing import is_packed, pack
 
 
 class ScalarModel(nn.Module):
-    """A Hugging Face sequence-classification decoder whose score head is read at every token.
+    """A Hugging Face decoder that classifies sequences or tokens, whose score head is read at every token.
 
     At the last token that is the reward; as a critic, entry t estimates the return from the state after tokens 0..t.
     """
@@ -27,11 +27,7 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.hf = hf
         self._packed = is_packed(hf)
-        if not isinstance(head := getattr(hf, "score", None), nn.Linear) or head.out_features != 1:
-            raise UserError(
-                f"{type(hf).__name__} has no `score` head over every token: a reward model must be a decoder with "
-                "AutoModelForSequenceClassification and num_labels=1"
-            )
+        require_score_head(hf)
         self._mean, self._std = _reward_statistics(hf.config) if normalize else (0.0, 1.0)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -47,19 +43,38 @@ class ScalarModel(nn.Module):
         return (self.hf.score(hidden).squeeze(-1).float() - self._mean) / self._std
 
 
+def scalar_class(hf_config: Any) -> Any:
+    """The auto class that reads a checkpoint's head whole: a token classifier's has a bias, a sequence classifier's none."""
+    tokens = any(name.endswith("ForTokenClassification") for name in hf_config.architectures or ())
+    return AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
+
+
+def require_score_head(hf: PreTrainedModel) -> None:
+    """
+    Raises:
+        UserError: ``hf`` has no head with one score per token.
+    """
+    if not isinstance(head := getattr(hf, "score", None), nn.Linear) or head.out_features != 1:
+        raise UserError(
+            f"{type(hf).__name__} has no `score` head over every token: a reward model must be a decoder with "
+            "AutoModelForSequenceClassification and num_labels=1"
+        )
+
+
 def set_reward_statistics(hf_config: Any, mean: float, std: float) -> None:
     """Store what :class:`ScalarModel` normalises by; Hugging Face keeps it in config.json."""
     hf_config.reward_mean, hf_config.reward_std = mean, std
 
 
 def _reward_statistics(hf_config: Any) -> tuple[float, float]:
-    mean, std = getattr(hf_config, "reward_mean", None), getattr(hf_config, "reward_std", None)
-    if mean is None or not std:
-        raise UserError(
-            f"{hf_config.name_or_path} has no reward_mean and reward_std in its config.json to normalise rewards by: train it "
-            "with trainers/train_reward_model.py, add them, or set normalize_rewards=false"
-        )
-    return float(mean), float(std)
+    for names in (("reward_mean", "reward_std"), ("mean", "std")):  # ours, and OpenRLHF's
+        mean, std = (getattr(hf_config, name, None) for name in names)
+        if isinstance(mean, int | float) and isinstance(std, int | float) and std:
+            return float(mean), float(std)
+    raise UserError(
+        f"{hf_config.name_or_path} has no reward_mean and reward_std in its config.json to normalise rewards by: train it "
+        "with trainers/train_reward_model.py, add them, or set normalize_rewards=false"
+    )
 
 
 def sequence_scores(token_scores: Tensor, input_ids: Tensor, lengths: Tensor, pad_token_id: int | None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
@@ -19,6 +19,7 @@ from nemo_style_rlhf.models.logprobs import CHUNK_ELEMENTS, logits_logprobs, tok
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION
 from nemo_style_rlhf.models.policy import alters_logits
+from nemo_style_rlhf.models.scalar import require_score_head, scalar_class
 from nemo_style_rlhf.planning.tracing import LiveBytes, shapes_only
 from nemo_style_rlhf.schema.common import ModelConfig
 
@@ -79,7 +80,7 @@ class Blueprint:
                 hf_config.num_labels = 1
             if config.disable_dropout:
                 zero_dropout(hf_config)
-            auto_class: Any = AutoModelForSequenceClassification if self._scalar else AutoModelForCausalLM
+            auto_class: Any = scalar_class(hf_config) if self._scalar else AutoModelForCausalLM
             with torch.device("meta"):
                 hf = auto_class.from_config(
                     hf_config,
@@ -89,6 +90,8 @@ class Blueprint:
                 )
                 if config.disable_dropout:
                     switch_off_dropout(hf)  # not that of the adapters
+                if self._scalar:
+                    require_score_head(hf)
                 self._base = sum(parameter.numel() for parameter in hf.parameters())
                 add_lora(hf, config)
         except (OSError, ValueError) as error:

@@ -73,7 +73,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     critic = _meet_critic(config, tokenizer, policy, max_length) if config.uses_critic_process else None
     init_distributed(device)
     ranks = Ranks(team=config.generation.tensor_parallel_size)
-    scorer = _scorer(config, critic, ranks)
+    scorer = _scorer(config, critic, tokenizer, ranks)
     run_id = ranks.from_first(run_id)
     add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
@@ -187,7 +187,9 @@ def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: 
     return needed
 
 
-def _scorer(config: PPOActorConfig, critic: RemoteCritic | None, ranks: Ranks) -> Scorer:
+def _scorer(
+    config: PPOActorConfig, critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+) -> Scorer:
     """The reward sources in use, and the critic's values."""
     reward = config.reward
     sources: dict[str, tuple[Scorer, float]] = {}
@@ -195,8 +197,11 @@ def _scorer(config: PPOActorConfig, critic: RemoteCritic | None, ranks: Ranks) -
         weight = reward.critic.weight
         sources["critic"] = RemoteCriticScorer(critic, with_rewards=weight != 0), weight
     if reward.server.weight != 0:
-        model = ranks.on_first(lambda: served_by(reward.server, log.info))
-        sources["server"] = RewardServerScorer(reward.server, model, rank=ranks.rank), reward.server.weight
+        rendered = config.data.format == "messages"
+        digest = tokenizer_digest(tokenizer) if rendered else None
+        model = ranks.on_first(lambda: served_by(reward.server, log.info, tokenizer_digest=digest))
+        server = RewardServerScorer(reward.server, model, rendered=rendered, rank=ranks.rank)
+        sources["server"] = server, reward.server.weight
     if reward.function.weight != 0:
         sources["function"] = FunctionScorer(reward.function), reward.function.weight
     if reward.endpoints.weight != 0:

@@ -19,6 +19,8 @@ class PromptTemplateConfig:
     """Text around the prompt, e.g. "Question: {prompt}\\nAnswer:"; null leaves prompts as they are."""
     chat_template: str | None = None
     """A Jinja chat template for `messages`; null uses the tokenizer's own."""
+    input_key: str | None = None
+    """Where a text prompt goes on in a row, after a blank line, if there is any text (`input` of Alpaca); null for nowhere."""
     on_template_mismatch: str = "refuse"
     """refuse or warn when the model was trained with another prompt or chat template; SFT may change them and does neither."""
 
@@ -39,7 +41,8 @@ class PromptRowsConfig(PromptTemplateConfig):
     """How rows are read as prompts."""
 
     format: str = "text"
-    """text (a string), messages (a list of {role, content}), hh (an Anthropic-HH transcript, cut before its last answer)."""
+    """text (a string), messages (a list of {role, content}) or hh (an Anthropic-HH transcript). Transcripts, and messages that
+    end with an answer, are cut before it."""
     prompt_key: str | None = None
     """Where the prompt is in a row; null is `prompt` for text, `messages` for messages, `chosen` for hh."""
     label_key: str | None = None
@@ -58,6 +61,10 @@ class PromptRowsConfig(PromptTemplateConfig):
     def validate(self) -> None:
         super().validate()
         require_choice("data.format", self.format, PROMPT_FORMATS)
+        if self.input_key is not None and self.format != "text":
+            raise UserError(
+                f"data.input_key is set but data.format={self.format} does not read it: set data.format=text"
+            )
         require(
             self.max_prompt_length > 0, "data.max_prompt_length", self.max_prompt_length, "a number of tokens above 0"
         )

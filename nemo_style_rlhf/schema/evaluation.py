@@ -83,7 +83,8 @@ class EvaluationGenerationConfig(GenerationConfig):
 
 @dataclass
 class RewardModelSourceConfig:
-    """A sequence-classification checkpoint with one label, loaded in this process, with its own tokenizer and template."""
+    """A sequence-classification checkpoint with one label, loaded in this process, with its own tokenizer and template; with
+    data.format=messages its tokenizer is the checkpoints'."""
 
     path: str | None = None
     """null for none."""

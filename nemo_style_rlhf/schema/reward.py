@@ -19,7 +19,8 @@ class CriticRewardConfig:
 
 @dataclass
 class RewardServerConfig(RemoteCriticConfig):
-    """A reward-only server (servers/serve_reward_model.py): takes text, so its tokenizer may be another one."""
+    """A reward-only server (servers/serve_reward_model.py): takes text, so its tokenizer may be another one, but not with
+    data.format=messages."""
 
     peer: ClassVar[Peer] = Peer("reward server", "servers/serve_reward_model.py", "reward.server")
 

@@ -49,6 +49,22 @@ class RewardError(UserError):
     """A source failed on samples; the sentence says which source, how, and what to change."""
 
 
+def require_one_family(reward_model: str, its_tokenizer: str, policy: str, policys_tokenizer: str) -> None:
+    """Where the policy's chat template rendered the prompts, only the policy's tokenizer knows its markup.
+
+    Args:
+        its_tokenizer, policys_tokenizer: digests.
+
+    Raises:
+        UserError: they differ.
+    """
+    if its_tokenizer != policys_tokenizer:
+        raise UserError(
+            f"{reward_model} has the tokenizer {its_tokenizer[:16]}, {policy} {policys_tokenizer[:16]}: it would read the "
+            "markup of data.format=messages as plain text; take a reward model of the policy's family, or text prompts"
+        )
+
+
 class Scorer(Protocol):
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         """Start scoring a group; the future carries every error."""

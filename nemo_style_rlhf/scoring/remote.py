@@ -16,7 +16,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.scoring.balance import LeastBusy
 from nemo_style_rlhf.scoring.futures import caught, mapped
-from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
+from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample, require_one_family
 
 LOGGER = logging.getLogger(__name__)
 THREADS_PER_REPLICA = 2
@@ -49,10 +49,15 @@ class RemoteCriticScorer:
 class RewardServerScorer:
     """Rewards of text, by one or more servers of one reward model, whose tokenizer may be another one than the policy's."""
 
-    def __init__(self, config: RewardServerConfig, model: Model, *, rank: int = 0) -> None:
-        """``model`` is what :func:`served_by` found, the same on every rank."""
+    def __init__(self, config: RewardServerConfig, model: Model, *, rendered: bool = False, rank: int = 0) -> None:
+        """
+        Args:
+            model: what :func:`served_by` found, the same on every rank.
+            rendered: prompts come from the chat template of the policy, whose tokenizer is the reward model's then.
+        """
         self._config = config
         self._model = model
+        self._rendered = rendered
         self._servers = [RemoteCritic(server) for server in config.servers]
         self._replicas = LeastBusy(self._servers, rest_s=config.cooldown_s, first=rank)
         self._closing = threading.Event()
@@ -73,7 +78,7 @@ class RewardServerScorer:
     def _ask_one(self, prompts: list[str], responses: list[str]) -> Array | Exception:
         server = self._servers[0]
         _require_same(server, server.status(), self._model)
-        return server.score_text(prompts, responses).result()
+        return server.score_text(prompts, responses, rendered=self._rendered).result()
 
     def _ask_any(self, prompts: list[str], responses: list[str]) -> Array | Exception:
         """The rewards, or why the texts are refused, as the other replicas would.
@@ -87,7 +92,8 @@ class RewardServerScorer:
                 with self._replicas.take() as server:
                     _require_same(server, server.status(), self._model)  # what comes back may be another one
                     # Texts that are refused are no fault of this server.
-                    return caught(server.score_text(prompts, responses), ProtocolError).result()
+                    asked = server.score_text(prompts, responses, rendered=self._rendered)
+                    return caught(asked, ProtocolError).result()
             except (UserError, ProtocolError) as error:
                 if attempt == last or self._closing.is_set():
                     raise
@@ -102,14 +108,18 @@ class RewardServerScorer:
         return Scores(rewards=torch.tensor(rewards, dtype=torch.float32))
 
 
-def served_by(config: RewardServerConfig, progress: Callable[[str], None]) -> Model:
+def served_by(
+    config: RewardServerConfig, progress: Callable[[str], None], *, tokenizer_digest: str | None = None
+) -> Model:
     """Wait for a server, and meet all that answer by then; the others are asked once they do.
 
     Args:
         progress: gets a line every few seconds.
+        tokenizer_digest: of the policy, where its chat template renders the prompts; None for prompts that are plain text.
 
     Raises:
-        UserError: none answers, or one that does serves no reward model, or another one than the first.
+        UserError: none answers, or one that does serves no reward model, or another one than the first, or one that reads
+            rendered prompts with another tokenizer.
     """
     with ExitStack() as connections:
         servers = [connections.enter_context(RemoteCritic(server)) for server in config.servers]
@@ -119,6 +129,9 @@ def served_by(config: RewardServerConfig, progress: Callable[[str], None]) -> Mo
             if server in answers:
                 server.require_rewards(answers[server])
                 _require_same(server, answers[server], model)
+                if tokenizer_digest is not None:
+                    served = answers[server].tokenizer_digest
+                    require_one_family(f"the reward server at {server.address}", served, "the policy", tokenizer_digest)
             else:
                 LOGGER.warning("no reward server answers at %s yet: the others are asked", server.address)
     return model

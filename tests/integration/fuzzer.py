@@ -71,7 +71,8 @@ def valid_infer() -> Raw:
 
 
 def valid_reward() -> Raw:
-    return Raw("reward_infer", {"prompts": text("w1 w2", "w3"), "responses": text("w4", "w5 w6")})
+    texts = {"prompts": text("w1 w2", "w3"), "responses": text("w4", "w5 w6")}
+    return Raw("reward_infer", texts | {"rendered": tensor(np.array([0]), "INT32")})
 
 
 def valid_train(lease: str, step: int = 1) -> Raw:
@@ -184,7 +185,9 @@ def bad_texts(raw: Raw, random: Random) -> None:
         {"responses": text(b"w1 \xc3", "w2")},
         {"responses": text("\ud800".encode("utf-8", "surrogatepass"), "w2")},
         {"responses": text("w1", "w2 " * 128)},
-    ][random.integers(8)]
+        {"rendered": tensor(np.array([2]), "INT32")},
+        {"rendered": tensor(np.array([0, 1]), "INT32")},
+    ][random.integers(10)]
     return None
 
 

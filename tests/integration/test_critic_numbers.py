@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import Array
@@ -13,6 +14,7 @@ from nemo_style_rlhf.data.supervised import load_pairs
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig
 from tests.integration.critic_server import CriticServer, sequences, train_batch
+from tests.models import save_token_classifier
 
 CLIP = 0.2
 LEARNING_RATE = 1e-3
@@ -135,6 +137,42 @@ def test_training_equals_a_plain_torch_loop(critic: RemoteCritic, reward_model: 
     assert metrics[0]["tokens"] == sum(mask.sum() for mask in batches[0].masks)
     assert metrics[0]["lr"] == LEARNING_RATE
     assert metrics[0]["seconds"] > 0 and metrics[0]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_token_classifiers_bias_is_served_trained_restored_and_exported(tmp_path: Path, stage: int) -> None:
+    """As a reward model and as the critic that starts from it."""
+    model_dir = save_token_classifier(tmp_path / "model", bias=0.5, pad_token_id=0)
+    server = CriticServer(tmp_path / "server", model_dir, [f"engine.zero_stage={stage}"]).start()
+    tokens, batch = sequences(4, count=5), train_batch(14)
+    model = AutoModelForTokenClassification.from_pretrained(model_dir).eval()
+    try:
+        with server.client() as critic:
+            answer = critic.infer(tokens).result()
+            critic.save("before").result()
+            first = critic.train(batch, step=1).result()
+            exported = critic.save("after", export=True).result()["export"]
+            critic.restore("before", None)
+            again = critic.train(batch, step=1).result()
+            critic.restore("after", None)
+            restored = critic.infer(tokens).result()
+    finally:
+        server.close()
+    with torch.no_grad():
+        expected = [plain_values(model, sequence).numpy() for sequence in tokens]
+    np.testing.assert_allclose(np.concatenate(answer.values), np.concatenate(expected), atol=2e-6)
+    assert answer.rewards is not None
+    np.testing.assert_allclose(answer.rewards, [values[-1] for values in expected], atol=2e-6)
+    (loss,) = train_plainly(model, [batch])
+    assert first["loss"] == pytest.approx(loss, abs=1e-6)
+    assert again["loss"] == first["loss"]
+    trained = AutoModelForTokenClassification.from_pretrained(exported)
+    assert trained.score.bias.item() != 0.5
+    for (name, wanted), actual in zip(model.named_parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted, atol=2e-6, rtol=0, msg=name)
+    with torch.no_grad():
+        values = [plain_values(model, sequence).numpy() for sequence in tokens]
+    np.testing.assert_allclose(np.concatenate(restored.values), np.concatenate(values), atol=5e-6)
 
 
 def test_training_in_bfloat16_learns(make_server) -> None:

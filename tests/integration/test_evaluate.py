@@ -20,7 +20,7 @@ from tests.browser import Browser
 from tests.integration import warm
 from tests.integration.processes import ROOT
 from tests.integration.test_wrong_use import refusal
-from tests.models import WORDS, save_policy, save_reward_model
+from tests.models import WORDS, save_chat_tokenizer, save_policy, save_reward_model
 
 PROMPTS = 12
 SAMPLES = 2
@@ -39,6 +39,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_policy(folder / "ppo" / "export", seed=5)
     save_reward_model(folder / "reward", pad_token_id=0)
     save_reward_model(folder / "two_labels", num_labels=2)
+    (save_reward_model(folder / "weightless") / "model.safetensors").unlink()
+    for model in (save_policy(folder / "chat"), save_reward_model(folder / "chat_reward", pad_token_id=0)):
+        save_chat_tokenizer(model)
+    conversations = [{"messages": [{"role": "user", "content": f"w{i} w{i + 1}"}]} for i in range(PROMPTS)]
+    (folder / "messages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in conversations))
     rows = [{"prompt": f"w{i} w{i + 1}", "label": str(i)} for i in range(PROMPTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
@@ -119,6 +124,23 @@ def test_scores_are_those_hugging_face_gives(evaluation: Path, inputs: Path):
         with torch.no_grad():
             (expected,) = model(input_ids=torch.tensor([ids])).logits[0].tolist()
         assert row["score"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("format", ["messages", "text"])
+def test_a_beginning_of_text_stands_once_before_what_is_scored(inputs: Path, tmp_path: Path, format: str):
+    """A chat template writes it where the tokenizer would add it, too."""
+    prompts = inputs / ("messages.jsonl" if format == "messages" else "prompts.jsonl")
+    given = [*arguments(inputs, tmp_path), f"data={format}", f"data.path={prompts}", f"checkpoints=[{inputs / 'chat'}]"]
+    evaluate(*given, "generation=hf", "data.max_prompts=3", f"reward.model.path={inputs / 'chat_reward'}")
+    model = AutoModelForSequenceClassification.from_pretrained(inputs / "chat_reward")
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "chat_reward")
+    for row in results(tmp_path):
+        words = row["prompt"].removeprefix("<unk>").split() + row["response"].split()
+        ids = tokenizer.convert_tokens_to_ids(["<unk>", *words, "<eos>"])
+        with torch.no_grad():
+            (expected,) = model(input_ids=torch.tensor([ids])).logits[0].tolist()
+        assert row["score"] == pytest.approx(expected, abs=1e-5)
+        assert row["prompt"].startswith("<unk>") == (format == "messages")
 
 
 def test_the_summary_follows_from_the_results(evaluation: Path):
@@ -204,6 +226,15 @@ MISTAKES = {
     "too long for the model": (["generation.max_length=500"], r"makes 502 tokens, more than the 128 positions"),
     "missing reward model": (["reward.model.path={inputs}/none"], r"no Hugging Face model at .*none"),
     "two labels": (["reward.model.path={inputs}/two_labels"], r"two_labels has 2 labels, expected 1"),
+    "messages for another family's reward model, before it is loaded": (
+        [
+            "data=messages",
+            "data.path={inputs}/messages.jsonl",
+            "checkpoints=[{inputs}/chat]",
+            "reward.model.path={inputs}/weightless",
+        ],
+        r"^\S+/weightless has the tokenizer \w{16}, \S+/chat \w{16}: it would read the markup .* policy's family, or text",
+    ),
     "missing function": (["reward.function.path={inputs}/none.py"], r"no file .*none\.py: reward\.function\.path"),
     "unknown key": (["sample_per_prompt=2"], r"sample_per_prompt"),
     "no samples": (["samples_per_prompt=0"], r"samples_per_prompt=0 is not possible"),

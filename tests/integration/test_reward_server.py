@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from tests.integration.processes import proxy, start_actor
 from tests.integration.test_critic_numbers import texts
 from tests.integration.test_critic_process import refusal
 from tests.integration.warm import ROOT, SERVER_PYTHON
-from tests.models import save_policy, save_reward_model
+from tests.models import save_chat_tokenizer, save_policy, save_reward_model
 
 CHARACTERS = ["<end>", *" w0123456789"]
 
@@ -337,6 +338,43 @@ def test_a_replica_with_another_model_is_refused(server: RewardServer, letters: 
         UserError, match=rf"the reward server at 127\.0\.0\.1:{letters.port} serves the model .* serve the same one"
     ):
         scorer_of(config)
+
+
+def test_rendered_prompts_are_read_as_they_stand_and_a_beginning_of_text_stands_once(tmp_path: Path) -> None:
+    """The server's tokenizer opens a text with <unk>; prompts come with it, and without it."""
+    save_chat_tokenizer(save_reward_model(tmp_path / "model", seed=7))
+    server = RewardServer(tmp_path / "server", tmp_path / "model", []).start()
+    try:
+        with RemoteCritic(server.config()) as client:
+            prompts, responses = ["<unk> w60 w1 w61", "w60 w1 w61"], [" w2 w3"] * 2
+            (rendered, bare), (text, opened) = (
+                client.score_text(prompts, responses, rendered=flag).result().tolist() for flag in (True, False)
+            )
+    finally:
+        server.close()
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    ids = [1, *(2 + word for word in (60, 1, 61, 2, 3)), 0]
+    with torch.no_grad():
+        once, never = (float(model(torch.tensor([each])).logits[0, 0]) for each in (ids, ids[1:]))
+    assert [rendered, bare, text, opened] == pytest.approx([once, never, once, once], abs=1e-5)
+    assert abs(once - never) > 1e-3
+
+
+def test_messages_are_not_sent_to_another_family(
+    letters: RewardServer, actor_overrides: list[str], tmp_path: Path
+) -> None:
+    """Text prompts are, in the tests above."""
+    save_chat_tokenizer(save_policy(tmp_path / "policy"))
+    prompts = tmp_path / "messages.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "w1"}]}) + "\n")
+    where = [f"reward.server.port={letters.port}", f"reward.server.token.token_file={letters.output_dir}/token"]
+    asked = [f"model.path={tmp_path / 'policy'}", "data=messages", f"data.train_path={prompts}"]
+    actor = start_actor(tmp_path, 9, *actor_overrides, "reward=server", "algorithm=reinforce_pp", *where, *asked)
+    assert actor.wait(120) == 2, actor.output()
+    sentence = (
+        rf"error: the reward server at 127\.0\.0\.1:{letters.port} has the tokenizer \w{{16}}, the policy \w{{16}}: "
+    )
+    assert re.search(sentence, actor.output())
 
 
 def test_an_actor_that_needs_a_critic_says_so(server: RewardServer, actor_overrides: list[str], tmp_path: Path) -> None:

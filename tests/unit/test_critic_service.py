@@ -14,13 +14,13 @@ def test_after_a_fault_nothing_more_is_computed() -> None:
     """The process ends a second later; meanwhile a repeated train step would apply its first mini-batches twice."""
 
     class Broken:
-        text = SimpleNamespace(token_ids=lambda prompt, response: [1, 2])
+        text = SimpleNamespace(token_ids=lambda prompt, response, rendered: [1, 2])
 
         def score(self, request: object) -> None:
             raise RuntimeError("out of memory")
 
     service = Service(Identity("m", "c", "t", 100, 64), Broken(), max_request_bytes=2**20)  # type: ignore[arg-type]
-    texts = {spec.name: protocol.text_tensor(["a"]) for spec in protocol.REWARD_INFER.inputs}
+    texts = protocol.reward_tensors(["a"], ["a"])
     with pytest.raises(RuntimeError):
         service.handle(protocol.REWARD_INFER.name, texts)
     with pytest.raises(ProtocolError, match="stopping"):

@@ -5,15 +5,23 @@ from pathlib import Path
 
 import pytest
 
+from nemo_style_rlhf.data.prompts import load_prompts
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.supervised import load_pairs
 from nemo_style_rlhf.data.templates import write_template
+from nemo_style_rlhf.schema.data import PromptDataConfig
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig
 from tests.unit.data.conftest import letter_tokenizer
 
+BOS, EOS, A, B, C = 0, 1, 2, 3, 4
+TURNS = (
+    "{{ START }}{% for m in messages %}{{ {'user': 'u', 'assistant': 'r'}[m.role] }}{{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}r{% endif %}"
+)
+
 
 @pytest.mark.parametrize("single", [None, "<s> $A", "$A </s>", "<s> $A </s>"])
-@pytest.mark.parametrize("template", [None, "q{prompt}r"])
+@pytest.mark.parametrize("template", [None, "q{prompt}r", "<s>q{prompt}r"])
 @pytest.mark.parametrize("append_eos", [True, False])
 def test_serving_forms_the_sequences_of_training(
     tmp_path: Path, single: str | None, template: str | None, append_eos: bool
@@ -35,3 +43,51 @@ def test_serving_forms_the_sequences_of_training(
 def test_without_a_note_or_an_end_of_text_token_the_texts_stay_as_they_are(tmp_path: Path) -> None:
     text = RewardText(str(tmp_path), letter_tokenizer(None, eos=None), append_eos=None)
     assert text.token_ids("ab", "c") == [2, 3, 4]
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "<s> $A </s>"])
+def test_a_bos_that_stands_in_the_text_stands_once(tmp_path: Path, single: str) -> None:
+    """A template of the policy, which the tokenizer's BOS is part of, wrote it."""
+    text = RewardText(str(tmp_path), letter_tokenizer(single), append_eos=None)
+    assert text.token_ids("<s>ab", "c") == text.token_ids("ab", "c") == [BOS, A, B, C, EOS]
+
+
+def test_a_bos_that_the_tokenizer_does_not_add_stays_as_it_was_written(tmp_path: Path) -> None:
+    text = RewardText(str(tmp_path), letter_tokenizer(None), append_eos=None)
+    assert text.token_ids("<s>ab", "c") == [BOS, A, B, C, EOS]
+    assert text.token_ids("ab", "c") == [A, B, C, EOS]
+
+
+def test_the_template_of_training_stands_once(tmp_path: Path) -> None:
+    """The policy's own template, with which its prompts come, is the reward model's where both were trained with one."""
+    tokenizer = letter_tokenizer()
+    write_template(tmp_path, "q{prompt}r", tokenizer, append_eos=True)
+    text = RewardText(str(tmp_path), tokenizer, append_eos=None)
+    assert text.token_ids("qabr", "c") == text.token_ids("ab", "c")
+    assert len(text.token_ids("qr", "c")) == len([BOS, "q", "r", C, EOS])  # an empty prompt in it
+    assert len(text.token_ids("q", "c")) == len([BOS, "q", "q", "r", C, EOS])  # a prompt that only begins as it does
+
+
+@pytest.mark.parametrize("single", [None, "<s> $A", "<s> $A </s>"])
+@pytest.mark.parametrize("start", ["", "{{ bos_token }}"])
+def test_rendered_prompts_get_the_tokens_of_training_on_messages(
+    tmp_path: Path, single: str | None, start: str
+) -> None:
+    """With a template that writes BOS and with one that does not, whatever the tokenizer adds to plain text."""
+    tokenizer = letter_tokenizer(single)
+    tokenizer.chat_template = TURNS.replace("{{ START }}", start)
+    question, *answers = (
+        {"role": role, "content": text} for role, text in zip(["user", "assistant", "assistant"], "abc")
+    )
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": [question], "chosen": answers[:1], "rejected": answers[1:]}))
+    (pair,), _ = load_pairs(str(path), PreferenceDataConfig(train_path=str(path)), tokenizer)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": [question]}))
+    config = PromptDataConfig(train_path=str(prompts), format="messages")
+    (prompt,), _ = load_prompts(str(prompts), config, tokenizer)
+    write_template(tmp_path, None, tokenizer, append_eos=True)
+    text = RewardText(str(tmp_path), tokenizer, append_eos=None)
+    assert text.token_ids(prompt.text, "b", rendered=True) == pair.chosen
+    assert text.token_ids(prompt.text, "c", rendered=True) == pair.rejected
+    assert pair.chosen[: len(prompt.token_ids)] == prompt.token_ids

@@ -76,6 +76,84 @@ def test_the_chat_template_sees_a_rows_tools_and_may_refuse_a_conversation(tmp_p
     assert report.dropped == {"refused by the chat template (no tools)": 1}
 
 
+ROLES = (
+    "{% for m in messages %}{{ {'system': 's', 'user': 'u', 'assistant': 'r', 'tool': 't'}[m.role] }}{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}r{% endif %}"
+)
+
+
+def turns(*spoken):
+    """Messages from texts such as "user a"."""
+    return [dict(zip(("role", "content"), each.split(), strict=True)) for each in spoken]
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        (turns("user a", "assistant b"), "uar"),
+        (turns("system c", "user a", "assistant b", "user d", "assistant e"), "scuarbudr"),
+        (turns("user a", "assistant b", "assistant c"), "uar"),
+        (turns("user a", "assistant b", "tool c", "assistant d"), "uar"),
+        (turns("user a", "assistant b", "user d"), "uarbudr"),
+        (turns("user a", "assistant b", "tool c"), "uarbtcr"),
+        (turns("system a"), "sar"),
+    ],
+    ids=[
+        "one",
+        "the last",
+        "two in a row",
+        "with a tool's turn",
+        "ends with the user",
+        "ends with a tool",
+        "system alone",
+    ],
+)
+def test_a_conversation_is_cut_before_the_answer_it_ends_with(tmp_path, tokenizer, messages, text):
+    path = write(tmp_path / "m.jsonl", [{"messages": messages, "answer": 4}])
+    settings = config(format="messages", chat_template=ROLES, label_key="answer")
+    (prompt,), report = load_prompts(path, settings, tokenizer)
+    assert (prompt.text, prompt.label) == (text, "4")
+    assert report.cut == (messages[-1]["role"] == "assistant")
+
+
+def test_the_report_counts_cut_conversations_and_drops_those_that_are_nothing_but_an_answer(tmp_path, tokenizer):
+    answered, open_ended = turns("user a", "assistant b"), turns("user a")
+    alone = [turns("assistant b"), turns("system c", "assistant b")]
+    settings = config(format="messages", chat_template=ROLES, max_prompt_length=5)
+    too_long = turns("user aaaaa", "assistant b")
+    path = write(
+        tmp_path / "m.jsonl", [{"messages": each} for each in (answered, open_ended, *alone, too_long, answered)]
+    )
+    prompts, report = load_prompts(path, settings, tokenizer)
+    assert [(prompt.prompt_id, prompt.text) for prompt in prompts] == [(0, "uar"), (1, "uar"), (5, "uar")]
+    assert report.dropped == {"without a turn before the answer": 2, "longer than 5 tokens": 1}
+    assert str(report).startswith(f"{path}: 3 rows kept, 2 of them cut before the answer they end with, 3 dropped (")
+    assert "\n" not in str(report)
+    whole = write(tmp_path / "whole.jsonl", [{"messages": answered}])
+    _, report = load_prompts(whole, settings, tokenizer)
+    assert str(report) == f"{whole}: 1 rows, 1 of them cut before the answer they end with"
+
+
+def test_an_instruction_goes_on_in_its_input(tmp_path, tokenizer):
+    inputs = ["bc", "", "  ", None]
+    path = write(tmp_path / "p.jsonl", [{"instruction": "a", "input": given, "output": "d"} for given in inputs])
+    settings = config(prompt_key="instruction", input_key="input", prompt_template="x{prompt}y")
+    prompts, _ = load_prompts(path, settings, tokenizer)
+    assert [prompt.text for prompt in prompts] == ["xa\n\nbcy", "xay", "xay", "xay"]
+    assert [prompt.metadata for prompt in prompts] == [{"output": "d"}] * 4
+
+
+def test_an_input_that_nothing_reads_is_refused_unless_it_is_empty(tmp_path, tokenizer):
+    empty = [{"instruction": "a", "input": ""}, {"instruction": "b", "input": None}, {"instruction": "c", "input": 3}]
+    path = write(tmp_path / "empty.jsonl", empty)
+    assert len(load_prompts(path, config(prompt_key="instruction"), tokenizer)[0]) == 3
+    path = write(tmp_path / "p.jsonl", [*empty, {"instruction": "a", "input": "b"}])
+    with pytest.raises(UserError, match=r"p\.jsonl line 4 has an 'input' .* set data\.input_key=input"):
+        load_prompts(path, config(prompt_key="instruction"), tokenizer)
+    (*_, last), _ = load_prompts(path, config(prompt_key="instruction", label_key="input"), tokenizer)
+    assert last.label == "b"
+
+
 @pytest.mark.parametrize(
     ("single", "eos", "expected"),
     [
@@ -118,6 +196,23 @@ def test_a_datasets_folder_and_a_parquet_file_read_like_jsonl(tmp_path, tokenize
         ('{"prompt": "a"}\n', {"label_key": "answer"}, "set data.label_key"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', {"format": "messages"}, "set data.chat_template"),
         ('{"messages": "a"}\n', {"format": "messages"}, "not a list of messages"),
+        ('{"messages": ["a"]}\n', {"format": "messages"}, "not a list of messages"),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}]}\n',
+            {},
+            "line 1: 'prompt' holds a list, .* set data=messages and data.prompt_key=prompt$",
+        ),
+        (
+            '{"chosen": [{"role": "user", "content": "a"}]}\n',
+            {"format": "hh"},
+            "data=messages and data.prompt_key=chosen$",
+        ),
+        ('{"instruction": "a"}\n', {"prompt_key": "instruction", "input_key": "input"}, "set data.input_key"),
+        (
+            '{"instruction": "a", "input": 3}\n',
+            {"prompt_key": "instruction", "input_key": "input"},
+            "'input' holds int, .* data.input_key",
+        ),
     ],
 )
 def test_mistakes_get_one_sentence(tmp_path, tokenizer, content, changes, sentence):
@@ -169,6 +264,7 @@ def test_a_truncated_gzip_file_is_refused(tmp_path, tokenizer):
         ({"prompt_template": "no placeholder"}, "exactly once"),
         ({"prompt_template": "{prompt}", "format": "messages"}, "takes a chat template"),
         ({"chat_template": "x"}, "set data.format=messages"),
+        ({"input_key": "input", "format": "messages"}, "data.input_key is set but data.format=messages"),
     ],
 )
 def test_impossible_settings_are_refused(changes, sentence):

@@ -103,6 +103,41 @@ def test_conversations_that_the_chat_template_refuses_are_dropped_and_counted(tm
     assert report.dropped == {"refused by the chat template (no system role)": 1}
 
 
+ALPACA = {"instruction": "a", "input": "b"}
+ANSWERS = {"output": "c", "chosen": "c", "rejected": "a", "completion": "c", "label": True}
+
+
+@pytest.mark.parametrize(
+    ("load", "changes"),
+    [
+        (sft, {"response_key": "output"}),
+        (sft, {"response_key": "output", "format": "prompt_response"}),
+        (pairs, {}),
+        (unpaired, {"format": "pairs"}),
+        (unpaired, {}),
+    ],
+    ids=["sft", "prompt_response", "pairs", "pairs judged", "judged"],
+)
+def test_an_instruction_goes_on_in_its_input(tmp_path, tokenizer, load, changes):
+    keys = {"prompt_key": "instruction", **changes}
+    with pytest.raises(UserError, match=r"line 1 has an 'input' .* set data\.input_key=input"):
+        load(tmp_path, tokenizer, ALPACA | ANSWERS, **keys)
+    (without, *_), _ = load(tmp_path, tokenizer, ALPACA | ANSWERS | {"input": ""}, **keys)
+    assert without[0] == [BOS, A, C, EOS]
+    unknown = 28  # a line break of the blank line between them
+    (joined, *_), _ = load(tmp_path, tokenizer, ALPACA | ANSWERS, **keys, input_key="input")
+    assert joined[0] == [BOS, A, unknown, unknown, B, C, EOS]
+
+
+def test_an_instruction_before_messages_goes_on_in_its_input(tmp_path, tokenizer):
+    tokenizer.chat_template = ENDING_TURNS
+    row = ALPACA | {"chosen": [said("assistant", "b")], "rejected": [said("assistant", "c")]}
+    with pytest.raises(UserError, match=r"set data\.input_key=input"):
+        pairs(tmp_path, tokenizer, row, prompt_key="instruction")
+    found, _ = pairs(tmp_path, tokenizer, row, prompt_key="instruction", input_key="input")
+    assert found == [([BOS, A, 28, 28, B, 27, B, EOS], [BOS, A, 28, 28, B, 27, C, EOS], 0.0)]
+
+
 ENDING_TURNS = (
     "{{ bos_token }}{% for m in messages %}{{ m.content }}"
     "{% if m.role == 'user' %}z{% else %}{{ eos_token }}y{% endif %}{% endfor %}"
