@@ -4,6 +4,7 @@ import json
 import logging
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -17,6 +18,7 @@ from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.data.sampling import PromptSampler, mixed_seed
+from nemo_style_rlhf.data.templates import read_template, write_template
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Generator
@@ -321,10 +323,16 @@ class PPOTrainer:
                 weights[key] = tensor.cpu()
         if not self._ranks.is_first:
             return
-        model = self._config.model
-        trusted = model.trust_remote_code
+        model, data = self._config.model, self._config.data
+        write_notes = partial(
+            write_template, template=data.prompt_template, tokenizer=self._parts.tokenizer, chat_template=data.chat_template,
+            append_eos=read_template(model.path).get("append_eos", True),
+        )  # fmt: skip
         try:
-            export_model(hf, directory, source=model.path, weights=weights, trust_remote_code=trusted)
+            export_model(
+                hf, directory, source=model.path, weights=weights, write_notes=write_notes,
+                trust_remote_code=model.trust_remote_code,
+            )  # fmt: skip
             if model.lora.rank:
                 save_adapter(hf, self._output_dir / f"{name}_adapter", model, export=directory)
         except STORAGE_ERRORS as error:

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -244,13 +245,17 @@ class Stage:
         """
         if self.config.run.dry_run or not self.is_first_rank:
             return
-        target, model = Path(self.config.export_path), self.config.model
+        target, model, data = Path(self.config.export_path), self.config.model, self.data
+        write_notes = partial(
+            write_template, template=data.prompt_template, tokenizer=self.tokenizer, chat_template=data.chat_template,
+            append_eos=data.append_eos,
+        )  # fmt: skip
         try:
             hf.to(getattr(torch, model.dtype))
-            trusted = model.trust_remote_code
-            export_model(hf, target, source=model.path, config_source=model.config_path, trust_remote_code=trusted)
-            data = self.data
-            write_template(target, data.prompt_template, self.tokenizer, data.chat_template, append_eos=data.append_eos)
+            export_model(
+                hf, target, source=model.path, config_source=model.config_path, write_notes=write_notes,
+                trust_remote_code=model.trust_remote_code,
+            )  # fmt: skip
             if model.lora.rank:
                 save_adapter(hf, target.with_name(f"{target.name}_adapter"), model, export=target)
         except OSError as error:

@@ -143,7 +143,7 @@ def test_a_truncated_gzip_file_is_refused(tmp_path, tokenizer):
         ({"max_prompt_length": 0}, "data.max_prompt_length=0"),
         ({"prompt_template": "no placeholder"}, "exactly once"),
         ({"prompt_template": "{prompt}", "format": "messages"}, "takes a chat template"),
-        ({"chat_template": "x"}, "set data.format=messages"),
+        ({"chat_template": "{{ x }}"}, "set data.format=messages"),
     ],
 )
 def test_impossible_settings_are_refused(changes, sentence):
