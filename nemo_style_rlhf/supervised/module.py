@@ -126,6 +126,11 @@ class SupervisedModule(pl.LightningModule, ABC):
         for name in frozen:  # with adapters, the model they belong to is on disk already
             del checkpoint["state_dict"][name]
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A run may have been made longer since: then its last batch is the last no more, and Lightning would train nothing."""
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        progress["is_last_batch"] = checkpoint["global_step"] >= self.total_steps
+
     def configure_optimizers(self) -> Any:
         optim = self.config.optim
         optimizer = torch.optim.AdamW(
