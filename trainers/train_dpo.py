@@ -1,5 +1,6 @@
 """DPO, IPO and cDPO on preference pairs: python trainers/train_dpo.py --help"""
 
+from nemo_style_rlhf.checkpoint.starts import is_done
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.schema.supervised import DPOConfig
 
@@ -7,6 +8,8 @@ from nemo_style_rlhf.schema.supervised import DPOConfig
 @entry_point(DPOConfig, config_name="dpo")
 def main(config: DPOConfig) -> None:
     """Everything else is in supervised/dpo.py."""
+    if is_done(config, longer="trainer.max_steps"):
+        return
     from nemo_style_rlhf.supervised.dpo import train_dpo
 
     train_dpo(config)

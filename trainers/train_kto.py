@@ -1,5 +1,6 @@
 """KTO on judged responses: python trainers/train_kto.py --help"""
 
+from nemo_style_rlhf.checkpoint.starts import is_done
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.schema.supervised import KTOConfig
 
@@ -7,6 +8,8 @@ from nemo_style_rlhf.schema.supervised import KTOConfig
 @entry_point(KTOConfig, config_name="kto")
 def main(config: KTOConfig) -> None:
     """Everything else is in supervised/kto.py."""
+    if is_done(config, longer="trainer.max_steps"):
+        return
     from nemo_style_rlhf.supervised.kto import train_kto
 
     train_kto(config)

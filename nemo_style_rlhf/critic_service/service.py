@@ -1,5 +1,6 @@
 """What a request to the critic process does."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from nemo_style_rlhf.checkpoint.starts import log_differences, record_start
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.base import Service, Tensors
 from nemo_style_rlhf.critic_service.crew import Crew
@@ -243,6 +245,8 @@ def load_critic_service(config: PPOCriticConfig, device: torch.device, output_di
     Raises:
         UserError: the checkpoint is missing or is no reward model with one label.
     """
+    if os.environ.get("RANK", "0") == "0":
+        log_differences(output_dir, config)
     bootstrap.init_distributed(device)
     worker = CriticWorker(config, device)
     if not config.run.dry_run:  # whose folders are each rank's own
@@ -252,10 +256,13 @@ def load_critic_service(config: PPOCriticConfig, device: torch.device, output_di
     described = {
         "model.dtype": config.model.dtype,
         "model.lora.rank": config.model.lora.rank,
+        "model.lora.alpha": config.model.lora.alpha,
+        "critic.normalize_rewards": config.critic.normalize_rewards,  # its values are on the rewards' scale
         "trained parameters": worker.trained,
         "reward model": worker.identity.model_digest,
     }
     store = HalfStore(output_dir, described)
+    record_start(output_dir, config, after=store.last_committed or "step_000000")
     return CriticService(worker, store, max_request_bytes=config.server.max_request_bytes)
 
 

@@ -7,16 +7,21 @@ a word. SFT therefore writes ``prompt_template.json`` beside the weights, and PP
 import hashlib
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.data import PLACEHOLDER, PromptTemplateConfig
+from nemo_style_rlhf.schema.data import PromptTemplateConfig
+from nemo_style_rlhf.schema.templates import PLACEHOLDER
 
 log = logging.getLogger(__name__)
 TEMPLATE_FILE = "prompt_template.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+"""Where transformers has a tokenizer's chat template; further ones, of a tokenizer with several, are in a folder."""
+MORE_CHAT_TEMPLATES = "additional_chat_templates"
 
 
 def render(template: str | None, prompt: str) -> str:
@@ -35,6 +40,8 @@ def describe(
     """A template and the digests that are compared; ``chat_template`` overrides the tokenizer's."""
     if chat_template is None and isinstance(tokenizer.chat_template, str):
         chat_template = tokenizer.chat_template
+    if chat_template is not None:  # a file is read back with these line breaks, which are all one to Jinja
+        chat_template = chat_template.replace("\r\n", "\n").replace("\r", "\n")
     return {"template": template, "template_sha256": digest(template), "chat_template_sha256": digest(chat_template)}
 
 
@@ -46,9 +53,15 @@ def write_template(
     *,
     append_eos: bool,
 ) -> None:
-    """Note in ``model_dir`` which templates the model was trained with, and whether its responses ended with EOS."""
+    """Note in ``model_dir`` which templates the model was trained with, and whether its responses ended with EOS.
+
+    A ``chat_template`` becomes that of the tokenizer in ``model_dir``.
+    """
     note = {**describe(template, tokenizer, chat_template), "append_eos": append_eos}
     (model_dir / TEMPLATE_FILE).write_text(json.dumps(note, indent=2) + "\n")
+    if chat_template is not None:
+        (model_dir / CHAT_TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
+        shutil.rmtree(model_dir / MORE_CHAT_TEMPLATES, ignore_errors=True)
 
 
 def read_template(model_dir: str) -> dict[str, Any]:
@@ -77,7 +90,8 @@ def check_template(model_dir: str, data: PromptTemplateConfig, tokenizer: PreTra
     elif trained["chat_template_sha256"] != given["chat_template_sha256"]:
         difference = (
             f"the chat template (sha256 {_short(given['chat_template_sha256'])}) is not the one {model_dir} was "
-            f"trained with (sha256 {_short(trained['chat_template_sha256'])}): use that model's own"
+            f"trained with (sha256 {_short(trained['chat_template_sha256'])}): use that model's own, data.chat_template=null, "
+            "or where its tokenizer has none data.chat_template=@file with that template"
         )
     else:
         return

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
-from nemo_style_rlhf.engine.schedule import lr_factor
+from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
 from nemo_style_rlhf.engine.shares import settle, use_heads_in_shares, whole
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
 from nemo_style_rlhf.errors import UserError
@@ -183,22 +183,8 @@ class Engine:
         # DeepSpeed 0.19.8 keeps stale links to the old optimizer states on an engine that has already stepped.
         if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
             self._optimizer._hp_optimizer_states_linked = False
-        self._follow_config()
+        follow_config(self._scheduler, self.config.optim)
         self._offload_states()
-
-    def _follow_config(self) -> None:
-        """A checkpoint brings the settings of its optimizer along; those of the config, which may have been changed, hold."""
-        optim, schedule = self.config.optim, self._scheduler
-        schedule.base_lrs = [optim.lr] * len(schedule.base_lrs)
-        for group, factor in zip(schedule.optimizer.param_groups, schedule.lr_lambdas, strict=True):
-            group.update(
-                initial_lr=optim.lr,
-                lr=optim.lr * factor(schedule.last_epoch),
-                betas=tuple(optim.betas),
-                eps=optim.eps,
-                weight_decay=optim.weight_decay,
-            )
-        schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
 
 def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]:

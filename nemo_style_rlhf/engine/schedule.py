@@ -2,7 +2,9 @@
 
 import math
 
-from nemo_style_rlhf.schema.common import SchedulerConfig
+from torch.optim.lr_scheduler import LambdaLR
+
+from nemo_style_rlhf.schema.common import OptimizerConfig, SchedulerConfig
 
 
 def lr_factor(step: int, config: SchedulerConfig, total_steps: int) -> float:
@@ -17,3 +19,17 @@ def lr_factor(step: int, config: SchedulerConfig, total_steps: int) -> float:
     progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
     decay = 1 - progress if config.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * decay
+
+
+def follow_config(schedule: LambdaLR, optim: OptimizerConfig) -> None:
+    """A checkpoint brings the settings of its optimizer along; those of the config, which may have been changed, hold."""
+    schedule.base_lrs = [optim.lr] * len(schedule.base_lrs)
+    for group, factor in zip(schedule.optimizer.param_groups, schedule.lr_lambdas, strict=True):
+        group.update(
+            initial_lr=optim.lr,
+            lr=optim.lr * factor(schedule.last_epoch),
+            betas=tuple(optim.betas),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+    schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]

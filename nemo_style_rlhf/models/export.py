@@ -1,7 +1,7 @@
 """A trained model as a plain Hugging Face directory."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -14,12 +14,13 @@ from nemo_style_rlhf.models.lora import CARRIED_FILES, merged
 def export_model(
     model: PreTrainedModel, directory: Path, *, source: str, config_source: str | None = None,
     weights: Mapping[str, Tensor] | None = None, trust_remote_code: bool = False,
+    write_notes: Callable[[Path], None] | None = None,
 ) -> None:  # fmt: skip
     """Write ``model`` with the tokenizer, chat template, dropout settings and notes of ``source``, which it was trained from.
 
     A model built from a bare config takes its dropout settings from there, ``config_source``; one whose own weights are in
-    shares comes with whole ``weights``. Adapters are merged. Written beside and renamed: ``directory`` is whole or as it was
-    before.
+    shares comes with whole ``weights``. Adapters are merged. ``write_notes`` adds to the folder, over the notes of ``source``.
+    Written beside and renamed: ``directory`` is whole or as it was before.
     """
     beside = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
@@ -32,6 +33,8 @@ def export_model(
         for name in CARRIED_FILES:
             if (Path(source) / name).is_file():
                 shutil.copy(Path(source) / name, beside / name)
+        if write_notes is not None:
+            write_notes(beside)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.digests import model_fingerprint
 from nemo_style_rlhf.schema.common import ModelConfig
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def add_lora(hf: PreTrainedModel, model: ModelConfig) -> None:
 
 def lora_identity(model: ModelConfig) -> dict[str, Any]:
     """What a checkpoint must agree with to be resumed: the model it came from, which may be its reference, and the adapters."""
-    return {"model.path": model.path, "model.lora": asdict(model.lora)}
+    return {"the model in model.path": model_fingerprint(model.path), "model.lora": asdict(model.lora)}
 
 
 def has_lora(module: nn.Module) -> bool:

@@ -8,13 +8,13 @@ import os
 import uuid
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nemo_style_rlhf.checkpoint.files import write_atomically
-from nemo_style_rlhf.checkpoint.store import CheckpointStore
+from nemo_style_rlhf.checkpoint.starts import log_differences, record_start, require_same
+from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest
 from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.data.encoding import decode_response
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
@@ -33,6 +33,7 @@ from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm, load_t
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import MAX_GAP, Probe
+from nemo_style_rlhf.ppo.recovery import require_critic_half
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE
 from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer, run_identity
 from nemo_style_rlhf.rollout.collector import Collector
@@ -62,10 +63,12 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     device = setup(config.run)
     output_dir = Path(config.run.output_dir)
     store = CheckpointStore(output_dir / "checkpoints", config.checkpoint.keep_last)
-    run_id = _run_id(config, store) if os.environ.get("RANK", "0") == "0" else ""
+    found, saved = _found(whole) if os.environ.get("RANK", "0") == "0" else (None, {})
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     prompts = _load(config.data.train_path, config, tokenizer, learned=True)
     val_prompts = _load(config.data.val_path, config, tokenizer) if config.data.val_path else []
+    identity = run_identity(config, prompts)
+    require_same(saved, identity, whole.run.output_dir)
     total_steps = min(_total_steps(each, len(prompts)) for each in (whole, config))
     policy = load_causal_lm(config.model)
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
@@ -74,7 +77,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     init_distributed(device)
     ranks = Ranks(team=config.generation.tensor_parallel_size)
     scorer = _scorer(config, critic, tokenizer, ranks)
-    run_id = ranks.from_first(run_id)
+    run_id = ranks.from_first(uuid.uuid4().hex[:12] if found is None or whole is not config else found.run_id)
     add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
     engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
@@ -83,11 +86,9 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     own_stop_strings = any(prompt.sampling.stop for prompt in [*prompts, *val_prompts])
     generator = _generator(config, engine, tokenizer, max_length, device, own_stop_strings)
     require_all_ranks()
-    resolved = OmegaConf.to_container(OmegaConf.structured(config))
     if ranks.is_first:
-        write_atomically(output_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
+        record_start(output_dir, config, after=f"step_{found.step if found else 0:06d}")
     ranks.require_shared(output_dir)
-    assert isinstance(resolved, dict)
     parts = Parts(
         engine=engine,
         generator=generator,
@@ -116,19 +117,23 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
             max_gap=config.audit.max_probe_gap or MAX_GAP[config.model.dtype],
         ),
         store=store,
-        metrics=MetricsWriter(output_dir, config.tracking, {str(key): value for key, value in resolved.items()})
-        if ranks.is_first
-        else None,
+        metrics=MetricsWriter(output_dir, config.tracking, dataclasses.asdict(config)) if ranks.is_first else None,
         versions={name: importlib.metadata.version(name) for name in PACKAGES},
         ranks=ranks,
     )
-    return PPOTrainer(config, parts, run_id=run_id, total_steps=total_steps)
+    return PPOTrainer(config, parts, run_id=run_id, identity=identity, total_steps=total_steps)
 
 
-def _run_id(config: PPOActorConfig, store: CheckpointStore) -> str:
-    """The id in the newest checkpoint, or a fresh one; both halves file their checkpoints under it."""
-    committed = store.committed_steps()
-    if committed and config.run.resume == "never":
+def _found(config: PPOActorConfig) -> tuple[Manifest | None, dict[str, Any]]:
+    """The newest checkpoint of the run, which ``config`` may go on from, and the identity noted in it; what differs from the last
+    start is logged.
+
+    Raises:
+        UserError: ``run.resume`` forbids it, or ``config`` differs in what the checkpoint depends on, as far as it tells.
+    """
+    log_differences(Path(config.run.output_dir), config)
+    store = CheckpointStore(Path(config.run.output_dir) / "checkpoints", config.checkpoint.keep_last)
+    if store.committed_steps() and config.run.resume == "never":
         raise UserError(
             f"run.resume=never but {config.run.output_dir} holds checkpoints: give another run.output_dir, or run.resume=auto"
         )
@@ -136,16 +141,12 @@ def _run_id(config: PPOActorConfig, store: CheckpointStore) -> str:
     if manifest is None:
         if config.run.resume == "must":
             raise UserError(f"run.resume=must but {config.run.output_dir} holds no checkpoint: use run.resume=auto")
-        return uuid.uuid4().hex[:12]
+        return None, {}
     saved = json.loads((store.actor_half(manifest.step) / IDENTITY_FILE).read_bytes())
-    given = run_identity(config)
-    for name in given:
-        if saved.get(name, given[name]) != given[name]:
-            raise UserError(
-                f"{config.run.output_dir} holds a run with {name} {saved.get(name)}, this one has {given[name]}: resume it as it "
-                "was, or choose another run.output_dir"
-            )
-    return manifest.run_id
+    require_same(saved, run_identity(config), config.run.output_dir)
+    if config.uses_critic_process:
+        require_critic_half(manifest)
+    return manifest, saved
 
 
 def _load(

@@ -83,11 +83,7 @@ def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | N
     refusal: ProtocolError | None = None
     for manifest in store.undamaged():
         name = checkpoint_id(manifest.run_id, manifest.step)
-        if not manifest.critic:
-            raise UserError(
-                f"checkpoint step_{manifest.step:06d} is of a run without a critic server: resume it without one, or choose "
-                "another run.output_dir"
-            )
+        require_critic_half(manifest)
         try:
             restored, expected = critic.restore(name, manifest.critic["files"]), manifest.critic["critic_step"]
             if restored != expected:
@@ -101,3 +97,15 @@ def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | N
     if refusal is not None:
         raise UserError(f"no checkpoint can be restored: {refusal.message}") from refusal
     return store.latest()
+
+
+def require_critic_half(manifest: Manifest) -> None:
+    """
+    Raises:
+        UserError: the checkpoint has none, which a run with a critic server would need.
+    """
+    if not manifest.critic:
+        raise UserError(
+            f"checkpoint step_{manifest.step:06d} is of a run without a critic server: resume it without one, or choose "
+            "another run.output_dir"
+        )

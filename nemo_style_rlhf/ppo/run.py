@@ -56,7 +56,6 @@ def tiny_run(config: PPOActorConfig) -> PPOActorConfig:
     """One small PPO step with validation, checkpoint and export, in a folder of its own."""
     tiny = copy.deepcopy(config)
     tiny.run.output_dir = str(Path(config.run.output_dir) / "dry_run")
-    tiny.run.resume = "auto"  # that folder is empty, which "must" would refuse
     tiny.algorithm.max_steps = 1
     tiny.algorithm.critic_warmup_steps = 0
     tiny.algorithm.num_rollout_samples = 4 * config.algorithm.samples_per_prompt

@@ -5,6 +5,7 @@ import logging
 import math
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -13,16 +14,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure, write_atomically
+from nemo_style_rlhf.checkpoint.starts import record_end
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.data.sampling import PromptSampler, mixed_seed
+from nemo_style_rlhf.data.templates import read_template, write_template
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
 from nemo_style_rlhf.launch.preemption import stop_requested
+from nemo_style_rlhf.models.digests import rows_fingerprint
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.lora import lora_identity, save_adapter
 from nemo_style_rlhf.ppo.audit import Probe, audit_gap, audit_signs
@@ -84,7 +88,9 @@ class Parts:
 class PPOTrainer:
     """Every rank runs it; the first alone writes, and speaks to the server for all but scores."""
 
-    def __init__(self, config: PPOActorConfig, parts: Parts, *, run_id: str, total_steps: int) -> None:
+    def __init__(
+        self, config: PPOActorConfig, parts: Parts, *, run_id: str, identity: dict[str, Any], total_steps: int
+    ) -> None:
         self._config = config
         self._parts = parts
         self._ranks = parts.ranks
@@ -95,7 +101,7 @@ class PPOTrainer:
         self._probe_gap = self._save_stall = 0.0
         self._saver = Saver(
             parts.store, parts.critic, run_id=run_id, keep_last=config.checkpoint.keep_last,
-            identity=run_identity(config), versions=parts.versions,
+            identity=identity, versions=parts.versions,
         )  # fmt: skip
         self._recovery = Recovery(parts.critic, parts.store, parts.ranks, run_id=run_id, output_dir=self._output_dir)
         self._untouched = parts.collector.state
@@ -154,10 +160,16 @@ class PPOTrainer:
             log.info("SIGUSR1: step %d is committed, the run ends; start it again to go on", self.progress.step)
         else:
             self._export("export")
+            if self._ranks.is_first:
+                self._record_end()
         if self._parts.metrics is not None:
             self._parts.metrics.close()
         self._ranks.barrier()  # whoever starts ranks may kill all once the first has ended
         return not stopping
+
+    def _record_end(self) -> None:
+        names = ["export", "export_adapter"] if self._config.model.lora.rank else ["export"]
+        record_end(self._output_dir, [self._output_dir / name for name in names])
 
     def undo(self) -> None:
         """Put the critic server back to where this run found it, and its folder (dry runs)."""
@@ -323,10 +335,16 @@ class PPOTrainer:
                 weights[key] = tensor.cpu()
         if not self._ranks.is_first:
             return
-        model = self._config.model
-        trusted = model.trust_remote_code
+        model, data = self._config.model, self._config.data
+        write_notes = partial(
+            write_template, template=data.prompt_template, tokenizer=self._parts.tokenizer, chat_template=data.chat_template,
+            append_eos=read_template(model.path).get("append_eos", True),
+        )  # fmt: skip
         try:
-            export_model(hf, directory, source=model.path, weights=weights, trust_remote_code=trusted)
+            export_model(
+                hf, directory, source=model.path, weights=weights, write_notes=write_notes,
+                trust_remote_code=model.trust_remote_code,
+            )  # fmt: skip
             if model.lora.rank:
                 save_adapter(hf, self._output_dir / f"{name}_adapter", model, export=directory)
         except STORAGE_ERRORS as error:
@@ -339,9 +357,16 @@ class PPOTrainer:
         log.info("exported the policy to %s", directory)
 
 
-def run_identity(config: PPOActorConfig) -> dict[str, Any]:
-    """What the weights and optimizer states of a checkpoint depend on; engine.zero_stage and the ranks may change."""
-    return {**lora_identity(config.model), "model.dtype": config.model.dtype}
+def run_identity(config: PPOActorConfig, prompts: list[Prompt] | None = None) -> dict[str, Any]:
+    """What the weights and optimizer states of a checkpoint depend on, and what its place in the data is counted in, as far as
+    that is known without the ``prompts``; engine.zero_stage and the ranks may change."""
+    identity = {
+        **lora_identity(config.model), "model.dtype": config.model.dtype, "run.seed": config.run.seed,
+        "data.shuffle": config.data.shuffle,
+    }  # fmt: skip
+    if prompts is not None:
+        identity["training prompts"] = rows_fingerprint((prompt.prompt_id, prompt.token_ids) for prompt in prompts)
+    return identity
 
 
 def critic_batch(experience: Experience, plan: list[list[int]]) -> CriticTrainBatch:

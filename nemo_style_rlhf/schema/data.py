@@ -6,8 +6,8 @@ from omegaconf import MISSING
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.templates import PLACEHOLDER, chat_template_text, prompt_template_text
 
-PLACEHOLDER = "{prompt}"
 PROMPT_FORMATS = ("text", "messages", "hh")
 
 
@@ -16,17 +16,22 @@ class PromptTemplateConfig:
     """How the text of a prompt is wrapped before it is tokenised."""
 
     prompt_template: str | None = None
-    """Text around the prompt, e.g. "Question: {prompt}\\nAnswer:"; null leaves prompts as they are."""
+    """Text around the prompt, e.g. "Question: {prompt}\\nAnswer:", or @file; null leaves prompts as they are."""
     chat_template: str | None = None
-    """A Jinja chat template for `messages`; null uses the tokenizer's own."""
+    """A Jinja chat template for `messages`: a file (its path, or @path) or the text itself; null uses the tokenizer's own. What
+    the model is exported with."""
     input_key: str | None = None
     """Where a text prompt goes on in a row, after a blank line, if there is any text (`input` of Alpaca); null for nowhere."""
     on_template_mismatch: str = "refuse"
     """refuse or warn when the model was trained with another prompt or chat template; SFT may change them and does neither."""
 
     def validate(self) -> None:
+        """From here on both templates are texts: what the files hold is part of the configuration."""
         require_choice("data.on_template_mismatch", self.on_template_mismatch, ("refuse", "warn"))
+        if self.chat_template is not None:
+            self.chat_template = chat_template_text(self.chat_template)
         if self.prompt_template is not None:
+            self.prompt_template = prompt_template_text(self.prompt_template)
             found = self.prompt_template.count(PLACEHOLDER)
             require(
                 found == 1,

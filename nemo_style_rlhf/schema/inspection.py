@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.common import ModelConfig
+from nemo_style_rlhf.schema.data import PromptTemplateConfig
 from nemo_style_rlhf.schema.supervised import (
     PairDataConfig,
     PreferenceDataConfig,
@@ -30,7 +31,8 @@ class InspectedDataConfig(SFTDataConfig, UnpairedDataConfig, PreferenceDataConfi
     """As in the stage."""
 
     def validate(self) -> None:
-        """The stage's own class does."""
+        """The stage's own class does; its templates are these."""
+        PromptTemplateConfig.validate(self)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from nemo_style_rlhf.checkpoint.files import storage_failure
+from nemo_style_rlhf.checkpoint.starts import require_same
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import SupervisedConfig
 
@@ -41,17 +42,11 @@ def completed_micro_batches(path: Path, identity: dict[str, Any]) -> int:
     """How many micro-batches (of each rank) the checkpoint has behind it.
 
     Raises:
-        UserError: it is of a run with other data, batches or seed.
+        UserError: it is of a run with another model, other data, batches or seed.
     """
     file = path / PROGRESS_FILE if path.is_dir() else path
     checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    saved = checkpoint.get(IDENTITY, {})
-    if different := [name for name in identity if saved.get(name) != identity[name]]:
-        name = different[0]
-        raise UserError(
-            f"{path} is of a run with {name} {saved.get(name)}, this one has {identity[name]}: resume it as it was, or choose "
-            "another run.output_dir"
-        )
+    require_same(checkpoint.get(IDENTITY, {}), identity, str(path))
     return int(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"])
 
 

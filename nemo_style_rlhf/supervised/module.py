@@ -11,7 +11,7 @@ from pytorch_lightning.strategies import DeepSpeedStrategy
 from torch import Tensor
 
 from nemo_style_rlhf.data.sampling import mixed_seed
-from nemo_style_rlhf.engine.schedule import lr_factor
+from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import SupervisedEngineConfig
 from nemo_style_rlhf.supervised.checkpoints import IDENTITY
@@ -51,6 +51,7 @@ class SupervisedModule(pl.LightningModule, ABC):
         return all(parameter.requires_grad for parameter in self.parameters())
 
     def on_train_start(self) -> None:
+        follow_config(self.lr_schedulers(), self.config.optim)
         self._stepped_at = time.perf_counter()
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
@@ -124,6 +125,11 @@ class SupervisedModule(pl.LightningModule, ABC):
         frozen = {name for name, parameter in named if not parameter.requires_grad}
         for name in frozen:  # with adapters, the model they belong to is on disk already
             del checkpoint["state_dict"][name]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A run may have been made longer since: then its last batch is the last no more, and Lightning would train nothing."""
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        progress["is_last_batch"] = checkpoint["global_step"] >= self.total_steps
 
     def configure_optimizers(self) -> Any:
         optim = self.config.optim

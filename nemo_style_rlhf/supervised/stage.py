@@ -6,23 +6,25 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.apply_func import move_data_to_device
-from omegaconf import OmegaConf
 from pytorch_lightning.strategies import Strategy
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_style_rlhf.checkpoint.starts import log_differences, record_end, record_start
 from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
 from nemo_style_rlhf.data.templates import check_template, write_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
+from nemo_style_rlhf.models.digests import rows_fingerprint
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import lora_identity, save_adapter
@@ -63,6 +65,9 @@ class Stage:
         self.device = setup(config.run)
         self._rank, self._world_size = (int(os.environ.get(name, default)) for name, default in RANK_VARIABLES)
         logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+        resumed = None if config.run.dry_run else last_checkpoint(config)
+        if self.is_first_rank:
+            log_differences(Path(config.run.output_dir), config)
         self.tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         if isinstance(data, PairDataConfig):  # rewards and preferences are about texts as the model writes them
             check_template(config.model.path, data, self.tokenizer)
@@ -73,22 +78,25 @@ class Stage:
         if config.run.dry_run:
             self.total_steps = 1
         self._micro_batches = self._parts_of_a_step()
+        self._identity = self._identify()
+        self._resumed = resumed
+        self._done = 0 if resumed is None else completed_micro_batches(resumed, self._identity)
 
     def fit(self, module: SupervisedModule, hf: PreTrainedModel) -> dict[str, float]:
         """Train ``module`` from the beginning or the last checkpoint, and validate; the last validation's metrics."""
-        config, dry_run = self.config, self.config.run.dry_run
+        config, resumed = self.config, self._resumed
         if config.model.gradient_checkpointing:
             hf.gradient_checkpointing_enable()
         module.train()
         module.seed, module.identity, module.validates = config.run.seed, self._identity, bool(self.val_rows)
-        resumed = None if dry_run else last_checkpoint(config)
-        done = 0 if resumed is None else completed_micro_batches(resumed, self._identity)
-        self.trainer = self._trainer(resumed_step=0 if resumed is None else done // self._accumulate)
+        if self.is_first_rank and not config.run.dry_run:
+            record_start(Path(config.run.output_dir), config, after=resumed.stem if resumed else "step_00000000")
+        self.trainer = self._trainer(resumed_step=self._done // self._accumulate)
         if resumed is not None:
             logger.info("resuming from %s", resumed)
         self.trainer.fit(
             module,
-            self._loader(self._batches(), done=done),
+            self._loader(self._batches(), done=self._done),
             self._validation(),
             ckpt_path=resumed,
         )
@@ -127,14 +135,13 @@ class Stage:
         """Micro-batches that each rank sees per optimizer step."""
         return self._micro_batches // self._world_size
 
-    @property
-    def _identity(self) -> dict[str, Any]:
+    def _identify(self) -> dict[str, Any]:
         """What the order of the micro-batches and the meaning of a checkpoint's weights depend on."""
         fit, run = self.config.trainer, self.config.run
         return {
             **lora_identity(self.config.model),
-            "training rows": len(self.train_rows), "trainer.batch_size": fit.batch_size, "run.seed": run.seed,
-            "optimizer steps": self.total_steps, "micro-batches per step": self._micro_batches,
+            "training data": rows_fingerprint(self.train_rows), "trainer.batch_size": fit.batch_size,
+            "run.seed": run.seed, "micro-batches per step": self._micro_batches,
             "ranks": self._world_size, "trainer.strategy": fit.strategy,
         }  # fmt: skip
 
@@ -216,10 +223,8 @@ class Stage:
     def _loggers(self, resumed_step: int) -> list[MetricsLogger]:
         if self.config.run.dry_run or self._rank > 0:
             return []
-        resolved = OmegaConf.to_container(OmegaConf.structured(self.config))
-        assert isinstance(resolved, dict)
-        named = {str(key): value for key, value in resolved.items()}
-        self.writer = MetricsWriter(Path(self.config.run.output_dir), self.config.tracking, named)
+        resolved = dataclasses.asdict(self.config)
+        self.writer = MetricsWriter(Path(self.config.run.output_dir), self.config.tracking, resolved)
         self.writer.rewind(resumed_step - 1)  # Lightning's steps count from 0
         return [MetricsLogger(self.writer)]
 
@@ -244,15 +249,21 @@ class Stage:
         """
         if self.config.run.dry_run or not self.is_first_rank:
             return
-        target, model = Path(self.config.export_path), self.config.model
+        target, model, data = Path(self.config.export_path), self.config.model, self.data
+        write_notes = partial(
+            write_template, template=data.prompt_template, tokenizer=self.tokenizer, chat_template=data.chat_template,
+            append_eos=data.append_eos,
+        )  # fmt: skip
         try:
             hf.to(getattr(torch, model.dtype))
-            trusted = model.trust_remote_code
-            export_model(hf, target, source=model.path, config_source=model.config_path, trust_remote_code=trusted)
-            data = self.data
-            write_template(target, data.prompt_template, self.tokenizer, data.chat_template, append_eos=data.append_eos)
+            export_model(
+                hf, target, source=model.path, config_source=model.config_path, write_notes=write_notes,
+                trust_remote_code=model.trust_remote_code,
+            )  # fmt: skip
+            adapter = target.with_name(f"{target.name}_adapter")
             if model.lora.rank:
-                save_adapter(hf, target.with_name(f"{target.name}_adapter"), model, export=target)
+                save_adapter(hf, adapter, model, export=target)
+            record_end(Path(self.config.run.output_dir), [target, adapter] if model.lora.rank else [target])
         except OSError as error:
             raise UserError(
                 f"the model cannot be written to {target} ({error}): make room or change export_dir"

@@ -14,6 +14,7 @@ from tests.integration import warm
 from tests.models import WORDS, save_policy, save_reward_model
 
 STEPS = 24
+CONSTANT = ["engine.scheduler.name=constant", "engine.scheduler.warmup_steps=0"]
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +116,75 @@ def test_adapters_resume_to_the_last_bit_and_merge(folder: Path) -> None:
 
 
 def test_another_run_is_not_resumed(folder: Path) -> None:
+    """Other rows are, and another model where the first was, before a model is loaded."""
     train(folder, "train_sft", "first", "checkpoint.save_interval=10")
+    rows = (folder / "texts.jsonl").read_text().splitlines(keepends=True)
+    (folder / "reversed.jsonl").write_text("".join(reversed(rows)))
+    save_policy(folder / "other", seed=5, attention_dropout=0.2)
+    (folder / "other" / "model.safetensors").write_bytes(b"broken" * 10000)
     for override, said in (
         ("trainer.batch_size=4", "is of a run with trainer.batch_size 8, this one has 4"),
         ("model.lora.rank=2", "is of a run with model.lora"),
+        (f"data.train_path={folder / 'reversed.jsonl'}", "is of a run with training data 60 rows, sha256"),
+        (f"model.path={folder / 'other'}", "is of a run with the model in model.path sha256"),
+        ("run.seed=2", "is of a run with run.seed 1234, this one has 2"),
         ("run.resume=never", "holds checkpoints but run.resume=never"),
     ):
         process = warm.run(command(folder, "train_sft", "first", "checkpoint.save_interval=10", override), timeout=60)
         assert process.returncode == 2 and said in process.stderr and "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("zero1", 2)])
+def test_a_resumed_run_follows_what_was_changed_and_keeps_both_configurations(
+    folder: Path, strategy: str, ranks: int
+) -> None:
+    """Learning rate and length; data and model in other folders. The checkpoint is of the first run's last step."""
+    run, fixed = f"changed_{strategy}", [
+        *CONSTANT, f"trainer.strategy={strategy}", "trainer.micro_batch_size=4", "checkpoint.save_interval=8",
+    ]  # fmt: skip
+    train(folder, "train_sft", run, *fixed, ranks=ranks)
+    elsewhere = folder / f"elsewhere_{strategy}"
+    shutil.copytree(folder / "policy", elsewhere)
+    shutil.copy(folder / "texts.jsonl", elsewhere / "rows.jsonl")
+    changed = [
+        f"model.path={elsewhere}", f"data.train_path={elsewhere / 'rows.jsonl'}", f"trainer.max_steps={STEPS + 8}",
+        "engine.optim.lr=2e-3", "engine.optim.weight_decay=0.5",
+    ]  # fmt: skip
+    done = warm.run(command(folder, "train_sft", run, *fixed, *changed), ranks=ranks, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for line in (f"trainer.max_steps: {STEPS} -> {STEPS + 8}", "engine.optim.lr: 0.001 -> 0.002", "model.path: "):
+        assert done.stderr.count(line) == 1, done.stderr
+    rates = {line["step"]: line["train/lr"] for line in metrics(folder, run) if "train/lr" in line}
+    assert rates == pytest.approx({step: 1e-3 if step < STEPS else 2e-3 for step in range(STEPS + 8)})
+    kept = sorted((folder / run / "configs").iterdir())
+    assert [path.name for path in kept] == ["001_step_00000000.yaml", f"002_step_{STEPS:08d}.yaml"]
+    assert "lr: 0.001" in kept[0].read_text() and "lr: 0.002" in kept[1].read_text()
+    assert (folder / run / "config.yaml").read_bytes() == kept[1].read_bytes()
+
+
+def test_a_longer_run_ends_with_the_weights_of_one_that_was_planned_so(folder: Path) -> None:
+    settings = [
+        *CONSTANT, "model.disable_dropout=false", "trainer.micro_batch_size=4", "checkpoint.save_interval=8"
+    ]  # fmt: skip
+    whole = train(folder, "train_sft", "planned", *settings)
+    train(folder, "train_sft", "made_longer", *settings, f"trainer.max_steps={STEPS - 8}")
+    longer = train(folder, "train_sft", "made_longer", *settings)
+    for name, weight in whole.items():
+        assert torch.equal(weight, longer[name]), name
+
+
+def test_a_run_that_has_ended_says_so_and_touches_nothing(folder: Path) -> None:
+    """Unless its export is damaged."""
+    train(folder, "train_sft", "ended")
+    weights = folder / "ended" / "export" / "model.safetensors"
+    before = weights.stat()
+    done = warm.run(command(folder, "train_sft", "ended"), timeout=60)
+    assert done.returncode == 0 and "to train on raise trainer.max_steps" in done.stdout
+    assert "rows kept" not in done.stderr and weights.stat() == before
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1])
+    done = warm.run(command(folder, "train_sft", "ended"), timeout=300)
+    assert done.returncode == 0 and "exported to" in done.stderr and weights.read_bytes() == content
 
 
 @pytest.mark.parametrize("script", ["train_sft", "train_reward_model", "train_kto"])

@@ -39,7 +39,7 @@ OWNERS = {
     "pytorch_lightning": {"supervised", "tracking"},
     "datasets": {"data"},
     "hydra": {"launch"},
-    "jinja2": {"evaluation", "data"},
+    "jinja2": {"evaluation", "data", "schema"},
 }
 CLIENT_SIDE = {"protocol", "kserve", "connection", "client", "secret"}
 

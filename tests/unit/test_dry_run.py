@@ -1,19 +1,56 @@
-"""What a dry run changes about a run."""
+"""What a dry run refuses about the run that it tries out."""
 
+import json
 from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.ppo.build import _run_id
-from nemo_style_rlhf.ppo.run import tiny_run
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.ppo.build import _found
+from nemo_style_rlhf.ppo.saving import IDENTITY_FILE
+from nemo_style_rlhf.ppo.trainer import run_identity
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build
 
 
-def test_a_run_that_must_resume_can_be_tried_too(tmp_path: Path) -> None:
-    given = [f"run.output_dir={tmp_path}", "run.resume=must", "model.path=x", "data.train_path=x"]
-    config = build(PPOActorConfig, OmegaConf.from_dotlist(given))
-    tiny = tiny_run(config)
-    assert _run_id(tiny, CheckpointStore(Path(tiny.run.output_dir) / "checkpoints", 2))
-    assert config.run.resume == "must"
+def configuration(folder: Path, *overrides: str) -> PPOActorConfig:
+    given = [f"run.output_dir={folder}", "run.resume=must", "model.path=x", "data.train_path=x", *overrides]
+    return build(PPOActorConfig, OmegaConf.from_dotlist(given))
+
+
+def test_a_run_that_must_resume_is_tried_where_it_can(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    with pytest.raises(UserError, match=r"run\.resume=must but .* holds no checkpoint"):
+        _found(config)
+    store = CheckpointStore(tmp_path / "checkpoints", 2)
+    half = store.begin(3)
+    (half / IDENTITY_FILE).write_text(json.dumps(run_identity(config)))
+    store.commit(3, "run", critic={"critic_step": 3}, state={}, versions={})
+    manifest, saved = _found(config)
+    assert manifest is not None and manifest.step == 3 and saved == run_identity(config)
+    for change, said in (
+        ("run.seed=7", r"is of a run with run\.seed 1234, this one has 7"),
+        ("data.shuffle=false", r"with data\.shuffle True, this one has False"),
+        ("model.path=y", r"with the model in model\.path x, this one has y"),
+        ("run.resume=never", "but .* holds checkpoints"),
+    ):
+        with pytest.raises(UserError, match=said):
+            _found(configuration(tmp_path, change))
+    for change in (
+        "engine.optim.lr=1",
+        "algorithm.max_steps=9",
+        "algorithm.samples_per_prompt=2",
+        "engine.zero_stage=2",
+    ):
+        assert _found(configuration(tmp_path, change))[0] == manifest
+
+
+def test_a_run_with_a_critic_needs_its_half(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    store = CheckpointStore(tmp_path / "checkpoints", 2)
+    (store.begin(3) / IDENTITY_FILE).write_text("{}")
+    store.commit(3, "run", critic={}, state={}, versions={})
+    with pytest.raises(UserError, match="step_000003 is of a run without a critic server"):
+        _found(config)

@@ -263,7 +263,7 @@ def test_a_truncated_gzip_file_is_refused(tmp_path, tokenizer):
         ({"max_prompt_length": 0}, "data.max_prompt_length=0"),
         ({"prompt_template": "no placeholder"}, "exactly once"),
         ({"prompt_template": "{prompt}", "format": "messages"}, "takes a chat template"),
-        ({"chat_template": "x"}, "set data.format=messages"),
+        ({"chat_template": "{{ x }}"}, "set data.format=messages"),
         ({"input_key": "input", "format": "messages"}, "data.input_key is set but data.format=messages"),
     ],
 )

@@ -1,0 +1,140 @@
+"""The starts of a run: what each changes about the configuration of the one before, and what no start may change.
+
+``config.yaml`` is the newest start's configuration; ``configs/002_step_000040.yaml`` that of the second start, which went on
+from the checkpoint of step 40. A start with the configuration of the one before adds no file.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_style_rlhf.checkpoint.files import damaged_files, file_digests, write_atomically
+from nemo_style_rlhf.errors import UserError
+
+NEWEST = "config.yaml"
+ALL = "configs"
+DONE = "done.json"
+"""What the run has exported, file by file. There only between the end of a run and its next start."""
+LONGEST_VALUE = 80
+log = logging.getLogger(__name__)
+
+
+def differences(output_dir: Path, config: Any) -> list[str] | None:
+    """``key: old -> new`` for each key that the last start in ``output_dir`` had otherwise; None where there was none.
+
+    Args:
+        config: a checked dataclass.
+    """
+    newest = output_dir / NEWEST
+    if not newest.is_file():
+        return None
+    try:
+        before = dict(_leaves(yaml.safe_load(newest.read_text())))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        log.warning("%s is damaged: what this start changes about the last one is not known", newest)
+        return None
+    now = dict(_leaves(yaml.safe_load(_text(config))))
+    keys = [*now, *(key for key in before if key not in now)]
+    values = [(key, _shown(before, key), _shown(now, key)) for key in keys]
+    return [f"{key}: {old} -> {new}" for key, old, new in values if old != new]
+
+
+def log_differences(output_dir: Path, config: Any) -> None:
+    """A line for each key in which ``config`` is not what the last start in ``output_dir`` had."""
+    if changed := differences(output_dir, config):
+        log.warning("the last start in %s had another configuration; from here on:", output_dir)
+        for line in changed:
+            log.warning("  %s", line)
+
+
+def record_start(output_dir: Path, config: Any, *, after: str) -> None:
+    """Keep ``config``, from which the run in ``output_dir`` now goes on.
+
+    Args:
+        after: the name of the checkpoint that it starts from, ``step_000000`` at the beginning.
+    """
+    (output_dir / DONE).unlink(missing_ok=True)
+    if differences(output_dir, config) == []:
+        return
+    newest, kept = output_dir / NEWEST, output_dir / ALL
+    if newest.is_file() and not kept.exists():  # of a version that kept the newest alone
+        write_atomically(kept / "001_unknown.yaml", newest.read_bytes())
+    text = _text(config).encode()
+    write_atomically(kept / f"{len(list(kept.glob('*.yaml'))) + 1:03d}_{after}.yaml", text)
+    write_atomically(newest, text)
+
+
+def require_same(saved: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
+    """Refuse to go on from a checkpoint whose meaning depends on something that is not as it was.
+
+    Args:
+        saved: noted in the checkpoint; what it lacks, since an earlier version wrote it, is not compared.
+        where: what names the checkpoint.
+
+    Raises:
+        UserError: they differ.
+    """
+    for name, value in given.items():
+        if name in saved and saved[name] != value:
+            raise UserError(
+                f"{where} is of a run with {name} {saved[name]}, this one has {value}: resume it as it was, or choose another "
+                "run.output_dir"
+            )
+
+
+def record_end(output_dir: Path, exports: Iterable[Path]) -> None:
+    """Note that the run has come to its end and left ``exports``, folders."""
+    files = {str(folder.resolve()): file_digests(folder) for folder in exports}
+    write_atomically(output_dir / DONE, json.dumps(files, indent=1).encode())
+
+
+def is_done(config: Any, *, longer: str) -> bool:
+    """Whether the run of exactly this configuration has ended and its exports are all there, undamaged; then that is printed.
+
+    Args:
+        config: a checked dataclass with ``run``, a :class:`TrainerRunConfig`.
+        longer: the key that makes the run longer.
+    """
+    output_dir = Path(config.run.output_dir)
+    done = output_dir / DONE
+    if not done.is_file() or config.run.resume == "never" or differences(output_dir, config) != []:
+        return False
+    exports = json.loads(done.read_bytes())
+    if any(damaged_files(Path(folder), digests) for folder, digests in exports.items()):
+        return False
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"done: this run has ended and exported {', '.join(exports)}; to train on raise {longer}, to start anew choose "
+            "another run.output_dir"
+        )
+    return True
+
+
+def _text(config: Any) -> str:
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def _leaves(node: Any, key: str = "") -> Iterable[tuple[str, Any]]:
+    if isinstance(node, dict) and (node or not key):
+        for name, value in node.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, node
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return "not there"
+    value = values[key]
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= LONGEST_VALUE:
+        return text
+    whole = value if isinstance(value, str) else text  # as sha256sum sees a template's file
+    return f"{text[:LONGEST_VALUE]}... (sha256 {hashlib.sha256(whole.encode()).hexdigest()[:12]})"

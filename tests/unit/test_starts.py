@@ -1,0 +1,167 @@
+"""Every start of a run is kept, and what it changes is said."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_style_rlhf.checkpoint.starts import (
+    differences,
+    is_done,
+    log_differences,
+    record_end,
+    record_start,
+    require_same,
+)
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.digests import SAMPLE_BYTES, SAMPLES, model_fingerprint, rows_fingerprint
+from nemo_style_rlhf.schema.common import ModelConfig, TrainerRunConfig
+from nemo_style_rlhf.schema.data import PromptTemplateConfig
+from nemo_style_rlhf.schema.supervised import SFTConfig, SFTDataConfig, SupervisedEngineConfig
+
+
+def configuration(folder: Path, *, lr: float = 1e-6, **data: str) -> SFTConfig:
+    engine = SupervisedEngineConfig()
+    engine.optim.lr = lr
+    return SFTConfig(run=TrainerRunConfig(output_dir=str(folder)), engine=engine, data=SFTDataConfig(**data))
+
+
+def kept(folder: Path) -> dict[str, float]:
+    """File to learning rate."""
+    return {
+        path.name: yaml.safe_load(path.read_text())["engine"]["optim"]["lr"] for path in (folder / "configs").iterdir()
+    }
+
+
+def test_one_file_for_each_configuration_and_the_newest_apart(tmp_path: Path) -> None:
+    record_start(tmp_path, configuration(tmp_path), after="step_000000")
+    record_start(tmp_path, configuration(tmp_path), after="step_000002")  # nothing new
+    assert kept(tmp_path) == {"001_step_000000.yaml": 1e-6}
+    record_start(tmp_path, configuration(tmp_path, lr=2e-6), after="step_000004")
+    record_start(tmp_path, configuration(tmp_path), after="step_000004")
+    assert kept(tmp_path) == {
+        "001_step_000000.yaml": 1e-6, "002_step_000004.yaml": 2e-6, "003_step_000004.yaml": 1e-6,
+    }  # fmt: skip
+    assert (tmp_path / "config.yaml").read_text() == (tmp_path / "configs/003_step_000004.yaml").read_text()
+
+
+def test_the_file_of_an_earlier_version_is_not_lost(tmp_path: Path) -> None:
+    record_start(tmp_path / "other", configuration(tmp_path, lr=3e-6), after="step_000000")
+    (tmp_path / "other/config.yaml").rename(tmp_path / "config.yaml")
+    record_start(tmp_path, configuration(tmp_path), after="step_000004")
+    assert kept(tmp_path) == {"001_unknown.yaml": 3e-6, "002_step_000004.yaml": 1e-6}
+
+
+def test_each_key_that_changed_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where a template holds what OmegaConf would take for an interpolation, or is long."""
+    before = configuration(tmp_path, chat_template="cost: ${{ price }}")
+    assert differences(tmp_path, before) is None
+    log_differences(tmp_path, before)
+    record_start(tmp_path, before, after="step_000000")
+    assert differences(tmp_path, before) == []
+    log_differences(tmp_path, before)
+    assert not caplog.records
+    now = configuration(tmp_path, lr=2e-5, chat_template="{{ x }}" * 20)
+    now.model.lora.target_modules = ["q_proj"]
+    now.run.dry_run = True
+    assert sorted(differences(tmp_path, now) or []) == [
+        'data.chat_template: "cost: ${{ price }}" -> "' + ("{{ x }}" * 20)[:79] + "... (sha256 56604c2eee5e)",
+        "engine.optim.lr: 1e-06 -> 2e-05",
+        'model.lora.target_modules: null -> ["q_proj"]',
+        "run.dry_run: false -> true",
+    ]
+    with caplog.at_level(logging.WARNING):
+        log_differences(tmp_path, now)
+    assert len(caplog.records) == 5 and "  engine.optim.lr: 1e-06 -> 2e-05" in caplog.text
+
+
+def test_keys_of_one_side_alone_are_lines_too(tmp_path: Path) -> None:
+    """As after an update, and in mappings that a user fills."""
+    record_start(tmp_path, PromptTemplateConfig(), after="step_000000")
+    path = tmp_path / "config.yaml"
+    path.write_text(path.read_text().replace("prompt_template", "template_of_prompts"))
+    assert differences(tmp_path, PromptTemplateConfig("{prompt}")) == [
+        'prompt_template: not there -> "{prompt}"',
+        "template_of_prompts: null -> not there",
+    ]
+
+
+def test_a_damaged_file_is_named_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.yaml").write_text("a: [1")
+    log_differences(tmp_path, configuration(tmp_path))
+    assert "config.yaml is damaged" in caplog.text
+    record_start(tmp_path, configuration(tmp_path), after="step_000000")
+    assert differences(tmp_path, configuration(tmp_path)) == []
+
+
+def test_what_may_not_change_is_one_sentence(tmp_path: Path) -> None:
+    require_same({"run.seed": 1}, {"run.seed": 1, "data.shuffle": True}, "x")  # an earlier version noted less
+    with pytest.raises(
+        UserError, match=r"^x is of a run with run\.seed 1, this one has 2: resume it as it was, or choose"
+    ):
+        require_same({"run.seed": 1}, {"run.seed": 2}, "x")
+
+
+def test_a_run_is_done_while_its_exports_are_whole_and_nothing_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, export = configuration(tmp_path / "run"), tmp_path / "elsewhere"
+    (export / "folder").mkdir(parents=True)
+    weights = export / "folder" / "weights"
+    weights.write_bytes(b"123")
+
+    def done(config: SFTConfig) -> bool:
+        return is_done(config, longer="trainer.max_steps")
+
+    record_start(tmp_path / "run", config, after="step_000000")
+    assert not done(config)
+    record_end(tmp_path / "run", [export])
+    assert done(config) and not done(configuration(tmp_path / "run", lr=1.0))
+    assert "done: this run has ended and exported" in (said := capsys.readouterr().out)
+    assert str(export) in said and "to train on raise trainer.max_steps" in said and said.count("\n") == 1
+    weights.write_bytes(b"124")
+    assert not done(config)
+    weights.unlink()
+    assert not done(config)
+    weights.write_bytes(b"123")
+    assert done(config)
+    assert not done(replace(config, run=replace(config.run, resume="never")))
+    record_start(tmp_path / "run", config, after="step_000009")  # it goes on, for whatever reason
+    assert not done(config)
+
+
+def model(folder: Path, weights: bytes, **config: int) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+@pytest.mark.parametrize("size", [1000, 3 * SAMPLES * SAMPLE_BYTES + 5])
+def test_a_model_is_known_by_its_content_wherever_it_lies(tmp_path: Path, size: int) -> None:
+    weights = bytes(size)
+    first = model_fingerprint(str(model(tmp_path / "first", weights, layers=2)))
+    assert model_fingerprint(str(model(tmp_path / "moved", weights, layers=2))) == first
+    assert model_fingerprint(str(model(tmp_path / "config", weights, layers=3))) != first
+    assert model_fingerprint(str(model(tmp_path / "longer", weights + b"0", layers=2))) != first
+    assert model_fingerprint(str(model(tmp_path / "end", weights[:-1] + b"1", layers=2))) != first
+    assert model_fingerprint(str(model(tmp_path / "other", b"1" * size, layers=2))) != first
+    assert model_fingerprint("owner/name") == "owner/name"
+
+
+def test_rows_are_known_by_content_and_order() -> None:
+    rows = [(0, [1, 2]), (1, [3])]
+    assert rows_fingerprint(iter(rows)) == rows_fingerprint(rows) and rows_fingerprint(rows).startswith(
+        "2 rows, sha256 "
+    )
+    others = [rows[::-1], rows[:1], [(0, [1, 2]), (2, [3])], [(0, [1]), (1, [2, 3])]]
+    assert len({rows_fingerprint(some) for some in [rows, *others]}) == 5
+
+
+def test_a_model_config_can_be_written(tmp_path: Path) -> None:
+    """Tuples and mappings included."""
+    record_start(tmp_path, ModelConfig(path="x"), after="step_000000")
+    assert differences(tmp_path, ModelConfig(path="y")) == ['path: "x" -> "y"']
