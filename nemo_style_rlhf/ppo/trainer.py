@@ -24,8 +24,8 @@ from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
 from nemo_style_rlhf.launch.preemption import stop_requested
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.lora import lora_identity, save_adapter
-from nemo_style_rlhf.ppo.audit import Probe, audit_gap, audit_signs
-from nemo_style_rlhf.ppo.metrics import rollout_metrics, rollout_rows, validation_metrics
+from nemo_style_rlhf.ppo.audit import Health, Probe, audit_gap, audit_signs
+from nemo_style_rlhf.ppo.metrics import excerpts, rollout_metrics, rollout_rows, validation_metrics
 from nemo_style_rlhf.ppo.recovery import Recovery
 from nemo_style_rlhf.ppo.saving import Saver
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
@@ -58,6 +58,8 @@ class Progress:
     """KL coefficient and running reward statistics."""
     best_reward: float | None = None
     """Of validation, where checkpoint.keep_best is on."""
+    health: dict[str, Any] = field(default_factory=dict)
+    """Fields of :class:`audit.Health`; checkpoints from before it have none."""
 
 
 @dataclass
@@ -224,8 +226,20 @@ class PPOTrainer:
         metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._save_stall}
         self._save_stall = 0.0
         self._write_metrics(step, metrics)
-        audit_signs(config.audit, metrics)
+        self._audit_signs(step, metrics, experience)
         return metrics
+
+    def _audit_signs(self, step: int, metrics: dict[str, float], experience: Experience) -> None:
+        health = audit_signs(
+            self._config.audit,
+            metrics,
+            Health(**self.progress.health),
+            step=step,
+            bigrams=sum(max(len(rollout.response_tokens) - 1, 0) for rollout in experience.rollouts),
+            samples=lambda: excerpts(rollout_rows(experience, self._parts.tokenizer)),
+            shown=self._ranks.is_first,
+        )
+        self.progress = replace(self.progress, health=asdict(health))
 
     def _write_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if self._parts.metrics is not None:
