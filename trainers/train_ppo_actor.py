@@ -1,5 +1,10 @@
 """The actor process: PPO on a policy, against a running critic server (servers/serve_ppo_critic.py)."""
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
+
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.launch.preemption import hold_stop_signal
 from nemo_style_rlhf.schema.actor import PPOActorConfig

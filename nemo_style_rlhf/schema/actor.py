@@ -132,6 +132,12 @@ class PPOActorConfig:
         """For the values of gae, for its reward model, or both."""
         return self.algorithm.uses_critic or self.reward.critic.weight != 0
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Sections whose files this process does not read."""
+        unused = tuple(f"reward.{name}" for name in ("server", "function") if name not in self.reward.weights)
+        return unused if self.uses_critic_process else (*unused, "remote_critic_rm")
+
     def validate(self) -> None:
         self.engine.validate_with(self.model)
         if self.algorithm.val_check_interval and not self.data.val_path:

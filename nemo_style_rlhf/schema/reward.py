@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.paths import CHECK, function_file
 from nemo_style_rlhf.schema.remote_critic import Peer, RemoteCriticConfig
 
 
@@ -59,7 +60,7 @@ class FunctionRewardConfig:
     a coroutine function.
     """
 
-    path: str | None = None
+    path: str | None = field(default=None, metadata={CHECK: function_file})
     name: str = "reward_func"
     weight: float = 0.0
     per_sample: bool = False
