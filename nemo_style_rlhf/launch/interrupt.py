@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 
 INTERRUPTED_EXIT = 130
 """Exit code of a process that Ctrl-C ended: 128 + SIGINT, as shells count."""
@@ -29,6 +30,13 @@ def listen() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         _listener = threading.Thread(target=_wait, name="ctrl-c", daemon=True)
         _listener.start()
+
+
+def keep_from_children() -> None:
+    """multiprocessing lets SIGINT through again once it has started its tracker of semaphores: have that behind us."""
+    if _listener is not None:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def describe(standing: Callable[[], str]) -> None:

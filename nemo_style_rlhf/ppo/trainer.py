@@ -21,7 +21,8 @@ from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
-from nemo_style_rlhf.launch.preemption import stop_requested
+from nemo_style_rlhf.launch import interrupt
+from nemo_style_rlhf.launch.preemption import request_stop, stop_requested
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.lora import lora_identity, save_adapter
 from nemo_style_rlhf.ppo.audit import Health, Probe, audit_gap, audit_signs
@@ -106,12 +107,13 @@ class PPOTrainer:
         """Run to the last step from wherever the last committed checkpoint stands, and export the policy.
 
         A server that dies or restarts on the way is waited for; then both halves go back to their last common checkpoint.
-        SIGUSR1 (launch/preemption.py) ends the run after the step it came in, committed; in the last one it is ignored.
+        SIGUSR1 (launch/preemption.py) ends the run after the step it came in, committed; in the last one it is ignored. With
+        checkpoint.save_on_interrupt the first Ctrl-C does, too.
 
         Returns:
             Whether the last step is done.
         """
-        in_step_with_server = stopping = False
+        in_step_with_server = stopping = under_way = False
         lost = furthest = 0
         shown = self._config.tracking.progress and self._ranks.is_first
         with StepProgress(self._total_steps, enabled=shown) as bar:
@@ -121,6 +123,9 @@ class PPOTrainer:
                     if not in_step_with_server:
                         self._restore()
                         in_step_with_server = True
+                        if not under_way:
+                            self._heed_interrupts()
+                        under_way = True
                         continue
                     metrics = self.train_step()
                     # Not every rank may have been told by now.
@@ -152,13 +157,31 @@ class PPOTrainer:
                     seconds_per_step=perf_counter() - started,
                 )
         if stopping:
-            log.info("SIGUSR1: step %d is committed, the run ends; start it again to go on", self.progress.step)
+            log.info("step %d is committed, the run ends as it was told; the same command goes on", self.progress.step)
         else:
             self._export("export")
         if self._parts.metrics is not None:
             self._parts.metrics.close()
         self._ranks.barrier()  # whoever starts ranks may kill all once the first has ended
         return not stopping
+
+    def _heed_interrupts(self) -> None:
+        interrupt.describe(self._standing)
+        if self._config.checkpoint.save_on_interrupt:
+            interrupt.on_first(self._stop_after_step)
+
+    def _standing(self) -> str:
+        committed, step = self._parts.store.committed_steps(), self.progress.step
+        where = "in the export" if step == self._total_steps else f"in step {step + 1}"
+        saved = f"step {committed[-1]} is saved" if committed and committed[-1] else "no step is saved yet"
+        return f"stopped {where}; {saved}; the same command goes on"
+
+    def _stop_after_step(self) -> None:
+        if self._ranks.is_first:
+            log.info(
+                "the run ends after step %d, with a checkpoint; Ctrl-C again ends it at once", self.progress.step + 1
+            )
+        request_stop()
 
     def undo(self) -> None:
         """Put the critic server back to where this run found it, and its folder (dry runs)."""
