@@ -21,7 +21,9 @@ class CriticRewardConfig:
 class RewardServerConfig(RemoteCriticConfig):
     """A reward-only server (servers/serve_reward_model.py): takes text, so its tokenizer may be another one."""
 
-    peer: ClassVar[Peer] = Peer("reward server", "servers/serve_reward_model.py", "reward.server")
+    peer: ClassVar[Peer] = Peer(
+        "reward server", "servers/serve_reward_model.py", "reward.server", "model.path=REWARD_MODEL"
+    )
 
     port: int = 5568
     weight: float = 0.0
