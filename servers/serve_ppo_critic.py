@@ -1,6 +1,10 @@
 """The critic process: python servers/serve_ppo_critic.py --help"""
 
+import sys
 from functools import partial
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
 
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.schema.critic import PPOCriticConfig

@@ -1,6 +1,10 @@
 """A reward model alone: python servers/serve_reward_model.py --help"""
 
+import sys
 from functools import partial
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
 
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig

@@ -1,5 +1,10 @@
 """Compare checkpoints on the same prompts: python trainers/evaluate.py --help"""
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
+
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 

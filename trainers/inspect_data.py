@@ -1,5 +1,10 @@
 """Show tokenised training samples: python trainers/inspect_data.py --help"""
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
+
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
 

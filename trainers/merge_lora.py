@@ -4,7 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
+
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.entry import refuse
 
 
 def main() -> None:
@@ -23,8 +26,7 @@ def main() -> None:
     try:
         merge_adapter(arguments.adapter, arguments.target, trust_remote_code=arguments.trust_remote_code)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse(str(error))
 
 
 if __name__ == "__main__":

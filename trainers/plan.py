@@ -1,5 +1,10 @@
 """Will a PPO run fit? The memory of both processes before they start: python trainers/plan.py --help"""
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
+
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.schema.plan import PlanConfig
 

@@ -1,6 +1,10 @@
 """The actor process: PPO on a policy, against a running critic server (servers/serve_ppo_critic.py)."""
 
-from nemo_style_rlhf.checkpoint.starts import is_done
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
+
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.launch.preemption import hold_stop_signal
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -9,6 +13,8 @@ from nemo_style_rlhf.schema.actor import PPOActorConfig
 @entry_point(PPOActorConfig, config_name="ppo_actor")
 def main(config: PPOActorConfig) -> None:
     hold_stop_signal()
+    from nemo_style_rlhf.checkpoint.starts import is_done
+
     if is_done(config, longer="algorithm.max_steps"):
         return
     from nemo_style_rlhf.ppo.run import run  # loads torch; --help and a refused key should not wait for it

@@ -1,17 +1,23 @@
-"""``RemoteCritic``: the critic process as the actor sees it. Needs requests and NumPy, neither torch nor PyTriton.
+"""``RemoteCritic``: the critic process as the actor sees it. Needs requests, rich and NumPy, neither torch nor PyTriton.
 
 Calls that compute return futures. A future must be awaited: it raises what went wrong.
 """
 
 import json
+import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.connection import Connection, LeaseLost, ServerRestarted, ServerUnreachable
@@ -31,7 +37,8 @@ __all__ = [
 
 STATUS_TIMEOUT_S = 10.0
 POLL_PERIOD_S = 0.5
-PROGRESS_PERIOD_S = 5.0
+TOLD_AFTER_S = (0.0, 60.0, 120.0, 300.0, 600.0)
+"""When a log file is told that a server is waited for; then every 10 minutes. A terminal has a line that updates."""
 INFER_THREADS = 2
 """One request computes while the next one travels; the server computes one at a time."""
 INFER_BYTES_PER_TOKEN = 4
@@ -332,29 +339,43 @@ class RemoteCritic:
 
 
 def wait_for_any(servers: Sequence[RemoteCritic], progress: Callable[[str], None]) -> dict[RemoteCritic, Status]:
-    """Poll until at least one of the servers answers; those that do. ``progress`` gets a line every few seconds.
+    """Poll until at least one of the servers answers; those that do.
+
+    Args:
+        progress: gets a line now and then; on a terminal a line of its own updates in place instead.
 
     Raises:
         UserError: none within the first one's ``wait_for_server_s``, a wrong token, or something else answers.
     """
     config, where = servers[0]._config, " or ".join(server._where for server in servers)
-    started, told = time.monotonic(), -PROGRESS_PERIOD_S
-    while True:
-        answers = {}
-        for server in servers:
-            try:
-                answers[server] = server._status(retry=False)
-            except ServerUnreachable as error:
-                last = error
-        if answers:
-            return answers
-        waited, limit = time.monotonic() - started, config.wait_for_server_s
-        if waited >= limit:
-            raise UserError(f"{last} (waited {waited:.0f} s, {config.peer.section}.wait_for_server_s)") from last
-        if waited - told >= PROGRESS_PERIOD_S:
-            told = waited
-            progress(f"waiting for {where}: {waited:.0f} s of {limit:.0f} s")
-        time.sleep(POLL_PERIOD_S)
+    started, told = time.monotonic(), 0
+    terminal = Live(console=Console(stderr=True), transient=True, auto_refresh=False)
+    with terminal if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" else nullcontext() as shown:
+        while True:
+            answers = {}
+            for server in servers:
+                try:
+                    answers[server] = server._status(retry=False)
+                except ServerUnreachable as error:
+                    last = error
+            if answers:
+                return answers
+            waited, limit = time.monotonic() - started, config.wait_for_server_s
+            if waited >= limit:
+                raise UserError(f"{last} (waited {waited:.0f} s, {config.peer.section}.wait_for_server_s)") from last
+            line = f"waiting for {where}, {limit - waited:.0f} s left; start it with {config.peer.command(config.port)}"
+            if shown is not None:
+                shown.update(Text(line), refresh=True)
+            elif waited >= _told_after(told):
+                told += 1
+                progress(line)
+            time.sleep(POLL_PERIOD_S)
+
+
+def _told_after(times: int) -> float:
+    """Seconds of waiting after which to tell of it again, if that has been done so many times."""
+    last = len(TOLD_AFTER_S) - 1
+    return TOLD_AFTER_S[min(times, last)] + max(times - last, 0) * TOLD_AFTER_S[-1]
 
 
 def _infer_pool() -> ThreadPoolExecutor:

@@ -23,7 +23,7 @@ from nemo_style_rlhf.critic_service.base import Service
 from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.protocol import REQUEST, RESPONSE, Array, json_tensor
 from nemo_style_rlhf.critic_service.triton import Door
-from nemo_style_rlhf.launch import bootstrap
+from nemo_style_rlhf.launch import bootstrap, interrupt
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import ServerConfig
 
@@ -56,6 +56,7 @@ def serve(run: RunConfig, server: ServerConfig, token: str | None, load: Loader)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    interrupt.hand_over()
     if run.dry_run:
         with tempfile.TemporaryDirectory(prefix="critic_dry_run_") as scratch:
             loaded = load(device, Path(scratch))

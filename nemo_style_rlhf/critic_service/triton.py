@@ -74,8 +74,6 @@ class Door:
         self._boot_id = boot_id
         self._token = None if token is None else token.encode()
         _let_stub_find_libpython()
-        # Where Triton must be killed, Python unlinks what it held in shared memory, and would say so at length.
-        os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
         _remove_segments(lambda pid: not psutil.pid_exists(pid))  # of servers that were killed: 50 MB each
         pytriton.triton.Model = ModelWithCleanErrors
         # Seen, once each: it listened and never answered; a process of its crashed while it loaded.

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.paths import JSONL_SUFFIXES, may_be_hub_data
 
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json")
-_HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.\-\[\]%]+)?$")
 _EXAMPLES_KEPT = 3
 
 
@@ -107,7 +105,7 @@ def read_records(source: str) -> Iterator[Record]:
     path = Path(source)
     if path.is_file() and source.endswith(JSONL_SUFFIXES):
         yield from _read_jsonl(path)
-    elif path.exists() or (_HUB_NAME.match(source) and not source.endswith((*JSONL_SUFFIXES, ".parquet"))):
+    elif path.exists() or may_be_hub_data(source):
         for index, row in enumerate(_load_with_datasets(source, path)):
             yield Record(index, f"{source} row {index}", dict(row))
     else:

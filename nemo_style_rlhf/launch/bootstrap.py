@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.malloc import keep_freed_memory
 from nemo_style_rlhf.schema.common import RunConfig
 
@@ -26,6 +27,8 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # After Ctrl-C, or where Triton must be killed, Python unlinks what they held in shared memory, and would say so at length.
+    "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
 }
 
 
@@ -36,6 +39,7 @@ def setup(run: RunConfig) -> torch.device:
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    interrupt.keep_from_children()
     warnings.filterwarnings(
         "ignore", module=r"(torch|transformers|deepspeed|vllm|pytorch_lightning|lightning_fabric)\b.*"
     )

@@ -7,6 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from nemo_style_rlhf.launch import interrupt
+from nemo_style_rlhf.launch.interpreter import require_own_interpreter
+
+if require_own_interpreter():  # before the first import that another Python lacks
+    interrupt.listen()
+
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -16,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.malloc import without_thread_caches
 from nemo_style_rlhf.schema.base import build, one_sentence
+from nemo_style_rlhf.schema.paths import require_paths
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 NVIDIA = Path("/dev/nvidiactl")
@@ -52,19 +59,22 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
                     )
                 for config in composed:  # none after --help and --cfg
                     checked = build(schema, config)
+                    require_paths(checked)
                     device = OmegaConf.select(config, "run.device")
                     if device == "cpu":
                         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch, DeepSpeed and vLLM each look for themselves
                     if device == "cpu" or (device == "auto" and not NVIDIA.exists()):
                         without_thread_caches()
                     main(checked)
+            except KeyboardInterrupt:
+                interrupt.end()
             except UserError as error:
-                _refuse(str(error))
+                refuse(str(error))
             except HydraException as error:
                 cause: Any = error.__cause__
                 if isinstance(cause, OmegaConfBaseException):
-                    _refuse(one_sentence(cause))
-                _refuse(" ".join(str(error).partition("Config search path:")[0].split()))
+                    refuse(one_sentence(cause))
+                refuse(" ".join(str(error).partition("Config search path:")[0].split()))
 
         return command_line
 
@@ -75,6 +85,7 @@ def _is_override(word: str) -> bool:
     return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
-def _refuse(sentence: str) -> NoReturn:
+def refuse(sentence: str) -> NoReturn:
+    """End the process for a user's mistake."""
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(USER_ERROR_EXIT)

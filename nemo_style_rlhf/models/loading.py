@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from nemo_style_rlhf.models.cpu_linear import use_fp32_products
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION, require_packing
 from nemo_style_rlhf.models.scalar import ScalarModel, scalar_class
 from nemo_style_rlhf.schema.common import ModelConfig
+from nemo_style_rlhf.schema.paths import model_folder
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 """How the names of such classes end."""
@@ -211,10 +211,10 @@ def _attention(config: ModelConfig) -> str:
 def require_directory(path: str) -> None:
     """
     Raises:
-        UserError: ``path`` is clearly a folder but holds no model.
+        UserError: ``path`` is clearly a folder but is not there, or holds no model.
     """
-    if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").exists():
-        raise UserError(f"there is no Hugging Face model at {path} (no config.json): give the path of a saved model")
+    if problem := model_folder(path):
+        raise UserError(f"{path}: {problem}")
 
 
 def _first_line(error: Exception) -> str:

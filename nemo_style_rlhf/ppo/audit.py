@@ -1,7 +1,8 @@
 """What a run checks about itself: did the weights arrive, does the sampler agree, is the reward being gamed."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -9,12 +10,22 @@ from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Generator, TransferError
-from nemo_style_rlhf.schema.actor import AuditConfig
+from nemo_style_rlhf.schema.actor import AuditConfig, SignsConfig
 
 log = logging.getLogger(__name__)
 PROBE_TOKENS = 64
 MAX_GAP = {"float32": 1e-3, "bfloat16": 1.0}
 """bf16 kernels of trainer and sampler differ by 0.04 on average and 0.5 at most on peaked distributions."""
+
+MIN_BIGRAMS = 256
+"""Fewer say little about how much a rollout repeats itself."""
+WARNING_PERIOD = 10
+"""Steps between two warnings of one sign."""
+STOPPED = "the run stops, the last checkpoint holds what was learned before"
+REMEDY = (
+    "look at rollouts/step_%06d.jsonl, raise algorithm.initial_policy_kl_penalty or lower engine.optim.lr, and go back to a "
+    "checkpoint from before it (audit.on_sign=stop ends a run here)"
+)
 
 
 class Probe:
@@ -65,23 +76,85 @@ def audit_gap(config: AuditConfig, metrics: Mapping[str, float]) -> None:
         )
 
 
-def audit_signs(config: AuditConfig, metrics: Mapping[str, float]) -> None:
+@dataclass(frozen=True)
+class Health:
+    """What the checks on signs remember from earlier steps. Saved in every checkpoint."""
+
+    distinct_2: float | None = None
+    """In the run's first rollout of MIN_BIGRAMS or more."""
+    bigrams: int = 0
+    """Of that rollout."""
+    warned: dict[str, int] = field(default_factory=dict)
+    """By metric: the step of the last warning."""
+
+
+def audit_signs(
+    config: AuditConfig,
+    metrics: Mapping[str, float],
+    health: Health,
+    *,
+    step: int,
+    bigrams: int,
+    samples: Callable[[], Sequence[str]],
+    shown: bool = True,
+) -> Health:
     """Compare a step's rollout with the signs of reward hacking and collapse in ``config.signs``.
+
+    Args:
+        bigrams: in the responses of the rollout.
+        samples: lines that show some of the rollout, asked for only where there is a sign.
+        shown: whether to log it; every rank sees the same signs.
+
+    Returns:
+        ``health`` after this step.
 
     Raises:
         UserError: one is out of bounds and ``on_sign`` is stop.
     """
-    for name, (low, high) in config.signs.limits().items():
+    if health.distinct_2 is None and bigrams >= MIN_BIGRAMS:
+        health = replace(health, distinct_2=metrics["train_rollouts/distinct_2"], bigrams=bigrams)
+    for name, sentence in _signs(config.signs, metrics, health, bigrams).items():
+        due = step - health.warned.get(name, -WARNING_PERIOD) >= WARNING_PERIOD
+        if due or config.on_sign == "stop":
+            if shown:
+                lines = "".join(f"\n  {line}" for line in samples())
+                log.warning("step %d: %s: %s. Samples of this step:%s", step, sentence, REMEDY % step, lines)
+            health = replace(health, warned=health.warned | {name: step})
+        if config.on_sign == "stop":
+            raise UserError(f"{sentence}; {STOPPED}")
+    return health
+
+
+def _signs(config: SignsConfig, metrics: Mapping[str, float], health: Health, bigrams: int) -> dict[str, str]:
+    """Sentences about the metrics that are out of bounds, by metric."""
+    found = {}
+    for name, (low, high) in config.limits().items():
         if low is None and high is None:
             continue
         value = metrics[f"train_rollouts/{name}"]
         if low is not None and value < low:
-            _report(f"train_rollouts/{name}={value:.4g} is below audit.signs.min_{name}={low:g}", config.on_sign)
-        if high is not None and value > high:
-            _report(f"train_rollouts/{name}={value:.4g} is above audit.signs.max_{name}={high:g}", config.on_sign)
+            found[name] = f"train_rollouts/{name}={value:.4g} is below audit.signs.min_{name}={low:g}"
+        if high is not None and not value <= high:
+            found[name] = f"train_rollouts/{name}={value:.4g} is above audit.signs.max_{name}={high:g}"
+    kl = metrics.get("train_rollouts/init_policy_kl", 0.0)  # nothing measures it without a reference
+    limit = config.runaway_kl if config.max_init_policy_kl is None else None
+    if limit is not None and not kl <= limit:
+        found["init_policy_kl"] = (
+            f"train_rollouts/init_policy_kl={kl:.4g} is above audit.signs.runaway_kl={limit:g} nats per token"
+        )
+    share, first = config.min_distinct_2_share, health.distinct_2
+    if config.min_distinct_2 is None and share is not None and first is not None and bigrams >= MIN_BIGRAMS:
+        value = metrics["train_rollouts/distinct_2"]
+        # A longer text repeats more of itself: there the number of different bigrams must have fallen, not their share alone.
+        if value < share * first * min(1.0, health.bigrams / bigrams):
+            found["distinct_2"] = (
+                f"train_rollouts/distinct_2={value:.4g} is below audit.signs.min_distinct_2_share={share:g} of the "
+                f"{first:.4g} it began with"
+            )
+    return found
 
 
 def _report(sentence: str, action: str) -> None:
     if action == "stop":
-        raise UserError(f"{sentence}; the run stops, the last checkpoint holds what was learned before")
+        raise UserError(f"{sentence}; {STOPPED}")
     log.warning("%s", sentence)

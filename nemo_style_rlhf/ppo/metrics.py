@@ -1,7 +1,7 @@
 """What a rollout looks like in numbers, and on disk."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,8 @@ from nemo_style_rlhf.rollout.sampling import Sampled
 from nemo_style_rlhf.rollout.types import Experience, Rollout
 
 REPEATED_NGRAM = 4
+EXCERPT_WIDTH = 72
+"""Characters of a text in a warning."""
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
@@ -126,3 +128,21 @@ def rollout_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> 
             "label": rollout.label,
             **{name: float(values[index]) for name, values in experience.extra.items()},
         }
+
+
+def excerpts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Of :func:`rollout_rows`: the samples with the highest and the lowest reward, a short line each.
+
+    Control characters are escaped: what a policy writes must not move a terminal's cursor.
+    """
+    scored = sorted((row for row in rows if row["reward"] is not None), key=lambda row: row["reward"])
+    ends = [scored[-1], scored[0]] if len(scored) > 1 else scored
+    return [
+        f"reward {row['reward']:.4g}: {_excerpt(row['prompt'], EXCERPT_WIDTH // 2)} -> {_excerpt(row['response'])}"
+        for row in ends
+    ]
+
+
+def _excerpt(text: str, width: int = EXCERPT_WIDTH) -> str:
+    shown = repr(text[:width])
+    return shown if len(text) <= width and len(shown) <= width + 2 else f"{shown[:width]}..."

@@ -10,6 +10,7 @@ from pathlib import Path
 from nemo_style_rlhf.critic_service.client import ServerRestarted
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from nemo_style_rlhf.ppo.build import build_trainer
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -30,6 +31,7 @@ def run(config: PPOActorConfig) -> None:
         if not done:
             raise SystemExit(PREEMPTED_EXIT)
         return
+    interrupt.as_exception()  # there is something to undo
     tiny = tiny_run(config)
     _clear(tiny)
     try:
@@ -69,5 +71,6 @@ def tiny_run(config: PPOActorConfig) -> PPOActorConfig:
         tiny.algorithm.truncated_samples = "keep"  # all are
     tiny.audit.on_logprob_gap = tiny.audit.on_sign = "warn"  # so few and short samples say nothing
     tiny.tracking.wandb.enabled = False
+    tiny.checkpoint.save_on_interrupt = False
     tiny.checkpoint.keep_last = 2  # step 0's, for undo()
     return tiny

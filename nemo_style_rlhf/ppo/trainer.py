@@ -25,12 +25,13 @@ from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
-from nemo_style_rlhf.launch.preemption import stop_requested
+from nemo_style_rlhf.launch import interrupt
+from nemo_style_rlhf.launch.preemption import request_stop, stop_requested
 from nemo_style_rlhf.models.digests import rows_fingerprint
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.lora import lora_identity, save_adapter
-from nemo_style_rlhf.ppo.audit import Probe, audit_gap, audit_signs
-from nemo_style_rlhf.ppo.metrics import rollout_metrics, rollout_rows, validation_metrics
+from nemo_style_rlhf.ppo.audit import Health, Probe, audit_gap, audit_signs
+from nemo_style_rlhf.ppo.metrics import excerpts, rollout_metrics, rollout_rows, validation_metrics
 from nemo_style_rlhf.ppo.recovery import Recovery
 from nemo_style_rlhf.ppo.saving import Saver
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
@@ -63,6 +64,8 @@ class Progress:
     """KL coefficient and running reward statistics."""
     best_reward: float | None = None
     """Of validation, where checkpoint.keep_best is on."""
+    health: dict[str, Any] = field(default_factory=dict)
+    """Fields of :class:`audit.Health`; checkpoints from before it have none."""
 
 
 @dataclass
@@ -111,12 +114,13 @@ class PPOTrainer:
         """Run to the last step from wherever the last committed checkpoint stands, and export the policy.
 
         A server that dies or restarts on the way is waited for; then both halves go back to their last common checkpoint.
-        SIGUSR1 (launch/preemption.py) ends the run after the step it came in, committed; in the last one it is ignored.
+        SIGUSR1 (launch/preemption.py) ends the run after the step it came in, committed; in the last one it is ignored. With
+        checkpoint.save_on_interrupt the first Ctrl-C does, too.
 
         Returns:
             Whether the last step is done.
         """
-        in_step_with_server = stopping = False
+        in_step_with_server = stopping = under_way = False
         lost = furthest = 0
         shown = self._config.tracking.progress and self._ranks.is_first
         with StepProgress(self._total_steps, enabled=shown) as bar:
@@ -126,6 +130,9 @@ class PPOTrainer:
                     if not in_step_with_server:
                         self._restore()
                         in_step_with_server = True
+                        if not under_way:
+                            self._heed_interrupts()
+                        under_way = True
                         continue
                     metrics = self.train_step()
                     # Not every rank may have been told by now.
@@ -157,7 +164,7 @@ class PPOTrainer:
                     seconds_per_step=perf_counter() - started,
                 )
         if stopping:
-            log.info("SIGUSR1: step %d is committed, the run ends; start it again to go on", self.progress.step)
+            log.info("step %d is committed, the run ends as it was told; the same command goes on", self.progress.step)
         else:
             self._export("export")
             if self._ranks.is_first:
@@ -170,6 +177,24 @@ class PPOTrainer:
     def _record_end(self) -> None:
         names = ["export", "export_adapter"] if self._config.model.lora.rank else ["export"]
         record_end(self._output_dir, [self._output_dir / name for name in names])
+
+    def _heed_interrupts(self) -> None:
+        interrupt.describe(self._standing)
+        if self._config.checkpoint.save_on_interrupt:
+            interrupt.on_first(self._stop_after_step)
+
+    def _standing(self) -> str:
+        committed, step = self._parts.store.committed_steps(), self.progress.step
+        where = "in the export" if step == self._total_steps else f"in step {step + 1}"
+        saved = f"step {committed[-1]} is saved" if committed and committed[-1] else "no step is saved yet"
+        return f"stopped {where}; {saved}; the same command goes on"
+
+    def _stop_after_step(self) -> None:
+        if self._ranks.is_first:
+            log.info(
+                "the run ends after step %d, with a checkpoint; Ctrl-C again ends it at once", self.progress.step + 1
+            )
+        request_stop()
 
     def undo(self) -> None:
         """Put the critic server back to where this run found it, and its folder (dry runs)."""
@@ -237,8 +262,20 @@ class PPOTrainer:
         metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._save_stall}
         self._save_stall = 0.0
         self._write_metrics(step, metrics)
-        audit_signs(config.audit, metrics)
+        self._audit_signs(step, metrics, experience)
         return metrics
+
+    def _audit_signs(self, step: int, metrics: dict[str, float], experience: Experience) -> None:
+        health = audit_signs(
+            self._config.audit,
+            metrics,
+            Health(**self.progress.health),
+            step=step,
+            bigrams=sum(max(len(rollout.response_tokens) - 1, 0) for rollout in experience.rollouts),
+            samples=lambda: excerpts(rollout_rows(experience, self._parts.tokenizer)),
+            shown=self._ranks.is_first,
+        )
+        self.progress = replace(self.progress, health=asdict(health))
 
     def _write_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if self._parts.metrics is not None:

@@ -38,6 +38,8 @@ class CheckpointConfig:
     """Committed checkpoints kept, on both sides."""
     keep_best: bool = False
     """After each validation that has the highest val_rollouts/rewards so far, export the policy to <run.output_dir>/best."""
+    save_on_interrupt: bool = False
+    """The first Ctrl-C ends the run after the running step, with a checkpoint, and only the second one at once."""
     export_critic: bool = False
     """At the end, write the critic as a Hugging Face sequence-classification directory, too (on the server)."""
 
@@ -48,7 +50,8 @@ class CheckpointConfig:
 
 @dataclass
 class SignsConfig:
-    """Signs of reward hacking and collapse, in the units of the metrics they are compared with; null disables the check."""
+    """Signs of reward hacking and collapse, in the units of the metrics they are compared with; null disables the check. The
+    last two have defaults: a run that goes wrong says so unasked."""
 
     max_response_lengths: float | None = None
     """Mean tokens."""
@@ -60,10 +63,24 @@ class SignsConfig:
     min_entropy: float | None = None
     """Nats per token."""
     max_init_policy_kl: float | None = None
-    """Nats per token."""
+    """Nats per token. Loads a reference policy even where nothing else needs one."""
+    runaway_kl: float | None = 1.0
+    """Nats per token: the limit where max_init_policy_kl is null and a reference is there anyway. Healthy runs stay far below."""
+    min_distinct_2_share: float | None = 0.5
+    """Lowest distinct_2, as a share of what it was in the run's first rollout with enough text (see ppo/audit.py)."""
+
+    def validate(self) -> None:
+        kl, share = self.runaway_kl, self.min_distinct_2_share
+        require(kl is None or kl > 0, "audit.signs.runaway_kl", kl, "nats per token above 0, or null for no check")
+        require(
+            share is None or 0 < share < 1,
+            "audit.signs.min_distinct_2_share",
+            share,
+            "a share between 0 and 1, or null for no check",
+        )
 
     def limits(self) -> dict[str, tuple[float | None, float | None]]:
-        """Metric of `train_rollouts/` to (lowest, highest) allowed value."""
+        """Metric of `train_rollouts/` to (lowest, highest) allowed value, where the user gave one."""
         return {
             "response_lengths": (self.min_response_lengths, self.max_response_lengths),
             "repetition": (None, self.max_repetition),
@@ -85,7 +102,7 @@ class AuditConfig:
     """warn, or stop before the update."""
     signs: SignsConfig = field(default_factory=SignsConfig)
     on_sign: str = "warn"
-    """warn, or stop after the step's metrics are written."""
+    """warn (once, and every 10 steps while it lasts), or stop after the step's metrics are written."""
 
     def validate(self) -> None:
         require_choice("audit.on_logprob_gap", self.on_logprob_gap, ("warn", "stop"))
@@ -116,6 +133,12 @@ class PPOActorConfig:
     def uses_critic_process(self) -> bool:
         """For the values of gae, for its reward model, or both."""
         return self.algorithm.uses_critic or self.reward.critic.weight != 0
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Sections whose files this process does not read."""
+        unused = tuple(f"reward.{name}" for name in ("server", "function") if name not in self.reward.weights)
+        return unused if self.uses_critic_process else (*unused, "remote_critic_rm")
 
     def validate(self) -> None:
         self.engine.validate_with(self.model)

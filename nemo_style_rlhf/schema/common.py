@@ -7,6 +7,7 @@ from omegaconf import MISSING
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.paths import CHECK, existing_file, model_folder
 
 
 @dataclass
@@ -67,7 +68,7 @@ class LoRAConfig:
 class ModelConfig:
     """A Hugging Face checkpoint and how to compute with it."""
 
-    path: str = MISSING
+    path: str = field(default=MISSING, metadata={CHECK: model_folder})
     """A local Hugging Face directory or a hub name."""
     dtype: str = "bfloat16"
     """bfloat16 or float32: the dtype of weights and activations (the optimizer keeps fp32 masters). A CPU without bf16
@@ -215,7 +216,7 @@ class EngineConfig:
 class TokenConfig:
     """Where a shared secret comes from: a file or an environment variable, never the command line."""
 
-    token_file: str | None = None
+    token_file: str | None = field(default=None, metadata={CHECK: existing_file})
     """A file that holds the token (its permissions are yours to set)."""
     token_env: str = "NSR_CRITIC_TOKEN"
     """The environment variable that holds the token when token_file is not set."""

@@ -1,11 +1,12 @@
 """What the prompts of a PPO run are and how they become tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.paths import CHECK, data_source
 from nemo_style_rlhf.schema.templates import PLACEHOLDER, chat_template_text, prompt_template_text
 
 PROMPT_FORMATS = ("text", "messages", "hh")
@@ -87,9 +88,9 @@ class PromptRowsConfig(PromptTemplateConfig):
 class PromptDataConfig(PromptRowsConfig):
     """Prompts for rollouts: JSONL, JSONL.gz, Parquet, or anything the `datasets` library loads."""
 
-    train_path: str = MISSING
+    train_path: str = field(default=MISSING, metadata={CHECK: data_source})
     """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
-    val_path: str | None = None
+    val_path: str | None = field(default=None, metadata={CHECK: data_source})
     """Held-out prompts, same forms; null turns validation rollouts off, which need algorithm.val_check_interval, too."""
     shuffle: bool = True
     """A new seeded permutation of the training prompts every epoch; validation prompts keep their order."""

@@ -11,6 +11,7 @@ from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.data import PromptRowsConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
+from nemo_style_rlhf.schema.paths import CHECK, data_source, model_folder
 from nemo_style_rlhf.schema.reward import FunctionRewardConfig
 
 EXPORT_FOLDER = "export"
@@ -63,7 +64,7 @@ class EvaluationModelConfig:
 class EvaluationDataConfig(PromptRowsConfig):
     """The prompts every checkpoint answers."""
 
-    path: str = MISSING
+    path: str = field(default=MISSING, metadata={CHECK: data_source})
     """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
     max_prompts: int = 0
     """The first so many; 0 for all."""
@@ -86,7 +87,7 @@ class RewardModelSourceConfig:
     """A sequence-classification checkpoint with one label, loaded in this process, with its own tokenizer and template; with
     data.format=messages its tokenizer is the checkpoints'."""
 
-    path: str | None = None
+    path: str | None = field(default=None, metadata={CHECK: model_folder})
     """null for none."""
     weight: float = 1.0
     dtype: str | None = None
@@ -144,7 +145,9 @@ class EvaluationConfig:
     """`trainers/evaluate.py`."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    checkpoints: list[str] = MISSING
+    checkpoints: list[str] = field(
+        default=MISSING, metadata={CHECK: lambda given, _: model_folder(Checkpoint.parse(given).path)}
+    )
     """Hugging Face directories or hub names to compare, each as path or name:path; the first is what the others are compared
     with."""
     samples_per_prompt: int = 1
@@ -153,6 +156,12 @@ class EvaluationConfig:
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
     generation: EvaluationGenerationConfig = field(default_factory=EvaluationGenerationConfig)
     reward: EvaluationRewardConfig = field(default_factory=EvaluationRewardConfig)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Sections whose files this process does not read."""
+        sources = {"model": self.reward.model.weight, "function": self.reward.function.weight}
+        return tuple(f"reward.{name}" for name, weight in sources.items() if weight == 0)
 
     @property
     def parsed_checkpoints(self) -> list[Checkpoint]:

@@ -21,6 +21,11 @@ class PlanConfig(PPOActorConfig):
     together: bool = False
     """Both processes share the devices, so that the sum has to fit."""
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """As :attr:`PPOActorConfig.unread`: models and prompts are all that a plan looks at."""
+        return ("reward", "remote_critic_rm", "critic.server")
+
     def validate(self) -> None:
         super().validate()
         gib = self.device_gib

@@ -16,13 +16,21 @@ class Peer:
     """What starts it."""
     section: str
     """The actor's configuration keys about it."""
+    arguments: str
+    """What the script cannot do without."""
+
+    def command(self, port: int) -> str:
+        """What starts it, in the repository's folder."""
+        return f".venv-server/bin/python {self.script} {self.arguments} server.port={port}"
 
 
 @dataclass
 class RemoteCriticConfig:
     """Address, patience and sizes of the remote critic."""
 
-    peer: ClassVar[Peer] = Peer("critic server", "servers/serve_ppo_critic.py", "remote_critic_rm")
+    peer: ClassVar[Peer] = Peer(
+        "critic server", "servers/serve_ppo_critic.py", "remote_critic_rm", "run.output_dir=OUTPUT_DIR model.path=REWARD_MODEL"
+    )  # fmt: skip
 
     host: str = "127.0.0.1"
     port: int = 5567

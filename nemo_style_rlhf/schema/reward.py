@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.paths import CHECK, function_file
 from nemo_style_rlhf.schema.remote_critic import Peer, RemoteCriticConfig
 
 
@@ -22,7 +23,9 @@ class RewardServerConfig(RemoteCriticConfig):
     """A reward-only server (servers/serve_reward_model.py): takes text, so its tokenizer may be another one, but not with
     data.format=messages."""
 
-    peer: ClassVar[Peer] = Peer("reward server", "servers/serve_reward_model.py", "reward.server")
+    peer: ClassVar[Peer] = Peer(
+        "reward server", "servers/serve_reward_model.py", "reward.server", "model.path=REWARD_MODEL"
+    )
 
     port: int = 5568
     weight: float = 0.0
@@ -61,7 +64,7 @@ class FunctionRewardConfig:
     a coroutine function.
     """
 
-    path: str | None = None
+    path: str | None = field(default=None, metadata={CHECK: function_file})
     name: str = "reward_func"
     weight: float = 0.0
     per_sample: bool = False

@@ -10,6 +10,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.common import ModelConfig, OptimizerConfig, SchedulerConfig, TrainerRunConfig
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
+from nemo_style_rlhf.schema.paths import CHECK, config_source, data_source
 from nemo_style_rlhf.schema.tracking import TrackingConfig
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -22,7 +23,7 @@ class SupervisedModelConfig(ModelConfig):
 
     init: str = "pretrained"
     """pretrained, or random: fresh weights of the architecture in config_path (SFT only)."""
-    config_path: str | None = None
+    config_path: str | None = field(default=None, metadata={CHECK: config_source})
     """With init=random: a Hugging Face config JSON; null takes config.json in model.path. The tokenizer is model.path's."""
 
     def validate(self) -> None:
@@ -40,9 +41,9 @@ class SupervisedModelConfig(ModelConfig):
 class SupervisedDataConfig(PromptTemplateConfig):
     """Rows of a supervised stage: JSONL, JSONL.gz, Parquet, or anything the `datasets` library loads."""
 
-    train_path: str = MISSING
+    train_path: str = field(default=MISSING, metadata={CHECK: data_source})
     """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
-    val_path: str | None = None
+    val_path: str | None = field(default=None, metadata={CHECK: data_source})
     """Held-out rows, same forms; null turns validation off."""
     prompt_key: str = "prompt"
     """The prompt. In SFT, rows without it are plain text under response_key or `text`."""

@@ -38,6 +38,11 @@ def last_checkpoint(config: SupervisedConfig) -> Path | None:
     return found[-1] if found else None
 
 
+def saved_steps(config: SupervisedConfig) -> list[int]:
+    """Optimizer steps after which there are checkpoints, in order."""
+    return sorted(int(path.stem.removeprefix("step_")) for path in checkpoint_dir(config).glob("step_*.ckpt"))
+
+
 def completed_micro_batches(path: Path, identity: dict[str, Any]) -> int:
     """How many micro-batches (of each rank) the checkpoint has behind it.
 

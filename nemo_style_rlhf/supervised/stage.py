@@ -22,6 +22,7 @@ from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
 from nemo_style_rlhf.data.templates import check_template, write_template
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.models.digests import rows_fingerprint
@@ -36,6 +37,7 @@ from nemo_style_rlhf.supervised.checkpoints import (
     checkpoint_callback,
     completed_micro_batches,
     last_checkpoint,
+    saved_steps,
 )
 from nemo_style_rlhf.supervised.metrics_logger import MetricsLogger
 from nemo_style_rlhf.supervised.module import SupervisedModule
@@ -94,6 +96,7 @@ class Stage:
         self.trainer = self._trainer(resumed_step=self._done // self._accumulate)
         if resumed is not None:
             logger.info("resuming from %s", resumed)
+        interrupt.describe(self._standing)
         self.trainer.fit(
             module,
             self._loader(self._batches(), done=self._done),
@@ -104,6 +107,12 @@ class Stage:
         metrics = {name: float(value) for name, value in found if name.startswith("val/")}
         logger.info("trained %d steps %s", self.trainer.global_step, _formatted(metrics))
         return metrics
+
+    def _standing(self) -> str:
+        """Where an interrupt finds it."""
+        done, saved = self.trainer.global_step, saved_steps(self.config)
+        where = f"in step {done + 1}" if done < self.total_steps else "after the last step"
+        return f"stopped {where}; {f'step {saved[-1]} is saved' if saved else 'no step is saved yet'}; the same command goes on"
 
     def _load(self, load: Loader, path: str) -> Sequence[Any]:
         rows, report = load(path, self.data, self.tokenizer)

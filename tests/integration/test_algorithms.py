@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import Process, start_actor, start_server
+from tests.integration.processes import Process, start_actor, start_server, wait_for_output
 from tests.models import WORDS, save_policy, save_reward_model
 
 STEPS = 3
@@ -179,3 +179,64 @@ def test_a_validation_without_a_single_reward_is_not_the_best(inputs, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["val_rollouts/reward_failures"] for line in lines] == [4, 0, 0, 0]
     assert json.loads((tmp_path / "run" / "best" / "best.json").read_text()) == {"step": 1, "val_rollouts/rewards": 1.0}
+
+
+ONE_WORD = """
+def reward_func(queries, prompts, labels):
+    return [query[len(prompt):].split().count("w7") for query, prompt in zip(queries, prompts)]
+"""
+
+
+def test_a_run_that_collapses_says_so_and_audit_on_sign_stops_it_wherever_it_resumes(inputs, tmp_path):
+    """The reward counts one word and the learning rate is far too high. Nobody asked for a check."""
+    (tmp_path / "one_word.py").write_text(ONE_WORD)
+    collapse = [
+        "algorithm=grpo", "generation=hf", "engine.optim.lr=1e-2", "algorithm.num_rollout_samples=48",
+        "algorithm.initial_policy_kl_penalty=0.001", "algorithm.max_steps=14", "checkpoint.save_interval=1",
+    ]  # fmt: skip
+    settings = {"function": tmp_path / "one_word.py"}
+
+    def start_one(folder: Path, *overrides: str) -> Process:
+        return start(inputs, folder, *collapse, *overrides, **settings)
+
+    def warnings(output: str, metric: str) -> list[str]:
+        return [
+            line for line in output.splitlines() if "WARNING step" in line and f": train_rollouts/{metric}=" in line
+        ]
+
+    warned = start_one(tmp_path / "warned")
+    assert warned.wait(180) == 0, warned.output()
+    rows = [json.loads(line) for line in (tmp_path / "warned" / "metrics.jsonl").read_text().splitlines()]
+
+    def bigrams(row: dict[str, float]) -> float:
+        return 48 * (row["train_rollouts/response_lengths"] - 1)
+
+    def halved(row: dict[str, float]) -> bool:
+        """Half of the first step's, as long as the rollout is no longer than that one."""
+        fewer = min(1, bigrams(rows[0]) / bigrams(row))
+        return row["train_rollouts/distinct_2"] < rows[0]["train_rollouts/distinct_2"] / 2 * fewer
+
+    runaway = [row["step"] for row in rows if row["train_rollouts/init_policy_kl"] > 1]
+    fallen = [row["step"] for row in rows if halved(row)]
+    for metric, steps in (("init_policy_kl", runaway), ("distinct_2", fallen)):
+        assert len(steps) > 3, rows
+        first, *later = warnings(warned.output(), metric)
+        assert f"WARNING step {steps[0]}: " in first and f"rollouts/step_{steps[0]:06d}.jsonl" in first
+        assert len(later) == len([step for step in steps if step == steps[0] + 10])
+    assert "w7 w7 w7 w7" in warned.output().split("Samples of this step:")[-1]
+
+    sentences = []
+    for folder, moment in (("stopped", None), ("killed", "PPO 2/14")):
+        overrides = ["audit.on_sign=stop", "audit.signs.runaway_kl=null"]
+        actor = start_one(tmp_path / folder, *overrides)
+        if moment:  # the rollout that distinct_2 is compared with is one that the next process never sees
+            wait_for_output(actor, moment)
+            actor.kill()
+            actor = start_one(tmp_path / folder, *overrides)
+        assert actor.wait(180) == 2, actor.output()
+        assert ("resumed from step" in actor.output()) == bool(moment) and "from step 0" not in actor.output()
+        sentences += [line for line in actor.output().splitlines() if line.startswith("error: ")]
+        ended = [json.loads(line)["step"] for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+        assert ended[-1] == fallen[0]
+    assert "distinct_2=" in sentences[0] and "; the run stops" in sentences[0]
+    assert sentences[0] == sentences[1] and len(sentences) == 2

@@ -265,7 +265,7 @@ def test_wrong_use_is_one_sentence(make_server, tmp_path: Path) -> None:
     two_labels = save_reward_model(tmp_path / "two_labels", num_labels=2)
     assert "has 2 labels, expected 1" in refusal(server, f"model.path={two_labels}")
     assert "server.prot" in refusal(server, "server.prot=1")
-    assert "no Hugging Face model at" in refusal(server, f"model.path={tmp_path}/nowhere")
+    assert "nowhere: there is no such folder" in refusal(server, f"model.path={tmp_path}/nowhere")
 
 
 def test_a_port_in_use_is_one_sentence(make_server, shared_server: CriticServer) -> None:

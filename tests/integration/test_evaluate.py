@@ -215,16 +215,19 @@ def test_without_a_reward_the_page_shows_responses_and_a_dry_run_writes_nothing(
 
 
 MISTAKES = {
-    "missing checkpoint": (["checkpoints=[{inputs}/none]"], r"no Hugging Face model at .*none"),
+    "missing checkpoint": (["checkpoints=[{inputs}/none]"], r"checkpoints=.*none: there is no such folder"),
     "no checkpoints": (["checkpoints=[]"], r"checkpoints is empty: expected at least one"),
     "one name twice": (
         ["checkpoints=[{inputs}/sft/export,{inputs}/sft]"],
         r"2 checkpoints have the name sft: give each",
     ),
-    "missing prompts": (["data.path={inputs}/none.jsonl"], r"none\.jsonl does not exist"),
+    "missing prompts": (["data.path={inputs}/none.jsonl"], r"data\.path=.*none\.jsonl: it does not exist"),
     "all too long": (["data.max_prompt_length=1"], r"all 12 rows were dropped.*data\.max_prompt_length"),
     "too long for the model": (["generation.max_length=500"], r"makes 502 tokens, more than the 128 positions"),
-    "missing reward model": (["reward.model.path={inputs}/none"], r"no Hugging Face model at .*none"),
+    "missing reward model": (
+        ["reward.model.path={inputs}/none"],
+        r"reward\.model\.path=.*none: there is no such folder",
+    ),
     "two labels": (["reward.model.path={inputs}/two_labels"], r"two_labels has 2 labels, expected 1"),
     "messages for another family's reward model, before it is loaded": (
         [
@@ -235,7 +238,10 @@ MISTAKES = {
         ],
         r"^\S+/weightless has the tokenizer \w{16}, \S+/chat \w{16}: it would read the markup .* policy's family, or text",
     ),
-    "missing function": (["reward.function.path={inputs}/none.py"], r"no file .*none\.py: reward\.function\.path"),
+    "missing function": (
+        ["reward.function.path={inputs}/none.py"],
+        r"reward\.function\.path=.*none\.py: there is no such file",
+    ),
     "unknown key": (["sample_per_prompt=2"], r"sample_per_prompt"),
     "no samples": (["samples_per_prompt=0"], r"samples_per_prompt=0 is not possible"),
 }

@@ -99,8 +99,8 @@ def test_a_terminal_without_unicode_still_shows_everything(inputs: Path):
     [
         ("stage=ppo", r"stage=ppo is not possible: expected one of sft, reward_model, dpo, kto"),
         ("data.response_key=answer", r"has no key 'answer'.*set data\.response_key"),
-        ("model.path=/nowhere", r"no Hugging Face model at /nowhere"),
-        ("data.train_path=none.jsonl", r"none\.jsonl does not exist"),
+        ("model.path=/nowhere", r"model\.path=/nowhere: there is no such folder"),
+        ("data.train_path=none.jsonl", r"data\.train_path=none\.jsonl: it does not exist"),
         ("data.max_length=2", r"all 6 rows were dropped"),
         (
             "data.chosen_key=better",

@@ -60,7 +60,7 @@ def test_what_fits_alone_need_not_fit_together(inputs: Path):
     [
         ("critic.engine.zero_stag=2", "zero_stag"),
         ("ranks=0", "ranks=0 is not possible"),
-        ("model.path=/nowhere", "there is no Hugging Face model at /nowhere"),
+        ("model.path=/nowhere", "model.path=/nowhere: there is no such folder"),
         ("data.train_path=/nowhere.jsonl", "/nowhere.jsonl"),
     ],
 )

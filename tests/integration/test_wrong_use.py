@@ -30,6 +30,8 @@ def inputs(tmp_path_factory) -> Path:
     tokenizer.add_tokens(["w62"])
     tokenizer.save_pretrained(folder / "other_tokenizer")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(40)))
+    (folder / "no_weights").mkdir()
+    (folder / "no_weights" / "config.json").write_text("{}")
     (folder / "long.jsonl").write_text(json.dumps({"prompt": "w1 " * 50}) + "\n")
     (folder / "own.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w2", "own": {"top_p": 0.9}}\n')
     (save_policy(folder / "no_weights") / "model.safetensors").unlink()
@@ -73,7 +75,10 @@ ACTOR_MISTAKES = {
     "broken JSON": (["data.train_path={inputs}/broken.jsonl"], r"broken\.jsonl.*line 2"),
     "prompts all too long": (["data.train_path={inputs}/long.jsonl", "data.max_prompt_length=10"], r"longer than 10 tokens"),
     "wrong key": (["data.prompt_key=question"], r"question.*prompt"),
-    "missing model": (["model.path={inputs}/none"], r"no Hugging Face model at .*none"),
+    "missing model": (["model.path={inputs}/none"], r"model\.path=.*none: there is no such folder"),
+    "all of them at once": (
+        ["model.path=./none", "data.train_path={inputs}/none.jsonl", "remote_critic_rm.token.token_file={inputs}/token"],
+        r"model\.path=\./none: there is no such folder.*; data\.train_path=.*; remote_critic_rm\.token\.token_file=.*"),
     "unknown key": (["algorithm.ppo_epoch=2"],
         r"key algorithm\.ppo_epoch: Key 'ppo_epoch' not in 'AlgorithmConfig', did you mean ppo_epochs\?"),
     "unknown preset": (["algorithm=grop"], r"Could not find 'algorithm/grop' Available options in 'algorithm': dr_grpo grpo"),
@@ -103,7 +108,7 @@ ACTOR_MISTAKES = {
     "adapters in shares": (["engine=zero3", "model.lora.rank=4", "model.path={inputs}/none"],
         r"zero_stage=3 with model\.lora\.rank=4 .*: use engine\.zero_stage=2"),
     "a team of more than all ranks, before anything is loaded": (
-        ["generation.tensor_parallel_size=2", "model.path={inputs}/none"], r"tensor_parallel_size=2 with 1 ranks of the actor"),
+        ["generation.tensor_parallel_size=2", "model.path={inputs}/no_weights"], r"tensor_parallel_size=2 with 1 ranks"),
     "a replica's URL": (["reward.server.replicas=['http://node:9']"], r"replicas=http://node:9 .*: expected host:port"),
     "must resume nothing": (["run.resume=must"], r"run\.resume=must but .* holds no checkpoint"),
 }  # fmt: skip

@@ -75,7 +75,7 @@ def test_on_a_cpu_it_starts_itself_again_without_thread_caches(tmp_path, given: 
     arguments = [
         "model.path=policy",
         "critic.model.path=reward",
-        "data.train_path=prompts",
+        "data.train_path=owner/prompts",
         "run.device=cpu",
         "run.seed=7",
     ]
@@ -84,3 +84,28 @@ def test_on_a_cpu_it_starts_itself_again_without_thread_caches(tmp_path, given: 
     )
     printed, _ = program.communicate()
     assert printed == f"{program.pid} 7 {kept}\n"
+
+
+def own_python(script: Path) -> str:
+    return {"trainers": ".venv-actor/bin/python", "servers": ".venv-server/bin/python"}[script.parent.name]
+
+
+@pytest.mark.parametrize("kind", ["the other environment", "a plain Python"])
+@pytest.mark.parametrize("script", ENTRY_POINTS, ids=lambda script: script.name)
+def test_a_wrong_interpreter_is_named_with_the_right_one(script: Path, kind: str) -> None:
+    other = {"trainers": ".venv-server/bin/python", "servers": ".venv-actor/bin/python"}[script.parent.name]
+    # Without site-packages, and so without this package: the script finds it beside itself.
+    command = [ROOT / other] if kind == "the other environment" else [ROOT / own_python(script), "-S"]
+    script = script.relative_to(ROOT)
+    done = subprocess.run([*command, script, "--help"], cwd=ROOT, env={}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {command[0]} has no ") and f", which {script} needs: " in line
+    assert f": use {own_python(ROOT / script)} {script} (`make envs` builds" in line
+
+
+@pytest.mark.parametrize("script", ENTRY_POINTS, ids=lambda script: script.name)
+def test_its_own_interpreter_starts_it_from_anywhere(script: Path, tmp_path: Path) -> None:
+    command = [ROOT / own_python(script), script, "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True)
+    assert done.returncode == 0 and script.name in done.stdout, done.stderr

@@ -1,7 +1,9 @@
 """From scores to advantages, audits and validation numbers, with numbers derived by hand."""
 
+import json
 import logging
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,13 @@ from omegaconf import OmegaConf
 from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
-from nemo_style_rlhf.ppo.audit import audit_gap, audit_signs
-from nemo_style_rlhf.ppo.metrics import repetition, validation_metrics
+from nemo_style_rlhf.ppo.audit import Health, audit_gap, audit_signs
+from nemo_style_rlhf.ppo.metrics import excerpts, repetition, validation_metrics
+from nemo_style_rlhf.ppo.trainer import Progress
 from nemo_style_rlhf.rollout.sampling import Sampled
 from nemo_style_rlhf.rollout.signal import estimate, shape_scores
 from nemo_style_rlhf.rollout.types import Rollout
-from nemo_style_rlhf.schema.actor import AuditConfig, SignsConfig
+from nemo_style_rlhf.schema.actor import AuditConfig, PPOActorConfig, SignsConfig
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, ShapingConfig
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.scoring.interface import Scores
@@ -174,18 +177,120 @@ METRICS = {
 }  # fmt: skip
 
 
+UNTOUCHED = Health()
+
+
+def audited(
+    config: AuditConfig, health: Health = UNTOUCHED, *, step: int = 1, bigrams: int = 1000, **changed: float
+) -> Health:
+    """After a rollout with METRICS, but for those ``changed``."""
+    metrics = METRICS | {f"train_rollouts/{name}": value for name, value in changed.items()}
+    return audit_signs(config, metrics, health, step=step, bigrams=bigrams, samples=lambda: ["one", "two"])
+
+
 def test_audits_warn_or_stop_beyond_their_limits(caplog):
     audit_gap(AuditConfig(max_logprob_gap=0.3, on_logprob_gap="stop"), METRICS)
-    audit_signs(AuditConfig(signs=SignsConfig(min_entropy=0.9, max_init_policy_kl=0.4), on_sign="stop"), METRICS)
+    audited(AuditConfig(signs=SignsConfig(min_entropy=0.9, max_init_policy_kl=0.4), on_sign="stop"))
     assert not caplog.messages
     with caplog.at_level(logging.WARNING):
         audit_gap(AuditConfig(max_logprob_gap=0.1), METRICS)
-        audit_signs(AuditConfig(signs=SignsConfig(min_distinct_2=0.6)), METRICS)
-    assert [message.split(":")[0] for message in caplog.messages] == [
-        "train_rollouts/sampler_logprob_gap_mean=0.2 is above audit.max_logprob_gap=0.1",
-        "train_rollouts/distinct_2=0.5 is below audit.signs.min_distinct_2=0.6",
-    ]
+        audited(AuditConfig(signs=SignsConfig(min_distinct_2=0.6)), step=7)
+    gap, sign = caplog.messages
+    assert gap.startswith("train_rollouts/sampler_logprob_gap_mean=0.2 is above audit.max_logprob_gap=0.1:")
+    assert sign.startswith("step 7: train_rollouts/distinct_2=0.5 is below audit.signs.min_distinct_2=0.6:")
+    assert "rollouts/step_000007.jsonl" in sign and sign.endswith("Samples of this step:\n  one\n  two")
     with pytest.raises(
         UserError, match=r"response_lengths=50 is above audit\.signs\.max_response_lengths=40; the run stops"
     ):
-        audit_signs(AuditConfig(signs=SignsConfig(max_response_lengths=40), on_sign="stop"), METRICS)
+        audited(AuditConfig(signs=SignsConfig(max_response_lengths=40), on_sign="stop"))
+
+
+def signs_of(health: Health, caplog: pytest.LogCaptureFixture, **rollout: float) -> list[str]:
+    """The metrics that a default configuration warns of."""
+    caplog.clear()
+    return list(audited(AuditConfig(), health, **rollout).warned)  # type: ignore[arg-type]
+
+
+def test_runaway_kl_is_a_sign_by_default_where_a_reference_measures_it(caplog):
+    assert signs_of(Health(), caplog, init_policy_kl=0.99) == []
+    assert signs_of(Health(), caplog, init_policy_kl=8.7) == ["init_policy_kl"]
+    assert "init_policy_kl=8.7 is above audit.signs.runaway_kl=1 nats per token: look at" in caplog.text
+    assert "raise algorithm.initial_policy_kl_penalty or lower engine.optim.lr" in caplog.text
+    assert signs_of(Health(), caplog, init_policy_kl=math.nan) == ["init_policy_kl"]
+    explicit = AuditConfig(signs=SignsConfig(max_init_policy_kl=9.0), on_sign="stop")
+    audited(explicit, init_policy_kl=8.7)
+    without = {name: value for name, value in METRICS.items() if "kl" not in name}
+    assert audit_signs(AuditConfig(on_sign="stop"), without, Health(), step=1, bigrams=1000, samples=list).warned == {}
+
+
+def test_no_reference_is_loaded_for_a_default_limit():
+    config = PPOActorConfig()
+    config.algorithm.initial_policy_kl_penalty = 0.0
+    assert not config.needs_reference
+    config.audit.signs.max_init_policy_kl = 0.5
+    assert config.needs_reference
+
+
+@pytest.mark.parametrize(
+    ("first", "bigrams", "distinct_2", "sign"),
+    [
+        (1000, 1000, 0.31, False),
+        (1000, 1000, 0.29, True),  # half of the 0.6 it began with is 0.3
+        (1000, 4000, 0.16, False),  # 640 different bigrams, more than the first 600: a longer text repeats itself
+        (1000, 4000, 0.074, True),  # 296 are fewer than 300, half of the first
+        (1000, 300, 0.29, True),  # shorter: the share alone counts
+        (1000, 255, 0.01, False),  # too few to tell
+        (255, 1000, 0.01, False),  # nothing to compare with
+    ],
+)
+def test_distinct_2_is_compared_with_the_first_rollout(first, bigrams, distinct_2, sign, caplog):
+    health = audited(AuditConfig(), distinct_2=0.6, bigrams=first)
+    found = signs_of(health, caplog, distinct_2=distinct_2, bigrams=bigrams, step=2)
+    assert found == (["distinct_2"] if sign else [])
+    if sign:
+        assert f"distinct_2={distinct_2:.4g} is below audit.signs.min_distinct_2_share=0.5 of the 0.6" in caplog.text
+
+
+def test_a_small_first_rollout_leaves_the_comparison_to_a_later_one():
+    health = audited(AuditConfig(), distinct_2=0.9, bigrams=10)
+    health = audited(AuditConfig(), health, distinct_2=0.6, bigrams=256)
+    health = audited(AuditConfig(), health, distinct_2=0.8, bigrams=5000)
+    assert (health.distinct_2, health.bigrams) == (0.6, 256)
+
+
+def test_a_sign_that_lasts_is_repeated_every_ten_steps_also_over_a_resume(caplog):
+    def steps(health: Health, numbers: range) -> Health:
+        for step in numbers:
+            health = audited(AuditConfig(), health, step=step, init_policy_kl=0.5 if step in (5, 6) else 3.0)
+        return health
+
+    steps(Health(), range(1, 25))
+    whole = [message.split(":")[0] for message in caplog.messages]
+    assert whole == ["step 1", "step 11", "step 21"]
+    caplog.clear()
+    saved = json.loads(json.dumps(asdict(steps(Health(), range(1, 8)))))
+    steps(Health(**saved), range(8, 25))
+    assert [message.split(":")[0] for message in caplog.messages] == whole
+
+
+def test_a_run_that_a_sign_stopped_is_stopped_again_after_a_resume():
+    health = Health(distinct_2=0.6, bigrams=1000, warned={"distinct_2": 3})
+    with pytest.raises(UserError, match=r"distinct_2=0\.1 is below .*; the run stops"):
+        audited(AuditConfig(on_sign="stop"), Health(**asdict(health)), step=4, distinct_2=0.1)
+
+
+def test_checkpoints_from_before_the_health_checks_load():
+    assert Progress(**{"step": 3, "data_position": 6, "critic_step": 3, "collector": {}}).health == {}
+    assert Health(**Progress().health) == Health()
+
+
+def test_samples_in_a_warning_are_lines_that_a_terminal_survives():
+    def row(response: str, reward: float | None) -> dict[str, object]:
+        return {"prompt": "say\nit", "response": response, "reward": reward}
+
+    lines = excerpts([row("dull", 0.5), row("\x1b[2J\r\u202eu" + "u" * 500, 9.97), row("?", None), row("good", 3.0)])
+    assert lines[0].startswith(r"reward 9.97: 'say\nit' -> '\x1b[2J\r\u202euuuuu") and lines[0].endswith("uuu...")
+    assert lines[1] == r"reward 0.5: 'say\nit' -> 'dull'"
+    assert all(line.isprintable() and len(line) < 140 for line in lines) and len(lines) == 2
+    assert excerpts([row("alone", 1.0)]) == [r"reward 1: 'say\nit' -> 'alone'"]
+    assert excerpts([row("?", None)]) == []

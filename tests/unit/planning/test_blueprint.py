@@ -81,7 +81,7 @@ def test_packed_attention_of_a_gpu_does_not_hold_time_squared(scalar: bool, tmp_
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="no Hugging Face model at"):
+    with pytest.raises(UserError, match="nothing: there is no such folder"):
         blueprint(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(UserError, match="not a model whose shapes transformers knows"):

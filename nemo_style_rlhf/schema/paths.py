@@ -1,0 +1,101 @@
+"""The user's own paths, checked before anything heavy is imported. A field's metadata says what its path must lead to."""
+
+import ast
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+from nemo_style_rlhf.errors import UserError
+
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json")
+_HUB_DATA_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.\-\[\]%]+)?$")
+Check = Callable[[str, Any], str | None]
+"""What is wrong with a value, given the dataclass that holds it; or None."""
+CHECK = "path_check"
+"""The key of a :data:`Check` in a field's metadata."""
+
+
+def require_paths(config: Any) -> None:
+    """
+    Raises:
+        UserError: files or folders that the process will read are missing; all of them.
+    """
+    if problems := list(_problems(config, "", getattr(config, "unread", ()))):
+        raise UserError("; ".join(problems))
+
+
+def _problems(node: Any, prefix: str, unread: tuple[str, ...]) -> Iterator[str]:
+    for field in dataclasses.fields(node):
+        key, value = prefix + field.name, getattr(node, field.name)
+        if key in unread:
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from _problems(value, f"{key}.", unread)
+        elif check := field.metadata.get(CHECK):
+            for given in [value] if isinstance(value, str) else value or ():
+                if given and (problem := check(given, node)):
+                    yield f"{key}={given}: {problem}"
+
+
+def looks_like_a_path(name: str) -> bool:
+    """Whether a model or data set of that name cannot be meant to come from the hub."""
+    first = PurePath(name).parts[:1]
+    return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or Path(*first).is_dir()
+
+
+def model_folder(path: str, _: Any = None) -> str | None:
+    """A Hugging Face directory, or a hub name."""
+    if not looks_like_a_path(path):
+        return None
+    if not Path(path).is_dir():
+        return "there is no such folder, give that of a saved model or a hub name"
+    if path.startswith((".", "/")) and not (Path(path) / "config.json").exists():
+        return "there is no Hugging Face model in it (no config.json), give the folder of a saved model"
+    return None
+
+
+def data_source(path: str, _: Any = None) -> str | None:
+    """A file, a folder, or a hub name."""
+    if Path(path).exists() or (may_be_hub_data(path) and not looks_like_a_path(path)):
+        return None
+    return "it does not exist, expected a .jsonl, .jsonl.gz or .parquet file or a `datasets` path"
+
+
+def may_be_hub_data(source: str) -> bool:
+    return bool(_HUB_DATA_NAME.match(source)) and not source.endswith((*JSONL_SUFFIXES, ".parquet"))
+
+
+def config_source(path: str, _: Any = None) -> str | None:
+    """A config JSON, a folder that holds one, or a hub name."""
+    return None if Path(path).is_file() else model_folder(path)
+
+
+def existing_file(path: str, _: Any = None) -> str | None:
+    return None if Path(path).expanduser().is_file() else "there is no such file"
+
+
+def function_file(path: str, node: Any) -> str | None:
+    """Python that binds ``node.name`` somewhere; whether that is the function is seen when it is imported."""
+    if not Path(path).is_file():
+        return "there is no such file, it must be the reward function's Python file"
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except SyntaxError as error:
+        return f"it cannot be imported, SyntaxError: {error.msg} (line {error.lineno})"
+    except ValueError as error:  # null bytes
+        return f"it is not a Python file ({error})"
+    if {node.name, "*"} & set(_bound_names(tree)):
+        return None
+    return f"it has no function {node.name}, set reward.function.name to the one it has"
+
+
+def _bound_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name

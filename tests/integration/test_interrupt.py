@@ -1,0 +1,230 @@
+"""Ctrl-C in real processes: one sentence, exit code 130, nobody left behind; the same command goes on."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_style_rlhf.launch.interrupt import INTERRUPTED_EXIT
+from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
+from tests.integration.processes import wait_for_output
+from tests.integration.warm import ACTOR_PYTHON, ROOT, SERVER_PYTHON
+from tests.models import save_policy, save_reward_model
+
+REWARD = """
+import time
+def reward_func(queries, prompts, labels):
+    time.sleep(0.2)
+    return [len(set(query.split())) for query in queries]
+"""
+ACTOR = [
+    "trainers/train_ppo_actor.py", "model=fp32", "run.num_threads=1", "algorithm=grpo", "algorithm.num_rollout_samples=16",
+    "algorithm.max_steps=400", "generation=hf", "generation.max_length=8", "checkpoint.save_interval=2",
+]  # fmt: skip
+SFT = [
+    "trainers/train_sft.py", "model.dtype=float32", "run.num_threads=1", "trainer.max_steps=100000", "trainer.batch_size=4",
+    "checkpoint.save_interval=5", "trainer.log_interval=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    save_policy(folder / "policy")
+    save_reward_model(folder / "reward")
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"w{i} w{i + 1}", "response": f"w{i + 2}"} for i in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+class Program:
+    """A cold process in a session of its own; Ctrl-C reaches all of its process group, as from a terminal."""
+
+    def __init__(self, folder: Path, command: Sequence[object], python: Path = ACTOR_PYTHON, ranks: int = 1) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "output.log"
+        self.log.write_text("")
+        launcher = [python.parent / "torchrun", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else [python]
+        with self.log.open("ab") as output:
+            self._child = subprocess.Popen(
+                [str(word) for word in (*launcher, *command, f"run.output_dir={folder}")], cwd=ROOT, stdout=output,
+                stderr=output, start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+            )  # fmt: skip
+        self.poll = self._child.poll
+        self.wait = self._child.wait
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def ctrl_c(self) -> None:
+        os.killpg(self._child.pid, signal.SIGINT)
+
+    def ended(self, code: int) -> str:
+        """Its last line, once it has ended with ``code`` and nobody of its session is left."""
+        assert self.wait(60) == code, self.output()
+        deadline = time.monotonic() + 10
+        while left := [each for each in psutil.process_iter() if session(each.pid) == self._child.pid]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+        assert "Traceback" not in self.output() and "Error" not in self.output(), self.output()
+        return self.output().splitlines()[-1]
+
+
+def session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator:
+    started: list[Program] = []
+
+    def start(*command: object, **settings: object) -> Program:
+        started.append(Program(tmp_path / "run", command, **settings))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.poll() is None:
+            os.killpg(each._child.pid, signal.SIGKILL)
+            each.wait()
+
+
+def grpo(inputs: Path) -> list[object]:
+    return [
+        *ACTOR, f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'rows.jsonl'}", "reward=function",
+        f"reward.function.path={inputs / 'reward.py'}",
+    ]  # fmt: skip
+
+
+def committed(folder: Path) -> int:
+    return max(int(path.parent.name.removeprefix("step_")) for path in folder.glob("checkpoints/step_*/manifest.json"))
+
+
+def test_the_actor_says_where_it_stopped_and_the_same_command_goes_on(inputs, program, tmp_path):
+    actor = program(*grpo(inputs))
+    wait_for_output(actor, "PPO 5/400")
+    actor.ctrl_c()
+    said = re.fullmatch(
+        r"stopped in step (\d+); step (\d+) is saved; the same command goes on", actor.ended(INTERRUPTED_EXIT)
+    )
+    assert said, actor.output()
+    steps = re.findall(r"PPO (\d+)/400", actor.output())
+    assert int(said[1]) in (int(steps[-1]) + 1, int(steps[-1])) and int(said[2]) == committed(tmp_path / "run") >= 2
+    again = program(*grpo(inputs))
+    wait_for_output(again, f"resumed from step {said[2]}")
+    wait_for_output(again, f"PPO {int(said[1]) + 1}/400")
+
+
+def test_save_on_interrupt_commits_the_running_step_and_a_second_one_ends_at_once(inputs, program, tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text(REWARD.replace("0.2", "2"))
+    command = [*grpo(inputs), "checkpoint.save_on_interrupt=true", "checkpoint.save_interval=100"]
+    actor = program(*command)
+    wait_for_output(actor, "PPO 2/400")
+    actor.ctrl_c()
+    said = re.search(r"step (\d+) is committed, the run ends as it was told", actor.ended(PREEMPTED_EXIT))
+    assert said and int(said[1]) == committed(tmp_path / "run") >= 2
+    assert "the run ends after step" in actor.output()
+    actor = program(*command, f"reward.function.path={slow}")
+    wait_for_output(actor, f"PPO {int(said[1]) + 1}/400")
+    actor.ctrl_c()
+    wait_for_output(actor, "Ctrl-C again ends it at once")
+    actor.ctrl_c()
+    assert re.fullmatch(
+        rf"stopped in step \d+; step {said[1]} is saved; the same command goes on", actor.ended(INTERRUPTED_EXIT)
+    )
+
+
+@pytest.mark.parametrize("moment", ["", "40 rows", "waiting for"])
+def test_while_it_starts(moment, inputs, program):
+    """At once, while libraries and models are loaded, and while no server answers."""
+    server = ["algorithm=ppo", "reward=remote_critic_rm", "remote_critic_rm.port=9"] if "wait" in moment else []
+    actor = program(*grpo(inputs), *server)
+    if moment:
+        wait_for_output(actor, moment)
+    else:
+        time.sleep(1)  # the interpreter is up; wherever the imports are
+    actor.ctrl_c()
+    assert actor.ended(INTERRUPTED_EXIT) == "stopped; the same command starts again"
+
+
+def test_a_dry_run_leaves_nothing(inputs, program, tmp_path):
+    actor = program(*grpo(inputs), "--dry-run")
+    wait_for_output(actor, "40 rows")
+    actor.ctrl_c()
+    assert actor.ended(INTERRUPTED_EXIT) == "stopped; the same command starts again"
+    assert not (tmp_path / "run" / "dry_run").exists()
+
+
+def test_of_several_ranks_the_first_speaks(inputs, program):
+    actor = program(*grpo(inputs), ranks=2)
+    wait_for_output(actor, "PPO 1/400")
+    ranks = psutil.Process(actor._child.pid).children()
+    for rank in ranks:  # as torchrun hands it down, but that adds a traceback of its own
+        rank.send_signal(signal.SIGINT)
+    wait_for_output(actor, "stopped in step")
+    for rank in ranks:
+        rank.wait(30)
+    assert actor.output().count("the same command") == 1
+
+
+def test_a_supervised_stage_says_where_it_stopped_and_goes_on(inputs, program, tmp_path):
+    command = [*SFT, f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'rows.jsonl'}"]
+    stage = program(*command)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "run" / "checkpoints").glob("step_*10.ckpt")):
+        assert stage.poll() is None and time.monotonic() < deadline, stage.output()
+        time.sleep(0.02)
+    stage.ctrl_c()
+    said = re.fullmatch(
+        r"stopped in step (\d+); step (\d+) is saved; the same command goes on", stage.ended(INTERRUPTED_EXIT)
+    )
+    assert said and int(said[1]) > int(said[2]) >= 10, stage.output()
+    again = program(*command)
+    wait_for_output(again, f"step_{int(said[2]):08d}.ckpt")
+    again.ctrl_c()
+    again.ended(INTERRUPTED_EXIT)
+
+
+def test_an_evaluation_ends_with_its_child(inputs, program, tmp_path):
+    evaluation = program(
+        "trainers/evaluate.py", f"checkpoints=[{inputs / 'policy'}]", f"data.path={inputs / 'rows.jsonl'}", "model.dtype=float32",
+        "generation=hf", "generation.max_length=100", "samples_per_prompt=200",
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not any(
+        "spawn_main" in " ".join(child.cmdline()) for child in psutil.Process(evaluation._child.pid).children()
+    ):
+        assert evaluation.poll() is None and time.monotonic() < deadline, evaluation.output()
+        time.sleep(0.05)
+    time.sleep(1)
+    evaluation.ctrl_c()
+    assert evaluation.ended(INTERRUPTED_EXIT) == "stopped; the same command starts again"
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_server_ends_with_0_also_while_it_loads(inputs, program, tmp_path):
+    command = ["servers/serve_ppo_critic.py", "model.dtype=float32", f"model.path={inputs / 'reward'}", "server.port=0"]
+    server = program(*command, python=SERVER_PYTHON)
+    wait_for_output(server, "serving critic and reward")
+    server.ctrl_c()
+    server.ended(0)
+    assert "received SIGINT" in server.output()
+    server = program(*command, python=SERVER_PYTHON)
+    time.sleep(1)
+    server.ctrl_c()
+    code = server.wait(60)
+    assert server.ended(code).endswith({0: "received SIGINT"}.get(code, "stopped; the same command starts again"))
+    assert code in (0, INTERRUPTED_EXIT)
