@@ -121,13 +121,18 @@ def rollout_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> 
             "index": rollout.sample.index,
             "prompt": rollout.prompt_text,
             "response": tokenizer.decode(rollout.response_tokens, skip_special_tokens=False),
-            "reward": None if experience.failed[index] else float(experience.scores[index]),
+            "reward": _number(experience.scores[index]),
             "kl": float(sample_kl.sum()) if measured else None,
             "response_tokens": len(rollout.response_tokens),
             "finish_reason": rollout.finish_reason,
             "label": rollout.label,
-            **{name: float(values[index]) for name, values in experience.extra.items()},
+            **{name: _number(values[index]) for name, values in experience.extra.items()},
         }
+
+
+def _number(value: Tensor) -> float | None:
+    """JSON has no NaN, which stands for the number that a failed sample lacks."""
+    return None if value.isnan() else float(value)
 
 
 def excerpts(rows: Iterable[Mapping[str, Any]]) -> list[str]:

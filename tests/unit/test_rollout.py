@@ -1,5 +1,6 @@
 """From samples to experience: alignment, masks, plans and seeds."""
 
+import json
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ranks import Ranks
@@ -15,7 +16,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
 from nemo_style_rlhf.models.policy import PolicyModel
-from nemo_style_rlhf.ppo.metrics import rollout_metrics
+from nemo_style_rlhf.ppo.metrics import rollout_metrics, rollout_rows
 from nemo_style_rlhf.ppo.update import mini_batch_plan
 from nemo_style_rlhf.rollout.collector import Collector, CollectorState, NothingToLearnError
 from nemo_style_rlhf.rollout.logprobs import action_mask, micro_batch_iterator
@@ -26,7 +27,7 @@ from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, FilterConfig, Shap
 from nemo_style_rlhf.schema.common import EngineConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig, SamplingOverrides
 from nemo_style_rlhf.scoring.interface import Scores
-from tests.models import SHAPE
+from tests.models import SHAPE, save_tokenizer
 
 CPU = torch.device("cpu")
 PROMPTS = [Prompt(index, list(range(2, 4 + index)), f"prompt {index}", label=str(index)) for index in range(4)]
@@ -363,6 +364,17 @@ def test_means_over_samples_leave_out_those_that_train_nothing():
     scores = experience.scores.nansum()  # KL is 0 in the first step
     assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(float(scores) / learned)
     assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(metrics["train_rollouts/rewards"])
+
+
+def test_what_a_failed_sample_lacks_is_null_on_disk(tmp_path):
+    """Readers of JSON Lines other than Python's refuse NaN."""
+    save_tokenizer(tmp_path)
+    experience = collect(scorer=UnluckyScorer())
+    experience.extra["length"] = torch.where(experience.failed, torch.nan, 3.0)
+    rows = list(rollout_rows(experience, AutoTokenizer.from_pretrained(tmp_path)))
+    assert all("NaN" not in json.dumps(row) for row in rows)
+    lacking = [row["reward"] is None and row["length"] is None for row in rows]
+    assert lacking == experience.failed.tolist() and any(lacking) and not all(lacking)
 
 
 def test_corrections_show_what_they_mask_and_what_is_left():
