@@ -42,6 +42,6 @@ def importance_weights(
     if kind == "icepop":
         return weights * ((weights >= low) & (weights <= high))
     if kind == "sequence_mask":
-        geometric_mean = (log_weights.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
+        geometric_mean = (log_weights.sum(-1, keepdim=True) / mask.bool().sum(-1, keepdim=True).clamp(min=1)).exp()
         return weights * ((geometric_mean >= low) & (geometric_mean <= high))
     raise ValueError(f"correction {kind!r} is unknown: expected one of {', '.join(CORRECTIONS)}")

@@ -28,7 +28,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
         return 0.5 * x.square()
     if kind == "k3":
         guarded = x.clamp(min=-MAX_LOG_RATIO)
-        k3 = (-guarded).exp() - 1 + guarded
+        k3 = (-guarded).expm1() + guarded
         return torch.where(x < -MAX_LOG_RATIO, k3 + (1 - math.exp(MAX_LOG_RATIO)) * (x + MAX_LOG_RATIO), k3)
     if kind == "abs":
         return x.abs()
@@ -38,7 +38,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
 def kl_loss(
     logprobs: Tensor, ref_logprobs: Tensor, *, kind: str, unbiased: bool, old_logprobs: Tensor | None = None
 ) -> Tensor:
-    """The estimate as a term of the loss, of any one shape.
+    """The estimate as a term of the loss, of any one shape; of unmasked tokens only, since a NaN would reach the gradient.
 
     Differentiating an estimator is not estimating the derivative: k1's gradient is zero in expectation, k3's is that of
     KL(reference || policy). With ``unbiased`` the value is ``kind``'s and the gradient k2's, x * grad(logprobs), whose

@@ -17,7 +17,7 @@ def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of the unmasked elements, a scalar; 0 where there is none."""
-    return zero_masked(x, mask).sum() / mask.sum().clamp(min=1)
+    return zero_masked(x, mask).sum() / mask.bool().sum().clamp(min=1)
 
 
 def deviations(x: Tensor, mask: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float |
         ValueError: another mode.
     """
     masked = zero_masked(per_token, mask)
-    tokens = mask.sum(-1)
+    tokens = mask.bool().sum(-1)
     sequences = (tokens > 0).sum()
     if mode == "token_mean":
         total, count = masked.sum(), tokens.sum()

@@ -8,7 +8,7 @@ from torch import Tensor
 from nemo_style_rlhf.algorithms.masking import aggregate, masked_mean, zero_masked
 
 MAX_LOG_RATIO = 20.0
-"""exp(20) is finite in fp32. A token beyond it has no gradient: for A > 0 the objective clips it anyway, for A < 0 not."""
+"""exp(20) is finite in fp32. A token above it has no gradient: for A > 0 the objective clips it anyway, for A < 0 not."""
 
 
 @dataclass
@@ -56,11 +56,11 @@ def policy_loss(
     log_ratio = zero_masked(logprobs, mask) - zero_masked(old_logprobs, mask)
     token_log_ratio = log_ratio.detach()
     if level == "sequence":
-        mean = token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        mean = token_log_ratio.sum(-1, keepdim=True) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
         log_ratio = zero_masked(mean + (log_ratio - token_log_ratio), mask)
     elif level != "token":
         raise ValueError(f"policy loss level {level!r} is unknown: expected token or sequence")
-    ratio = _bounded_exp(log_ratio)
+    ratio = _bounded(log_ratio).exp()
     advantages = zero_masked(advantages, mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -78,9 +78,9 @@ def policy_loss(
             loss=loss,
             ratio=masked_mean(ratio, mask),
             clip_fraction=masked_mean(removed.to(ratio.dtype), mask),
-            approx_kl=masked_mean(_bounded_exp(token_log_ratio) - 1 - token_log_ratio, mask),
+            approx_kl=masked_mean(_bounded(token_log_ratio).expm1() - token_log_ratio, mask),
         )
 
 
-def _bounded_exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def _bounded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

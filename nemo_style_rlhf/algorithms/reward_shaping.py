@@ -21,7 +21,7 @@ def place_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
 
 
 def truncation_penalty(scores: Tensor, truncated: Tensor, *, coef: float) -> Tensor:
-    """Scores [batch] with ``coef`` added where ``truncated`` [batch] bool: -1 in arXiv 2403.17031, detail 3."""
+    """Scores [batch] with ``coef`` added where ``truncated`` [batch] bool, as TRL's ``missing_eos_penalty`` does."""
     return scores + coef * truncated.to(scores.dtype)
 
 
@@ -71,8 +71,8 @@ class RunningNormalizer:
         self.count = total
 
     def normalize(self, scores: Tensor) -> Tensor:
-        """(scores - mean) / sqrt(variance + eps), [batch]."""
-        return (scores - self.mean) / (self.variance + self.eps) ** 0.5
+        """(scores - mean) / sqrt(variance + eps), [batch], computed in float64."""
+        return ((scores.double() - self.mean) / (self.variance + self.eps) ** 0.5).to(scores.dtype)
 
     def state_dict(self) -> dict[str, float]:
         return {"count": self.count, "mean": self.mean, "squares": self._squares}

@@ -79,7 +79,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 logprobs[part] = logits.gather(-1, token_ids[part, None]).squeeze(-1) - logsumexp[part]
                 if with_entropy:
                     probabilities = (logits - logsumexp[part, None]).exp_()
-                    entropy[part] = logsumexp[part] - _without_nan(probabilities.mul_(logits)).sum(-1)
+                    # Not logsumexp - sum p l: their difference is small where the logits are large.
+                    entropy[part] = torch.special.entr(probabilities).sum(-1)
         kept = product if 0 < len(hidden) <= chunk else None
         ctx.save_for_backward(hidden, weight, token_ids, logsumexp, entropy, kept)
         ctx.temperature, ctx.with_entropy, ctx.chunk = temperature, with_entropy, chunk

@@ -90,7 +90,7 @@ def update_actor(
     grad_norms = []
     losses, empty_steps, skipped_steps = 0.0, 0, 0
     signal = _only_signal(experience, config)
-    for number, rows in enumerate(plan):
+    for number, (rows, samples) in enumerate(zip(plan, samples_per_step(experience, plan), strict=True)):
         batches = list(
             micro_batch_iterator(
                 experience.tokens,
@@ -102,7 +102,7 @@ def update_actor(
                 experience.temperatures,
             )
         )
-        normalizer = loss_normalizer(batches, config.loss_aggregation, max_length=max_length)
+        normalizer = loss_normalizer(batches, config.loss_aggregation, samples=samples, max_length=max_length)
         empty = signal is not None and not any(signal[batch.positions].any() for batch in batches)
         skipped = empty and config.skip_empty_steps
         empty_steps, skipped_steps = empty_steps + empty, skipped_steps + skipped
@@ -152,12 +152,20 @@ def _only_signal(experience: Experience, config: AlgorithmConfig) -> Tensor | No
     return experience.advantages if experience.correction is None else experience.advantages * experience.correction
 
 
-def loss_normalizer(batches: Sequence[MicroBatch], aggregation: str, *, max_length: int) -> float:
-    """What the losses of the micro-batches of one optimizer step are divided by: its tokens or its sequences."""
+def samples_per_step(experience: Experience, plan: Sequence[Sequence[int]]) -> list[float]:
+    """Samples of the rollout that each optimizer step of ``plan`` stands for: with an even share of those that train nothing."""
+    planned = {row for rows in plan for row in rows}
+    return [len(rows) * len(experience.lengths) / len(planned) for rows in plan]
+
+
+def loss_normalizer(batches: Sequence[MicroBatch], aggregation: str, *, samples: float, max_length: int) -> float:
+    """What the losses of the micro-batches of one optimizer step are divided by: its loss tokens, its sequences with any, or for
+    ``seq_sum_constant`` all its ``samples`` times ``max_length``, which no mask changes."""
+    if aggregation == "seq_sum_constant":
+        return samples * max_length
     if aggregation == "token_mean":
         return float(sum(len(batch.positions) for batch in batches))
-    sequences = float(sum(int(batch.action_mask.bool().any(-1).sum()) for batch in batches))
-    return sequences * max_length if aggregation == "seq_sum_constant" else sequences
+    return float(sum(int(batch.action_mask.bool().any(-1).sum()) for batch in batches))
 
 
 def micro_batch_loss(

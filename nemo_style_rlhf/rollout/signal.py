@@ -27,7 +27,7 @@ class Signal:
     returns: Tensor | None
     """What the critic learns, where there is one."""
     equal_groups: float | None
-    """Share of the groups whose scores are all equal, of those with any sample; None with one sample per prompt."""
+    """Share of the groups in which there is nothing to compare, of those with any sample; None with one sample per prompt."""
 
 
 def shape_scores(
@@ -79,6 +79,8 @@ def estimate(
     penalty = kl_coef if config.kl_in == "reward" else 0.0
     rewards = place_rewards(scores, kl if penalty else torch.zeros_like(kl), mask, kl_coef=penalty)
     group_size, kept = config.samples_per_prompt, mask.bool().any(-1)
+    # In float64, and not the sum of ``rewards``: in fp32 a small KL is rounded away beside a large score.
+    compared = scores.double() - (penalty * zero_masked(kl, mask).double().sum(-1) if penalty else 0)
     returns = None
     if config.advantage_estimator == "gae":
         assert values is not None
@@ -86,15 +88,15 @@ def estimate(
     elif config.advantage_estimator == "reinforce":
         advantages = discounted_returns(rewards, mask, gamma=config.discount_factor)
     else:
-        compared = group_advantages(
-            rewards.sum(-1), group_size, kind=config.advantage_estimator, eps=config.group_eps, keep=kept
+        relative = group_advantages(
+            compared, group_size, kind=config.advantage_estimator, eps=config.group_eps, keep=kept
         )
-        advantages = compared[:, None].expand_as(mask)
+        advantages = relative.to(rewards.dtype)[:, None].expand_as(mask)
     if config.normalize_advantages:
         advantages = masked_whiten(advantages, learned)
     return Signal(
         zero_masked(rewards, learned),
         zero_masked(advantages, learned),
         None if returns is None else zero_masked(returns, learned),
-        equal_groups=equal_share(scores, group_size, keep=kept) if group_size > 1 else None,
+        equal_groups=equal_share(compared, group_size, keep=kept) if group_size > 1 else None,
     )

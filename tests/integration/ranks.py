@@ -21,7 +21,7 @@ from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.models.scalar import ScalarModel
-from nemo_style_rlhf.ppo.update import loss_normalizer, micro_batch_loss, update_actor
+from nemo_style_rlhf.ppo.update import loss_normalizer, micro_batch_loss, samples_per_step, update_actor
 from nemo_style_rlhf.rollout.logprobs import micro_batch_iterator
 from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
@@ -65,7 +65,8 @@ def loss_without_deepspeed(
     batches = list(
         micro_batch_iterator(seen.tokens, seen.lengths, seen.mask, engine_config, torch.device("cpu"), PLAN[0])
     )
-    normalizer = loss_normalizer(batches, config.loss_aggregation, max_length=MAX_LENGTH)
+    samples = samples_per_step(seen, PLAN)[0]
+    normalizer = loss_normalizer(batches, config.loss_aggregation, samples=samples, max_length=MAX_LENGTH)
     losses = [
         float(micro_batch_loss(model, seen, batch, config, normalizer)[0])
         for batch, counts in ranks.share(batches)

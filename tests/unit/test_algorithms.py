@@ -149,6 +149,20 @@ def test_kl_estimators_by_hand(kind, expected):
     )
 
 
+def test_a_small_k3_is_not_lost_in_rounding():
+    # exp(-x) - 1 + x = x^2 / 2 - x^3 / 6 + ... = 5e-9 - 1.7e-13 at x = 1e-4; exp(-x) alone is rounded by 6e-8
+    x = torch.tensor([1e-4, -1e-4])
+    assert kl_estimate(x, torch.zeros(2), kind="k3").tolist() == pytest.approx([5e-9, 5e-9], rel=1e-2, abs=0)
+    loss = policy_loss(x[None], torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2), clip_low=0.2, clip_high=0.2)
+    assert float(loss.approx_kl) == pytest.approx(5e-9, rel=1e-2, abs=0)
+
+
+def test_a_mask_in_half_precision_counts_right():
+    mask = torch.ones(1, 1001, dtype=torch.bfloat16)  # its sum is 1000 there
+    assert float(masked_mean(torch.ones(1, 1001), mask)) == 1
+    assert float(aggregate(torch.ones(1, 1001), mask, mode="seq_mean_token_mean")) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_k3_pulls_towards_the_reference_however_far_away(dtype):
     # Beyond x = -20 it goes on with the slope it has there, 1 - exp(20) = -485165194.41, from its value there,

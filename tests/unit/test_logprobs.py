@@ -63,6 +63,17 @@ def test_a_token_that_cannot_be_drawn_has_no_part_in_the_entropy(temperature, ch
         torch.testing.assert_close(masked, without, rtol=1e-5, atol=1e-5)
 
 
+def test_large_logits_do_not_cancel_in_the_entropy():
+    """logsumexp - sum p l is wrong by 1e-3 and negative in fp32 where the logits are some hundreds over the temperature."""
+    hidden = 54 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) / 8**0.5
+    weight = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
+    ids = torch.zeros(64, dtype=torch.long)
+    _, entropy = token_logprobs(hidden, weight, ids, temperature=0.1, with_entropy=True)
+    log_p = ((hidden @ weight.T) / 0.1).double().log_softmax(-1)
+    assert entropy.min() >= 0
+    torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=0, atol=2e-4)
+
+
 def test_equal_to_the_naive_result_at_a_vocabulary_of_128k():
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 128, 16, generator=generator, requires_grad=True)

@@ -76,6 +76,13 @@ def test_equal_scores_teach_exactly_nothing(kind, dtype):
         assert not group_advantages(scores, size, kind=kind, eps=1e-9, keep=keep).any()
 
 
+def test_scores_far_from_zero_are_normalised_without_a_common_error():
+    scores = 1e6 + torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    normalizer = RunningNormalizer()
+    normalizer.update(scores)
+    assert abs(float(normalizer.normalize(scores).mean())) < 1e-6  # .03 where fp32 subtracts
+
+
 def test_groups_without_a_difference_are_counted_by_what_is_kept():
     # equal; different; equal but for a sample that is not kept; nothing kept, which does not count; a sample alone
     scores = torch.tensor([0.7, 0.7, 0.7, 1, 1, 2, 3, 3, math.nan, 5, 6, 7, 4, math.inf, -math.inf])

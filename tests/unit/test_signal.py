@@ -64,6 +64,19 @@ def test_a_sample_without_actions_is_no_part_of_its_group():
     assert not estimate(SCORES, KL, None, mask, algorithm, kl_coef=1.0).advantages.any()
 
 
+def test_a_small_kl_beside_a_large_score_still_tells_responses_apart():
+    """Their difference is all that a group with equal scores has; fp32 sums of 42.1 and some 1e-6 would make other ones up."""
+    kl = 1e-4 * torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    algorithm = AlgorithmConfig(
+        advantage_estimator="grpo", samples_per_prompt=8, num_rollout_samples=8, normalize_advantages=False
+    )
+    result = estimate(torch.full((8,), 42.1), kl, None, torch.ones(8, 64), algorithm, kl_coef=0.01)
+    penalties = -0.01 * kl.double().sum(-1)
+    expected = (penalties - penalties.mean()) / (penalties.std() + algorithm.group_eps)
+    torch.testing.assert_close(result.advantages[:, 0].double(), expected, rtol=1e-5, atol=1e-6)
+    assert result.equal_groups == 0
+
+
 def test_a_sample_that_trains_nothing_is_compared_with():
     # As with rloo above, 2.4 - .6: the first sample's score and KL are the baseline of the second.
     learned = MASK * torch.tensor([[0.0], [1.0]])

@@ -8,7 +8,7 @@ import torch
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.launch.bootstrap import init_distributed
-from nemo_style_rlhf.ppo.update import update_actor
+from nemo_style_rlhf.ppo.update import loss_normalizer, samples_per_step, update_actor
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, SchedulerConfig
 from tests.digests import digest_of_state
@@ -55,6 +55,18 @@ def state(engine: Engine) -> str:
 
 def weights(engine: Engine) -> torch.Tensor:
     return torch.cat([weight.detach().flatten().clone() for _, weight in engine.named_weights()])
+
+
+def test_dr_grpos_constant_is_one_that_no_mask_changes():
+    """arXiv 2503.20783: the sum over tokens divided by samples x max_length, those that train nothing included."""
+    seen = experience(AlgorithmConfig())  # 8 samples
+    for plan, expected in (
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], [4, 4]),
+        ([[0, 1, 2], [4, 5, 6]], [4, 4]),
+        ([[0, 1, 2], [4]], [6, 2]),
+    ):
+        assert samples_per_step(seen, plan) == expected
+    assert loss_normalizer([], "seq_sum_constant", samples=4, max_length=10) == 40
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
