@@ -88,7 +88,11 @@ def test_a_dry_run_leaves_no_model(workshop):
 
 
 MISTAKES = {
-    "missing file": ("train_dpo", "data.train_path=/nowhere/rows.jsonl", "data.train_path=/nowhere/rows.jsonl: it does not exist"),
+    "missing file": (
+        "train_dpo",
+        "data.train_path=/nowhere/rows.jsonl",
+        "data.train_path=/nowhere/rows.jsonl: it does not exist",
+    ),
     "judged rows for DPO": ("train_dpo", "data.train_path={workshop}/judged.jsonl", "has no key 'chosen'"),
     "a margin for DPO": ("train_dpo", "data.margin_key=by", "margin_key"),
     "unknown loss": ("train_dpo", "loss=hinge", "loss=hinge is not possible: expected one of sigmoid, ipo"),

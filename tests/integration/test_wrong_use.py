@@ -212,14 +212,17 @@ mount -t tmpfs -o size={size} tmpfs {folder}/checkpoints
 {actor} checkpoint.save_interval=2 algorithm.max_steps=6 && exit 1 || echo "exit $?"
 cp {folder}/metrics.jsonl {folder}/metrics_of_the_first.jsonl
 ls {folder}/checkpoints
-mount -o remount,size=64m {folder}/checkpoints
+mount --options-source=disable -o remount,size=64m {folder}/checkpoints
 {actor} checkpoint.save_interval=2 algorithm.max_steps=6 run.resume=must
 ls {folder}/checkpoints
 """
 
 
 def test_a_full_disk_is_one_sentence_and_the_last_good_checkpoint_survives(inputs, tmp_path):
-    """The disk is a real, small one: it holds two checkpoints and not a third."""
+    """The disk is a real, small one: it holds two checkpoints and not a third.
+
+    It grows without the options that it has already: an ordinary user's id among them is none in a namespace of its own.
+    """
     (tmp_path / "critic").mkdir()
     server, port = start_server(tmp_path / "critic", "model.dtype=float32", f"model.path={inputs / 'reward'}")
     folder = tmp_path / "actor"
