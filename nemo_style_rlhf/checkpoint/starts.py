@@ -22,6 +22,8 @@ NEWEST = "config.yaml"
 ALL = "configs"
 DONE = "done.json"
 """What the run has exported, file by file. There only between the end of a run and its next start."""
+PLACES = ("host", "port", "ready_file", "replicas", "resume", "dry_run")
+"""Last names of keys that say where or how a process is started, as each job of a cluster anew; no configuration of a run."""
 LONGEST_VALUE = 80
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ def differences(output_dir: Path, config: Any) -> list[str] | None:
         log.warning("%s is damaged: what this start changes about the last one is not known", newest)
         return None
     now = dict(_leaves(yaml.safe_load(_text(config))))
-    keys = [*now, *(key for key in before if key not in now)]
+    keys = [key for key in {**now, **before} if key.rpartition(".")[2] not in PLACES]
     values = [(key, _shown(before, key), _shown(now, key)) for key in keys]
     return [f"{key}: {old} -> {new}" for key, old, new in values if old != new]
 
@@ -87,6 +89,22 @@ def require_same(saved: Mapping[str, Any], given: Mapping[str, Any], where: str)
                 f"{where} is of a run with {name} {saved[name]}, this one has {value}: resume it as it was, or choose another "
                 "run.output_dir"
             )
+
+
+def require_reachable(step: int, total_steps: int, key: str, where: str) -> None:
+    """
+    Args:
+        key: what makes the run longer.
+        where: what names the checkpoint.
+
+    Raises:
+        UserError: the checkpoint's ``step`` is beyond ``total_steps``: its weights would be exported as those of a shorter run.
+    """
+    if step > total_steps:
+        raise UserError(
+            f"{where} stands at step {step} but the run now ends after {total_steps}: raise {key}, or choose another "
+            "run.output_dir"
+        )
 
 
 def record_end(output_dir: Path, exports: Iterable[Path]) -> None:

@@ -14,6 +14,9 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.data import PromptRowsConfig
 from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Of the turns of a conversation."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -81,6 +84,11 @@ def _prompt_text(record: Record, config: PromptRowsConfig, encoder: Encoder) -> 
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
             raise UserError(
                 f"{record.where}: {config.key!r} is not a list of messages: check the file or set data.format=text"
+            )
+        if (role := messages[-1].get("role")) not in ROLES:
+            raise UserError(
+                f"{record.where}: the last of {config.key!r} has the role {role!r}, expected one of {', '.join(ROLES)}: rename "
+                "the keys and roles of its turns, or an answer would be read as a part of the prompt"
             )
         prompt = without_last_answer(messages)
         text = encoder.chat(prompt, add_generation_prompt=True, tools=record.fields.get(TOOLS_KEY))

@@ -4,19 +4,19 @@ SIGINT is blocked in every thread, and so in every child process, which a termin
 it. A main thread that is deep in a kernel or a collective cannot delay it, and no library can swallow it.
 """
 
-import _thread
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import resource_tracker
 
 INTERRUPTED_EXIT = 130
 """Exit code of a process that Ctrl-C ended: 128 + SIGINT, as shells count."""
 SHOW_CURSOR = "\x1b[?25h"
-"""Whoever drew a progress bar has hidden it."""
+"""A progress bar may have hidden it."""
 
 _listener: threading.Thread | None = None
 _standing: Callable[[], str] = lambda: "stopped; the same command starts again"  # noqa: E731
@@ -33,7 +33,7 @@ def listen() -> None:
 
 
 def keep_from_children() -> None:
-    """multiprocessing lets SIGINT through again once it has started its tracker of semaphores: have that behind us."""
+    """multiprocessing lets SIGINT through again once it has started its tracker of semaphores, so it starts that here."""
     if _listener is not None:
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -51,8 +51,14 @@ def on_first(action: Callable[[], None]) -> None:
 
 
 def as_exception() -> None:
-    """The first SIGINT raises KeyboardInterrupt in the main thread, for work that must be undone; the second ends the process."""
-    on_first(_thread.interrupt_main)
+    """The first SIGINT raises KeyboardInterrupt in the main thread, for work that must be undone; the second ends the process.
+
+    SIGUSR2 carries it there: Python's own ``interrupt_main`` would wait until the main thread has stopped waiting.
+    """
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    signal.signal(signal.SIGUSR2, signal.default_int_handler)
+    on_first(lambda: signal.pthread_kill(main_thread, signal.SIGUSR2))
 
 
 def hand_over() -> None:
@@ -76,10 +82,14 @@ def _wait() -> None:
 
 
 def end() -> None:
-    """End the process as a SIGINT does."""
+    """End the process as a SIGINT does, with its children and theirs, whom the terminal's SIGINT does not reach."""
+    import psutil  # not at the top: this file is read before it is known which Python runs it
+
     try:
         for child in multiprocessing.active_children():
-            child.kill()
+            with suppress(psutil.NoSuchProcess):
+                for process in [*psutil.Process(child.pid).children(recursive=True), child]:
+                    process.kill()
         if os.environ.get("RANK", "0") == "0":
             start = f"\n{SHOW_CURSOR}" if sys.stderr.isatty() else ""
             os.write(2, f"{start}{_standing()}\n".encode())  # past Python's buffer, which the main thread may hold

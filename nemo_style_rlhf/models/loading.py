@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
 """Weights that a reward model may have kept from the causal LM it was made of; no score is read from them."""
 OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|rotary_emb\.(cos|sin)_cached$")
 """What models of older releases saved and newer ones compute, where transformers does not declare it ignorable itself."""
+OTHER_SENSES = re.compile(
+    r"(^|\.)(vision_model|vision_tower|visual|multi_modal_projector|audio_tower|embed_(vision|audio))\."
+)
+"""Weights that a model of images or sound has beside its language model, which alone is loaded."""
 STATISTICS = {"mean", "std"}
 """Weights in which OpenRLHF kept what rewards are normalised by."""
 NAMED_WEIGHTS = 3
@@ -41,7 +46,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} holds no tokenizer that transformers can load: {_first_line(error)}") from error
+        missing = "" if Path(path).is_dir() else f"there is no folder {path}, and as a hub name "
+        raise UserError(
+            f"{missing}{path} holds no tokenizer that transformers can load: {_first_line(error)}"
+        ) from error
     if tokenizer.pad_token is None:
         substitute = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
         tokenizer.pad_token = substitute
@@ -164,9 +172,9 @@ def _refuse_unread(path: str, model: PreTrainedModel, unexpected: Collection[str
         unexpected: weights of the checkpoint that ``model`` has no place for and that transformers does not declare ignorable.
 
     Raises:
-        UserError: one of them is neither a buffer that models once saved nor the old head of a reward model.
+        UserError: one of them is neither a buffer that models once saved, nor of another sense, nor a reward model's old head.
     """
-    unread = {name for name in unexpected if not OLD_BUFFERS.search(name)}
+    unread = {name for name in unexpected if not OLD_BUFFERS.search(name) and not OTHER_SENSES.search(name)}
     if hasattr(model, "score"):
         unread = {name for name in unread if not name.startswith(LANGUAGE_MODEL_HEADS)}
     if not unread:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nemo_style_rlhf.checkpoint.starts import log_differences, record_start, require_same
+from nemo_style_rlhf.checkpoint.starts import log_differences, record_start, require_reachable, require_same
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest
 from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.data.encoding import decode_response
@@ -70,6 +70,9 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     identity = run_identity(config, prompts)
     require_same(saved, identity, whole.run.output_dir)
     total_steps = min(_total_steps(each, len(prompts)) for each in (whole, config))
+    if found is not None:
+        wanted = _total_steps(whole, len(prompts))
+        require_reachable(found.step, wanted, "algorithm.max_steps", whole.run.output_dir)
     policy = load_causal_lm(config.model)
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
     check_template(config.model.path, config.data, tokenizer)

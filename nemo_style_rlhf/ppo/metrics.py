@@ -131,8 +131,8 @@ def rollout_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _number(value: Tensor) -> float | None:
-    """JSON has no NaN, which stands for the number that a failed sample lacks."""
-    return None if value.isnan() else float(value)
+    """JSON has neither infinity nor NaN, which stands for the number that a failed sample lacks."""
+    return float(value) if value.isfinite() else None
 
 
 def excerpts(rows: Iterable[Mapping[str, Any]]) -> list[str]:

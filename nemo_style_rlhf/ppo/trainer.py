@@ -179,6 +179,8 @@ class PPOTrainer:
         record_end(self._output_dir, [self._output_dir / name for name in names])
 
     def _heed_interrupts(self) -> None:
+        if self._config.run.dry_run:  # nothing goes on from where it stands
+            return
         interrupt.describe(self._standing)
         if self._config.checkpoint.save_on_interrupt:
             interrupt.on_first(self._stop_after_step)

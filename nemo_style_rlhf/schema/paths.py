@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.errors import UserError
@@ -41,8 +41,7 @@ def _problems(node: Any, prefix: str, unread: tuple[str, ...]) -> Iterator[str]:
 
 def looks_like_a_path(name: str) -> bool:
     """Whether a model or data set of that name cannot be meant to come from the hub."""
-    first = PurePath(name).parts[:1]
-    return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or Path(*first).is_dir()
+    return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def model_folder(path: str, _: Any = None) -> str | None:
@@ -50,7 +49,8 @@ def model_folder(path: str, _: Any = None) -> str | None:
     if not looks_like_a_path(path):
         return None
     if not Path(path).is_dir():
-        return "there is no such folder, give that of a saved model or a hub name"
+        home = "; nothing expands ~ here" if path.startswith("~") else ""
+        return f"there is no such folder, give that of a saved model or a hub name{home}"
     if path.startswith((".", "/")) and not (Path(path) / "config.json").exists():
         return "there is no Hugging Face model in it (no config.json), give the folder of a saved model"
     return None
@@ -69,7 +69,9 @@ def may_be_hub_data(source: str) -> bool:
 
 def config_source(path: str, _: Any = None) -> str | None:
     """A config JSON, a folder that holds one, or a hub name."""
-    return None if Path(path).is_file() else model_folder(path)
+    if Path(path).is_file():
+        return None
+    return "there is no such file" if path.endswith(".json") else model_folder(path)
 
 
 def existing_file(path: str, _: Any = None) -> str | None:

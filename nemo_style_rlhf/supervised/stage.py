@@ -17,7 +17,7 @@ from pytorch_lightning.strategies import Strategy
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nemo_style_rlhf.checkpoint.starts import log_differences, record_end, record_start
+from nemo_style_rlhf.checkpoint.starts import log_differences, record_end, record_start, require_reachable
 from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
 from nemo_style_rlhf.data.templates import check_template, write_template
@@ -83,6 +83,7 @@ class Stage:
         self._identity = self._identify()
         self._resumed = resumed
         self._done = 0 if resumed is None else completed_micro_batches(resumed, self._identity)
+        require_reachable(self._done // self._accumulate, self.total_steps, "trainer.max_steps", config.run.output_dir)
 
     def fit(self, module: SupervisedModule, hf: PreTrainedModel) -> dict[str, float]:
         """Train ``module`` from the beginning or the last checkpoint, and validate; the last validation's metrics."""

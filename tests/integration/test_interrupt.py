@@ -65,6 +65,13 @@ class Program:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def wait_until_listening(self) -> None:
+        """Until it blocks SIGINT, the second of the signals in the kernel's mask: before, Python itself would answer."""
+        deadline = time.monotonic() + 60
+        while not int(re.search(r"SigBlk:\s+(\w+)", Path(f"/proc/{self._child.pid}/status").read_text())[1], 16) & 2:
+            assert self.poll() is None and time.monotonic() < deadline, self.output()
+            time.sleep(0.01)
+
     def ctrl_c(self) -> None:
         os.killpg(self._child.pid, signal.SIGINT)
 
@@ -127,6 +134,38 @@ def test_the_actor_says_where_it_stopped_and_the_same_command_goes_on(inputs, pr
     wait_for_output(again, f"PPO {int(said[1]) + 1}/400")
 
 
+def test_what_a_reward_function_started_ends_too(inputs, program, tmp_path):
+    """As functions that run code do; a terminal's Ctrl-C does not reach it."""
+    starts = tmp_path / "starts.py"
+    starts.write_text(
+        "import subprocess\n\n\ndef reward_func(queries, prompts, labels):\n    subprocess.run(['sleep', '77'])\n"
+    )
+    actor = program(*grpo(inputs), f"reward.function.path={starts}")
+    deadline = time.monotonic() + 60
+    while not any(each.name() == "sleep" for each in psutil.Process(actor._child.pid).children(recursive=True)):
+        assert actor.poll() is None and time.monotonic() < deadline, actor.output()
+        time.sleep(0.05)
+    actor.ctrl_c()
+    assert actor.ended(INTERRUPTED_EXIT) == "stopped in step 1; no step is saved yet; the same command goes on"
+
+
+def test_a_dry_run_is_undone_at_once_also_while_it_waits(inputs, program, tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import time\n\n\ndef reward_func(queries, prompts, labels):\n    time.sleep(50)\n    return [0.0] * len(queries)\n"
+    )
+    actor = program(*grpo(inputs), f"reward.function.path={slow}", "--dry-run")
+    deadline = time.monotonic() + 60
+    while not any("spawn_main" in " ".join(each.cmdline()) for each in psutil.Process(actor._child.pid).children()):
+        assert actor.poll() is None and time.monotonic() < deadline, actor.output()
+        time.sleep(0.05)
+    time.sleep(3)  # wherever the first rollout is by now: it cannot be done
+    started = time.monotonic()
+    actor.ctrl_c()
+    assert actor.ended(INTERRUPTED_EXIT) == "stopped; the same command starts again"
+    assert time.monotonic() - started < 30 and not (tmp_path / "run" / "dry_run").exists()
+
+
 def test_save_on_interrupt_commits_the_running_step_and_a_second_one_ends_at_once(inputs, program, tmp_path):
     slow = tmp_path / "slow.py"
     slow.write_text(REWARD.replace("0.2", "2"))
@@ -155,7 +194,7 @@ def test_while_it_starts(moment, inputs, program):
     if moment:
         wait_for_output(actor, moment)
     else:
-        time.sleep(1)  # the interpreter is up; wherever the imports are
+        actor.wait_until_listening()  # wherever the imports are
     actor.ctrl_c()
     assert actor.ended(INTERRUPTED_EXIT) == "stopped; the same command starts again"
 
@@ -215,7 +254,7 @@ def test_an_evaluation_ends_with_its_child(inputs, program, tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_server_ends_with_0_also_while_it_loads(inputs, program, tmp_path):
+def test_a_server_ends_with_0_and_while_it_loads_as_others(inputs, program, tmp_path):
     command = ["servers/serve_ppo_critic.py", "model.dtype=float32", f"model.path={inputs / 'reward'}", "server.port=0"]
     server = program(*command, python=SERVER_PYTHON)
     wait_for_output(server, "serving critic and reward")
@@ -223,8 +262,6 @@ def test_a_server_ends_with_0_also_while_it_loads(inputs, program, tmp_path):
     server.ended(0)
     assert "received SIGINT" in server.output()
     server = program(*command, python=SERVER_PYTHON)
-    time.sleep(1)
+    server.wait_until_listening()
     server.ctrl_c()
-    code = server.wait(60)
-    assert server.ended(code).endswith({0: "received SIGINT"}.get(code, "stopped; the same command starts again"))
-    assert code in (0, INTERRUPTED_EXIT)
+    assert server.ended(INTERRUPTED_EXIT) == "stopped; the same command starts again"

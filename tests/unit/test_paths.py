@@ -29,12 +29,15 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.jsonl").write_text("")
 
 
-@pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen2.5-0.5B", "models/good", "./models/good", "models/good/", "empty"])
+@pytest.mark.parametrize("path", ["gpt2", "models/on-the-hub", "models/good", "./models/good", "models/good/", "empty"])
 def test_folders_and_hub_names_pass(path: str) -> None:
+    """An owner on the hub may have the name of a folder here."""
     assert model_folder(path) is None
 
 
-@pytest.mark.parametrize("path", ["./none", "../none", "/none", "~/none", "a/b/c", "models/none", "none/", "org/name/"])
+@pytest.mark.parametrize(
+    "path", ["./none", "../none", "/none", "~/none", "a/b/c", "models/good/none", "none/", "org/name/"]
+)
 def test_what_looks_like_a_path_must_be_there(path: str) -> None:
     assert "no such folder" in str(model_folder(path))
 
@@ -46,7 +49,7 @@ def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
 
 def test_data_is_a_file_a_folder_or_a_hub_name() -> None:
     assert [data_source(path) for path in ("rows.jsonl", "models", "owner/name", "owner/name:train[10%]")] == [None] * 4
-    for path in ("none.jsonl", "owner/none.parquet", "models/none", "./none", "a/b/c"):
+    for path in ("none.jsonl", "owner/none.parquet", "./none", "a/b/c"):
         assert "does not exist" in str(data_source(path))
 
 
@@ -96,7 +99,7 @@ def test_all_that_is_missing_is_said_at_once_and_what_is_not_read_may_be_missing
         "model.config_path"
     ]
     assert problems(
-        EvaluationConfig, "checkpoints=[a:models/good,b:models/none,gpt2,models/none]", "data.path=no.jsonl",
+        EvaluationConfig, "checkpoints=[a:models/good,b:./models/none,gpt2,models/on-the-hub,none/]", "data.path=no.jsonl",
         "reward.model.path=./none",
     ) == ["checkpoints", "checkpoints", "data.path", "reward.model.path"]  # fmt: skip
     unread = [

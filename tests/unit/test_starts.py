@@ -14,10 +14,12 @@ from nemo_style_rlhf.checkpoint.starts import (
     log_differences,
     record_end,
     record_start,
+    require_reachable,
     require_same,
 )
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import SAMPLE_BYTES, SAMPLES, model_fingerprint, rows_fingerprint
+from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.common import ModelConfig, TrainerRunConfig
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
 from nemo_style_rlhf.schema.supervised import SFTConfig, SFTDataConfig, SupervisedEngineConfig
@@ -48,6 +50,26 @@ def test_one_file_for_each_configuration_and_the_newest_apart(tmp_path: Path) ->
     assert (tmp_path / "config.yaml").read_text() == (tmp_path / "configs/003_step_000004.yaml").read_text()
 
 
+def test_a_requeued_job_on_other_nodes_and_ports_changes_nothing(tmp_path: Path) -> None:
+    first, second = PPOActorConfig(), PPOActorConfig()
+    for config in (first, second):
+        config.run.output_dir = str(tmp_path)
+    second.remote_critic_rm.host, second.remote_critic_rm.port, second.run.resume = "n2", 7002, "must"
+    record_start(tmp_path, first, after="step_000000")
+    assert differences(tmp_path, second) == []
+    record_end(tmp_path, [])
+    assert is_done(second, longer="algorithm.max_steps")
+
+
+def test_a_checkpoint_beyond_the_end_of_the_run_is_refused() -> None:
+    require_reachable(4, 4, "algorithm.max_steps", "outputs/run")
+    sentence = (
+        "^outputs/run stands at step 4 but the run now ends after 2: raise algorithm.max_steps, or choose another"
+    )
+    with pytest.raises(UserError, match=sentence):
+        require_reachable(4, 2, "algorithm.max_steps", "outputs/run")
+
+
 def test_the_file_of_an_earlier_version_is_not_lost(tmp_path: Path) -> None:
     record_start(tmp_path / "other", configuration(tmp_path, lr=3e-6), after="step_000000")
     (tmp_path / "other/config.yaml").rename(tmp_path / "config.yaml")
@@ -66,16 +88,14 @@ def test_each_key_that_changed_is_one_line(tmp_path: Path, caplog: pytest.LogCap
     assert not caplog.records
     now = configuration(tmp_path, lr=2e-5, chat_template="{{ x }}" * 20)
     now.model.lora.target_modules = ["q_proj"]
-    now.run.dry_run = True
     assert sorted(differences(tmp_path, now) or []) == [
         'data.chat_template: "cost: ${{ price }}" -> "' + ("{{ x }}" * 20)[:79] + "... (sha256 56604c2eee5e)",
         "engine.optim.lr: 1e-06 -> 2e-05",
         'model.lora.target_modules: null -> ["q_proj"]',
-        "run.dry_run: false -> true",
     ]
     with caplog.at_level(logging.WARNING):
         log_differences(tmp_path, now)
-    assert len(caplog.records) == 5 and "  engine.optim.lr: 1e-06 -> 2e-05" in caplog.text
+    assert len(caplog.records) == 4 and "  engine.optim.lr: 1e-06 -> 2e-05" in caplog.text
 
 
 def test_keys_of_one_side_alone_are_lines_too(tmp_path: Path) -> None:

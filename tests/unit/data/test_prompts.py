@@ -198,6 +198,16 @@ def test_a_datasets_folder_and_a_parquet_file_read_like_jsonl(tmp_path, tokenize
         ('{"messages": "a"}\n', {"format": "messages"}, "not a list of messages"),
         ('{"messages": ["a"]}\n', {"format": "messages"}, "not a list of messages"),
         (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "model", "content": "b"}]}\n',
+            {"format": "messages"},
+            "line 1: the last of 'messages' has the role 'model', expected one of system, .* rename the keys and roles",
+        ),
+        (
+            '{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}\n',
+            {"format": "messages", "prompt_key": "conversations"},
+            "has the role None, expected",
+        ),
+        (
             '{"prompt": [{"role": "user", "content": "a"}]}\n',
             {},
             "line 1: 'prompt' holds a list, .* set data=messages and data.prompt_key=prompt$",
