@@ -39,8 +39,8 @@ class CheckpointConfig:
     keep_best: bool = False
     """After each validation that has the highest val_rollouts/rewards so far, export the policy to <run.output_dir>/best."""
     save_on_interrupt: bool = False
-    """The first Ctrl-C ends the run after the running step, with a checkpoint, and only the second one at once. Under torchrun see
-    docs/cluster.md: it gives ranks 30 s."""
+    """The first Ctrl-C ends the run after the running step, with a checkpoint, and only the second one at once. torchrun gives
+    its ranks 30 s for that, see docs/cluster.md."""
     export_critic: bool = False
     """At the end, write the critic as a Hugging Face sequence-classification directory, too (on the server)."""
 
