@@ -91,8 +91,9 @@ def end() -> None:
                 for process in [*psutil.Process(child.pid).children(recursive=True), child]:
                     process.kill()
         if os.environ.get("RANK", "0") == "0":
-            start = f"\n{SHOW_CURSOR}" if sys.stderr.isatty() else ""
-            os.write(2, f"{start}{_standing()}\n".encode())  # past Python's buffer, which the main thread may hold
+            cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
+            # On a line of its own, beside any progress bar, and past Python's buffer, which the main thread may hold.
+            os.write(2, f"\n{cursor}{_standing()}\n".encode())
     finally:
         os._exit(INTERRUPTED_EXIT)
 

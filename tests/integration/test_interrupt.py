@@ -76,14 +76,15 @@ class Program:
         os.killpg(self._child.pid, signal.SIGINT)
 
     def ended(self, code: int) -> str:
-        """Its last line, once it has ended with ``code`` and nobody of its session is left."""
+        """What it says of where it stopped, or its last line, once it has ended with ``code`` and nobody of its session is left."""
         assert self.wait(60) == code, self.output()
         deadline = time.monotonic() + 10
         while left := [each for each in psutil.process_iter() if session(each.pid) == self._child.pid]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
         assert "Traceback" not in self.output() and "Error" not in self.output(), self.output()
-        return self.output().splitlines()[-1]
+        lines = self.output().splitlines()  # another thread's progress bar may come last
+        return ([line for line in lines if line.startswith("stopped")] or lines)[-1]
 
 
 def session(pid: int) -> int | None:
