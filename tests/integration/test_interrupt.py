@@ -76,7 +76,7 @@ class Program:
         os.killpg(self._child.pid, signal.SIGINT)
 
     def ended(self, code: int) -> str:
-        """What it says of where it stopped, or its last line, once it has ended with ``code`` and nobody of its session is left."""
+        """Its sentence about where it stopped, or its last line, once it has ended with ``code`` and left nobody behind."""
         assert self.wait(60) == code, self.output()
         deadline = time.monotonic() + 10
         while left := [each for each in psutil.process_iter() if session(each.pid) == self._child.pid]:
