@@ -21,7 +21,7 @@ from nemo_style_rlhf.errors import UserError
 NEWEST = "config.yaml"
 ALL = "configs"
 DONE = "done.json"
-"""What the run has exported, file by file. There only between the end of a run and its next start."""
+"""Lists the exported files with their digests. It exists only between the end of a run and its next start."""
 PLACES = ("host", "port", "ready_file", "replicas", "resume", "dry_run")
 """Last names of keys that say where or how a process is started, as each job of a cluster anew; no configuration of a run."""
 LONGEST_VALUE = 80

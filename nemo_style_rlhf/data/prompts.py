@@ -15,7 +15,7 @@ from nemo_style_rlhf.schema.data import PromptRowsConfig
 from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Of the turns of a conversation."""
+"""Roles that a turn of a conversation may have."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class DropReport:
     source: str
     kept: int = 0
     cut: int = 0
-    """Of the kept rows: prompts that lost the answer they ended with."""
+    """Kept prompts that lost the answer they ended with."""
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 

@@ -99,4 +99,4 @@ def end() -> None:
 
 
 _actions: list[Callable[[], None]] = [end, lambda: os._exit(INTERRUPTED_EXIT)]
-"""What the next SIGINTs do, in order; the last one repeats."""
+"""Each SIGINT calls the next of these; the last one repeats."""

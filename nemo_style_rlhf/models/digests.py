@@ -26,7 +26,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 def model_fingerprint(path: str) -> str:
-    """What tells the model in a local folder from others, wherever the folder lies: its config, and the sizes of its weight files
+    """Identifies the model in a local folder, wherever the folder lies, by its config and by the sizes of its weight files
     with samples of their bytes, since reading them whole takes minutes. A hub name stands for itself."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -46,7 +46,7 @@ def model_fingerprint(path: str) -> str:
 
 
 def rows_fingerprint(rows: Iterable[object]) -> str:
-    """What tells these rows, in this order, from others: their number, and a digest of what they print as."""
+    """Identifies these rows in this order by their number and a digest of what they print as."""
     digest, count = hashlib.sha256(), 0
     for row in rows:
         digest.update(repr(row).encode())

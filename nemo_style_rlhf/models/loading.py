@@ -29,7 +29,7 @@ CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
 """Weights that a reward model may have kept from the causal LM it was made of; no score is read from them."""
 OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|rotary_emb\.(cos|sin)_cached$")
-"""What models of older releases saved and newer ones compute, where transformers does not declare it ignorable itself."""
+"""Buffers that older releases saved and newer ones compute, where transformers does not declare them ignorable itself."""
 OTHER_SENSES = re.compile(
     r"(^|\.)(vision_model|vision_tower|visual|multi_modal_projector|audio_tower|embed_(vision|audio))\."
 )
@@ -37,7 +37,7 @@ OTHER_SENSES = re.compile(
 STATISTICS = {"mean", "std"}
 """Weights in which OpenRLHF kept what rewards are normalised by."""
 NAMED_WEIGHTS = 3
-"""Of those that a refusal is about."""
+"""A refusal names at most this many weights."""
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

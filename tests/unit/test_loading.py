@@ -215,8 +215,9 @@ def test_checkpoints_without_the_prefix_of_their_class_load(tmp_path: Path) -> N
 
 def test_the_language_models_head_beside_a_reward_head_is_no_mistake(tmp_path: Path) -> None:
     """Nothing of the score is read from it."""
-    path = add_weights(save_reward_model(tmp_path), **{"lm_head.weight": torch.ones(64, 64)})
-    load_reward_model(config(path))
+    head = load_reward_model(config(save_reward_model(tmp_path))).hf.score.weight
+    path = add_weights(tmp_path, **{"lm_head.weight": torch.ones(64, 64)})
+    assert torch.equal(load_reward_model(config(path)).hf.score.weight, head)
 
 
 # --- a causal LM in place of a reward model ---------------------------------------------------------------------------
