@@ -139,7 +139,7 @@ def _is_one(temperature: float | Tensor) -> bool:
 
 
 def _without_nan(products: Tensor) -> Tensor:
-    """Of probabilities and logits, in place: 0 * -inf is 0. A logit that is NaN still shows, in ``logsumexp``."""
+    """Count 0 * -inf as 0 in products of probabilities and logits, in place. A NaN logit still shows in ``logsumexp``."""
     return products.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
 

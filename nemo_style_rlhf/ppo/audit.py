@@ -78,12 +78,12 @@ def audit_gap(config: AuditConfig, metrics: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True)
 class Health:
-    """What the checks on signs remember from earlier steps. Saved in every checkpoint."""
+    """State that the health checks keep from earlier steps. Saved in every checkpoint."""
 
     distinct_2: float | None = None
     """In the run's first rollout of MIN_BIGRAMS or more."""
     bigrams: int = 0
-    """Of that rollout."""
+    """The number of bigrams in that rollout."""
     warned: dict[str, int] = field(default_factory=dict)
     """By metric: the step of the last warning."""
 

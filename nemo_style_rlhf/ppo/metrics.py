@@ -52,7 +52,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
 
 
 def _correction_metrics(weights: Tensor) -> dict[str, float]:
-    """Of the importance weights [n] of the learned tokens: mean, share of zeros, and the share of the tokens that equal
+    """Describe the importance weights [n] of the loss tokens by mean, share of zeros, and the share of the tokens that equal
     weights would need for the same variance, (sum w)^2 / (n sum w^2) (Kish's effective sample size); 0 if all weights are."""
     weights = weights.double()
     squares = float(weights.square().sum())
@@ -136,7 +136,7 @@ def _number(value: Tensor) -> float | None:
 
 
 def excerpts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Of :func:`rollout_rows`: the samples with the highest and the lowest reward, a short line each.
+    """Show the samples of :func:`rollout_rows` with the highest and the lowest reward, a short line each.
 
     Control characters are escaped: what a policy writes must not move a terminal's cursor.
     """

@@ -397,8 +397,8 @@ class PPOTrainer:
 
 
 def run_identity(config: PPOActorConfig, prompts: list[Prompt] | None = None) -> dict[str, Any]:
-    """What the weights and optimizer states of a checkpoint depend on, and what its place in the data is counted in, as far as
-    that is known without the ``prompts``; engine.zero_stage and the ranks may change."""
+    """Settings that give the weights, optimizer states and data position of a checkpoint their meaning, as far as they are known
+    without the ``prompts``; engine.zero_stage and the ranks may change."""
     identity = {
         **lora_identity(config.model), "model.dtype": config.model.dtype, "run.seed": config.run.seed,
         "data.shuffle": config.data.shuffle,

@@ -159,7 +159,7 @@ def samples_per_step(experience: Experience, plan: Sequence[Sequence[int]]) -> l
 
 
 def loss_normalizer(batches: Sequence[MicroBatch], aggregation: str, *, samples: float, max_length: int) -> float:
-    """What the losses of the micro-batches of one optimizer step are divided by: its loss tokens, its sequences with any, or for
+    """Divisor of the micro-batches' losses of one optimizer step: its loss tokens, its sequences with any, or for
     ``seq_sum_constant`` all its ``samples`` times ``max_length``, which no mask changes."""
     if aggregation == "seq_sum_constant":
         return samples * max_length

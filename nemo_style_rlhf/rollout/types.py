@@ -109,4 +109,4 @@ class Experience:
     extra: dict[str, Tensor] = field(default_factory=dict)
     """[B] each: further numbers of the reward sources."""
     counts: dict[str, float] = field(default_factory=dict)
-    """Of how the batch came about: prompts filtered out, rollouts it took, the share of groups without a difference."""
+    """How the batch came about: prompts filtered out, rollouts it took, the share of groups without a difference."""

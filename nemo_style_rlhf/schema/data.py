@@ -22,7 +22,7 @@ class PromptTemplateConfig:
     """A Jinja chat template for `messages`: a file (its path, or @path) or the text itself; null uses the tokenizer's own. What
     the model is exported with."""
     input_key: str | None = None
-    """Where a text prompt goes on in a row, after a blank line, if there is any text (`input` of Alpaca); null for nowhere."""
+    """Column whose text follows the prompt after a blank line where it is not empty (`input` of Alpaca); null for none."""
     on_template_mismatch: str = "refuse"
     """refuse or warn when the model was trained with another prompt or chat template; SFT may change them and does neither."""
 
