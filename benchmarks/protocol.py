@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -157,7 +158,7 @@ def train_inputs(ragged: dict[str, Any], lease: str) -> dict[str, Any]:
 def serve_critic(ready_file: Path) -> None:
     """The real binding and the real validation around no model at all."""
     from nemo_style_rlhf.critic_service.ledger import Ledger
-    from nemo_style_rlhf.critic_service.triton import Door
+    from nemo_style_rlhf.critic_service.triton import Address, Binding, take_port
     from nemo_style_rlhf.schema.critic import ServerConfig
 
     limits = protocol.Limits(VOCABULARY, max_length=2**20, max_request_bytes=MAX_REQUEST_BYTES)
@@ -174,7 +175,8 @@ def serve_critic(ready_file: Path) -> None:
         return {protocol.RESPONSE.name: protocol.json_tensor(answer)}
 
     config = ServerConfig(port=0, max_request_bytes=MAX_REQUEST_BYTES)
-    door = Door(config, handle, roles=["critic"], boot_id="benchmark", token=TOKEN)
+    address = Address(take_port("127.0.0.1", 0), TOKEN)
+    door = Binding(config, handle, address, roles=["critic"], boot_id="benchmark")
     announce(ready_file, door.port)
     signal.sigwait({signal.SIGTERM})
     door.close(10)
@@ -185,10 +187,11 @@ def serve_bare(ready_file: Path) -> None:
     from pytriton.model_config import ModelConfig, Tensor  # type: ignore[import-untyped]
     from pytriton.triton import Triton, TritonConfig  # type: ignore[import-untyped]
 
-    from nemo_style_rlhf.critic_service.triton import _free_port, _let_stub_find_libpython
+    from nemo_style_rlhf.critic_service.backend import let_stub_find_libpython
 
-    _let_stub_find_libpython()
-    port = _free_port("127.0.0.1")
+    let_stub_find_libpython()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     config = TritonConfig(http_address="127.0.0.1", http_port=port, allow_grpc=False, allow_metrics=False)
     with Triton(config=config) as triton:
         for endpoint, answer in (

@@ -15,11 +15,11 @@ def main(config: PPOCriticConfig) -> None:
     """Refuse a locked or unlocked door before torch is even imported; the rest is in critic_service/process.py."""
     from nemo_style_rlhf.critic_service.triton import preflight
 
-    token = preflight(config.server)
+    address = preflight(config.server)
     from nemo_style_rlhf.critic_service.process import serve
     from nemo_style_rlhf.critic_service.service import load_critic_service
 
-    serve(config.run, config.server, token, partial(load_critic_service, config))
+    serve(config.run, config.server, address, partial(load_critic_service, config))
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ def main(config: RewardServerProcessConfig) -> None:
     """Refuse a locked or unlocked door before torch is even imported; the rest is in critic_service/process.py."""
     from nemo_style_rlhf.critic_service.triton import preflight
 
-    token = preflight(config.server)
+    address = preflight(config.server)
     from nemo_style_rlhf.critic_service.base import load_reward_service
     from nemo_style_rlhf.critic_service.process import serve
 
-    serve(config.run, config.server, token, partial(load_reward_service, config))
+    serve(config.run, config.server, address, partial(load_reward_service, config))
 
 
 if __name__ == "__main__":

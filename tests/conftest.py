@@ -2,11 +2,13 @@
 
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
+from nemo_style_rlhf.critic_service import secret
 from tests.cluster.slurm import why_no_cluster
 from tests.integration.processes import ROOT
 
@@ -28,6 +30,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reason = without_cluster()
     if reason and any(CLUSTER_TESTS.is_relative_to(Path(given).resolve()) for given in terminalreporter.config.args):
         terminalreporter.write_line(f"tests/cluster did not run, {reason}")
+
+
+@pytest.fixture(autouse=True)
+def _forget_tokens() -> Iterator[None]:
+    """A test's token, which the client took out of the environment, is not that of the next test."""
+    yield
+    secret._from_environment.clear()
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from rich.text import Text
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.connection import Connection, LeaseLost, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import Array, Endpoint, Status
-from nemo_style_rlhf.critic_service.secret import read_token
+from nemo_style_rlhf.critic_service.secret import LOOPBACK, own_token, read_token
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 
@@ -83,8 +83,9 @@ class RemoteCritic:
 
     def __init__(self, config: RemoteCriticConfig) -> None:
         self._config = config
+        token = read_token(config.token) or (own_token() if config.host in LOOPBACK else None)
         self._connection = Connection(
-            config.host, config.port, token=read_token(config.token), retries=config.retries, peer=config.peer
+            config.host, config.port, token=token, retries=config.retries, peer=config.peer, tls=config.tls
         )
         self._agreement: dict[str, Any] | None = None
         self._lease: str | None = None

@@ -1,12 +1,15 @@
 """One request to a server: sessions per thread, finite timeouts, bounded retries, errors that say where and what."""
 
 import logging
+import re
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 import requests
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 from tenacity.nap import sleep_using_event
 from tenacity.stop import stop_any, stop_when_event_set
 
@@ -14,7 +17,7 @@ from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
 from nemo_style_rlhf.critic_service.protocol import Array, Code, Endpoint, ProtocolError
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.remote_critic import Peer, RemoteCriticConfig
+from nemo_style_rlhf.schema.remote_critic import SYSTEM, ClientTlsConfig, Peer, RemoteCriticConfig
 
 LOGGER = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
@@ -22,6 +25,7 @@ SLOWEST_LINK = 2**20
 """Bytes per second: urllib3 wants a body sent within the timeout of the connection that was made for it."""
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_WAIT_S = 10.0
+PLAIN_HTTP = ClientTlsConfig()
 PROXYS_OWN = (502, 503, 504)
 """HTTP statuses of a proxy whose server is away or starts again."""
 
@@ -43,19 +47,30 @@ class _NotReady(Exception):
 
 
 _TRANSIENT = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError, _NotReady)
+TLS_REFUSAL = re.compile(r"certificate|unknown[ _]ca|wrong[ _]version|mismatch|alert|handshake", re.IGNORECASE)
+"""In OpenSSL's words; what else goes wrong in TLS is a connection that broke."""
+TLS_PROBE_S = 3.0
 
 
 class Connection:
     """``call`` one endpoint after the other at ``host:port``; thread-safe."""
 
     def __init__(
-        self, host: str, port: int, *, token: str | None, retries: int, peer: Peer = RemoteCriticConfig.peer
+        self,
+        host: str,
+        port: int,
+        *,
+        token: str | None,
+        retries: int,
+        peer: Peer = RemoteCriticConfig.peer,
+        tls: ClientTlsConfig = PLAIN_HTTP,
     ) -> None:
         self.address = f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
         self.boot_id: str | None = None
         """Once set, requests to another process are refused with :class:`ServerRestarted`."""
         self._token = token
         self._peer = peer
+        self._tls = tls
         self._retries = retries
         self._closing = threading.Event()
         self._threads = threading.local()
@@ -85,7 +100,7 @@ class Connection:
         """
         body, head_length = encode_request(endpoint, inputs)
         attempts = Retrying(
-            retry=retry_if_exception_type(_TRANSIENT),
+            retry=retry_if_exception(lambda error: isinstance(error, _TRANSIENT) and self._tls_refusal(error) is None),
             stop=stop_any(stop_after_attempt(1 + (self._retries if retry else 0)), stop_when_event_set(self._closing)),
             sleep=sleep_using_event(self._closing),
             wait=wait_exponential(multiplier=FIRST_RETRY_S, max=LONGEST_RETRY_WAIT_S),
@@ -104,6 +119,11 @@ class Connection:
         except _NotReady as error:
             raise ServerUnreachable(str(error)) from error
         except requests.RequestException as error:
+            if (reason := self._tls_refusal(error)) is not None:
+                raise UserError(
+                    f"no TLS with the {self._peer.name} at {self.address} ({reason}): give the signer of its certificate, "
+                    f"which must name this host, in {self._peer.section}.tls.ca, and a certificate of yours where it demands one"
+                ) from error
             raise ServerUnreachable(
                 f"no {self._peer.name} answers at {self.address}: start {self._peer.script} there, "
                 f"or correct {self._address_keys}"
@@ -119,7 +139,7 @@ class Connection:
             headers[protocol.TOKEN_HEADER] = self._token
         if self.boot_id is not None and endpoint is not protocol.STATUS:
             headers[protocol.BOOT_HEADER] = self.boot_id
-        url = f"http://{self.address}/v2/models/{endpoint.name}/infer"
+        url = f"{'http' if self._tls.ca is None else 'https'}://{self.address}/v2/models/{endpoint.name}/infer"
         connect_s = max(CONNECT_TIMEOUT_S, len(body) / SLOWEST_LINK)
         response = self._session().post(url, data=body, headers=headers, timeout=(connect_s, timeout_s))
         if response.status_code != requests.codes.ok:
@@ -159,13 +179,38 @@ class Connection:
                 f"{self.address}: {refusal.message}; this run ends with its last checkpoint whole: stop the other one and start "
                 "this one again"
             )
-        away = ("unknown model", "is not ready", "is not healthy")  # in Triton's words; of a process of its that died
-        if refusal.code is Code.INVALID and any(words in text for words in away):
-            raise _NotReady(
-                f"{endpoint.name} is not served at {self.address}: wait until the server has loaded, or correct "
-                f"{self._address_keys}"
-            )
+        if (
+            refusal.code is Code.INVALID and "is not healthy" in text
+        ):  # in Triton's words, of a process of its that died
+            raise _NotReady(f"the {self._peer.name} at {self.address} is ending for a fault of its own: start it again")
         raise ProtocolError(refusal.code, f"{endpoint.name} at {self.address}: {refusal.message}")
+
+    def _tls_refusal(self, error: BaseException) -> str | None:
+        """Why the two sides cannot speak TLS with each other; None where something else went wrong."""
+        text = str(error)
+        if self._tls.ca is not None and "SSL" in text:
+            if TLS_REFUSAL.search(text):
+                return re.sub(r"^.*?\] |\(_ssl\.c.*$", "", text.rpartition("SSL")[2]).strip()
+            # Nothing but its end tells of a server's refusal, if this side has sent its request already.
+            return (
+                "it ended the connection, as if it wanted another certificate of yours"
+                if self.boot_id is None
+                else None
+            )
+        if self._tls.ca is None and self.boot_id is None and re.search("RemoteDisconnected|ConnectionReset", text):
+            return "it speaks TLS, this process plain HTTP" if self._speaks_tls() else None
+        return None
+
+    def _speaks_tls(self) -> bool:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        host, _, port = self.address.rpartition(":")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=TLS_PROBE_S) as link:
+                context.wrap_socket(link).close()
+        except OSError:
+            return False
+        return True
 
     @property
     def _address_keys(self) -> str:
@@ -175,6 +220,10 @@ class Connection:
         if not hasattr(self._threads, "session"):
             self._threads.session = requests.Session()
             self._threads.session.trust_env = False  # no proxy and no .netrc between the two processes
+            self._threads.session.verify = True if self._tls.ca in (None, SYSTEM) else self._tls.ca
+            if self._tls.certificate is not None:
+                key = self._tls.key
+                self._threads.session.cert = (self._tls.certificate, key) if key else self._tls.certificate
             with self._sessions_lock:
                 self._sessions.append(self._threads.session)
         session: requests.Session = self._threads.session

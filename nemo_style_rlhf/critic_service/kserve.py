@@ -5,29 +5,37 @@ https://github.com/kserve/open-inference-protocol and Triton's "binary data exte
 
 import json
 import struct
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 import numpy as np
 
-from nemo_style_rlhf.critic_service.protocol import DTYPES, Array, Endpoint
+from nemo_style_rlhf.critic_service.protocol import (
+    DTYPES,
+    Array,
+    Code,
+    Endpoint,
+    ProtocolError,
+    TensorSpec,
+    text_tensor,
+)
 
 HEAD_LENGTH_HEADER = "Inference-Header-Content-Length"
+BINARY_ANSWERS = {"parameters": {"binary_data_output": True}}
 
 
-def encode_request(endpoint: Endpoint, inputs: Mapping[str, Array]) -> tuple[bytes, int]:
+def encode_request(
+    endpoint: Endpoint, inputs: Mapping[str, Array], *, answers: Mapping[str, Any] = BINARY_ANSWERS
+) -> tuple[bytes, int]:
     """The body of an inference request and the length of its JSON head."""
     heads: list[dict[str, Any]] = []
     chunks: list[bytes] = []
     for spec in endpoint.inputs:
         array = inputs[spec.name]
         raw = _bytes_elements(array) if spec.datatype == "BYTES" else array.astype(spec.dtype, copy=False).tobytes()
-        parameters = {"binary_data_size": len(raw)}
-        heads.append(
-            {"name": spec.name, "shape": list(array.shape), "datatype": spec.datatype, "parameters": parameters}
-        )
+        heads.append(_head_of(spec, array.size, len(raw)))
         chunks.append(raw)
-    head = json.dumps({"inputs": heads, "parameters": {"binary_data_output": True}}, separators=(",", ":")).encode()
+    head = _head(heads, answers)
     return b"".join([head, *chunks]), len(head)
 
 
@@ -62,3 +70,122 @@ def _split_bytes(raw: memoryview) -> Array:
     array = np.empty(len(elements), dtype=np.object_)
     array[:] = elements
     return array
+
+
+def canonical_head(endpoint: Endpoint, head: bytes, tensor_bytes: int) -> bytes:
+    """The JSON head of a request with binary tensors, written anew: what it says about them and nothing else.
+
+    Args:
+        head: as it came, without the tensors.
+        tensor_bytes: how many bytes follow it.
+
+    Raises:
+        ProtocolError: INVALID, unless each input of the endpoint is there once, with its datatype, rank 1 and all its bytes.
+    """
+    given = _object(head)
+    inputs, total = [], 0
+    for spec, tensor, size in _inputs(endpoint, given):
+        nbytes = (
+            tensor.get("parameters", {}).get("binary_data_size") if isinstance(tensor.get("parameters"), dict) else None
+        )
+        if type(nbytes) is not int or not 0 <= nbytes <= tensor_bytes:
+            _refuse(f"{spec.name} has no binary_data_size within the body, or mixes binary tensors with JSON ones")
+        if spec.datatype != "BYTES" and nbytes != size * np.dtype(spec.dtype).itemsize:
+            _refuse(f"{spec.name} has shape [{size}] of {spec.datatype} but {nbytes} bytes")
+        total += nbytes
+        inputs.append(_head_of(spec, size, nbytes))
+    if total != tensor_bytes:
+        _refuse(f"the inputs of {endpoint.name} have {total} bytes but the body holds {tensor_bytes} of tensors")
+    return _head(inputs, _answers(endpoint, given))
+
+
+def binary_request(endpoint: Endpoint, body: bytes) -> tuple[bytes, int]:
+    """A request whose tensors are JSON as one with binary tensors: the body and the length of its head. Its answer stays JSON.
+
+    Raises:
+        ProtocolError: INVALID, as for :func:`canonical_head`, or where the data is not of the datatype or shape.
+    """
+    given = _object(body)
+    arrays = {}
+    for spec, tensor, size in _inputs(endpoint, given):
+        data = tensor.get("data")
+        if not isinstance(data, list) or len(data) != size:
+            _refuse(f"{spec.name} needs data, a flat list of {size} entries, or a binary_data_size")
+        arrays[spec.name] = _array(spec, data)
+    return encode_request(endpoint, arrays, answers=_answers(endpoint, given))
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError):
+        _refuse("the request's head is not valid JSON")
+    if not isinstance(content, dict):
+        _refuse("the request's head is not a JSON object")
+    return content
+
+
+def _inputs(endpoint: Endpoint, given: dict[str, Any]) -> Iterator[tuple[TensorSpec, dict[str, Any], int]]:
+    """Each input with its spec and size, in the order of the request, which is that of the binary tensors."""
+    tensors = given.get("inputs")
+    specs = {spec.name: spec for spec in endpoint.inputs}
+    if not isinstance(tensors, list) or not all(isinstance(tensor, dict) for tensor in tensors):
+        _refuse(f'the request\'s head needs "inputs", a list of {", ".join(specs) or "none"}')
+    names = [str(tensor.get("name"))[:50] for tensor in tensors]
+    if sorted(names) != sorted(specs):
+        _refuse(
+            f"the inputs of {endpoint.name} are {', '.join(specs) or 'none'}, given are {', '.join(names) or 'none'}"
+        )
+    for name, tensor in zip(names, tensors, strict=True):
+        spec, shape = specs[name], tensor.get("shape")
+        if tensor.get("datatype") != spec.datatype:
+            _refuse(f"{name} is {str(tensor.get('datatype'))[:20]}, expected {spec.datatype}")
+        if not isinstance(shape, list) or len(shape) != 1 or type(shape[0]) is not int or not 0 <= shape[0] < 2**31:
+            _refuse(f"{name} has shape {str(shape)[:50]}, expected [{spec.size or 'N'}]")
+        if spec.size is not None and shape[0] != spec.size:
+            _refuse(f"{name} has shape {shape}, expected [{spec.size}]")
+        if spec.datatype == "BYTES" and shape[0] == 0:  # PyTriton cannot pass one on
+            _refuse(f"{name} is empty: send at least one text")
+        yield spec, tensor, shape[0]
+
+
+def _answers(endpoint: Endpoint, given: dict[str, Any]) -> dict[str, Any]:
+    """How the answer is asked for: which outputs, each binary or as JSON."""
+    parameters = given.get("parameters")
+    binary = isinstance(parameters, dict) and parameters.get("binary_data_output") is True
+    answers: dict[str, Any] = {"parameters": {"binary_data_output": binary}}
+    if "outputs" in given:
+        known, outputs = {spec.name for spec in endpoint.outputs}, given["outputs"]
+        if not isinstance(outputs, list) or not all(
+            isinstance(each, dict) and each.get("name") in known for each in outputs
+        ):
+            _refuse(f"the outputs of {endpoint.name} are {', '.join(sorted(known))}")
+        wanted = {}
+        for each in outputs:
+            own = each.get("parameters")
+            each_binary = own.get("binary_data") is True if isinstance(own, dict) and "binary_data" in own else binary
+            wanted[each["name"]] = {"name": each["name"], "parameters": {"binary_data": each_binary}}
+        answers["outputs"] = list(wanted.values())
+    return answers
+
+
+def _array(spec: TensorSpec, data: list[Any]) -> Array:
+    expected = {"BYTES": (str,), "FP32": (int, float)}.get(spec.datatype, (int,))
+    if not all(isinstance(entry, expected) and not isinstance(entry, bool) for entry in data):
+        _refuse(f"{spec.name} holds other data than {spec.datatype}")
+    try:
+        return text_tensor(data) if spec.datatype == "BYTES" else np.array(data, dtype=spec.dtype)
+    except (OverflowError, UnicodeEncodeError):
+        _refuse(f"{spec.name} holds data that does not fit into {spec.datatype}")
+
+
+def _head_of(spec: TensorSpec, size: int, nbytes: int) -> dict[str, Any]:
+    return {"name": spec.name, "shape": [size], "datatype": spec.datatype, "parameters": {"binary_data_size": nbytes}}
+
+
+def _head(inputs: list[dict[str, Any]], answers: Mapping[str, Any]) -> bytes:
+    return json.dumps({"inputs": inputs, **answers}, separators=(",", ":")).encode()
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ProtocolError(Code.INVALID, message)

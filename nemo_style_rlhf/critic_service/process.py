@@ -22,7 +22,7 @@ from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.base import Service
 from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.protocol import REQUEST, RESPONSE, Array, json_tensor
-from nemo_style_rlhf.critic_service.triton import Door
+from nemo_style_rlhf.critic_service.triton import Address, Binding
 from nemo_style_rlhf.launch import bootstrap, interrupt
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import ServerConfig
@@ -35,7 +35,7 @@ CLOSE_TIMEOUT_S = 2.0
 Loader = Callable[[torch.device, Path], Service | Crew]
 
 
-def serve(run: RunConfig, server: ServerConfig, token: str | None, load: Loader) -> None:
+def serve(run: RunConfig, server: ServerConfig, address: Address, load: Loader) -> None:
     """Run a server process after :func:`triton.preflight`; returns after a dry run, else ends the process.
 
     The exit code is 0 after ``critic_shutdown``, SIGTERM or SIGINT, 1 after a fatal error or the death of tritonserver.
@@ -72,22 +72,20 @@ def serve(run: RunConfig, server: ServerConfig, token: str | None, load: Loader)
         loaded.follow()
         _flush_and_exit(0)
     else:
-        _flush_and_exit(_serve(loaded, server, token, signals))
+        _flush_and_exit(_serve(loaded, server, address, signals))
 
 
-def _serve(service: Service, config: ServerConfig, token: str | None, signals: SimpleQueue[int]) -> int:
+def _serve(service: Service, config: ServerConfig, address: Address, signals: SimpleQueue[int]) -> int:
     ready_file = Path(config.ready_file) if config.ready_file is not None else None
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
     logging.getLogger("pytriton").setLevel(logging.INFO if config.verbose else logging.ERROR)
-    door = Door(config, service.handle, roles=service.roles, boot_id=service.boot_id, token=token)
+    door = Binding(config, service.handle, address, roles=service.roles, boot_id=service.boot_id)
     try:
         where = {"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": service.boot_id}
         if ready_file is not None:
             write_atomically(ready_file, json.dumps(where).encode())
-        LOGGER.info(
-            "serving %s at http://%s:%d, boot id %s", " and ".join(service.roles), door.host, door.port, service.boot_id
-        )
+        LOGGER.info("serving %s at %s, boot id %s", " and ".join(service.roles), door.url, service.boot_id)
         code = _supervise(service, door, signals, config.shutdown_grace_s)
         if code == 0:
             if service.stop(config.shutdown_grace_s):
@@ -103,7 +101,7 @@ def _serve(service: Service, config: ServerConfig, token: str | None, signals: S
     return code
 
 
-def _supervise(service: Service, door: Door, signals: SimpleQueue[int], grace_s: float) -> int:
+def _supervise(service: Service, door: Binding, signals: SimpleQueue[int], grace_s: float) -> int:
     """Wait for a reason to end; its exit code."""
     while True:
         told = False
@@ -120,7 +118,7 @@ def _supervise(service: Service, door: Door, signals: SimpleQueue[int], grace_s:
             return 0
         if not door.alive:
             LOGGER.error(
-                "tritonserver or a process of its died, the server ends; the last lines of its log:\n%s",
+                "the front door, tritonserver or a process of its died, the server ends; the last lines of Triton's log:\n%s",
                 door.log_tail(),
             )
             return 1

@@ -31,6 +31,15 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
+def return_freed_memory() -> None:
+    """Give large blocks back to the kernel once they are freed: for a process that waits most of the time."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, 1)
+        mallopt(M_MMAP_THRESHOLD, 2**20)
+        mallopt(M_TRIM_THRESHOLD, 2**23)
+
+
 def without_thread_caches() -> None:
     """Start a program on the CPU anew, as the same process, with glibc's caches of small blocks per thread off.
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from nemo_style_rlhf.schema.base import require
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, RunConfig, TokenConfig
+from nemo_style_rlhf.schema.paths import CHECK, existing_file
 
 
 @dataclass
@@ -32,17 +33,36 @@ class CriticConfig:
 
 
 @dataclass
+class ServerTlsConfig:
+    """Certificates of the server, as PEM files; without them the protocol is plain HTTP."""
+
+    certificate: str | None = field(default=None, metadata={CHECK: existing_file})
+    """The server's certificate, its chain after it."""
+    key: str | None = field(default=None, metadata={CHECK: existing_file})
+    """Its private key, without a passphrase; null where it stands in the certificate's file."""
+    client_ca: str | None = field(default=None, metadata={CHECK: existing_file})
+    """For mutual TLS: clients must show a certificate that one of these signed."""
+
+    def validate(self) -> None:
+        given = self.key or self.client_ca
+        require(self.certificate is not None or given is None, "server.tls.certificate", None,
+                f"a certificate beside {given}")  # fmt: skip
+
+
+@dataclass
 class ServerConfig:
     """The door: where the server listens and who may come in."""
 
     host: str = "127.0.0.1"
-    """Name or IPv4 address to bind. Anything but loopback needs a token."""
+    """Name or address to bind. Anything but loopback needs a token."""
     port: int = 5567
     """HTTP port; 0 takes a free one (see ready_file)."""
-    metrics_port: int = 0
-    """Port of Triton's Prometheus metrics, on loopback only; 0 turns them off."""
+    metrics: bool = False
+    """Serve Triton's Prometheus metrics at /metrics, to callers with the token."""
     token: TokenConfig = field(default_factory=TokenConfig)
-    """The secret every request must carry in the header x-critic-token, where one is given."""
+    """The secret every request must carry in the header x-critic-token. Without one of your own a server on loopback makes
+    ~/.config/nemo_style_rlhf/token, and your actor on the same host reads it."""
+    tls: ServerTlsConfig = field(default_factory=ServerTlsConfig)
     shutdown_grace_s: float = 20.0
     """After SIGTERM a running call may take this long to finish; then it is abandoned and counts as not applied."""
     ready_file: str | None = None
@@ -53,9 +73,7 @@ class ServerConfig:
     """Show Triton's own log."""
 
     def validate(self) -> None:
-        require(":" not in self.host, "server.host", self.host, "a name or an IPv4 address: PyTriton serves no IPv6")
         require(0 <= self.port < 65536, "server.port", self.port, "a TCP port, or 0 for a free one")
-        require(0 <= self.metrics_port < 65536, "server.metrics_port", self.metrics_port, "a TCP port, or 0 for none")
         require(self.shutdown_grace_s > 0, "server.shutdown_grace_s", self.shutdown_grace_s, "seconds above 0")
         require(
             4096 <= self.max_request_bytes < 2**31,

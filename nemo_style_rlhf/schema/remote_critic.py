@@ -5,6 +5,30 @@ from typing import ClassVar
 
 from nemo_style_rlhf.schema.base import require
 from nemo_style_rlhf.schema.common import TokenConfig
+from nemo_style_rlhf.schema.paths import CHECK, existing_file
+
+SYSTEM = "system"
+
+
+def _existing_ca(path: str, _: object = None) -> str | None:
+    return None if path == SYSTEM else existing_file(path)
+
+
+@dataclass
+class ClientTlsConfig:
+    """How a server that has a certificate is verified, as PEM files."""
+
+    ca: str | None = field(default=None, metadata={CHECK: _existing_ca})
+    """Trusted signers of the server's certificate, or that certificate itself; "system" takes the host's. null: plain HTTP."""
+    certificate: str | None = field(default=None, metadata={CHECK: existing_file})
+    """For mutual TLS: the certificate that this process shows."""
+    key: str | None = field(default=None, metadata={CHECK: existing_file})
+    """Its private key, without a passphrase; null where it stands in the certificate's file."""
+
+    def validate_in(self, section: str) -> None:
+        """Raises UserError where keys contradict each other."""
+        given = self.certificate or self.key
+        require(self.ca is not None or given is None, f"{section}.tls.ca", None, f"a file, or system, beside {given}")
 
 
 @dataclass(frozen=True)
@@ -36,7 +60,9 @@ class RemoteCriticConfig:
     port: int = 5567
     """server.port of the critic process."""
     token: TokenConfig = field(default_factory=TokenConfig)
-    """The secret the server was started with; needed only where it has one."""
+    """The secret the server was started with. Without it a server on loopback is asked with that of this user's own servers, see
+    server.token."""
+    tls: ClientTlsConfig = field(default_factory=ClientTlsConfig)
     wait_for_server_s: float = 600.0
     """How long a server that is still loading, or gone, is waited for."""
     infer_timeout_s: float = 300.0
@@ -53,6 +79,7 @@ class RemoteCriticConfig:
 
     def validate(self) -> None:
         section = self.peer.section
+        self.tls.validate_in(section)
         require(0 < self.port < 65536, f"{section}.port", self.port, "a TCP port, 1 to 65535")
         require(
             self.wait_for_server_s >= 0,

@@ -25,7 +25,7 @@ from tests.integration.fuzzer import (
 from tests.integration.warm import ROOT
 
 MALFORMED_REQUESTS = 1000
-CLEAR_STATUS = {400, 404, 413, 500, 503}
+CLEAR_STATUS = {400, 401, 404, 413, 500, 503}
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,8 @@ def test_rule_6_a_thousand_malformed_requests_change_nothing(
             "[invalid] sequence_lengths[0] is 0, expected 1..128",
         ),
         ({"sequence_lengths": tensor(np.array([]), "INT32")}, "[invalid] sequence_lengths is empty"),
-        ({"tokens": tensor(np.array([5, 6, 7, 8]), "INT64")}, "'tokens' data-type is 'INT64', but model"),
-        ({"tokens": tensor(np.array([[5, 6, 7, 8]]), "INT32")}, "unexpected shape for input 'tokens'"),
+        ({"tokens": tensor(np.array([5, 6, 7, 8]), "INT64")}, "[invalid] tokens is INT64, expected INT32"),
+        ({"tokens": tensor(np.array([[5, 6, 7, 8]]), "INT32")}, "[invalid] tokens has shape [1, 4], expected [N]"),
         ({"returns": tensor(np.array([0, np.nan, 0, 0]), "FP32")}, "[invalid] returns[1] is NaN or infinite"),
         ({"mask": tensor(np.array([0, 1, 1, 1]), "FP32")}, "[invalid] mask is 1 at the last token of sequence 1"),
         ({"mask": tensor(np.array([0, 0, 0, 0]), "FP32")}, "[invalid] plan.digest does not fit"),
@@ -134,7 +134,7 @@ def test_rule_6_the_answer_names_the_tensor_and_the_rule(
             {"responses": text("w4", b"w" * MAX_REQUEST_BYTES)},
             f"[invalid] the request has {MAX_REQUEST_BYTES + 25} bytes of tensors, expected at most {MAX_REQUEST_BYTES}",
         ),
-        ({"prompts": tensor(np.array([1, 2]), "INT32")}, "'prompts' data-type is 'INT32', but model"),
+        ({"prompts": tensor(np.array([1, 2]), "INT32")}, "[invalid] prompts is INT32, expected BYTES"),
         ({"rendered": tensor(np.array([2]), "INT32")}, "[invalid] rendered is 2, expected 0 or 1"),
     ],
 )

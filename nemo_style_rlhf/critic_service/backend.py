@@ -1,0 +1,234 @@
+"""PyTriton 0.7 behind a Unix socket: the one file that knows its privates.
+
+Three things stand in the way of PyTriton as it is, and each is replaced here. Its server listens on TCP and puts the secret
+of its admin interface into tritonserver's arguments: here it listens on a Unix socket in a folder of this user's, has its
+models before it starts, refuses to load others, and needs no secret. Its segments in /dev/shm are everybody's to read:
+``confine.py`` starts tritonserver. Its models answer every exception with HTTP 500 and the traceback, paths included: a few
+lines are appended to the code that it sends into Triton's Python backend. The pin in requirements/server.txt names 0.7.0;
+tests/integration/test_critic_errors.py and test_front_door.py hold this to it.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from http.client import HTTPConnection
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import psutil
+import pytriton.triton  # type: ignore[import-untyped]
+from pytriton.models.model import Model  # type: ignore[import-untyped]
+from pytriton.server.triton_server import TritonServer  # type: ignore[import-untyped]
+from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
+from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
+
+from nemo_style_rlhf.critic_service import confine, protocol
+from nemo_style_rlhf.critic_service.protocol import ERROR, Code, bytes_tensor
+
+START_TIMEOUT_S = 60.0
+LOG_TAIL_LINES = 20
+LEFT_OVER = re.compile(r"(?:pytrtion|nsr)(\d+)-")
+EXIT_TIMEOUT_S = 12
+"""Triton that has lost this process waits so long for calls to end."""
+
+_APPENDIX = f'''
+
+from multiprocessing import shared_memory
+
+shared_memory._SHM_NAME_PREFIX = "/nsrSERVERS_PID-"  # which server's it is, for the next one that tidies up
+
+_wrap_plain_response = _wrap_response
+
+
+def _wrap_response(response, requested_outputs_names, model_outputs_dict):
+    if response.data is not None and "{ERROR.name}" in response.data:
+        kind, _, sentence = response.data["{ERROR.name}"].item(0).decode("utf-8").partition(" ")
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(sentence, getattr(pb_utils.TritonError, kind)))
+    return _wrap_plain_response(response, requested_outputs_names, model_outputs_dict)
+
+
+class TritonPythonModel(TritonPythonModel):
+    def execute(self, triton_requests):
+        try:
+            return super().execute(triton_requests)
+        except pb_utils.TritonModelException as error:
+            LOGGER.error(str(error))
+            sentence = "[{Code.INTERNAL.wire}] the server could not process the request; its log says more"
+            error = pb_utils.TritonError(sentence, pb_utils.TritonError.INTERNAL)
+            return [pb_utils.InferenceResponse(error=error) for _ in triton_requests]
+'''
+
+
+def error_tensor(code: Code, text: str):  # type: ignore[no-untyped-def]
+    """The ``error`` output that the appended lines understand."""
+    return bytes_tensor(f"{code.triton_kind} {text}".encode())
+
+
+class _Model(Model):  # type: ignore[misc]
+    def generate_model(self, model_repository: Path) -> None:
+        super().generate_model(model_repository)
+        with (model_repository / self.model_name / str(self.model_version) / "model.py").open("a") as code:
+            code.write(_APPENDIX.replace("SERVERS_PID", str(os.getpid())))
+
+
+class _Server(TritonServer):  # type: ignore[misc]
+    """tritonserver, started through ``confine.py``; in place of PyTriton's launch, which splits arguments at spaces."""
+
+    log: Path | None = None
+
+    def start(self) -> None:
+        arguments: list[str] = []
+        for name, given in self._server_config.server_args().items():
+            for value in given if isinstance(given, list | tuple) else [given]:
+                arguments += [] if value is None else [f"--{name}", str(value)]
+        command = [sys.executable, confine.__file__, str(self._server_path), *arguments]
+        with contextlib.ExitStack() as opened:
+            log = None if self.log is None else opened.enter_context(self.log.open("ab"))
+            self.process = subprocess.Popen(
+                command,
+                env=self._get_env(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT if log else None,
+            )
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+
+class Backend(Triton):  # type: ignore[misc]
+    """One Triton, which only processes of this user reach: bind endpoints, :meth:`start`, send requests to :attr:`socket`."""
+
+    def __init__(self, *, metrics: bool, verbose: bool) -> None:
+        _remove_left_overs(lambda pid: not psutil.pid_exists(pid))  # of servers that were killed: 50 MB each
+        # 0700; and short, because socket paths end at 107 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix=f"nsr{os.getpid()}-"))
+        shared_memory._SHM_NAME_PREFIX = f"/nsr{os.getpid()}-"  # type: ignore[attr-defined]
+        self.socket = self._folder / "http.sock"
+        self.metrics_socket = self._folder / "metrics.sock" if metrics else None
+        self._log = None if verbose else self._folder / "triton.log"
+        pytriton.triton.Model, pytriton.triton.TritonServer = _Model, _Server
+        let_stub_find_libpython()
+        config = TritonConfig(
+            http_address=f"unix:{self.socket}",
+            http_port=1,  # of no meaning beside a Unix socket, but demanded
+            http_header_forward_pattern=protocol.HEADER_PATTERN,
+            allow_grpc=False,
+            exit_timeout_secs=EXIT_TIMEOUT_S,
+            allow_metrics=metrics,
+            metrics_address=f"unix:{self.metrics_socket}" if metrics else None,
+            metrics_port=1 if metrics else None,
+            allow_gpu_metrics=False if metrics else None,
+        )
+        super().__init__(
+            config=config,
+            workspace=self._folder / "pytriton",
+            triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=True, local_model_store=True),
+            security_config=TritonSecurityConfig(restricted_endpoints=[]),
+        )
+        # Nobody can load a model, so nobody needs the right to; and no model is started twice to ask for its configuration.
+        self._triton_server_config["model_control_mode"] = "none"
+        self._triton_server_config["load-model"] = None
+        self._triton_server_config["strict_model_config"] = True
+        self._processes: list[psutil.Process] = []
+
+    def start(self) -> None:
+        """Launch Triton and serve what was bound.
+
+        Raises:
+            TimeoutError: it does not answer within ``START_TIMEOUT_S``, or died; :meth:`log_tail` says more.
+        """
+        self._initialize_server()
+        self._triton_server.log = self._log
+        self._triton_server.start()
+        if not within(START_TIMEOUT_S, lambda: self._is_ready() or not self._triton_server.is_alive()):
+            raise TimeoutError(f"tritonserver did not answer within {START_TIMEOUT_S:.0f} s")
+        if not self._triton_server.is_alive():
+            raise TimeoutError(f"tritonserver ended with code {self._triton_server.process.returncode}")
+        self._model_manager.setup_models()
+        self._processes = psutil.Process(self._triton_server.process.pid).children(recursive=True)
+
+    def is_alive(self) -> bool:
+        """False once tritonserver, a process that an endpoint has in it or a thread that answers requests has died."""
+        return super().is_alive() and all(map(_runs, self._processes))
+
+    def log_tail(self) -> str:
+        """The end of Triton's own log."""
+        if self._log is None or not self._log.exists():
+            return "(its log is above)"
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+    def close(self, timeout_s: float) -> None:
+        """Take Triton down, by force after ``timeout_s`` seconds, and remove what it left on disk and in shared memory.
+
+        PyTriton's threads, which have nobody to serve any more, are daemons and end with this process.
+        """
+        # Not Triton.stop: it waits for clients to hang up, and takes half a second per endpoint, one after the other.
+        if self._triton_server is not None and self._triton_server.is_alive():
+            process = self._triton_server.process
+            with contextlib.suppress(psutil.NoSuchProcess):  # it died of itself meanwhile
+                self._processes += psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        # A stub that has answered waits, with Python's lock, for tritonserver to have noted it (ProcessRequests in pb_stub.cc):
+        # for ever where that has been killed, as its watch over tritonserver wants the lock before it ends the stub.
+        for stub in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stub.kill()
+        _remove_left_overs(lambda pid: pid == os.getpid())
+
+    def _is_ready(self) -> bool:
+        connection = HTTPConnection("localhost", timeout=5)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            connection.sock.connect(str(self.socket))
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 200
+        return False
+
+
+def _remove_left_overs(of: Callable[[int], bool]) -> None:
+    """Remove the shared memory and folders of the servers whose process ids ``of`` accepts."""
+    for path in (*Path("/dev/shm").glob("*-*"), *Path(tempfile.gettempdir()).glob("nsr*-*")):
+        if (name := LEFT_OVER.match(path.name)) and of(int(name[1])):
+            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # gone already, or another user's
+                path.unlink()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def within(timeout_s: float, condition: Callable[[], bool]) -> bool:
+    """Whether ``condition`` holds before ``timeout_s`` seconds are over."""
+    waiting = Retrying(
+        retry=retry_if_result(lambda holds: not holds),
+        stop=stop_after_delay(timeout_s),
+        wait=wait_fixed(0.1),
+        retry_error_callback=lambda _: False,
+    )
+    return bool(waiting(condition))
+
+
+def let_stub_find_libpython() -> None:
+    """Triton's Python stub loads libpython; with a pyenv or conda interpreter only this variable leads it to the right one."""
+    libdir = sysconfig.get_config_var("LIBDIR")
+    known = os.environ.get("LD_LIBRARY_PATH", "")
+    if libdir and sysconfig.get_config_var("Py_ENABLE_SHARED") and known.split(":")[0] != libdir:
+        os.environ["LD_LIBRARY_PATH"] = f"{libdir}:{known}" if known else libdir

@@ -1,0 +1,67 @@
+"""Runs a program whose files and shared memory no other user can open: ``python confine.py PROGRAM ARGUMENTS``.
+
+Triton's Python backend creates its segments in /dev/shm with the umask applied and then makes them readable for everybody with
+``fchmod`` (Boost's ``shared_memory_object``), whose failure it ignores. A seccomp filter lets that call fail with EPERM.
+
+Imports the standard library only: it is run by its path.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import signal
+import struct
+import sys
+
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+SECCOMP_MODE_FILTER = 2
+FCHMOD = {"x86_64": (0xC000003E, 91), "aarch64": (0xC00000B7, 52)}
+"""By machine: the audit architecture, from linux/audit.h, and the system call's number."""
+# From linux/bpf_common.h and linux/seccomp.h.
+LOAD_WORD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
+NUMBER_OFFSET, ARCHITECTURE_OFFSET = 0, 4
+ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000
+
+
+class _Program(ctypes.Structure):
+    """``struct sock_fprog``."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def refuse_fchmod() -> bool:
+    """From now on ``fchmod`` fails with EPERM in this process and its children; False where that cannot be had."""
+    if platform.machine() not in FCHMOD or sys.maxsize < 2**32:
+        return False
+    architecture, number = FCHMOD[platform.machine()]
+    instructions = [
+        (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
+        (JUMP_IF_EQUAL, 0, 3, architecture),
+        (LOAD_WORD, 0, 0, NUMBER_OFFSET),
+        (JUMP_IF_EQUAL, 0, 1, number),
+        (RETURN, 0, 0, FAIL_WITH | errno.EPERM),
+        (RETURN, 0, 0, ALLOW),
+    ]
+    program = _Program(len(instructions), b"".join(struct.pack("HBBI", *each) for each in instructions))
+    return _prctl(PR_SET_NO_NEW_PRIVS, 1) and _prctl(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.cast(ctypes.pointer(program), ctypes.c_void_p).value or 0
+    )
+
+
+def _prctl(option: int, first: int, second: int = 0) -> bool:
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    return bool(prctl(option, first, second, 0, 0) == 0)
+
+
+def main() -> None:
+    """Become the program, which ends with the process that started this one."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.umask(0o077)
+    refuse_fchmod()
+    os.execv(sys.argv[1], sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,479 @@
+"""The front door: what strangers on the network, and other users of the host, can do to a server. Nothing."""
+
+import gzip
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPConnection
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service.client import RemoteCritic
+from tests.integration.critic_server import TOKEN_ENV, CriticServer, sequences, train_batch
+from tests.integration.fuzzer import valid_infer, valid_train
+
+TOKEN = secrets.token_hex(16)
+KEPT_BYTES = 64 * 2**20
+"""What a stranger may make a server keep, in memory and /dev/shm together."""
+HEAD_S, BODY_S = 10, 30
+"""The door's bounds, as docs/protocol.md states them."""
+INFER = "/v2/models/critic_infer/infer"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[CriticServer]:
+    folder = tmp_path_factory.mktemp("front_door")
+    server = CriticServer(folder, reward_model, ["server.metrics=true"], {TOKEN_ENV: TOKEN}).start()
+    ask_well(server)
+    yield server
+    server.close()
+
+
+def ask_well(server: CriticServer) -> None:
+    body, headers = valid_infer().body()
+    url = f"http://127.0.0.1:{server.port}{INFER}"
+    requests.post(url, data=body, headers=headers | {protocol.TOKEN_HEADER: TOKEN}, timeout=60).raise_for_status()
+
+
+@pytest.fixture
+def critic(server: CriticServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteCritic]:
+    monkeypatch.setenv(TOKEN_ENV, TOKEN)
+    with server.client() as client:
+        yield client
+
+
+def tree(server: CriticServer) -> list[psutil.Process]:
+    parent = psutil.Process(server.process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def kept(server: CriticServer) -> int:
+    """Bytes of private memory of the server's processes, and of /dev/shm."""
+    private = sum(process.memory_full_info().uss for process in tree(server))
+    shm = os.statvfs("/dev/shm")
+    return private + (shm.f_blocks - shm.f_bfree) * shm.f_frsize
+
+
+@pytest.fixture
+def unharmed(server: CriticServer) -> Iterator[None]:
+    """After the test the same processes live, nothing was kept, and a good request is answered at once."""
+    before, processes = kept(server), {process.pid for process in tree(server)}
+    yield
+    started = time.monotonic()
+    ask_well(server)
+    assert time.monotonic() - started < 5
+    assert {process.pid for process in tree(server)} == processes
+    deadline = time.monotonic() + 10
+    while kept(server) - before > KEPT_BYTES and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert kept(server) - before <= KEPT_BYTES
+
+
+def connect(server: CriticServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+
+
+def exchange(server: CriticServer, head: str, *bodies: bytes, path: str = INFER, token: str | None = None) -> str:
+    """Send a request in pieces as far as the server takes it; what it answers, as text, until it closes or falls silent."""
+    secret = "" if token is None else f"{protocol.TOKEN_HEADER}: {token}\r\n"
+    with connect(server) as link:
+        link.settimeout(5)
+        answer = b""
+        with suppress(OSError):  # it has hung up
+            link.sendall(f"POST {path} HTTP/1.1\r\nHost: critic\r\n{secret}{head}\r\n\r\n".encode())
+            for body in bodies:
+                link.sendall(body)
+        with suppress(OSError):
+            while received := link.recv(65536):
+                answer += received
+                if b"\r\n\r\n" in answer and answer.endswith(b"}"):
+                    break
+        return answer.decode(errors="replace")
+
+
+# --- strangers --------------------------------------------------------------------------------------------------------
+
+MIB = b"\0" * 2**20
+NESTED = b'{"inputs":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+BOMB = gzip.compress(b"\0" * 2**29, 9)
+FORM = "Content-Type: application/x-www-form-urlencoded"
+ATTACKS = {
+    "chunked": ("Transfer-Encoding: chunked", *[b"1\r\n0\r\n" * 7000] * 100),
+    "nested": (f"Content-Length: {len(NESTED)}", NESTED),
+    "65 MB": (f"Content-Length: {65 * 10**6}", *[MIB] * 62),
+    "1900 MB": (f"Content-Length: {1900 * 10**6}", *[MIB] * 1812),
+    "gzip": (f"Content-Encoding: gzip\r\nContent-Length: {len(BOMB)}", BOMB),
+    "deflate": (f"Content-Encoding: deflate\r\nContent-Length: {len(BOMB)}", BOMB),
+    "form": (f"{FORM}\r\nContent-Length: {2**26}", *[MIB] * 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [INFER, "/v2/models/critic_infer/generate"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_strangers_send_is_not_read(server: CriticServer, attack: str, path: str, unharmed: None) -> None:
+    head, *bodies = ATTACKS[attack]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: exchange(server, head, *bodies, path=path), range(4)))
+    # One that still sends megabytes when the connection ends may not get to read the answer.
+    assert all(answer == "" or "401 Unauthorized" in answer for answer in answers), answers
+
+
+@pytest.mark.parametrize("attack", ["chunked", "nested", "gzip", "deflate", "form", "1900 MB"])
+def test_nor_is_it_when_they_know_the_token(server: CriticServer, attack: str, unharmed: None) -> None:
+    head, *bodies = ATTACKS[attack]
+    answer = exchange(server, head, *bodies, token=TOKEN)
+    expected = {"chunked": 411, "gzip": 415, "deflate": 415, "nested": 400}.get(attack, 413)
+    assert answer == "" or f"HTTP/1.1 {expected}" in answer, answer
+
+
+PATHS = (
+    "/", "/v2", "/v2/health/ready", "/v2/health/live", "/v2/models/critic_infer", "/v2/models/critic_infer/config", "/metrics",
+    "/v2/models/stats", "/v2/repository/index", "/v2/repository/models/critic_infer/unload", "/v2/systemsharedmemory/status",
+    "/v2/trace/setting", "/v2/logging", "/v2/models/critic_status/infer", "/v2/models/%63ritic_status/infer",
+    "//v2/models/critic_status/infer", "/v2/models/critic_status/versions/1/infer", "/v2/models/critic_status/generate",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PRI"])
+def test_only_our_endpoints_are_there(server: CriticServer, method: str) -> None:
+    served = {("POST", "/v2/models/critic_status/infer"), ("GET", "/metrics")}
+    for path in PATHS:
+
+        def ask(headers: dict[str, str]) -> int:
+            connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
+            connection.request(method, path, b'{"inputs": []}', headers)  # noqa: B023
+            return connection.getresponse().status
+
+        assert ask({}) == ask({protocol.TOKEN_HEADER: "wrong"}) == 401, path
+        status = ask({protocol.TOKEN_HEADER: TOKEN})
+        assert status == 200 if (method, path) in served else status in (404, 405), (path, status)
+
+
+def test_metrics_are_for_those_with_the_token(server: CriticServer) -> None:
+    url = f"http://127.0.0.1:{server.port}/metrics"
+    answer = requests.get(url, headers={protocol.TOKEN_HEADER: TOKEN}, timeout=10)
+    assert 'nv_inference_request_success{model="critic_infer"' in answer.text
+
+
+def test_slow_and_idle_connections_are_ended_and_hold_nobody_up(
+    server: CriticServer, critic: RemoteCritic, unharmed: None
+) -> None:
+    """300 of them, more than the door keeps; a client with the token is served throughout."""
+    began = time.monotonic()
+    links = [connect(server) for _ in range(300)]
+    try:
+        for link in links[::2]:
+            link.sendall(b"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: critic\r\n")
+        while time.monotonic() - began < HEAD_S + 2:
+            critic.infer(sequences(1)).result(5)
+            for number, link in enumerate(links):
+                if number % 2 == 0:
+                    with suppress(OSError):
+                        link.sendall(b"x-a: b\r\n")
+            time.sleep(0.5)
+        for link in links:
+            link.settimeout(1)
+            with suppress(ConnectionError):
+                assert link.recv(1) == b""
+    finally:
+        for link in links:
+            link.close()
+
+
+def test_a_body_must_arrive_in_time(server: CriticServer, unharmed: None) -> None:
+    """Also of those who know the token. (The shipped bound, 30 s, is long enough to be waited for once.)"""
+    head = f"Content-Length: 1000\r\nInference-Header-Content-Length: 100\r\n{protocol.TOKEN_HEADER}: {TOKEN}"
+    with connect(server) as link:
+        link.sendall(f"POST {INFER} HTTP/1.1\r\nHost: critic\r\n{head}\r\n\r\n{{".encode())
+        began = time.monotonic()
+        link.settimeout(BODY_S + 10)
+        assert link.recv(1) == b""
+        assert time.monotonic() - began > BODY_S - 1
+
+
+# --- hang-ups ---------------------------------------------------------------------------------------------------------
+
+
+def test_clients_that_hang_up_are_not_noticed_behind_the_door(
+    server: CriticServer, critic: RemoteCritic, unharmed: None
+) -> None:
+    """14 during a train call, 20 in the middle of their bodies, 10 while the server is paused."""
+    lease, step = critic._require_lease(), critic.status().critic_step
+    long = critic.train(train_batch(3, 64, mini_batches=[list(range(64))] * 20), step=step + 1)
+
+    def hang_up(raw_bytes: bytes, head: str) -> None:
+        with connect(server) as link:
+            link.sendall(head.encode() + raw_bytes)
+            time.sleep(0.05)
+
+    def request(share: float) -> tuple[bytes, str]:
+        body, headers = valid_train(lease, step + 2).body()
+        headers |= {protocol.TOKEN_HEADER: TOKEN}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"POST /v2/models/critic_train/infer HTTP/1.1\r\nHost: c\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
+        return body[: int(share * len(body))], head
+
+    with ThreadPoolExecutor(14) as pool:
+        list(pool.map(lambda share: hang_up(*request(share)), [1.0] * 14 + [0.1, 0.3, 0.6, 0.99] * 5))
+    assert long.result(60)["optimizer_steps"] == 20
+    psutil.Process(server.process.pid).suspend()
+    try:
+        for _ in range(10):
+            hang_up(*request(1.0))
+    finally:
+        psutil.Process(server.process.pid).resume()
+    deadline = time.monotonic() + 20
+    while critic.status().critic_step < step + 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert critic.status().critic_step == step + 2  # the first of the hung-up calls counted, once
+
+
+# --- other users of the host ------------------------------------------------------------------------------------------
+
+STRANGER = r"""
+import glob, json, os, socket, sys, urllib.request
+secrets, pids, port = json.loads(sys.stdin.read())
+found = []
+def look(path):
+    try:
+        content = open(path, "rb").read()
+    except OSError:
+        return
+    found.extend((path, name) for name, secret in secrets.items() if secret.encode() in content)
+for pid in pids:
+    for name in ("cmdline", "environ", "maps"):
+        look(f"/proc/{pid}/{name}")
+    for descriptor in range(64):
+        look(f"/proc/{pid}/fd/{descriptor}")
+for path in glob.glob("/dev/shm/*") + glob.glob("/tmp/**", recursive=True):
+    if os.path.isfile(path):
+        look(path)
+listening = set()
+for pid in pids:
+    for line in open(f"/proc/{pid}/net/unix").read().splitlines()[1:]:
+        if len(line.split()) > 7:
+            listening.add(line.split()[7])
+for path in listening:
+    if path.startswith("/") and "nsr" in path:
+        try:
+            socket.socket(socket.AF_UNIX).connect(path)
+            found.append((path, "connected"))
+        except OSError:
+            pass
+for path in ("/v2/models/critic_status/infer", "/v2/repository/index", "/v2/health/ready", "/metrics"):
+    try:
+        answer = urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", data=b'{"inputs": []}', timeout=5)
+        found.append((path, answer.status))
+    except urllib.error.HTTPError as error:
+        if error.code != 401:
+            found.append((path, error.code))
+print(json.dumps(found))
+"""
+
+
+def test_another_user_of_the_host_reads_no_secret_and_gets_no_answer(
+    server: CriticServer, critic: RemoteCritic
+) -> None:
+    """Arguments, environments, descriptors, shared memory, files, sockets, ports; as nobody, while calls with the secrets run."""
+    assert os.geteuid() == 0, "only root can look as another user does"
+    lease = critic._require_lease()
+    stop = threading.Event()
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            critic.commit("none", 0)  # its JSON, lease included, goes through shared memory
+
+    busy = threading.Thread(target=keep_busy)
+    busy.start()
+    try:
+        pids = [process.pid for process in tree(server)]
+        known = {"token": TOKEN, "lease": lease}
+        looked = subprocess.run(
+            ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", STRANGER],
+            input=json.dumps([known, pids, server.port]), capture_output=True, text=True, timeout=60, cwd="/",
+        )  # fmt: skip
+        assert looked.returncode == 0, looked.stderr
+        assert json.loads(looked.stdout) == []
+    finally:
+        stop.set()
+        busy.join()
+    for segment in Path("/dev/shm").glob(f"*{server.process.pid}-*"):
+        assert segment.stat().st_mode & 0o077 == 0, segment
+
+
+def test_the_token_is_in_no_argument_environment_or_child(server: CriticServer) -> None:
+    for process in tree(server)[1:]:
+        assert TOKEN not in " ".join(process.cmdline())
+        assert TOKEN not in process.environ().values()
+
+
+def test_one_door_listens_and_nothing_else(server: CriticServer) -> None:
+    listening = {
+        (process.pid, connection.laddr.port)
+        for process in tree(server)
+        for connection in process.net_connections("tcp")
+        if connection.status == "LISTEN"
+    }
+    gloo = {
+        port for pid, port in listening if pid == server.process.pid
+    }  # torch's, for other ranks; on loopback with one
+    assert {port for _, port in listening} - gloo == {server.port}
+    for port in gloo:
+        with socket.create_connection(("127.0.0.1", port)) as link:
+            link.sendall(b"POST / HTTP/1.1\r\n\r\n")
+            link.settimeout(1)
+            with pytest.raises(TimeoutError):
+                link.recv(1)
+
+
+# --- life -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_door_ends_the_server(make_server) -> None:
+    server = make_server().start()
+    door = next(process for process in tree(server) if "front_door" in " ".join(process.cmdline()))
+    door.kill()
+    assert server.process.wait(20) == 1
+    assert "the front door" in server.log.read_text()
+
+
+def test_a_killed_server_takes_its_door_along_and_the_next_one_tidies_up(make_server) -> None:
+    server = make_server().start()
+    pid = server.process.pid
+    for process in tree(server):  # the whole group at once, as an out-of-memory killer or a batch system does
+        process.send_signal(signal.SIGKILL)
+    server.process.wait()
+    left = [*Path("/dev/shm").glob(f"*{pid}-*"), *Path("/tmp").glob(f"nsr{pid}-*")]
+    assert left
+    server.port = 0
+    server.start()
+    assert not any(path.exists() for path in left)
+
+
+def test_a_server_without_a_token_of_yours_makes_one(make_server, tmp_path: Path) -> None:
+    server = make_server(environment={"XDG_CONFIG_HOME": str(tmp_path)}).start()
+    token = tmp_path / "nemo_style_rlhf" / "token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    url = f"http://127.0.0.1:{server.port}/v2/models/critic_status/infer"
+    assert requests.post(url, json={"inputs": []}, timeout=10).status_code == 401
+    headers = {protocol.TOKEN_HEADER: token.read_text()}
+    assert requests.post(url, json={"inputs": []}, headers=headers, timeout=10).status_code == 200
+    token.chmod(0o644)
+    server.port = 0
+    refused = subprocess.run(
+        [sys.executable.replace(".venv-actor", ".venv-server"), *server.command()[1:]],
+        env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert refused.returncode == 2
+    assert re.search(r"token holds the token of your servers and is not yours alone: chmod 600 it", refused.stderr)
+
+
+# --- TLS --------------------------------------------------------------------------------------------------------------
+
+
+def certificate(folder: Path, name: str, *, host: str = "IP:127.0.0.1", days: int = 2) -> Path:
+    """A certificate that signs itself, with its key beside it."""
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        str(days),
+    ]
+    files = ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.crt")]
+    subprocess.run(
+        [*command, *files, "-subj", f"/CN={name}", "-addext", f"subjectAltName={host}"], check=True, capture_output=True
+    )
+    return folder / f"{name}.crt"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certificates")
+    for name in ("server", "client", "other"):
+        certificate(folder, name)
+    certificate(folder, "elsewhere", host="DNS:elsewhere.example.org")
+    return folder
+
+
+def test_tls_and_mutual_tls(certificates: Path, tmp_path: Path, reward_model: Path) -> None:
+    """Every call goes through; wrong certificates on either side are one sentence, at once."""
+    from nemo_style_rlhf.errors import UserError
+    from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
+
+    def tls(**names: str) -> ClientTlsConfig:
+        return ClientTlsConfig(**{key: str(certificates / name) for key, name in names.items()})
+
+    def refusal(server: CriticServer, config: ClientTlsConfig) -> str:
+        started = time.monotonic()
+        with RemoteCritic(server.config(tls=config)) as client, pytest.raises(UserError) as refused:
+            client.status()
+        assert time.monotonic() - started < 20
+        return str(refused.value)
+
+    mine = {"certificate": "client.crt", "key": "client.key"}
+    keys = [f"server.tls.certificate={certificates}/server.crt", f"server.tls.key={certificates}/server.key"]
+    server = CriticServer(
+        tmp_path / "mutual", reward_model, [*keys, f"server.tls.client_ca={certificates}/client.crt"]
+    ).start()
+    try:
+        assert f"https://127.0.0.1:{server.port}" in server.log.read_text()
+        with server.client(tls=tls(ca="server.crt", **mine)) as critic:
+            assert len(critic.infer(sequences(1)).result().values) == 7
+            assert critic.train(train_batch(1), step=1).result()["optimizer_steps"] == 2
+        assert "certificate verify failed" in refusal(server, tls(ca="other.crt", **mine))
+        assert re.search("certificate required|another certificate of yours", refusal(server, tls(ca="server.crt")))
+        other = {"certificate": "other.crt", "key": "other.key"}
+        assert re.search("unknown ca|another certificate of yours", refusal(server, tls(ca="server.crt", **other)))
+        assert "it speaks TLS, this process plain HTTP" in refusal(server, ClientTlsConfig())
+    finally:
+        server.close()
+    keys = [f"server.tls.certificate={certificates}/elsewhere.crt", f"server.tls.key={certificates}/elsewhere.key"]
+    server = CriticServer(tmp_path / "elsewhere", reward_model, keys).start()
+    try:
+        assert "IP address mismatch" in refusal(server, tls(ca="elsewhere.crt"))
+    finally:
+        server.close()
+
+
+def test_a_client_with_tls_and_a_server_without_is_one_sentence(server: CriticServer, certificates: Path) -> None:
+    from nemo_style_rlhf.errors import UserError
+    from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
+
+    config = server.config(tls=ClientTlsConfig(ca=str(certificates / "server.crt")))
+    with RemoteCritic(config) as client, pytest.raises(UserError, match=r"no TLS with the critic server"):
+        client.status()
+
+
+def test_certificates_that_do_not_load_are_one_sentence(make_server, certificates: Path) -> None:
+    server = make_server(
+        f"server.tls.certificate={certificates}/server.crt", f"server.tls.key={certificates}/client.key"
+    )
+    refused = subprocess.run(server.command(), capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2
+    assert "server.tls does not load" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_it_listens_on_ipv6_too(make_server) -> None:
+    server = make_server("server.host=::1").start()
+    with RemoteCritic(server.config(host="::1")) as critic:
+        assert critic.status().critic_step == 0
