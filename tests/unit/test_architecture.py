@@ -17,7 +17,7 @@ ALLOWED = {
     "launch": BASE,
     "tracking": BASE,
     "checkpoint": BASE,
-    "models": BASE,
+    "models": BASE | {"checkpoint"},  # samples of files
     "data": BASE,
     "engine": BASE | {"models"},  # digests
     "generation": BASE | {"engine", "models"},
