@@ -24,8 +24,8 @@ from nemo_style_rlhf.models.scalar import ScalarModel, scalar_class
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.paths import model_folder
 
-CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
-"""How the names of such classes end."""
+CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
+"""How the names of such classes end, those included that read images or sound beside text."""
 LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
 """Weights that a reward model may have kept from the causal LM it was made of; no score is read from them."""
 OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|rotary_emb\.(cos|sin)_cached$")
@@ -92,14 +92,19 @@ def load_reward_model(config: ModelConfig, *, new_head: bool = False, normalize:
         normalize: see :class:`ScalarModel`.
 
     Raises:
-        UserError: it is a causal LM, has another number of labels, or no ``score`` head over every token (an encoder, for
-            instance).
+        UserError: it is a causal LM, an encoder-decoder, has another number of labels, or no ``score`` head over every token
+            (an encoder, for instance).
     """
     require_directory(config.path)
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"{config.path} is not a model that transformers can load: {_first_line(error)}") from error
+    if hf_config.is_encoder_decoder:
+        raise UserError(
+            f"{config.path} is an encoder-decoder ({hf_config.model_type}), a reward model must be a decoder: give the path of "
+            "a causal LM's or of a reward model made of one"
+        )
     auto_class = scalar_class(hf_config)
     if causal := [name for name in hf_config.architectures or () if name.endswith(CAUSAL_LM)]:
         if not new_head:

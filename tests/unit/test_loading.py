@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2ForTokenClassification,
@@ -18,6 +20,8 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from nemo_style_rlhf.errors import UserError
@@ -241,3 +245,27 @@ def test_gpt2_is_a_causal_lm_too(tmp_path: Path) -> None:
         load_reward_model(config(tmp_path))
     model = load_reward_model(config(tmp_path), new_head=True)
     assert isinstance(model.hf, GPT2ForSequenceClassification)
+
+
+def test_a_model_of_images_and_text_is_a_causal_lm_whose_text_gets_a_head(tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    text = {**layers, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 8}
+    vision = {**layers, "image_size": 28, "patch_size": 14}
+    shape = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(shape).save_pretrained(tmp_path / "policy")
+    save_tokenizer(tmp_path / "policy")
+    given = config(tmp_path / "policy")
+    with pytest.raises(UserError, match=r"is a causal LM \(Gemma3ForConditionalGeneration\), no reward model"):
+        load_reward_model(given)
+    model = load_reward_model(given, new_head=True)
+    export_model(model.hf, tmp_path / "export", source=given.path)
+    with torch.no_grad():
+        assert torch.equal(load_reward_model(config(tmp_path / "export"))(IDS, MASK), model(IDS, MASK))
+
+
+def test_an_encoder_decoder_is_named(tmp_path: Path) -> None:
+    shape = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(shape).save_pretrained(tmp_path)
+    for new_head in (False, True):
+        with pytest.raises(UserError, match=r"is an encoder-decoder \(t5\), a reward model must be a decoder: give"):
+            load_reward_model(config(tmp_path), new_head=new_head)
