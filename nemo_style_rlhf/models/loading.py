@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -15,7 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import CONFIG_NAME, is_flash_attn_2_available
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
@@ -36,6 +38,8 @@ OTHER_SENSES = re.compile(
 """Weights that a model of images or sound has beside its language model, which alone is loaded."""
 STATISTICS = {"mean", "std"}
 """Weights in which OpenRLHF kept what rewards are normalised by."""
+HUB_TIMEOUT_S = 10
+"""For an answer of the hub, or of the way to it; the loaders themselves try for a minute."""
 NAMED_WEIGHTS = 3
 """A refusal names at most this many weights."""
 
@@ -224,10 +228,23 @@ def _attention(config: ModelConfig) -> str:
 def require_directory(path: str) -> None:
     """
     Raises:
-        UserError: ``path`` is clearly a folder but is not there, or holds no model.
+        UserError: ``path`` is clearly a folder but is not there, or holds no model; or it is no folder, and the hub, which is
+            asked once, cannot be reached.
     """
     if problem := model_folder(path):
         raise UserError(f"{path}: {problem}")
+    if Path(path).is_dir():
+        return
+    try:
+        if try_to_load_from_cache(path, CONFIG_NAME) is None:
+            get_hf_file_metadata(hf_hub_url(path, CONFIG_NAME), timeout=HUB_TIMEOUT_S)
+    except (HFValidationError, HfHubHTTPError):
+        return  # the loader says it with its file
+    except (OfflineModeIsEnabled, HTTPError) as error:
+        raise UserError(
+            f"there is no folder {path}, and the hub cannot be asked for a model of that name ({_first_line(error)}): correct "
+            "the path, or download the model first where the hub can be reached"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,6 +1,11 @@
 """Checkpoints as they are published: every weight in them is read, or refused by its name."""
 
+import os
 import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -269,3 +274,49 @@ def test_an_encoder_decoder_is_named(tmp_path: Path) -> None:
     for new_head in (False, True):
         with pytest.raises(UserError, match=r"is an encoder-decoder \(t5\), a reward model must be a decoder: give"):
             load_reward_model(config(tmp_path), new_head=new_head)
+
+
+# --- names of models that may lie on the hub --------------------------------------------------------------------------
+
+LOADS = """
+import sys
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.loading import load_tokenizer
+try:
+    load_tokenizer(sys.argv[1])
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("offline", ["", "1"])
+def test_a_name_that_is_no_folder_is_asked_for_once_where_the_hub_cannot_be_reached(
+    tmp_path: Path, offline: str
+) -> None:
+    """The hub hangs up on every call, or the environment forbids to ask it."""
+    calls = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            calls.append(self.path)
+            self.close_connection = True
+
+        do_GET = do_HEAD
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{hub.server_address[1]}"
+        environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
+        done = subprocess.run(
+            [sys.executable, "-c", LOADS, "models/mymodel"],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        hub.shutdown()
+    sentence = (
+        r"^there is no folder models/mymodel, and the hub cannot be asked for a model of that name \(.*\): correct "
+    )
+    assert re.search(sentence, done.stdout), done.stdout + done.stderr
+    calls = [call for call in calls if "mymodel" in call]  # the library has calls of its own
+    assert calls == ([] if offline else ["/models/mymodel/resolve/main/config.json"])
