@@ -1,6 +1,5 @@
 """Ctrl-C in real processes: one sentence, exit code 130, nobody left behind; the same command goes on."""
 
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from nemo_style_rlhf.launch.interrupt import INTERRUPTED_EXIT
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from tests.integration.processes import wait_for_output
 from tests.integration.warm import ACTOR_PYTHON, ROOT, SERVER_PYTHON
-from tests.models import save_policy, save_reward_model
+from tests.models import save_run_inputs
 
 REWARD = """
 import time
@@ -36,13 +35,8 @@ SFT = [
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    save_policy(folder / "policy")
-    save_reward_model(folder / "reward")
-    (folder / "reward.py").write_text(REWARD)
     rows = [{"prompt": f"w{i} w{i + 1}", "response": f"w{i + 2}"} for i in range(40)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return save_run_inputs(tmp_path_factory.mktemp("inputs"), REWARD, rows)
 
 
 class Program:
