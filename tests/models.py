@@ -1,6 +1,7 @@
 """Tiny models and tokenizers made on the spot."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -57,6 +58,15 @@ def save_policy(directory: Path, *, seed: int = 0, **overrides: object) -> Path:
     model.save_pretrained(directory)
     save_tokenizer(directory)
     return directory
+
+
+def save_run_inputs(folder: Path, reward: str, rows: Iterable[object]) -> Path:
+    """A ``policy``, a ``reward`` model, the reward function ``reward.py`` and the prompts ``rows.jsonl``."""
+    save_policy(folder / "policy")
+    save_reward_model(folder / "reward")
+    (folder / "reward.py").write_text(reward)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
 
 
 def save_policy_with_code(directory: Path, **overrides: object) -> Path:

@@ -2,12 +2,15 @@
 
 import hashlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 STORAGE_ERRORS = (OSError, RuntimeError, SafetensorError)
 """Among them are those of a disk that refuses: :func:`storage_failure` tells."""
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""Read of a file of weights to know it again: training moves nearly all of them, and reading it whole takes minutes."""
 
 
 def storage_failure(error: BaseException) -> str | None:
@@ -42,31 +45,51 @@ def fsync_tree(directory: Path) -> None:
     fsync(directory)
 
 
-def file_digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of every file below ``directory``, keyed by relative POSIX path."""
-    return {
-        path.relative_to(directory).as_posix(): _sha256(path) for path in sorted(directory.rglob("*")) if path.is_file()
-    }
-
-
-def damaged_files(directory: Path, digests: dict[str, str]) -> list[str]:
-    """The files of ``digests`` that are missing below ``directory``, cannot be read, or differ."""
-
-    def is_damaged(name: str) -> bool:
-        try:
-            return _sha256(directory / name) != digests[name]
-        except OSError:
-            return True
-
-    return [name for name in sorted(digests) if is_damaged(name)]
-
-
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def sampled_sha256(path: Path) -> str:
+    """Digest of the size of a file and of its :func:`samples`."""
+    digest = hashlib.sha256(f"{path.stat().st_size} ".encode())
+    for sample in samples(path):
+        digest.update(sample)
+    return digest.hexdigest()
+
+
+def samples(path: Path) -> Iterator[bytes]:
+    """``SAMPLES`` pieces of ``SAMPLE_BYTES``, evenly spread over a file; a small file whole."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= SAMPLES * SAMPLE_BYTES:
+            yield file.read()
+            return
+        for sample in range(SAMPLES):
+            file.seek(sample * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+            yield file.read(SAMPLE_BYTES)
+
+
+def file_digests(directory: Path, digest: Callable[[Path], str] = sha256) -> dict[str, str]:
+    """``digest`` of every file below ``directory``, keyed by relative POSIX path."""
+    return {
+        path.relative_to(directory).as_posix(): digest(path) for path in sorted(directory.rglob("*")) if path.is_file()
+    }
+
+
+def damaged_files(directory: Path, digests: dict[str, str], digest: Callable[[Path], str] = sha256) -> list[str]:
+    """The files of ``digests`` that are missing below ``directory``, cannot be read, or differ."""
+
+    def is_damaged(name: str) -> bool:
+        try:
+            return digest(directory / name) != digests[name]
+        except OSError:
+            return True
+
+    return [name for name in sorted(digests) if is_damaged(name)]
 
 
 def fsync(path: Path) -> None:

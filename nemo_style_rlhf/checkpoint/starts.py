@@ -15,13 +15,13 @@ from typing import Any
 
 import yaml
 
-from nemo_style_rlhf.checkpoint.files import damaged_files, file_digests, write_atomically
+from nemo_style_rlhf.checkpoint.files import damaged_files, file_digests, sampled_sha256, write_atomically
 from nemo_style_rlhf.errors import UserError
 
 NEWEST = "config.yaml"
 ALL = "configs"
 DONE = "done.json"
-"""Lists the exported files with their digests. It exists only between the end of a run and its next start."""
+"""Lists the exported files with digests of samples of them. It exists only between the end of a run and its next start."""
 PLACES = ("host", "port", "ready_file", "replicas", "resume", "dry_run")
 """Last names of keys that say where or how a process is started, as each job of a cluster anew; no configuration of a run."""
 LONGEST_VALUE = 80
@@ -109,12 +109,14 @@ def require_reachable(step: int, total_steps: int, key: str, where: str) -> None
 
 def record_end(output_dir: Path, exports: Iterable[Path]) -> None:
     """Note that the run has come to its end and left ``exports``, folders."""
-    files = {str(folder.resolve()): file_digests(folder) for folder in exports}
+    files = {str(folder.resolve()): file_digests(folder, sampled_sha256) for folder in exports}
     write_atomically(output_dir / DONE, json.dumps(files, indent=1).encode())
 
 
 def is_done(config: Any, *, longer: str) -> bool:
     """Whether the run of exactly this configuration has ended and its exports are all there, undamaged; then that is printed.
+
+    Every rank asks, before any can tell another, and reads a quarter of a mebibyte of each exported file.
 
     Args:
         config: a checked dataclass with ``run``, a :class:`TrainerRunConfig`.
@@ -124,13 +126,19 @@ def is_done(config: Any, *, longer: str) -> bool:
     done = output_dir / DONE
     if not done.is_file() or config.run.resume == "never" or differences(output_dir, config) != []:
         return False
-    exports = json.loads(done.read_bytes())
-    if any(damaged_files(Path(folder), digests) for folder, digests in exports.items()):
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        exports = {Path(folder): dict(digests) for folder, digests in json.loads(done.read_bytes()).items()}
+    except (ValueError, AttributeError, TypeError):
+        if is_first:
+            log.warning("%s is damaged: the run goes on from its last checkpoint and exports anew", done)
         return False
-    if os.environ.get("RANK", "0") == "0":
+    if any(damaged_files(folder, digests, sampled_sha256) for folder, digests in exports.items()):
+        return False
+    if is_first:
         print(
-            f"done: this run has ended and exported {', '.join(exports)}; to train on raise {longer}, to start anew choose "
-            "another run.output_dir"
+            f"done: this run has ended and exported {', '.join(map(str, exports))}; to train on raise {longer}, to start anew "
+            "choose another run.output_dir"
         )
     return True
 

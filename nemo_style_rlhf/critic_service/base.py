@@ -19,6 +19,7 @@ from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.protocol import Array, Code, ProtocolError
 from nemo_style_rlhf.critic_service.reward_model import RewardModel
 from nemo_style_rlhf.data.reward_text import RewardText
+from nemo_style_rlhf.data.templates import read_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
@@ -132,8 +133,13 @@ def load_reward_service(config: RewardServerProcessConfig, device: torch.device,
     identity = Identity.of(
         model,
         tokenizer,
+        path=config.model.path,
         max_length=config.reward.max_length,
-        decisive={"reward": asdict(config.reward), "dtype": config.model.dtype},
+        decisive={
+            "reward": asdict(config.reward),
+            "dtype": config.model.dtype,
+            "templates": read_template(config.model.path),
+        },
     )
     batches = Batches(
         micro_batch_tokens=config.reward.micro_batch_tokens,

@@ -180,7 +180,8 @@ class RemoteCritic:
         Needs neither handshake nor lease: the policy's tokenizer may be another one. Big batches are split.
 
         Args:
-            rendered: prompts come from a chat template that wrote all special tokens, of the server's tokenizer.
+            rendered: prompts come from a chat template that wrote all special tokens, of the server's tokenizer; else they
+                are a user's own words, which the server puts the template of its reward model around.
         """
         return self._infer_pool.submit(self._score_text, list(prompts), list(responses), rendered)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_style_rlhf.data.templates import read_template
 from nemo_style_rlhf.models.digests import module_digest, tokenizer_digest
 from nemo_style_rlhf.models.scalar import ScalarModel
 
@@ -22,13 +23,21 @@ class Identity:
     tokenizer_digest: str
     vocab_size: int
     max_length: int
+    templates: dict[str, Any]
 
     @classmethod
     def of(
-        cls, model: ScalarModel, tokenizer: PreTrainedTokenizerBase, *, max_length: int, decisive: dict[str, Any]
+        cls,
+        model: ScalarModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        path: str,
+        max_length: int,
+        decisive: dict[str, Any],
     ) -> "Identity":
         """
         Args:
+            path: where the model and the note about its templates lie.
             max_length: as configured; 0 takes the model's own.
             decisive: everything in the config that decides the numbers.
         """
@@ -40,4 +49,5 @@ class Identity:
             tokenizer_digest=tokenizer_digest(tokenizer),
             vocab_size=model.hf.get_input_embeddings().num_embeddings,
             max_length=min(limits, default=MAX_LENGTH_WITHOUT_A_LIMIT),
+            templates=read_template(path),
         )

@@ -18,7 +18,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 HEADER_PATTERN = "(?i)x-critic-.*"
 """Headers that Triton forwards to the service."""
@@ -175,6 +175,9 @@ class Status:
     tokenizer_digest: str
     vocab_size: int
     max_length: int
+    templates: dict[str, Any]
+    """What ``prompt_template.json`` beside the reward model notes of its training: ``template``, the text around prompts, its
+    SHA-256 and that of the chat template, ``append_eos``; empty without this file."""
     max_request_bytes: int
     critic_step: int
     """Train calls applied so far; the next one is numbered critic_step + 1. 0 without a critic."""
@@ -209,7 +212,8 @@ class RewardRequest:
     responses: list[str]
     """One to each prompt."""
     rendered: bool
-    """Whether prompts hold every special token already, as a chat template of the reward model's tokenizer writes them."""
+    """Whether prompts hold every special token already, as a chat template of the reward model's tokenizer writes them; else
+    they are a user's own words, without any template."""
 
 
 @dataclass(frozen=True)

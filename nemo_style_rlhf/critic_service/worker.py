@@ -51,7 +51,11 @@ class CriticWorker:
         self.tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         critic = load_reward_model(config.model, normalize=config.critic.normalize_rewards)
         self.identity = Identity.of(
-            critic, self.tokenizer, max_length=config.critic.max_length, decisive=_decisive(config)
+            critic,
+            self.tokenizer,
+            path=config.model.path,
+            max_length=config.critic.max_length,
+            decisive=_decisive(config),
         )
         self.batches = Batches(
             micro_batch_tokens=config.engine.micro_batch_tokens,

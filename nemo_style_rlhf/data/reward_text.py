@@ -4,7 +4,6 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.templates import read_template, render
-from nemo_style_rlhf.schema.data import PLACEHOLDER
 
 
 class RewardText:
@@ -26,18 +25,11 @@ class RewardText:
         """Needs the tokenizer only, so that it may run while the models are busy.
 
         Args:
-            prompt: with or without the template of training, which stands around it once.
+            prompt: a user's own words, which the template of training is put around.
             rendered: ``prompt`` comes from a chat template that wrote all special tokens, of this tokenizer.
         """
-        prompt = prompt if rendered or self._is_templated(prompt) else render(self._template, prompt)
+        prompt = prompt if rendered else render(self._template, prompt)
         prompt_ids = self._encoder.rendered(prompt) if rendered else self._encoder.prompt(prompt)
         return prompt_ids + self._encoder.response(
             prompt, prompt_ids, response, append_eos=self._append_eos, rendered=rendered
         )
-
-    def _is_templated(self, prompt: str) -> bool:
-        """Whether the policy, trained with the same template, has put ``prompt`` into it already."""
-        if self._template is None:
-            return False
-        before, after = self._template.split(PLACEHOLDER)
-        return prompt.startswith(before) and prompt.removeprefix(before).endswith(after)

@@ -95,6 +95,31 @@ def check_template(model_dir: str, data: PromptTemplateConfig, tokenizer: PreTra
         )
     else:
         return
+    _refuse_or_warn(difference, data)
+
+
+def check_reward_template(name: str, trained: dict[str, Any], data: PromptTemplateConfig) -> None:
+    """Compare this run's prompt template, in which a reward model reads the policy's tokens, with that of its training.
+
+    Where they differ and ``data.on_template_mismatch`` is ``warn``, the sentence goes into the log.
+
+    Args:
+        name: what the sentence calls the reward model.
+        trained: what its checkpoint notes, as :func:`read_template` reads it.
+
+    Raises:
+        UserError: they differ and it is ``refuse``.
+    """
+    if trained and trained["template_sha256"] != digest(data.prompt_template):
+        difference = (
+            f"data.prompt_template is {data.prompt_template!r} but {name} was trained with {trained['template']!r} and reads the "
+            "policy's tokens: train one with the policy's template, or serve it with servers/serve_reward_model.py, which puts "
+            "its own template around prompts (reward=server)"
+        )
+        _refuse_or_warn(difference, data)
+
+
+def _refuse_or_warn(difference: str, data: PromptTemplateConfig) -> None:
     if data.on_template_mismatch == "refuse":
         raise UserError(f"{difference}, or set data.on_template_mismatch=warn")
     log.warning("%s", difference)

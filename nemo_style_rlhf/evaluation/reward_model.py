@@ -11,6 +11,7 @@ from nemo_style_rlhf.models.digests import tokenizer_digest
 from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
 from nemo_style_rlhf.models.scalar import sequence_scores
 from nemo_style_rlhf.schema.evaluation import EvaluationModelConfig, RewardModelSourceConfig
+from nemo_style_rlhf.schema.templates import unrendered
 from nemo_style_rlhf.scoring.combined import failure, stacked
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample, require_one_family
 
@@ -24,11 +25,13 @@ class RewardModelScorer:
         model: EvaluationModelConfig,
         device: torch.device,
         *,
+        prompt_template: str | None = None,
         rendered_by: Sequence[str] = (),
     ) -> None:
         """The weights stay in host memory until the first sample is scored, so that generation has the device to itself.
 
         Args:
+            prompt_template: the policies', which prompts come in; the reward model's own is put around them instead.
             rendered_by: paths of the policies whose chat templates render the prompts; none where prompts are plain text.
 
         Raises:
@@ -43,6 +46,7 @@ class RewardModelScorer:
         for path in rendered_by:
             policys = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
             require_one_family(config.path, tokenizer_digest(tokenizer), path, tokenizer_digest(policys))
+        self._prompt_template = prompt_template
         self._rendered = bool(rendered_by)
         self._text = RewardText(config.path, tokenizer, append_eos=config.append_eos)
         reward_model = load_reward_model(model.at(config.path, config.dtype), normalize=config.normalize_rewards)
@@ -54,7 +58,10 @@ class RewardModelScorer:
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         future: Future[Scores] = Future()
         sequences = [
-            self._text.token_ids(sample.prompt, sample.response, rendered=self._rendered) for sample in samples
+            self._text.token_ids(
+                unrendered(self._prompt_template, sample.prompt), sample.response, rendered=self._rendered
+            )
+            for sample in samples
         ]
         fitting = [row for row, ids in enumerate(sequences) if self._max_length is None or len(ids) <= self._max_length]
         rewards = dict(zip(fitting, self._rewards([sequences[row] for row in fitting]), strict=True))

@@ -33,7 +33,10 @@ def build_scorer(config: EvaluationConfig, device: torch.device) -> Scorer | Non
         sources["function"] = FunctionScorer(function), function.weight
     if model.path and model.weight != 0:
         rendered_by = [checkpoint.path for checkpoint in config.parsed_checkpoints if config.data.format == "messages"]
-        sources["model"] = RewardModelScorer(model, config.model, device, rendered_by=rendered_by), model.weight
+        scorer = RewardModelScorer(
+            model, config.model, device, prompt_template=config.data.prompt_template, rendered_by=rendered_by
+        )
+        sources["model"] = scorer, model.weight
     return CombinedScorer(sources, on_error=config.reward.on_error) if sources else None
 
 

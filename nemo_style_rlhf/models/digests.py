@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from nemo_style_rlhf.checkpoint.files import samples
+
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Digest of the vocabulary (token to id, added tokens included) and of how a fixed text is split.
@@ -21,8 +23,6 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
-SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Read of each weight file, evenly spread over it: training moves nearly all weights."""
 
 
 def model_fingerprint(path: str) -> str:
@@ -33,15 +33,9 @@ def model_fingerprint(path: str) -> str:
         return path
     digest = hashlib.sha256()
     for file in sorted(file for pattern in ("config.json", *WEIGHT_FILES) for file in folder.glob(pattern)):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as opened:
-            if size <= SAMPLES * SAMPLE_BYTES:
-                digest.update(opened.read())
-                continue
-            for sample in range(SAMPLES):
-                opened.seek(sample * (size - SAMPLE_BYTES) // (SAMPLES - 1))
-                digest.update(opened.read(SAMPLE_BYTES))
+        digest.update(f"{file.name} {file.stat().st_size} ".encode())
+        for sample in samples(file):
+            digest.update(sample)
     return f"sha256 {digest.hexdigest()[:16]}"
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -15,7 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import CONFIG_NAME, is_flash_attn_2_available
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
@@ -24,8 +26,8 @@ from nemo_style_rlhf.models.scalar import ScalarModel, scalar_class
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.paths import model_folder
 
-CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
-"""How the names of such classes end."""
+CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
+"""How the names of such classes end, those included that read images or sound beside text."""
 LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
 """Weights that a reward model may have kept from the causal LM it was made of; no score is read from them."""
 OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|rotary_emb\.(cos|sin)_cached$")
@@ -36,6 +38,8 @@ OTHER_SENSES = re.compile(
 """Weights that a model of images or sound has beside its language model, which alone is loaded."""
 STATISTICS = {"mean", "std"}
 """Weights in which OpenRLHF kept what rewards are normalised by."""
+HUB_TIMEOUT_S = 10
+"""For an answer of the hub, or of the way to it; the loaders themselves try for a minute."""
 NAMED_WEIGHTS = 3
 """A refusal names at most this many weights."""
 
@@ -92,14 +96,19 @@ def load_reward_model(config: ModelConfig, *, new_head: bool = False, normalize:
         normalize: see :class:`ScalarModel`.
 
     Raises:
-        UserError: it is a causal LM, has another number of labels, or no ``score`` head over every token (an encoder, for
-            instance).
+        UserError: it is a causal LM, an encoder-decoder, has another number of labels, or no ``score`` head over every token
+            (an encoder, for instance).
     """
     require_directory(config.path)
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"{config.path} is not a model that transformers can load: {_first_line(error)}") from error
+    if hf_config.is_encoder_decoder:
+        raise UserError(
+            f"{config.path} is an encoder-decoder ({hf_config.model_type}), a reward model must be a decoder: give the path of "
+            "a causal LM's or of a reward model made of one"
+        )
     auto_class = scalar_class(hf_config)
     if causal := [name for name in hf_config.architectures or () if name.endswith(CAUSAL_LM)]:
         if not new_head:
@@ -219,10 +228,23 @@ def _attention(config: ModelConfig) -> str:
 def require_directory(path: str) -> None:
     """
     Raises:
-        UserError: ``path`` is clearly a folder but is not there, or holds no model.
+        UserError: ``path`` is clearly a folder but is not there, or holds no model; or it is no folder, and the hub, which is
+            asked once, cannot be reached.
     """
     if problem := model_folder(path):
         raise UserError(f"{path}: {problem}")
+    if Path(path).is_dir():
+        return
+    try:
+        if try_to_load_from_cache(path, CONFIG_NAME) is None:
+            get_hf_file_metadata(hf_hub_url(path, CONFIG_NAME), timeout=HUB_TIMEOUT_S)
+    except (HFValidationError, HfHubHTTPError):
+        return  # the loader says it with its file
+    except (OfflineModeIsEnabled, HTTPError) as error:
+        raise UserError(
+            f"there is no folder {path}, and the hub cannot be asked for a model of that name ({_first_line(error)}): correct "
+            "the path, or download the model first where the hub can be reached"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

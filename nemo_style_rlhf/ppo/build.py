@@ -19,7 +19,7 @@ from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.data.encoding import decode_response
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
 from nemo_style_rlhf.data.ranks import Ranks, require_teams
-from nemo_style_rlhf.data.templates import check_template
+from nemo_style_rlhf.data.templates import check_reward_template, check_template
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.hf import HFGenerator
@@ -204,7 +204,9 @@ def _scorer(
         rendered = config.data.format == "messages"
         digest = tokenizer_digest(tokenizer) if rendered else None
         model = ranks.on_first(lambda: served_by(reward.server, log.info, tokenizer_digest=digest))
-        server = RewardServerScorer(reward.server, model, rendered=rendered, rank=ranks.rank)
+        server = RewardServerScorer(
+            reward.server, model, prompt_template=config.data.prompt_template, rendered=rendered, rank=ranks.rank
+        )
         sources["server"] = server, reward.server.weight
     if reward.function.weight != 0:
         sources["function"] = FunctionScorer(reward.function), reward.function.weight
@@ -217,11 +219,16 @@ def _meet_critic(
     config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, max_length: int
 ) -> RemoteCritic:
     critic = RemoteCritic(config.remote_critic_rm)
-    critic.wait_until_ready(log.info)
+    status = critic.wait_until_ready(log.info)
+    needs_rewards = config.reward.critic.weight != 0
+    if needs_rewards:
+        check_reward_template(
+            f"the reward model of the critic server at {critic.address}", status.templates, config.data
+        )
     status = critic.handshake(
         tokenizer_digest=tokenizer_digest(tokenizer),
         vocab_size=policy.config.get_text_config().vocab_size,
-        needs_rewards=config.reward.critic.weight != 0,
+        needs_rewards=needs_rewards,
     )
     if status.max_length < max_length:
         raise UserError(

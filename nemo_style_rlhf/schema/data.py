@@ -24,7 +24,8 @@ class PromptTemplateConfig:
     input_key: str | None = None
     """Column whose text follows the prompt after a blank line where it is not empty (`input` of Alpaca); null for none."""
     on_template_mismatch: str = "refuse"
-    """refuse or warn when the model was trained with another prompt or chat template; SFT may change them and does neither."""
+    """refuse or warn when the model was trained with another prompt or chat template, or the critic server's reward model with
+    another prompt template; SFT may change them and does neither."""
 
     def validate(self) -> None:
         """From here on both templates are texts: what the files hold is part of the configuration."""

@@ -24,6 +24,14 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def unrendered(template: str | None, text: str) -> str:
+    """The prompt in a ``text`` that was made by putting it into ``template``."""
+    if template is None:
+        return text
+    before, after = template.split(PLACEHOLDER)
+    return text[len(before) : len(text) - len(after)]
+
+
 def prompt_template_text(given: str) -> str:
     """``given``, or for ``@file`` the file's text without the line break at its end.
 

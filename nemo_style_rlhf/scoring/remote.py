@@ -14,6 +14,7 @@ from nemo_style_rlhf.critic_service.client import CriticInference, RemoteCritic,
 from nemo_style_rlhf.critic_service.protocol import Array, ProtocolError, Status
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import RewardServerConfig
+from nemo_style_rlhf.schema.templates import unrendered
 from nemo_style_rlhf.scoring.balance import LeastBusy
 from nemo_style_rlhf.scoring.futures import caught, mapped
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample, require_one_family
@@ -49,14 +50,24 @@ class RemoteCriticScorer:
 class RewardServerScorer:
     """Rewards of text, by one or more servers of one reward model, whose tokenizer may be another one than the policy's."""
 
-    def __init__(self, config: RewardServerConfig, model: Model, *, rendered: bool = False, rank: int = 0) -> None:
+    def __init__(
+        self,
+        config: RewardServerConfig,
+        model: Model,
+        *,
+        prompt_template: str | None = None,
+        rendered: bool = False,
+        rank: int = 0,
+    ) -> None:
         """
         Args:
             model: what :func:`served_by` found, the same on every rank.
+            prompt_template: the policy's, which prompts come in; the server puts the reward model's own around them.
             rendered: prompts come from the chat template of the policy, whose tokenizer is the reward model's then.
         """
         self._config = config
         self._model = model
+        self._prompt_template = prompt_template
         self._rendered = rendered
         self._servers = [RemoteCritic(server) for server in config.servers]
         self._replicas = LeastBusy(self._servers, rest_s=config.cooldown_s, first=rank)
@@ -64,9 +75,10 @@ class RewardServerScorer:
         self._pool = ThreadPoolExecutor(THREADS_PER_REPLICA * len(self._servers), thread_name_prefix="reward-server")
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
-        texts = [sample.prompt for sample in samples], [sample.response for sample in samples]
+        prompts = [unrendered(self._prompt_template, sample.prompt) for sample in samples]
+        responses = [sample.response for sample in samples]
         ask = self._ask_one if len(self._servers) == 1 else self._ask_any
-        asked: Future[Any] = self._pool.submit(ask, *texts)
+        asked: Future[Any] = self._pool.submit(ask, prompts, responses)
         return mapped(caught(asked, ServerUnreachable, ProtocolError), self._scores)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.processes import Process, start_actor, start_server, wait_for_output
-from tests.models import WORDS, save_policy, save_reward_model
+from tests.models import WORDS, save_run_inputs
 
 STEPS = 3
 REWARD = """
@@ -35,10 +35,6 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    save_policy(folder / "policy")
-    save_reward_model(folder / "reward")
-    (folder / "reward.py").write_text(REWARD)
     rows = [
         {
             "prompt": " ".join(f"w{(2 + 7 * i + j) % 62}" for j in range(2 + 5 * (i % 5))),
@@ -47,14 +43,13 @@ def inputs(tmp_path_factory) -> Path:
         }
         for i in range(30)
     ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return save_run_inputs(tmp_path_factory.mktemp("inputs"), REWARD, rows)
 
 
 def start(inputs: Path, folder: Path, *overrides: str, port: int = 9, function: Path | None = None) -> Process:
     """An actor; without a server nothing listens on ``port``."""
     return start_actor(
-        folder, port, *COMMON, f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'train'}.jsonl",
+        folder, port, *COMMON, f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'rows.jsonl'}",
         f"reward.function.path={function or inputs / 'reward.py'}", *overrides,
     )  # fmt: skip
 

@@ -63,7 +63,7 @@ def test_rule_1_handshake_refuses_another_protocol_version(
     with RemoteCritic(shared_server.config()) as critic:
         status = critic.status()
         monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 7)
-        with pytest.raises(UserError, match="protocol version 4, this client 7"):
+        with pytest.raises(UserError, match="protocol version 5, this client 7"):
             agree(critic, status)
 
 

@@ -1,6 +1,5 @@
 """Ctrl-C in real processes: one sentence, exit code 130, nobody left behind; the same command goes on."""
 
-import json
 import os
 import re
 import signal
@@ -14,9 +13,10 @@ import pytest
 
 from nemo_style_rlhf.launch.interrupt import INTERRUPTED_EXIT
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
+from tests.integration.critic_server import left_of
 from tests.integration.processes import wait_for_output
 from tests.integration.warm import ACTOR_PYTHON, ROOT, SERVER_PYTHON
-from tests.models import save_policy, save_reward_model
+from tests.models import save_run_inputs
 
 REWARD = """
 import time
@@ -36,13 +36,8 @@ SFT = [
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    save_policy(folder / "policy")
-    save_reward_model(folder / "reward")
-    (folder / "reward.py").write_text(REWARD)
     rows = [{"prompt": f"w{i} w{i + 1}", "response": f"w{i + 2}"} for i in range(40)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return save_run_inputs(tmp_path_factory.mktemp("inputs"), REWARD, rows)
 
 
 class Program:
@@ -218,6 +213,20 @@ def test_of_several_ranks_the_first_speaks(inputs, program):
     for rank in ranks:
         rank.wait(30)
     assert actor.output().count("the same command") == 1
+
+
+def test_ctrl_c_through_torchrun_commits_the_running_step_and_leaves_nobody(inputs, program, tmp_path):
+    """The launcher hands it down to its ranks, which are sessions of their own, and then fails with a traceback of its own."""
+    actor = program(*grpo(inputs), "checkpoint.save_on_interrupt=true", "checkpoint.save_interval=100", ranks=2)
+    wait_for_output(actor, "PPO 1/400")
+    everyone = psutil.Process(actor._child.pid).children(recursive=True)
+    assert len(everyone) >= 2 and committed(tmp_path / "run") == 0
+    actor.ctrl_c()
+    assert actor.wait(60) == 1, actor.output()
+    assert not left_of(everyone)
+    (step,) = re.findall(r"step (\d+) is committed, the run ends as it was told", actor.output())
+    assert int(step) == committed(tmp_path / "run") > 0, actor.output()
+    assert actor.output().count("Traceback") == actor.output().count("SignalException: Process") == 1, actor.output()
 
 
 def test_a_supervised_stage_says_where_it_stopped_and_goes_on(inputs, program, tmp_path):

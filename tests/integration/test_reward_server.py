@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import Array, ProtocolError
+from nemo_style_rlhf.data.templates import write_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.reward import RewardServerConfig
@@ -200,7 +202,8 @@ def test_an_actor_without_a_critic_trains_on_its_rewards(
 ) -> None:
     """Nothing listens where the critic server would be."""
     where = [f"reward.server.port={letters.port}", f"reward.server.token.token_file={letters.output_dir}/token"]
-    actor = start_actor(tmp_path, 9, *actor_overrides, "reward=server", "algorithm=reinforce_pp", *where)
+    asked = ["reward=server", "algorithm=reinforce_pp", "data.prompt_template='w9 {prompt}'"]
+    actor = start_actor(tmp_path, 9, *actor_overrides, *asked, *where)
     try:
         assert actor.wait(240) == 0, actor.output()
     finally:
@@ -213,7 +216,8 @@ def test_an_actor_without_a_critic_trains_on_its_rewards(
         rollout = [json.loads(line) for line in lines]
         assert len(rollout) == 16
         responses = [as_continued(row["response"]) for row in rollout]
-        expected = plain_rewards(letters.model, [row["prompt"] for row in rollout], responses)
+        prompts = [row["prompt"].removeprefix("w9 ") for row in rollout]  # the template is the policy's alone
+        expected = plain_rewards(letters.model, prompts, responses)
         np.testing.assert_allclose([row["reward"] for row in rollout], expected, atol=1e-5)
 
 
@@ -358,6 +362,26 @@ def test_rendered_prompts_are_read_as_they_stand_and_a_beginning_of_text_stands_
         once, never = (float(model(torch.tensor([each])).logits[0, 0]) for each in (ids, ids[1:]))
     assert [rendered, bare, text, opened] == pytest.approx([once, never, once, once], abs=1e-5)
     assert abs(once - never) > 1e-3
+
+
+def test_a_critic_server_whose_reward_model_had_another_template_is_refused(
+    make_server: Callable[..., CriticServer], actor_overrides: list[str], reward_model: Path, tmp_path: Path
+) -> None:
+    """Its reward model reads the policy's tokens. The same server reads texts in its own template."""
+    model = shutil.copytree(reward_model, tmp_path / "model")
+    write_template(model, "{prompt} w9", AutoTokenizer.from_pretrained(model), append_eos=True)
+    server = make_server(f"model.path={model}").start()
+    with RemoteCritic(server.config()) as client:
+        rewards = client.score_text(["w1", "w1 w9"], [" w2"] * 2).result()
+    np.testing.assert_allclose(rewards, plain_rewards(model, ["w1 w9", "w1 w9 w9"], ["w2"] * 2), atol=1e-5)
+    assert abs(rewards[0] - rewards[1]) > 1e-3
+    actor = start_actor(tmp_path / "actor", server.port, *actor_overrides, "data.prompt_template='w5 {prompt}'")
+    assert actor.wait(120) == 2, actor.output()
+    sentence = (
+        "error: data.prompt_template is 'w5 {prompt}' but the reward model of the critic server at "
+        f"127.0.0.1:{server.port} was trained with '{{prompt}} w9' and reads the policy's tokens: "
+    )
+    assert sentence in actor.output()
 
 
 def test_messages_are_not_sent_to_another_family(

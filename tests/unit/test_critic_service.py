@@ -19,7 +19,7 @@ def test_after_a_fault_nothing_more_is_computed() -> None:
         def score(self, request: object) -> None:
             raise RuntimeError("out of memory")
 
-    service = Service(Identity("m", "c", "t", 100, 64), Broken(), max_request_bytes=2**20)  # type: ignore[arg-type]
+    service = Service(Identity("m", "c", "t", 100, 64, {}), Broken(), max_request_bytes=2**20)  # type: ignore[arg-type]
     texts = protocol.reward_tensors(["a"], ["a"])
     with pytest.raises(RuntimeError):
         service.handle(protocol.REWARD_INFER.name, texts)

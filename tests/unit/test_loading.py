@@ -1,6 +1,11 @@
 """Checkpoints as they are published: every weight in them is read, or refused by its name."""
 
+import os
 import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -10,6 +15,8 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2ForTokenClassification,
@@ -18,6 +25,8 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from nemo_style_rlhf.errors import UserError
@@ -241,3 +250,73 @@ def test_gpt2_is_a_causal_lm_too(tmp_path: Path) -> None:
         load_reward_model(config(tmp_path))
     model = load_reward_model(config(tmp_path), new_head=True)
     assert isinstance(model.hf, GPT2ForSequenceClassification)
+
+
+def test_a_model_of_images_and_text_is_a_causal_lm_whose_text_gets_a_head(tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    text = {**layers, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 8}
+    vision = {**layers, "image_size": 28, "patch_size": 14}
+    shape = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(shape).save_pretrained(tmp_path / "policy")
+    save_tokenizer(tmp_path / "policy")
+    given = config(tmp_path / "policy")
+    with pytest.raises(UserError, match=r"is a causal LM \(Gemma3ForConditionalGeneration\), no reward model"):
+        load_reward_model(given)
+    model = load_reward_model(given, new_head=True)
+    export_model(model.hf, tmp_path / "export", source=given.path)
+    with torch.no_grad():
+        assert torch.equal(load_reward_model(config(tmp_path / "export"))(IDS, MASK), model(IDS, MASK))
+
+
+def test_an_encoder_decoder_is_named(tmp_path: Path) -> None:
+    shape = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(shape).save_pretrained(tmp_path)
+    for new_head in (False, True):
+        with pytest.raises(UserError, match=r"is an encoder-decoder \(t5\), a reward model must be a decoder: give"):
+            load_reward_model(config(tmp_path), new_head=new_head)
+
+
+# --- names of models that may lie on the hub --------------------------------------------------------------------------
+
+LOADS = """
+import sys
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.loading import load_tokenizer
+try:
+    load_tokenizer(sys.argv[1])
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("offline", ["", "1"])
+def test_a_name_that_is_no_folder_is_asked_for_once_where_the_hub_cannot_be_reached(
+    tmp_path: Path, offline: str
+) -> None:
+    """The hub hangs up on every call, or the environment forbids to ask it."""
+    calls = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            calls.append(self.path)
+            self.close_connection = True
+
+        do_GET = do_HEAD
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{hub.server_address[1]}"
+        environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
+        done = subprocess.run(
+            [sys.executable, "-c", LOADS, "models/mymodel"],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        hub.shutdown()
+    sentence = (
+        r"^there is no folder models/mymodel, and the hub cannot be asked for a model of that name \(.*\): correct "
+    )
+    assert re.search(sentence, done.stdout), done.stdout + done.stderr
+    calls = [call for call in calls if "mymodel" in call]  # the library has calls of its own
+    assert calls == ([] if offline else ["/models/mymodel/resolve/main/config.json"])

@@ -58,14 +58,14 @@ def test_a_bos_that_the_tokenizer_does_not_add_stays_as_it_was_written(tmp_path:
     assert text.token_ids("ab", "c") == [A, B, C, EOS]
 
 
-def test_the_template_of_training_stands_once(tmp_path: Path) -> None:
-    """The policy's own template, with which its prompts come, is the reward model's where both were trained with one."""
+def test_the_template_of_training_is_put_around_every_prompt(tmp_path: Path) -> None:
+    """Also around one that looks as if it stood in it already."""
     tokenizer = letter_tokenizer()
     write_template(tmp_path, "q{prompt}r", tokenizer, append_eos=True)
     text = RewardText(str(tmp_path), tokenizer, append_eos=None)
-    assert text.token_ids("qabr", "c") == text.token_ids("ab", "c")
-    assert len(text.token_ids("qr", "c")) == len([BOS, "q", "r", C, EOS])  # an empty prompt in it
-    assert len(text.token_ids("q", "c")) == len([BOS, "q", "q", "r", C, EOS])  # a prompt that only begins as it does
+    assert len(text.token_ids("ab", "c")) == len([BOS, "q", A, B, "r", C, EOS])
+    assert len(text.token_ids("qabr", "c")) == len([BOS, "q", "q", A, B, "r", "r", C, EOS])
+    assert len(text.token_ids("qr", "c")) == len([BOS, "q", "q", "r", "r", C, EOS])
 
 
 @pytest.mark.parametrize("single", [None, "<s> $A", "<s> $A </s>"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nemo_style_rlhf.checkpoint.files import SAMPLE_BYTES, SAMPLES
 from nemo_style_rlhf.checkpoint.starts import (
     differences,
     is_done,
@@ -18,7 +19,7 @@ from nemo_style_rlhf.checkpoint.starts import (
     require_same,
 )
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.models.digests import SAMPLE_BYTES, SAMPLES, model_fingerprint, rows_fingerprint
+from nemo_style_rlhf.models.digests import model_fingerprint, rows_fingerprint
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.common import ModelConfig, TrainerRunConfig
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
@@ -151,6 +152,42 @@ def test_a_run_is_done_while_its_exports_are_whole_and_nothing_changed(
     assert not done(replace(config, run=replace(config.run, resume="never")))
     record_start(tmp_path / "run", config, after="step_000009")  # it goes on, for whatever reason
     assert not done(config)
+
+
+def test_large_exports_are_sampled_when_a_run_ends_and_at_each_start(tmp_path: Path) -> None:
+    config, export = configuration(tmp_path / "run"), tmp_path / "export"
+    export.mkdir()
+    weights, size = export / "model.safetensors", 100 * SAMPLES * SAMPLE_BYTES
+    with weights.open("wb") as file:
+        file.truncate(size)
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = bytes_read()
+    record_start(tmp_path / "run", config, after="step_000000")
+    record_end(tmp_path / "run", [export])
+    assert is_done(config, longer="trainer.max_steps")
+    assert bytes_read() - before < size / 10
+    with weights.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"1")
+    assert not is_done(config, longer="trainer.max_steps")
+    with weights.open("wb") as file:
+        file.truncate(size - 1)
+    assert not is_done(config, longer="trainer.max_steps")
+
+
+@pytest.mark.parametrize("content", ['{"/export": {"mod', "", "[]", '{"/export": null}', "\udcff"])
+def test_a_damaged_note_of_the_end_is_named_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    config = configuration(tmp_path)
+    record_start(tmp_path, config, after="step_000000")
+    (tmp_path / "done.json").write_bytes(content.encode(errors="surrogateescape"))
+    assert not is_done(config, longer="trainer.max_steps")
+    (record,) = caplog.records
+    assert "done.json is damaged: the run goes on from its last checkpoint and exports anew" in record.message
 
 
 def model(folder: Path, weights: bytes, **config: int) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from nemo_style_rlhf.data.templates import check_template, write_template
+from nemo_style_rlhf.data.templates import check_reward_template, check_template, read_template, render, write_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import tokenizer_digest
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -18,6 +18,7 @@ from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
+from nemo_style_rlhf.schema.templates import unrendered
 
 TEMPLATE = "Question: {prompt}\nAnswer:"
 SCHEMAS = [
@@ -40,6 +41,28 @@ def test_another_prompt_template_is_refused_or_warned_about(tmp_path, tokenizer,
     with caplog.at_level(logging.WARNING):
         check_template(str(tmp_path), PromptTemplateConfig(given, on_template_mismatch="warn"), tokenizer)
     assert "was trained with" in caplog.text
+
+
+def test_a_reward_model_that_reads_the_policys_tokens_was_trained_with_its_prompt_template(tmp_path, tokenizer, caplog):
+    name = "the reward model of x:1"
+    check_reward_template(name, read_template(str(tmp_path)), PromptTemplateConfig(TEMPLATE))
+    write_template(tmp_path, "Q: {prompt}", tokenizer, append_eos=True)
+    trained = read_template(str(tmp_path))
+    check_reward_template(name, trained, PromptTemplateConfig("Q: {prompt}"))
+    for given in (None, TEMPLATE):
+        with pytest.raises(
+            UserError, match=r"but the reward model of x:1 was trained with 'Q: \{prompt\}' and reads the policy's"
+        ):
+            check_reward_template(name, trained, PromptTemplateConfig(given))
+    assert not caplog.records
+    check_reward_template(name, trained, PromptTemplateConfig(on_template_mismatch="warn"))
+    assert "data.prompt_template is None but the reward model of x:1" in caplog.text
+
+
+@pytest.mark.parametrize("template", [None, "{prompt}", "{prompt} w9", "w9 {prompt}", "w9 w9{prompt}w9\n"])
+@pytest.mark.parametrize("prompt", ["", "w1", "w1 w9", "w9 w1 w9", "w9 ", "{prompt}", "w9 w9w9\n"])
+def test_a_prompt_is_taken_out_of_its_template_again(template, prompt):
+    assert unrendered(template, render(template, prompt)) == prompt
 
 
 def test_another_chat_template_is_refused(tmp_path, tokenizer):
