@@ -149,19 +149,27 @@ read -r actor_host _ actor_master_port < <("${actor_step[@]}" --nodes=1 --ntasks
     "${task[@]}" USR1 "$ACTOR_SETUP" 1 - - $ACTOR_PYTHON -c "$where" "$critic_address" | tail -n 1)
 [[ -n ${actor_master_port:-} ]] || refuse "ACTOR_PYTHON=$ACTOR_PYTHON did not run on the actor's node: see above"
 
+# The job's own certificate, which names that address; only the job's owner can enter its folder, which goes with the job.
+tls=$OUTPUT_DIR/tls-$SLURM_JOB_ID
+trap 'rm -rf "$tls"' EXIT
+rm -rf "$tls" && mkdir -m 700 "$tls" || refuse "$tls, for the job's certificate, cannot be made"
+openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj "/CN=ppo-$SLURM_JOB_ID" \
+    -addext "subjectAltName=IP:$host" -keyout "$tls/server.key" -out "$tls/server.crt" 2>"$tls/log" ||
+    refuse "the job's certificate was not made: $(cat "$tls/log")"
+
 say "critic on $SLURM_JOB_NODELIST_HET_GROUP_0 at $host:$port, actor on $SLURM_JOB_NODELIST_HET_GROUP_1, in $OUTPUT_DIR;" \
     "processes per node: critic $CRITIC_RANKS, actor $ACTOR_RANKS"
 "${critic_step[@]}" --output="$OUTPUT_DIR/critic.log" \
     --nodes="$critic_nodes" --ntasks=$((critic_nodes * CRITIC_RANKS)) --ntasks-per-node="$CRITIC_RANKS" \
     "${task[@]}" TERM "$CRITIC_SETUP" "$CRITIC_RANKS" "$host" "$critic_master_port" \
     $CRITIC_PYTHON servers/serve_ppo_critic.py "run.output_dir='$OUTPUT_DIR/critic'" "${critic_args[@]}" \
-    "server.host=$host" "server.port=$port" &
+    "server.host=$host" "server.port=$port" "server.tls.certificate='$tls/server.crt'" "server.tls.key='$tls/server.key'" &
 critic=$!
 "${actor_step[@]}" --output="$OUTPUT_DIR/actor.log" \
     --nodes="$actor_nodes" --ntasks=$((actor_nodes * ACTOR_RANKS)) --ntasks-per-node="$ACTOR_RANKS" \
     "${task[@]}" USR1 "$ACTOR_SETUP" "$ACTOR_RANKS" "$actor_host" "$actor_master_port" \
     $ACTOR_PYTHON trainers/train_ppo_actor.py "run.output_dir='$OUTPUT_DIR/actor'" "${actor_args[@]}" \
-    "remote_critic_rm.host=$host" "remote_critic_rm.port=$port" &
+    "remote_critic_rm.host=$host" "remote_critic_rm.port=$port" "remote_critic_rm.tls.ca='$tls/server.crt'" &
 actor=$!
 trap 'say "SIGTERM"; end_components; exit 143' TERM
 

@@ -70,6 +70,8 @@ def test_a_job_completes_on_two_nodes_and_leaves_them_at_once(completed):
     for fields in components:
         assert datetime.fromisoformat(fields["EndTime"]).timestamp() - exported < JOINT_DEATH_S
     assert "received SIGTERM" in (job.output_dir / "critic.log").read_text()
+    assert "serving critic and reward at https://" in (job.output_dir / "critic.log").read_text()
+    assert not list(job.output_dir.glob("tls-*"))
     assert "the critic ended" not in job.log.read_text()
     assert not processes(job)
 
