@@ -1,10 +1,13 @@
-"""What the critic protocol costs beside a bare PyTriton echo of the same bytes (rule 10: at most twice).
+"""What the critic protocol and its front door cost, and how they bear many clients.
 
-    .venv-actor/bin/python benchmarks/protocol.py [--rounds 30]
+    .venv-actor/bin/python benchmarks/protocol.py [--rounds 30] [--requests 2000]
 
-Two servers run side by side and compute nothing. `critic` is the real client, binding, token check and validation, with
-values made of the tokens; `bare` is PyTriton alone, returning its input as FP32, called with plain `requests`. The calls
-alternate; medians are compared. The train row sends the five tensors of a train part, and the bare echo as many bytes.
+Four servers run side by side and compute nothing. `door` is the real client, front door, binding and validation, with values
+made of the tokens; `tls` is the same with a certificate; `straight` has no door, its Triton listens on TCP; `bare` is PyTriton
+alone, returning its input as FP32, called with plain `requests`. The calls alternate; medians are compared. The train row
+sends the five tensors of a train part, and the bare echo as many bytes. Rule 10 of the protocol allows twice the bare echo; the
+door may cost 1.3 times `straight` for parts of 64 MiB, and 2 ms for small calls. Then `door` alone is asked for the values of
+32 x 128 tokens, by 1, 8 and 64 clients, and its memory is looked at.
 """
 
 import argparse
@@ -16,11 +19,15 @@ import statistics
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
@@ -28,32 +35,35 @@ from nemo_style_rlhf.critic_service.protocol import ACQUIRE, INFER, TRAIN, Endpo
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER_PYTHON = ROOT / ".venv-server" / "bin" / "python"
-SIZES = ((128, 80), (512, 512), (1024, 2048), (1024, 8192))
+SIZES = ((32, 1024), (128, 80), (512, 512), (1024, 2048), (1024, 4096), (1024, 16384))
 ECHO = Endpoint("echo", (TensorSpec("x", "INT32"),), (TensorSpec("y", "FP32"),))
 SINK = Endpoint("sink", (TensorSpec("x", "INT32"),), (TensorSpec("size", "INT64", 1),))
 TOKEN = "benchmark"
 VOCABULARY = 32000
+KINDS = ("door", "tls", "straight", "bare")
 MAX_REQUEST_BYTES = 2**30
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="alternating calls per size")
-    parser.add_argument("--serve", choices=("critic", "bare"), help=argparse.SUPPRESS)
+    parser.add_argument("--requests", type=int, default=2000, help="of each number of clients")
+    parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--ready-file", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        {"critic": serve_critic, "bare": serve_bare}[arguments.serve](arguments.ready_file)
+        serve(arguments.serve, arguments.ready_file)
     else:
-        measure(arguments.rounds)
+        measure(arguments.rounds, arguments.requests)
 
 
 # --- client side ------------------------------------------------------------------------------------------------------
 
 
-def measure(rounds: int) -> None:
+def measure(rounds: int, requests: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        ready = {kind: Path(scratch) / f"{kind}.json" for kind in ("critic", "bare")}
+        make_certificate(Path(scratch))
+        ready = {kind: Path(scratch) / f"{kind}.json" for kind in KINDS}
         log = (Path(scratch) / "log").open("wb")
         servers = [
             subprocess.Popen(
@@ -65,7 +75,9 @@ def measure(rounds: int) -> None:
             for kind, path in ready.items()
         ]
         try:
-            print_table(ports(ready, servers), rounds)
+            port = ports(ready, servers)
+            print_table(port, Path(scratch), rounds)
+            print_load(port["door"], servers[KINDS.index("door")].pid, requests)
         finally:
             for server in servers:
                 server.send_signal(signal.SIGTERM)
@@ -73,24 +85,53 @@ def measure(rounds: int) -> None:
                 server.wait(60)
 
 
+def make_certificate(folder: Path) -> None:
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-subj",
+        "/CN=bench",
+    ]
+    files = [
+        "-keyout",
+        str(folder / "tls.key"),
+        "-out",
+        str(folder / "tls.crt"),
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+    ]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+
+
 def ports(ready: dict[str, Path], servers: list[Any]) -> dict[str, int]:
     while not all(path.exists() for path in ready.values()):
         if any(server.poll() is not None for server in servers):
-            raise SystemExit("a server did not start: run this file with --serve critic --ready-file /tmp/r to see why")
+            raise SystemExit("a server did not start: run this file with --serve door --ready-file /tmp/r to see why")
         time.sleep(0.2)
     return {kind: json.loads(path.read_text())["port"] for kind, path in ready.items()}
 
 
-def print_table(port: dict[str, int], rounds: int) -> None:
+def print_table(port: dict[str, int], scratch: Path, rounds: int) -> None:
     import requests
 
     from nemo_style_rlhf.critic_service.client import parse_json
     from nemo_style_rlhf.critic_service.connection import Connection
+    from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
 
-    connection = Connection("127.0.0.1", port["critic"], token=TOKEN, retries=0)
-    session = requests.Session()
+    tls = {"tls": ClientTlsConfig(ca=str(scratch / "tls.crt"))}
+    connections = {
+        kind: Connection("127.0.0.1", port[kind], token=TOKEN, retries=0, **(tls if kind == "tls" else {}))
+        for kind in KINDS[:3]
+    }
     request = {protocol.REQUEST.name: protocol.json_tensor({"run_id": "benchmark"})}
-    lease = parse_json(connection.call(ACQUIRE, request, timeout_s=60))["lease"]
+    leases = {kind: parse_json(connections[kind].call(ACQUIRE, request, timeout_s=60))["lease"] for kind in connections}
+    session = requests.Session()
 
     def bare(endpoint: Endpoint, array: np.ndarray) -> dict[str, Any]:
         body, head_length = encode_request(endpoint, {"x": array})
@@ -100,45 +141,71 @@ def print_table(port: dict[str, int], rounds: int) -> None:
         response.raise_for_status()
         return decode_response(response.content, int(response.headers[HEAD_LENGTH_HEADER]))
 
-    print("| call | sequences x tokens | MiB sent | critic, ms | bare PyTriton, ms | ratio |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| call | sequences x tokens | MiB sent | door, ms | tls, ms | straight, ms | bare, ms | door / straight | door / bare |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for count, length in SIZES:
-        sequences = [np.full(length, row % VOCABULARY, dtype=np.int32) for row in range(count)]
-        ragged = protocol.ragged(sequences)
-        calls: list[tuple[str, Callable[[], Any], Callable[[], Any], int]] = []
-        sent = ragged["tokens"].nbytes + ragged["sequence_lengths"].nbytes
-        calls.append(
-            (
-                "critic_infer",
-                lambda: connection.call(INFER, protocol.ragged(sequences), timeout_s=60),  # noqa: B023
-                lambda: bare(ECHO, np.concatenate(sequences)),  # noqa: B023
-                sent,
-            )
-        )
-        inputs = train_inputs(ragged, lease)
-        sent = sum(tensor.nbytes for tensor in inputs.values())
-        padding = np.zeros(sent // 4, dtype=np.int32)
-        calls.append(
-            (
-                "critic_train, a part",
-                lambda: connection.call(TRAIN, inputs, timeout_s=60),  # noqa: B023
-                lambda: bare(SINK, padding),  # noqa: B023
-                sent,
-            )
-        )
-        for name, ours, theirs, nbytes in calls:
-            times: tuple[list[float], list[float]] = ([], [])
+        ragged = protocol.ragged([np.full(length, row % VOCABULARY, dtype=np.int32) for row in range(count)])
+        trains = {kind: train_inputs(ragged, lease) for kind, lease in leases.items()}
+        for endpoint, inputs, echo in (
+            (INFER, dict.fromkeys(leases, ragged), ECHO),
+            (TRAIN, trains, SINK),
+        ):
+            sent = sum(tensor.nbytes for tensor in inputs["door"].values())
+            padding = np.zeros(sent // 4, dtype=np.int32)
+            calls: dict[str, Callable[[], Any]] = {
+                kind: partial(connections[kind].call, endpoint, inputs[kind], timeout_s=60) for kind in connections
+            }
+            calls["bare"] = partial(bare, echo, padding)
+            times: dict[str, list[float]] = {kind: [] for kind in KINDS}
             for _ in range(rounds + 3):
-                for call, into in zip((ours, theirs), times, strict=True):
+                for kind, call in calls.items():
                     started = time.perf_counter()
                     call()
-                    into.append(time.perf_counter() - started)
-            mine, bare_time = (1000 * statistics.median(each[3:]) for each in times)
+                    times[kind].append(time.perf_counter() - started)
+            door, tls_ms, straight, bare_ms = (1000 * statistics.median(times[kind][3:]) for kind in KINDS)
             print(
-                f"| {name} | {count} x {length} | {nbytes / 2**20:.2f} | {mine:.1f} | {bare_time:.1f} "
-                f"| {mine / bare_time:.2f} |",
+                f"| {endpoint.name} | {count} x {length} | {sent / 2**20:.2f} | {door:.1f} | {tls_ms:.1f} | {straight:.1f} "
+                f"| {bare_ms:.1f} | {door / straight:.2f} | {door / bare_ms:.2f} |",
                 flush=True,
             )
+    for connection in connections.values():
+        connection.close()
+
+
+def print_load(port: int, server: int, requests: int) -> None:
+    """Round trips of many clients, and how much memory the server's processes keep per 1,000 requests, and /dev/shm."""
+    from nemo_style_rlhf.critic_service.connection import Connection
+
+    ragged = protocol.ragged([np.full(128, row, dtype=np.int32) for row in range(32)])
+    connection = Connection("127.0.0.1", port, token=TOKEN, retries=0)  # each thread has a session of its own
+
+    def ask(_: int) -> float:
+        started = time.perf_counter()
+        connection.call(INFER, ragged, timeout_s=60)
+        return time.perf_counter() - started
+
+    def kept_mib() -> float:
+        process = psutil.Process(server)
+        private = sum(each.memory_full_info().uss for each in (process, *process.children(recursive=True)))
+        shm = os.statvfs("/dev/shm")
+        return float(private + (shm.f_blocks - shm.f_bfree) * shm.f_frsize) / 2**20
+
+    print("\n| clients | requests | p50, ms | p99, ms | requests/s | MiB kept per 1,000 after the first 1,000 |")
+    print("|---|---|---|---|---|---|")
+    for clients in (1, 8, 64):
+        with ThreadPoolExecutor(clients) as pool:
+            for _ in pool.map(ask, range(1000)):
+                pass
+            before, started = kept_mib(), time.perf_counter()
+            times = sorted(pool.map(ask, range(requests)))
+            seconds, kept = time.perf_counter() - started, kept_mib() - before
+        p50, p99 = (1000 * times[int(share * len(times))] for share in (0.5, 0.99))
+        print(
+            f"| {clients} | {requests} | {p50:.1f} | {p99:.1f} | {requests / seconds:.0f} | {1000 * kept / requests:.2f} |",
+            flush=True,
+        )
     connection.close()
 
 
@@ -155,11 +222,18 @@ def train_inputs(ragged: dict[str, Any], lease: str) -> dict[str, Any]:
 # --- server side ------------------------------------------------------------------------------------------------------
 
 
-def serve_critic(ready_file: Path) -> None:
+def serve(kind: str, ready_file: Path) -> None:
+    if kind == "bare":
+        serve_bare(ready_file)
+    else:
+        serve_critic(kind, ready_file)
+
+
+def serve_critic(kind: str, ready_file: Path) -> None:
     """The real binding and the real validation around no model at all."""
     from nemo_style_rlhf.critic_service.ledger import Ledger
     from nemo_style_rlhf.critic_service.triton import Address, Binding, take_port
-    from nemo_style_rlhf.schema.critic import ServerConfig
+    from nemo_style_rlhf.schema.critic import ServerConfig, ServerTlsConfig
 
     limits = protocol.Limits(VOCABULARY, max_length=2**20, max_request_bytes=MAX_REQUEST_BYTES)
     ledger = Ledger()
@@ -175,12 +249,40 @@ def serve_critic(ready_file: Path) -> None:
         return {protocol.RESPONSE.name: protocol.json_tensor(answer)}
 
     config = ServerConfig(port=0, max_request_bytes=MAX_REQUEST_BYTES)
+    if kind == "tls":
+        files = (str(ready_file.with_name(f"tls.{suffix}")) for suffix in ("crt", "key"))
+        config.tls = ServerTlsConfig(*files)
     address = Address(take_port("127.0.0.1", 0), TOKEN)
-    door = Binding(config, handle, address, roles=["critic"], boot_id="benchmark")
-    announce(ready_file, door.port)
+    if kind == "straight":
+        port = listen_on_tcp()
+    binding = Binding(config, handle, address, roles=["critic"], boot_id="benchmark")
+    announce(ready_file, port if kind == "straight" else binding.port)
     signal.sigwait({signal.SIGTERM})
-    door.close(10)
+    binding.close(10)
     os._exit(0)
+
+
+def listen_on_tcp() -> int:
+    """From now on Triton listens on this port of loopback, as it did before there was a door."""
+    from nemo_style_rlhf.critic_service.backend import Backend
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+
+    def start(backend: Any, plain: Callable[[Any], None] = Backend.start) -> None:
+        backend._triton_server_config["http-address"] = "127.0.0.1"
+        backend._triton_server_config["http-port"] = port
+        plain(backend)
+
+    def is_ready(_: Any) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    Backend.start, Backend._is_ready = start, is_ready  # type: ignore[method-assign]
+    return port
 
 
 def serve_bare(ready_file: Path) -> None:
