@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -21,9 +22,12 @@ from pathlib import Path
 import psutil
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
+from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
+from nemo_style_rlhf.critic_service.secret import own_token
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.integration.critic_server import left_of
+from tests.integration.fuzzer import JSON_CALLS, valid_infer, valid_json, valid_train
 from tests.integration.processes import Process, proxy, run_pair, start_actor, start_server
 from tests.integration.test_ppo import STEPS, actor_overrides, metrics, save_inputs, server_overrides, without_timers
 from tests.integration.warm import SLOW_DISK_PATH
@@ -37,6 +41,13 @@ MESSAGES = 30
 PATIENCE_S = 12.0
 """Or after up to this time, in which an actor has loaded and made its first steps."""
 RUN_TIMEOUT_S = 400.0
+PAUSE_S = 60.0
+"""A paused process stands still for so long."""
+SHM_BYTES = 2**28
+OWN_SHM = [
+    "unshare", "--map-root-user", "--mount", "sh", "-c", f'mount -t tmpfs -o size={SHM_BYTES} tmpfs /dev/shm && exec "$@"', "sh",
+]  # fmt: skip
+"""Runs a command that has a /dev/shm of its own, which may be filled."""
 DROPOUT = "model.disable_dropout=false"
 """As the policy's config has it: the same in every step that is taken again."""
 
@@ -109,7 +120,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def start_chaos_server(folder: Path, inputs: Path) -> tuple[Process, int]:
-    return start_server(folder / "critic", *server_overrides(inputs), cold=True, environment=environment(folder))
+    return start_server(folder / "critic", *server_overrides(inputs), cold=OWN_SHM, environment=environment(folder))
 
 
 def kill_actor(run: Run) -> None:
@@ -227,10 +238,69 @@ def slow_both_disks(run: Run) -> None:
     slow_disk(run.folder).touch()
 
 
+def processes_below(process: Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    return []
+
+
+def pause(processes: list[psutil.Process]) -> None:
+    """SIGSTOP, and SIGCONT later."""
+
+    def signal_all(number: signal.Signals) -> None:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    signal_all(signal.SIGSTOP)
+    timer = threading.Timer(PAUSE_S, signal_all, [signal.SIGCONT])
+    timer.daemon = True
+    timer.start()
+
+
+def pause_server(run: Run) -> None:
+    """The process itself, or with all it has started."""
+    processes = processes_below(run.server)
+    pause(processes if run.draw.random() < 0.5 else processes[:1])
+
+
+def pause_actor(run: Run) -> None:
+    assert run.actor is not None
+    pause(processes_below(run.actor))
+
+
+def hang_up(run: Run) -> None:
+    """Clients that know the token send every call, or a part of it, and are gone."""
+    token = own_token()
+    assert token is not None
+    for raw in (
+        valid_infer(),
+        valid_train("nobody's"),
+        *(valid_json("nobody's", number) for number in range(JSON_CALLS)),
+    ):
+        body, headers = raw.body()
+        lines = "".join(f"{name}: {value}\r\n" for name, value in (headers | {protocol.TOKEN_HEADER: token}).items())
+        head = f"POST /v2/models/{raw.model}/infer HTTP/1.1\r\nHost: c\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
+        for _ in range(3):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", run.port), timeout=5) as link:
+                link.sendall(head.encode() + body[: run.draw.choice([len(body), len(body) // 2, 0])])
+
+
+def fill_shared_memory(run: Run) -> None:
+    """For a while."""
+    filler = Path(f"/proc/{run.server.pid}/root/dev/shm/filler")
+    with contextlib.suppress(OSError), filler.open("wb") as file:
+        while True:
+            file.write(bytes(2**20))
+    timer = threading.Timer(TIMEOUT_S, lambda: filler.unlink(missing_ok=True))
+    timer.daemon = True
+    timer.start()
+
+
 FAULTS = [
     kill_actor, kill_server, kill_both, kill_tritonserver, kill_endpoint, cut_connection, stall, deliver_late,
     terminate_actor, preempt_actor, terminate_server, take_over, damage_actor_half, damage_critic_half,
-    fill_actors_disk, fill_servers_disk, slow_both_disks,
+    fill_actors_disk, fill_servers_disk, slow_both_disks, pause_server, pause_actor, hang_up, fill_shared_memory,
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from tests.integration.critic_server import VOCABULARY, CriticServer
 Random = np.random.Generator
 TOKEN = "a-shared-secret"
 MAX_REQUEST_BYTES = 65536
+JSON_CALLS = 5
 DATATYPES = {
     "INT32": np.int32,
     "INT64": np.int64,
@@ -92,14 +93,14 @@ def valid_train(lease: str, step: int = 1) -> Raw:
     return raw
 
 
-def valid_json(lease: str, random: np.random.Generator) -> Raw:
+def valid_json(lease: str, number: int) -> Raw:
     model, content = [
         ("critic_save", {"lease": lease, "checkpoint_id": "fuzz"}),
         ("critic_commit", {"lease": lease, "checkpoint_id": "fuzz", "keep": 2}),
         ("critic_restore", {"lease": lease, "checkpoint_id": "fuzz"}),
         ("critic_acquire", {"run_id": "fuzz", "tokenizer_digest": "of another tokenizer"}),
         ("critic_shutdown", {"lease": lease}),
-    ][random.integers(5)]
+    ][number]
     return Raw(model, {"request": text(json.dumps(content))})
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,16 @@ class Process:
 
 
 def start_server(
-    directory: Path, *overrides: str, ranks: int = 1, cold: bool = False, environment: Mapping[str, str] = os.environ
-) -> tuple[Process, int]:
-    """`servers/serve_ppo_critic.py` on a free port; returns when it answers."""
+    directory: Path, *overrides: str, ranks: int = 1, cold: Sequence[str] | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> tuple[Process, int]:  # fmt: skip
+    """`servers/serve_ppo_critic.py` on a free port; returns when it answers. ``cold`` stands before its command, if only []."""
     ready = directory / "ready.json"
     ready.unlink(missing_ok=True)
     where = [f"run.output_dir={directory}", "server.port=0", f"server.ready_file={ready}"]
     command = ["servers/serve_ppo_critic.py", *where, *overrides]
-    if cold:
-        process = Process([str(SERVER_PYTHON), *command], directory / "server.log", environment=environment)
+    if cold is not None:
+        process = Process([*cold, str(SERVER_PYTHON), *command], directory / "server.log", environment=environment)
     else:
         process = Process(command, directory / "server.log", warm_python=SERVER_PYTHON, ranks=ranks)
     deadline = time.monotonic() + READY_TIMEOUT_S

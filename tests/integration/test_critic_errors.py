@@ -1,6 +1,7 @@
 """Rule 6: bad input gets a clear answer and changes nothing. A seeded fuzzer, and the sentences themselves."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from tests.integration.critic_server import TOKEN_ENV, CriticServer
 from tests.integration.fuzzer import (
+    JSON_CALLS,
     MAX_REQUEST_BYTES,
     MUTATIONS,
     TOKEN,
@@ -67,7 +69,8 @@ def test_rule_6_a_thousand_malformed_requests_change_nothing(
     expected = [post(guarded_server, valid()).content for valid in (valid_infer, valid_reward)]
     random = np.random.default_rng(20261121)
     for number in range(MALFORMED_REQUESTS):
-        make = [valid_infer, lambda: valid_train(lease), lambda: valid_json(lease, random), valid_reward][number % 4]
+        call = int(random.integers(JSON_CALLS))
+        make = [valid_infer, partial(valid_train, lease), partial(valid_json, lease, call), valid_reward][number % 4]
         raw = make()
         MUTATIONS[random.integers(len(MUTATIONS))](raw, random)
         check_clear(post(guarded_server, raw), raw, guarded_server)
