@@ -209,9 +209,10 @@ def _refuse_numpy_2() -> None:
 def take_port(host: str, port: int) -> socket.socket:
     """The port, bound. A server that was just told to stop may still hold it for a moment."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise UserError(f"server.host={host} is no address of this host ({error}): give one, e.g. 127.0.0.1") from error
+    family, kind, _, _, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)  # clients write 127.0.0.1
     sockets: list[socket.socket] = []
 
     def bound() -> bool:
