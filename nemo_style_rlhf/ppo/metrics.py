@@ -77,8 +77,9 @@ def validation_metrics(sampled: Sampled, *, pass_score: float | None) -> dict[st
     }
     if pass_score is not None:
         passed: dict[int, list[bool]] = defaultdict(list)
-        for rollout, score in zip(sampled.rollouts, scores.tolist(), strict=True):
-            passed[rollout.sample.prompt_id].append(score >= pass_score)
+        # Comparing a tensor rounds pass_score to fp32, as the scores were: as a Python float .9 is above the score .9.
+        for rollout, reached in zip(sampled.rollouts, (scores >= pass_score).tolist(), strict=True):
+            passed[rollout.sample.prompt_id].append(reached)
         k = max(map(len, passed.values()))
         metrics["pass@1"] = sum(sum(each) / len(each) for each in passed.values()) / len(passed)
         if k > 1:

@@ -196,10 +196,12 @@ class Collector:
         """Rows of the prompts whose mean filtering score lies strictly between the bounds."""
         bounds, size = self.algorithm.filter, self.algorithm.samples_per_prompt
         scores = sampled.scores.rewards if sampled.scores.filter_scores is None else sampled.scores.filter_scores
-        means = scores.view(-1, size).nanmean(-1).tolist()  # a prompt all of whose samples failed has NaN and goes
+        # Comparing a tensor rounds the bounds to fp32, as the scores were: as Python's floats 2 of 10 would be above 0.2.
+        means = scores.double().view(-1, size).nanmean(-1).float()  # NaN, which goes, where all samples failed
         low = -torch.inf if bounds.low is None else bounds.low
         high = torch.inf if bounds.high is None else bounds.high
-        return [group * size + index for group, mean in enumerate(means) if low < mean < high for index in range(size)]
+        teach = (low < means) & (means < high)
+        return teach.repeat_interleave(size).nonzero().flatten().tolist()
 
     def _requests(
         self, prompts: Sequence[Prompt], step: int, samples_per_prompt: int, run_seed: int, seen: Counter[int]

@@ -417,6 +417,28 @@ def test_filtering_draws_prompts_until_enough_of_them_teach():
     assert len(set(ids)) == len(ids)  # a prompt drawn again gives other samples
 
 
+class SharesScorer(LengthScorer):
+    """Gives the samples of each prompt their scores in turn: 2 of 10 solved, 3 of 10 solved, each .9, each .2."""
+
+    def __init__(self):
+        shares = [1.0] * 2 + [0.0] * 8, [1.0] * 3 + [0.0] * 7, [0.9] * 10, [0.2] * 10
+        self.scores = {str(label): iter(share) for label, share in enumerate(shares)}
+
+    def score(self, samples):
+        scores = super().score(samples).result()
+        scores.rewards = torch.tensor([next(self.scores[sample.label]) for sample in samples])
+        future = Future()
+        future.set_result(scores)
+        return future
+
+
+def test_a_mean_that_equals_a_bound_lies_neither_above_nor_below_it():
+    """In fp32 .2 is .200000003 and .9 is .89999998."""
+    experience = collect(scorer=SharesScorer(), filter=FilterConfig(low=0.2, high=0.9, max_rounds=1))
+    assert {rollout.sample.prompt_id for rollout in experience.rollouts} == {1}
+    assert experience.counts["filtered_prompts"] == 3
+
+
 def test_a_filter_that_nothing_passes_stops_the_run():
     with pytest.raises(NothingToLearnError, match=r"dropped all 16 prompts of 4 rollouts: widen algorithm\.filter"):
         collect(filter=FilterConfig(low=1000.0))

@@ -178,6 +178,14 @@ def test_validation_counts_passes_per_sample_and_per_prompt():
     assert not any("pass@" in name for name in validation_metrics(sampled, pass_score=None))
 
 
+@pytest.mark.parametrize("score", [0.1, 0.3, 0.7, 0.9])
+def test_a_score_that_equals_the_pass_score_passes(score):
+    # In fp32 .7 is .69999999 and .9 is .89999998: below what the configuration says.
+    scores = torch.tensor([score, score - 1e-6, math.nan])
+    sampled = Sampled([rollout(prompt, 0, [2, 3]) for prompt in range(3)], Scores(rewards=scores))
+    assert validation_metrics(sampled, pass_score=score)["val_rollouts/pass@1"] == pytest.approx(1 / 3)
+
+
 def test_repetition_is_the_share_of_4_grams_seen_before():
     assert repetition([1, 2, 3]) == 0
     assert repetition([1, 2, 3, 4, 5]) == 0
