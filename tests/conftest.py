@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 
 from nemo_style_rlhf.critic_service import secret
 from tests.cluster.slurm import why_no_cluster
 from tests.integration.processes import ROOT
 
+settings.register_profile("busy", deadline=None)  # a machine that does other things, too, is no fault of a test's
+settings.load_profile("busy")
 CLUSTER_TESTS = Path(__file__).parent / "cluster"
 DEMAND_CLUSTER = "NSR_DEMAND_CLUSTER"
 """Set where tests/cluster has to run: what it lacks is then an error."""

@@ -89,6 +89,8 @@ class _Server(TritonServer):  # type: ignore[misc]
         for name, given in self._server_config.server_args().items():
             for value in given if isinstance(given, list | tuple) else [given]:
                 arguments += [] if value is None else [f"--{name}", str(value)]
+        # Several at a time have crashed on a busy machine, with Boost's lock_exception.
+        arguments += ["--model-load-thread-count", "1"]
         command = [sys.executable, confine.__file__, str(self._server_path), *arguments]
         with contextlib.ExitStack() as opened:
             log = None if self.log is None else opened.enter_context(self.log.open("ab"))
@@ -98,6 +100,7 @@ class _Server(TritonServer):  # type: ignore[misc]
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
+                start_new_session=True,  # a terminal's Ctrl-C is not for it: a running call may finish
             )
 
     def is_alive(self) -> bool:
@@ -172,10 +175,9 @@ class Backend(Triton):  # type: ignore[misc]
         PyTriton's threads, which have nobody to serve any more, are daemons and end with this process.
         """
         # Not Triton.stop: it waits for clients to hang up, and takes half a second per endpoint, one after the other.
+        ours = self._stubs()
         if self._triton_server is not None and self._triton_server.is_alive():
             process = self._triton_server.process
-            with contextlib.suppress(psutil.NoSuchProcess):  # it died of itself meanwhile
-                self._processes += psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGINT)
             try:
                 process.wait(timeout_s)
@@ -184,10 +186,22 @@ class Backend(Triton):  # type: ignore[misc]
                 process.wait()
         # A stub that has answered waits, with Python's lock, for tritonserver to have noted it (ProcessRequests in pb_stub.cc):
         # for ever where that has been killed, as its watch over tritonserver wants the lock before it ends the stub.
-        for stub in self._processes:
+        for stub in ours:
             with contextlib.suppress(psutil.NoSuchProcess):
                 stub.kill()
         _remove_left_overs(lambda pid: pid == os.getpid())
+
+    def _stubs(self) -> list[psutil.Process]:
+        """Processes of the endpoints, whose arguments name the folder, and theirs; tritonserver may be dead already."""
+        stubs = [
+            process
+            for process in psutil.process_iter(["cmdline", "name"])
+            if process.info["name"] != "tritonserver"
+            and any(str(self._folder) in word for word in process.info["cmdline"] or [])
+        ]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            stubs += [child for stub in stubs for child in stub.children(recursive=True)]
+        return stubs
 
     def _is_ready(self) -> bool:
         connection = HTTPConnection("localhost", timeout=5)

@@ -13,6 +13,7 @@ import hmac
 import json
 import logging
 import os
+import signal
 import socket
 import ssl
 import sys
@@ -408,6 +409,11 @@ async def serve(settings: Settings) -> None:
 
 
 def main() -> None:
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a terminal's or a batch system's; the server process says when to end
+        signal.signal(number, signal.SIG_IGN)
     logging.getLogger("tornado").setLevel(logging.ERROR)
     return_freed_memory()
     settings = Settings(**json.loads(sys.stdin.buffer.readline()))

@@ -57,9 +57,9 @@ def test_rule_7_listens_on_loopback_only_and_keeps_tritons_own_doors_shut(shared
     assert addresses == {"127.0.0.1"}
     base = f"http://127.0.0.1:{shared_server.port}/v2"
     for path in ("/repository/index", "/repository/models/critic_infer/unload"):
-        assert requests.post(base + path, timeout=10).status_code == 403
+        assert requests.post(base + path, timeout=10).status_code == 401
     for path in ("/systemsharedmemory/status", "/trace/setting", "/logging"):
-        assert requests.get(base + path, timeout=10).status_code == 403
+        assert requests.get(base + path, timeout=10).status_code == 401
 
 
 @pytest.fixture(scope="module")

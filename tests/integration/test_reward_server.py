@@ -17,8 +17,10 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
+from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import Array, ProtocolError
+from nemo_style_rlhf.critic_service.secret import own_token
 from nemo_style_rlhf.data.templates import write_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
@@ -129,17 +131,15 @@ def test_the_status_says_that_there_is_no_critic(server: RewardServer, shared_se
 
 
 def test_the_critic_s_endpoints_do_not_exist(server: RewardServer) -> None:
-    with RemoteCritic(server.config()) as client, pytest.raises(ServerUnreachable) as refusal:
+    sentence = f"critic_infer at 127.0.0.1:{server.port}: this server has no such endpoint"
+    with RemoteCritic(server.config()) as client, pytest.raises(ProtocolError, match=sentence):
         client.infer(sequences(1)).result()
-    sentence = f"critic_infer is not served at 127.0.0.1:{server.port}: wait until the server has loaded, or correct "
-    assert str(refusal.value) == sentence + "reward.server.host and reward.server.port"
+    token = own_token()
+    assert token is not None
     for endpoint in ("critic_infer", "critic_train", "critic_acquire", "critic_save", "critic_shutdown"):
         url = f"http://127.0.0.1:{server.port}/v2/models/{endpoint}/infer"
-        answer = requests.post(url, json={"inputs": []}, timeout=10)
-        assert (answer.status_code, answer.json()) == (
-            404,
-            {"error": f"Request for unknown model: '{endpoint}' is not found"},
-        )
+        answer = requests.post(url, json={"inputs": []}, headers={protocol.TOKEN_HEADER: token}, timeout=10)
+        assert (answer.status_code, answer.json()) == (404, {"error": "[not_found] this server has no such endpoint"})
 
 
 def test_a_handshake_needs_a_critic(server: RewardServer, shared_server: CriticServer) -> None:
@@ -336,12 +336,17 @@ def test_texts_whose_reward_is_not_a_number_have_no_reward(tmp_path: Path) -> No
         server.close()
 
 
-def test_a_replica_with_another_model_is_refused(server: RewardServer, letters: RewardServer) -> None:
-    config = server.config(replicas=[f"127.0.0.1:{letters.port}"], token=TokenConfig(f"{letters.output_dir}/token"))
-    with pytest.raises(
-        UserError, match=rf"the reward server at 127\.0\.0\.1:{letters.port} serves the model .* serve the same one"
-    ):
-        scorer_of(config)
+def test_a_replica_with_another_model_is_refused(letters: RewardServer, tmp_path: Path, reward_model: Path) -> None:
+    token = f"{letters.output_dir}/token"
+    server = RewardServer(tmp_path, reward_model, [f"server.token.token_file={token}"]).start()
+    config = server.config(replicas=[f"127.0.0.1:{letters.port}"], token=TokenConfig(token))
+    try:
+        with pytest.raises(
+            UserError, match=rf"the reward server at 127\.0\.0\.1:{letters.port} serves the model .* serve the same one"
+        ):
+            scorer_of(config)
+    finally:
+        server.close()
 
 
 def test_rendered_prompts_are_read_as_they_stand_and_a_beginning_of_text_stands_once(tmp_path: Path) -> None:
