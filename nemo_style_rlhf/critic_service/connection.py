@@ -49,7 +49,7 @@ class _NotReady(Exception):
 _TRANSIENT = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError, _NotReady)
 TLS_REFUSAL = re.compile(r"certificate|unknown[ _]ca|wrong[ _]version|mismatch|alert|handshake", re.IGNORECASE)
 """In OpenSSL's words; what else goes wrong in TLS is a connection that broke."""
-TLS_PROBE_S = 3.0
+PROBE_S = 3.0
 
 
 class Connection:
@@ -111,6 +111,8 @@ class Connection:
         try:
             return attempts(self._post, endpoint, body, head_length, timeout_s)
         except requests.ReadTimeout as error:
+            if (reason := self._tls_refusal(error)) is not None:
+                raise self._no_tls(reason) from error
             raise ServerUnreachable(
                 f"the {self._peer.name} at {self.address} did not answer {endpoint.name} within {timeout_s:.0f} s "
                 f"({time.monotonic() - started:.0f} s with retries): look at its log, or raise the timeout in "
@@ -120,10 +122,7 @@ class Connection:
             raise ServerUnreachable(str(error)) from error
         except requests.RequestException as error:
             if (reason := self._tls_refusal(error)) is not None:
-                raise UserError(
-                    f"no TLS with the {self._peer.name} at {self.address} ({reason}): give the signer of its certificate, "
-                    f"which must name this host, in {self._peer.section}.tls.ca, and a certificate of yours where it demands one"
-                ) from error
+                raise self._no_tls(reason) from error
             raise ServerUnreachable(
                 f"no {self._peer.name} answers at {self.address}: start {self._peer.script} there, "
                 f"or correct {self._address_keys}"
@@ -188,29 +187,40 @@ class Connection:
     def _tls_refusal(self, error: BaseException) -> str | None:
         """Why the two sides cannot speak TLS with each other; None where something else went wrong."""
         text = str(error)
-        if self._tls.ca is not None and "SSL" in text:
-            if TLS_REFUSAL.search(text):
-                return re.sub(r"^.*?\] |\(_ssl\.c.*$", "", text.rpartition("SSL")[2]).strip()
-            # Nothing but its end tells of a server's refusal, if this side has sent its request already.
-            return (
-                "it ended the connection, as if it wanted another certificate of yours"
-                if self.boot_id is None
-                else None
-            )
-        if self._tls.ca is None and self.boot_id is None and re.search("RemoteDisconnected|ConnectionReset", text):
-            return "it speaks TLS, this process plain HTTP" if self._speaks_tls() else None
-        return None
+        if self._tls.ca is not None and "SSL" in text and TLS_REFUSAL.search(text):
+            return re.sub(r"^.*?\] |\(_ssl\.c.*$", "", text.rpartition("SSL")[2]).strip()
+        if self.boot_id is not None:
+            return None
+        if self._tls.ca is None:
+            ended = re.search("RemoteDisconnected|ConnectionReset", text)
+            return "it speaks TLS, this process plain HTTP" if ended and self._answers(tls=True) else None
+        if "SSL" not in text and "timed out" not in text:
+            return None
+        if self._answers(tls=False):
+            return "it speaks plain HTTP, this process TLS"
+        # Nothing but its end tells of a server's refusal, if this side has sent its request already.
+        return "it ended the connection, as if it wanted another certificate of yours" if "SSL" in text else None
 
-    def _speaks_tls(self) -> bool:
+    def _no_tls(self, reason: str) -> UserError:
+        return UserError(
+            f"no TLS with the {self._peer.name} at {self.address} ({reason}): give the signer of its certificate, which must "
+            f"name this host, in {self._peer.section}.tls.ca, and a certificate of yours where it demands one"
+        )
+
+    def _answers(self, *, tls: bool) -> bool:
+        """Whether the server understands a first word in TLS, or in plain HTTP."""
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         host, _, port = self.address.rpartition(":")
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=TLS_PROBE_S) as link:
-                context.wrap_socket(link).close()
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as link:
+                if tls:
+                    context.wrap_socket(link).close()
+                    return True
+                link.sendall(b"GET / HTTP/1.1\r\nHost: critic\r\n\r\n")
+                return link.recv(5) == b"HTTP/"
         except OSError:
             return False
-        return True
 
     @property
     def _address_keys(self) -> str:
