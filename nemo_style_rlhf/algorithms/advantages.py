@@ -21,17 +21,23 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
         Advantages, not whitened, and returns A + V; both 0 under mask 0.
     """
     rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
-    advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])
-    next_advantage = torch.zeros_like(next_value)
-    for t in reversed(range(values.shape[1])):
-        active = mask[:, t].bool()
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lam * next_advantage
-        advantages[:, t] = torch.where(active, advantage, 0)
-        next_value = torch.where(active, values[:, t], next_value)
-        next_advantage = torch.where(active, advantage, next_advantage)
+    active = mask.bool()
+    deltas = (rewards + gamma * _next_unmasked(values, active) - values).t().contiguous()
+    later = torch.zeros_like(deltas[0])
+    advantages = torch.empty_like(deltas)
+    for delta, counts, advantage in zip(deltas.flip(0), active.t().flip(0), reversed(advantages.unbind())):
+        later = torch.where(counts, delta + gamma * lam * later, later, out=advantage)
+    advantages = zero_masked(advantages.t().contiguous(), mask)
     return advantages, advantages + values
+
+
+def _next_unmasked(values: Tensor, active: Tensor) -> Tensor:
+    """At each entry of [batch, time] the value of the next active entry behind it; 0 if there is none."""
+    end = values.shape[1]
+    places = torch.where(active, torch.arange(end, device=values.device), end)
+    following = places.flip(-1).cummin(-1).values.flip(-1)
+    following = torch.cat([following[:, 1:], following.new_full((len(values), 1), end)], dim=-1)
+    return torch.cat([values, torch.zeros_like(values[:, :1])], dim=-1).gather(-1, following)
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:

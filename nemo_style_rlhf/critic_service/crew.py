@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure
-from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import NonFiniteError
 
 LOGGER = logging.getLogger(__name__)

@@ -1,6 +1,5 @@
 """The frozen reward model, alone or beside a critic."""
 
-import numpy as np
 import torch
 
 from nemo_style_rlhf.critic_service.batches import Batches
@@ -37,22 +36,18 @@ class RewardModel:
     def score(self, request: InferRequest) -> Array:
         """Rewards float32 [B]; on the first rank."""
         lengths = request.lengths.tolist()
-        scored: list[tuple[list[int], Array]] = []
+        rewards = torch.zeros(len(lengths))
         if self._host_copy is not None:
             self._host_copy.load()
-        for rows, counts in self.crew.share(self._batches.split(lengths)):
+        for rows, counts in self.crew.shard(self._batches.split(lengths)):
             if not counts:
                 continue
             token_ids, attention_mask = self._batches.inputs(request, rows)
             scores = self._model(token_ids, attention_mask)[: len(rows)]
             row_lengths = torch.tensor([lengths[row] for row in rows], device=scores.device)
             pooled = sequence_scores(scores, token_ids[: len(rows)], row_lengths, self._batches.pad_token_id)
-            scored.append((rows, pooled.cpu().numpy()))
-        rewards = np.empty(len(lengths), dtype=np.float32)
-        for share in self.crew.gather(scored):
-            for rows, found in share:
-                rewards[rows] = found
-        return rewards
+            rewards[rows] = pooled.float().cpu()
+        return self.crew.sum(rewards).numpy()
 
     def rest(self) -> None:
         """Free the device's memory, where the weights are offloaded."""

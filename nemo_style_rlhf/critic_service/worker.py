@@ -4,11 +4,10 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +21,11 @@ from nemo_style_rlhf.data.ragged import unpad
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.sampling import mixed_seed
 from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.export import export_engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
-from nemo_style_rlhf.models.export import export_model
+from nemo_style_rlhf.engine.steps import OptimizerStep, TokenMeans, optimizer_steps
 from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
-from nemo_style_rlhf.models.lora import add_lora, merged
+from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
 
@@ -89,17 +89,13 @@ class CriticWorker:
         self.engine.eval()
         lengths = request.lengths.tolist()
         offsets = request.offsets
-        found: list[tuple[int, Array]] = []
-        for rows, counts in self.crew.share(self.batches.split(lengths)):
+        values = torch.zeros(len(request.tokens))
+        for rows, counts in self.crew.shard(self.batches.split(lengths)):
             token_values = self.engine(*self.batches.inputs(request, rows)).cpu()
             if counts:
-                row_lengths = [lengths[row] for row in rows]
-                found += zip(rows, np.split(unpad(token_values, row_lengths).numpy(), np.cumsum(row_lengths)))
-        values = np.empty(len(request.tokens), dtype=np.float32)
-        for share in self.crew.gather(found):
-            for row, of_row in share:
-                values[offsets[row] : offsets[row + 1]] = of_row
-        return values
+                places = [torch.arange(offsets[row], offsets[row + 1]) for row in rows]
+                values[torch.cat(places)] = unpad(token_values, [lengths[row] for row in rows])
+        return self.crew.sum(values).numpy()
 
     @on_all_ranks
     def train(
@@ -131,37 +127,30 @@ class CriticWorker:
         started = time.monotonic()
         if self.reward is not None:
             self.reward.rest()
-        torch.manual_seed(mixed_seed(self.config.run.seed, step, self.crew.rank))
-        self.engine.train()
         lengths = request.lengths.tolist()
-        total = _Totals()
-        for rows, normalizer in zip(plan.mini_batches, plan.normalizers, strict=True):
-            mini_lengths = [lengths[row] for row in rows]
-            loss = 0.0
-            for picks, counts in self.crew.share(self.batches.split(mini_lengths)):
-                if should_stop():
-                    raise Abandoned
-                micro = [rows[pick] for pick in picks]
-                values = self.engine(*self.batches.inputs(request, micro))
-                old, target, weight = (
-                    self.batches.padded(array, request, micro) for array in (old_values, returns, mask)
-                )
-                if not counts:
-                    weight = torch.zeros_like(weight)
-                result = value_loss(
-                    values, old, target, weight, clip=self.config.critic.loss_clip_val, normalizer=normalizer
-                )
-                self.engine.backward(result.loss)
-                if counts:
-                    loss += result.loss.item()
-                    total.add(result, values.detach(), target, weight)
-            stats = self.engine.step()
-            total.losses.append(loss)
-            total.grad_norms.append(stats.grad_norm)
-            total.lr = stats.lr
-        self.engine.eval()
-        totals = self.crew.gather(total)
-        return _Totals.of(totals).metrics(seconds=time.monotonic() - started) if totals else {}
+        totals = _Totals()
+
+        def loss(number: int, rows: list[int], counts: bool) -> Tensor:
+            if should_stop():
+                raise Abandoned
+            values = self.engine(*self.batches.inputs(request, rows))
+            old, target, weight = (self.batches.padded(array, request, rows) for array in (old_values, returns, mask))
+            if not counts:
+                weight = torch.zeros_like(weight)
+            result = value_loss(
+                values, old, target, weight, clip=self.config.critic.loss_clip_val, normalizer=plan.normalizers[number]
+            )
+            if counts:
+                totals.add(result, values.detach(), target, weight)
+            return result.loss
+
+        micro_batches = (
+            [[rows[pick] for pick in picks] for picks in self.batches.split([lengths[row] for row in rows])]
+            for rows in plan.mini_batches
+        )
+        seed = mixed_seed(self.config.run.seed, step, self.crew.rank)
+        totals.steps = optimizer_steps(self.engine, self.crew, micro_batches, loss, seed=seed)
+        return _Totals.of(self.crew.all_gather(totals)).metrics(seconds=time.monotonic() - started)
 
     @on_all_ranks
     def snapshot(self) -> None:
@@ -191,43 +180,34 @@ class CriticWorker:
     @on_all_ranks
     def export(self, directory: Path) -> None:
         """Write the critic as a Hugging Face directory that AutoModelForSequenceClassification loads."""
-        hf, model = self.engine.module.hf, self.config.model
-        named = ((name.removeprefix("hf."), tensor) for name, tensor in self.engine.named_weights())
-        weights = {}
-        for name, tensor in merged(named, hf):
-            if self.crew.is_first:
-                weights[name] = tensor.cpu()
-        if self.crew.is_first:
-            trusted = model.trust_remote_code
-            export_model(hf, directory, source=model.path, weights=weights, trust_remote_code=trusted)
+        export_engine(self.engine, self.crew, directory, self.config.model)
 
 
 class _Totals:
     """What the metrics of a train step are made of; per-token sums in float64."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.grad_norms: list[float] = []
-        self.lr = 0.0
-        self._clipped = 0.0
+        self.steps: list[OptimizerStep] = []
+        self._means = TokenMeans()
         self._values: list[Tensor] = []
         self._returns: list[Tensor] = []
 
     def add(self, result: ValueLoss, values: Tensor, returns: Tensor, mask: Tensor) -> None:
         counted = mask.bool()
-        self._clipped += float(result.clip_fraction) * int(counted.sum())
+        self._means.add(int(counted.sum()), clip_fraction=result.clip_fraction)
         self._values.append(values[counted].double().cpu())
         self._returns.append(returns[counted].double().cpu())
 
     @staticmethod
-    def of(shares: "list[_Totals]") -> "_Totals":
-        """Of all ranks."""
-        whole = shares[0]
-        for share in shares[1:]:
-            whole.losses = [mine + theirs for mine, theirs in zip(whole.losses, share.losses, strict=True)]
-            whole._clipped += share._clipped
-            whole._values += share._values
-            whole._returns += share._returns
+    def of(shards: "list[_Totals]") -> "_Totals":
+        """The totals of all ranks together."""
+        whole = _Totals()
+        whole._means = TokenMeans.of([shard._means for shard in shards])
+        for steps in zip(*(shard.steps for shard in shards), strict=True):
+            whole.steps.append(replace(steps[0], losses=[sum(step.losses) for step in steps]))
+        for shard in shards:
+            whole._values += shard._values
+            whole._returns += shard._returns
         return whole
 
     def metrics(self, *, seconds: float) -> dict[str, float]:
@@ -235,14 +215,14 @@ class _Totals:
         spread = float(returns.var(correction=0))
         residual = float((returns - values).var(correction=0))
         return {
-            "loss": math.fsum(self.losses) / len(self.losses),
-            "grad_norm": math.fsum(self.grad_norms) / len(self.grad_norms),
-            "lr": self.lr,
-            "clip_fraction": self._clipped / len(values),
+            "loss": math.fsum(sum(step.losses) for step in self.steps) / len(self.steps),
+            "grad_norm": math.fsum(step.grad_norm for step in self.steps) / len(self.steps),
+            "lr": self.steps[-1].lr,
+            "clip_fraction": self._means.mean("clip_fraction"),
             "explained_variance": 1 - residual / spread if spread > 0 else 0.0,
             "values_mean": float(values.mean()),
             "returns_mean": float(returns.mean()),
-            "optimizer_steps": float(len(self.losses)),
+            "optimizer_steps": float(len(self.steps)),
             "tokens": float(len(values)),
             "seconds": seconds,
         }

@@ -12,14 +12,18 @@ from torch import Tensor
 def pad(flat: Tensor, lengths: Sequence[int], *, value: float = 0, rows: int | None = None) -> Tensor:
     """[N] to [B, max(lengths)], or to [rows, max(lengths)] with further rows of padding."""
     padded = flat.new_full((rows or len(lengths), max(lengths)), value)
-    for row, sequence in enumerate(flat.split(list(lengths))):
-        padded[row, : len(sequence)] = sequence
-    return padded
+    return padded.masked_scatter_(real_tokens(lengths, rows=rows), flat)
 
 
 def unpad(padded: Tensor, lengths: Sequence[int]) -> Tensor:
     """[B or more, T] back to [N]: the inverse of :func:`pad`."""
-    return torch.cat([padded[row, :length] for row, length in enumerate(lengths)])
+    return padded[:, : max(lengths)][real_tokens(lengths, rows=len(padded))]
+
+
+def real_tokens(lengths: Sequence[int], *, rows: int | None = None) -> Tensor:
+    """[B or rows, max(lengths)] bool: where :func:`pad` puts tokens."""
+    visible = torch.tensor([*lengths, *[0] * ((rows or len(lengths)) - len(lengths))])
+    return torch.arange(max(lengths)) < visible[:, None]
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
 from nemo_style_rlhf.engine.shares import settle, use_heads_in_shares, whole
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.lora import merged
 from nemo_style_rlhf.schema.common import BUCKET_ELEMENTS, EngineConfig
 
 CHECKPOINT_TAG = "state"
@@ -25,14 +25,6 @@ OPTIMIZER_STATES = ["optim_states", "hp_params"]
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient is NaN or infinite: training on would silently learn nothing or destroy the weights."""
-
-
-@dataclass
-class StepStats:
-    grad_norm: float
-    """Global L2 norm before clipping."""
-    lr: float
-    """The learning rate this step used."""
 
 
 class Engine:
@@ -104,18 +96,20 @@ class Engine:
         """The learning rate of the next step."""
         return float(self._scheduler.get_last_lr()[0])
 
-    def step(self) -> StepStats:
+    def step(self) -> float:
         """Reduce gradients over ranks, clip, update, advance the schedule.
+
+        Returns:
+            The global L2 norm of the gradient before clipping.
 
         Raises:
             NonFiniteError: the gradient was NaN or infinite; the weights are lost, the last checkpoint is not.
         """
-        lr = self.lr
         self._deepspeed.step()
         grad_norm = float(self._deepspeed.get_global_grad_norm()) if self.config.zero_stage else self._grad_norm
         if not math.isfinite(grad_norm):
             raise NonFiniteError(f"the gradient norm is {grad_norm}")
-        return StepStats(grad_norm=grad_norm, lr=lr)
+        return grad_norm
 
     def _clip(self, *_: object) -> None:
         """Without ZeRO: between the reduction over ranks and the update. DeepSpeed would clip, but keep the norm to itself."""
@@ -154,6 +148,11 @@ class Engine:
             settle(self._deepspeed)
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             yield name, whole(tensor)
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of :meth:`named_weights` under the names of the Hugging Face model ``module.hf``, adapters merged."""
+        weights = ((name.removeprefix("hf."), tensor) for name, tensor in self.named_weights())
+        return merged(weights, self.module.hf)
 
     def snapshot(self) -> Snapshot:
         """A copy of trained weights, optimizer, schedule and counters in host memory; every rank calls it, and writes its own."""
@@ -212,5 +211,5 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]
         "bf16": {"enabled": next(module.parameters()).dtype == torch.bfloat16},
         "steps_per_print": 10**9,
     }
-    merged: Any = OmegaConf.to_container(OmegaConf.merge(generated, config.deepspeed))
-    return dict(merged)
+    whole_config: Any = OmegaConf.to_container(OmegaConf.merge(generated, config.deepspeed))
+    return dict(whole_config)

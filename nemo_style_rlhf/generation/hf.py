@@ -7,42 +7,41 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
-from nemo_style_rlhf.generation.transfer import TransferManifest
+from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
+from nemo_style_rlhf.generation.interface import GenerationRequest
 from nemo_style_rlhf.schema.generation import GenerationConfig
 
 
-class HFGenerator:
+class HFGenerator(InProcessGenerator):
     """Samples with its own copy of the policy, one batch of left-padded prompts at a time."""
 
     def __init__(
         self, model: PreTrainedModel, config: GenerationConfig, *, device: torch.device, eos_token_ids: Sequence[int],
         weight_shapes: dict[str, tuple[int, ...]],
     ) -> None:  # fmt: skip
-        """``model`` is owned from here on; ``weight_shapes`` names the tensors every later transfer must bring."""
+        """``model`` is owned from here on; ``weight_shapes`` names the tensors every update must bring."""
+        super().__init__(weight_shapes)
         self._model = model.to(device).eval().requires_grad_(False)
         self._config = config
         self._device = device
         self._stop = {*config.stop_token_ids, *(() if config.ignore_eos else eos_token_ids)}
-        self._queue: list[GenerationRequest] = []
-        self._paused = False
-        self.weights_version = 0
-        self.transport = _CopyTransport(self, TransferManifest(weight_shapes))
+        self._queue: dict[str, GenerationRequest] = {}
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self._queue.extend(requests)
+    def _add(self, name: str, request: GenerationRequest) -> None:
+        self._queue[name] = request
 
-    def completed(self) -> Iterator[Completion]:
-        while self._queue and not self._paused:
-            batch = self._queue[: self._config.max_num_seqs]
-            del self._queue[: len(batch)]
-            yield from self._generate(batch)
+    def _step(self) -> list[Finished]:
+        return self._generate({name: self._queue.pop(name) for name in list(self._queue)[: self._config.max_num_seqs]})
 
-    def pause(self) -> None:
-        self._paused = True
+    def _abort(self, names: Sequence[str]) -> None:
+        for name in names:
+            del self._queue[name]
 
-    def resume(self) -> None:
-        self._paused = False
+    def _replace_weights(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
+        state = self._model.state_dict()
+        for bucket in buckets:
+            for name, tensor in bucket:
+                state[name].copy_(tensor)
 
     @torch.no_grad()
     def sequence_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -57,7 +56,8 @@ class HFGenerator:
         self._queue.clear()
 
     @torch.no_grad()
-    def _generate(self, batch: Sequence[GenerationRequest]) -> list[Completion]:
+    def _generate(self, requests: dict[str, GenerationRequest]) -> list[Finished]:
+        batch = list(requests.values())
         generators = [torch.Generator().manual_seed(request.seed) for request in batch]
         tokens: list[list[int]] = [[] for _ in batch]
         logprobs: list[list[float]] = [[] for _ in batch]
@@ -96,14 +96,10 @@ class HFGenerator:
             ids = ids.to(self._device)
             attention = torch.cat([attention, attention.new_ones(len(batch), 1)], dim=1)
         return [
-            Completion(
-                request=request,
-                token_ids=tokens[row],
-                logprobs=torch.tensor(logprobs[row]),
-                finish_reason="stop" if tokens[row][-1] in stop[row] else "length",
-                weights_version=self.weights_version,
+            Finished(
+                name, tokens[row], torch.tensor(logprobs[row]), "stop" if tokens[row][-1] in stop[row] else "length"
             )
-            for row, request in enumerate(batch)
+            for row, name in enumerate(requests)
         ]
 
     def _pick(self, logprobs: Tensor, request: GenerationRequest, generator: torch.Generator, produced: int) -> int:
@@ -120,23 +116,3 @@ class HFGenerator:
             before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
             logprobs[order[before >= top_p]] = -torch.inf
         return int(logprobs.exp().multinomial(1, generator=generator))
-
-
-class _CopyTransport:
-    """Copies each tensor into the model under the same name."""
-
-    def __init__(self, generator: HFGenerator, manifest: TransferManifest) -> None:
-        self._generator = generator
-        self._manifest = manifest
-
-    def begin(self, version: int) -> None:
-        self._manifest.begin(version)
-
-    def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        state = self._generator._model.state_dict()
-        self._manifest.receive(bucket)
-        for name, tensor in bucket:
-            state[name].copy_(tensor)
-
-    def finish(self, digest: str) -> None:
-        self._generator.weights_version = self._manifest.finish(digest)

@@ -1,10 +1,10 @@
-"""What the training loop knows about a generator: a stream of finished samples, and a door for new weights.
+"""What the training loop knows about a generator: streams of finished samples, and new weights.
 
 Nothing here presumes that the generator shares a process, a device or a node with the trainer.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,36 +51,56 @@ class Completion:
     finish_reason: str
     """``stop`` (end-of-sequence or a stop string) or ``length`` (truncated)."""
     weights_version: int
-
-
-class WeightTransport(Protocol):
-    """Carries the trainer's weights to the generator: ``begin``, any number of ``send``, ``finish``."""
-
-    def begin(self, version: int) -> None:
-        """Announce the weights that will be ``version``; nothing is generated until ``finish``."""
-
-    def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Hand over whole tensors under their Hugging Face names; they may be reused after the call."""
-
-    def finish(self, digest: str) -> None:
-        """Put the weights to use and drop every cache computed with the old ones.
-
-        A transfer that fails, here or in ``send``, leaves the generator unusable.
-
-        Raises:
-            TransferError: a tensor is missing or unknown, or what arrived is not what ``digest`` says was sent.
-        """
+    """The version that the request's stream was opened for."""
 
 
 class TransferError(RuntimeError):
     """New weights did not reach the generator whole: going on would train on samples of another policy."""
 
 
-class Generator(Protocol):
-    weights_version: int
+@dataclass(frozen=True)
+class ProbeTarget:
+    """What a generator that holds the right weights computes: it travels with them, and the receiver compares."""
 
-    @property
-    def transport(self) -> WeightTransport: ...
+    sequences: tuple[tuple[int, ...], ...]
+    """Token ids."""
+    logprobs: tuple[Tensor, ...]
+    """[length - 1] float32 per sequence, nats: of tokens 1.. at temperature 1, by the trainer."""
+    max_gap: float
+
+    def check(self, sequence_logprobs: Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]) -> float:
+        """Compare with what the receiver computes.
+
+        Returns:
+            The largest difference of a log-probability, in nats.
+
+        Raises:
+            TransferError: it is larger than ``max_gap``.
+        """
+        found = sequence_logprobs(self.sequences)
+        gap = max(float((wanted - own).abs().max()) for wanted, own in zip(self.logprobs, found, strict=True))
+        if not gap <= self.max_gap:
+            raise TransferError(
+                f"after the weight transfer the generator's log-probabilities differ from the trainer's by {gap:.3g} nats on the "
+                f"probe (at most {self.max_gap:g} is expected): it does not hold the trainer's weights"
+            )
+        return gap
+
+
+class WeightUpdate(Protocol):
+    """One version of the weights on its way to a generator."""
+
+    version: int
+    probe: ProbeTarget
+    digest: str
+    """Of all tensors, taken where they come from; known once the last bucket has been read."""
+
+    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Whole tensors under their Hugging Face names, to be read once. A bucket is reused after the next one was asked for."""
+
+
+class Stream(Protocol):
+    """The requests of one consumer, which sees its own samples only."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; may be called while others are running."""
@@ -88,12 +108,27 @@ class Generator(Protocol):
     def completed(self) -> Iterator[Completion]:
         """Yield samples as they finish, in no particular order, until none is left."""
 
-    def pause(self) -> None:
-        """Stop decoding; what is queued stays queued."""
+    def close(self) -> None:
+        """Abandon what is unfinished; the generator has none of it left when this returns."""
 
-    def resume(self) -> None: ...
 
-    def sequence_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probabilities [len - 1] float32 of tokens 1.. of given sequences at temperature 1: the probe of a transfer."""
+class Generator(Protocol):
+    def stream(self, version: int) -> Stream:
+        """A stream of samples of the weights ``version``.
+
+        Raises:
+            TransferError: the generator holds another version.
+        """
+
+    def load(self, update: WeightUpdate) -> float:
+        """Put new weights to use, and drop every cache computed with the old ones. One that fails leaves the generator unusable.
+
+        Returns:
+            The gap that :meth:`ProbeTarget.check` found.
+
+        Raises:
+            TransferError: requests are running; a tensor is missing or unknown; the digest of those that arrived, or what the
+                generator computes with them, is not what the sender says.
+        """
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Sending the trainer's weights in buckets, and the receiver's bookkeeping that no tensor is lost or stale."""
+"""The trainer's weights in buckets, and what their receiver counts so that no tensor is lost or damaged."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,10 +6,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from nemo_style_rlhf.engine.engine import Engine
-from nemo_style_rlhf.generation.interface import TransferError, WeightTransport
+from nemo_style_rlhf.generation.interface import ProbeTarget, TransferError, WeightUpdate
 from nemo_style_rlhf.models.digests import tensor_bytes
-from nemo_style_rlhf.models.lora import merged
 
 BUCKET_BYTES = 256 * 2**20
 """A bucket is sent as soon as it holds so much: at no time is there more of the weights than the largest bucket."""
@@ -53,61 +51,51 @@ def word_sums(tensor: Tensor) -> Tensor:
     return sums
 
 
-class TransferManifest:
-    """What the receiver expects: every tensor of the checkpoint it was built from, once, in its shape."""
+class OwnWeights:
+    """A :class:`WeightUpdate` of tensors of this process: of ZeRO-3 one bucket at a time is whole."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
-        self._missing: set[str] = set()
-        self._digest = StreamDigest()
-        self._version = 0
+    digest = ""
 
-    def begin(self, version: int) -> None:
-        self._version = version
-        self._missing = set(self._shapes)
-        self._digest = StreamDigest()
+    def __init__(self, version: int, weights: Iterable[tuple[str, Tensor]], probe: ProbeTarget) -> None:
+        self.version = version
+        self.probe = probe
+        self._weights = weights
 
-    def receive(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Count a bucket in; before the caller loads it, since a failed load can kill the engine."""
+    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+        digest = StreamDigest()
+        for bucket in buckets(self._weights, BUCKET_BYTES):
+            digest.update(bucket)  # before it leaves
+            yield bucket
+            bucket.clear()  # before the next one is put together
+        self.digest = digest.hexdigest()
+
+
+def received(update: WeightUpdate, shapes: dict[str, tuple[int, ...]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """The buckets of ``update``, each counted before the caller loads it, since a failed load can kill an engine.
+
+    Args:
+        shapes: every tensor that has to come, once, in its shape.
+
+    Raises:
+        TransferError: a tensor is missing, unknown, comes twice or in another shape, or the digest is another.
+    """
+    missing, digest = set(shapes), StreamDigest()
+    for bucket in update.buckets():
         for name, tensor in bucket:
-            if name not in self._missing:
-                reason = "arrived twice" if name in self._shapes else "is unknown to the generator"
+            if name not in missing:
+                reason = "arrived twice" if name in shapes else "is unknown to the generator"
                 raise TransferError(f"weight transfer: {name} {reason}")
-            if tuple(tensor.shape) != self._shapes[name]:
-                raise TransferError(
-                    f"weight transfer: {name} has shape {tuple(tensor.shape)}, expected {self._shapes[name]}"
-                )
-            self._missing.remove(name)
-        self._digest.update(bucket)
-
-    def finish(self, digest: str) -> int:
-        """The version that is now whole."""
-        if self._missing:
-            raise TransferError(
-                f"weight transfer: {len(self._missing)} tensors are missing, {min(self._missing)} among them"
-            )
-        if (received := self._digest.hexdigest()) != digest:
-            raise TransferError(
-                f"weight transfer: sent {digest[:12]}, received {received[:12]}: a tensor is stale or damaged"
-            )
-        return self._version
-
-
-def policy_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an engine that trains a :class:`PolicyModel`, under their Hugging Face names, adapters merged."""
-    weights = map(lambda pair: (pair[0].removeprefix("hf."), pair[1]), engine.named_weights())
-    return merged(weights, engine.module.hf)
-
-
-def send_weights(transport: WeightTransport, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-    """Send ``weights`` as ``version``; the digest is taken here, at the source, before a bucket leaves."""
-    digest = StreamDigest()
-    transport.begin(version)
-    for bucket in buckets(weights, BUCKET_BYTES):
+            if tuple(tensor.shape) != shapes[name]:
+                raise TransferError(f"weight transfer: {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+            missing.remove(name)
         digest.update(bucket)
-        transport.send(bucket)
-        bucket.clear()  # before the next one is put together
-    transport.finish(digest.hexdigest())
+        yield bucket
+    if missing:
+        raise TransferError(f"weight transfer: {len(missing)} tensors are missing, {min(missing)} among them")
+    if (arrived := digest.hexdigest()) != update.digest:
+        raise TransferError(
+            f"weight transfer: sent {update.digest[:12]}, received {arrived[:12]}: a tensor is stale or damaged"
+        )
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], enough: int) -> Iterator[list[tuple[str, Tensor]]]:

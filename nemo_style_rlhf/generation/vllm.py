@@ -10,14 +10,14 @@ from torch import Tensor
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_kernels, cpu_seeds
-from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
-from nemo_style_rlhf.generation.transfer import TransferManifest
+from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
+from nemo_style_rlhf.generation.interface import GenerationRequest, TransferError
 from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB, GenerationConfig
 
 log = logging.getLogger(__name__)
 
 
-class VLLMGenerator:
+class VLLMGenerator(InProcessGenerator):
     """A `vllm.LLM` that streams finished samples and takes new weights.
 
     Build it after DeepSpeed's process group and engine exist.
@@ -28,13 +28,14 @@ class VLLMGenerator:
         eos_token_ids: Sequence[int], weight_shapes: dict[str, tuple[int, ...]], stop_strings: bool = False,
         trust_remote_code: bool = False,
     ) -> None:  # fmt: skip
-        """Load ``model_path``; ``weight_shapes`` names the tensors every later transfer must bring.
+        """Load ``model_path``; ``weight_shapes`` names the tensors every update must bring.
 
         Args:
             stop_strings: prompts may have stop strings of their own.
         """
         from vllm import LLM  # type: ignore[import-not-found]
 
+        super().__init__(weight_shapes)
         if _ranks() > 1 and not torch.cuda.is_available():
             _unlink_segment(config.tensor_parallel_size)
         try:
@@ -72,42 +73,43 @@ class VLLMGenerator:
         # Without a tokenizer vLLM knows no end-of-sequence token.
         self._stop_token_ids = [*config.stop_token_ids, *([] if config.ignore_eos else eos_token_ids)]
         self._engine = self._llm.llm_engine
-        self._requests: dict[str, GenerationRequest] = {}
-        self._paused = False
-        self.weights_version = 0
-        self.transport = _InProcessTransport(self, TransferManifest(weight_shapes))
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def _before_first(self) -> None:
+        # What an earlier rollout left in the cache would change this one's bits, and a resumed run has no such cache.
+        self._drop_prefix_cache()
+
+    def _add(self, name: str, request: GenerationRequest) -> None:
         from vllm import TokensPrompt
 
-        if not self._engine.has_unfinished_requests():
-            # What an earlier rollout left in the cache would change this one's bits, and a resumed run has no such cache.
-            self._engine.reset_prefix_cache()
-        for request in requests:
-            sample = request.sample
-            name = f"{sample.step}/{sample.prompt_id}/{sample.index}"
-            self._requests[name] = request
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
-            self._engine.add_request(name, prompt, self._sampling(request))
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
+        self._engine.add_request(name, prompt, self._sampling(request))
 
-    def completed(self) -> Iterator[Completion]:
-        while self._engine.has_unfinished_requests() and not self._paused:
-            for output in self._step():
-                if output.finished:
-                    yield self._completion(output)
+    def _step(self) -> list[Finished]:
+        return [_finished(output) for output in self._outputs() if output.finished]
 
-    def _step(self) -> list[Any]:
+    def _abort(self, names: Sequence[str]) -> None:
+        self._engine.abort_request(names)
+
+    def _replace_weights(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
+        """Straight into the loader of vLLM's model, layer by layer; kernels repack each layer when it is whole."""
+        self._llm.collective_rpc(_begin_reload)
+        for bucket in buckets:
+            self._llm.collective_rpc(_load_bucket, args=(bucket,))
+        self._llm.collective_rpc(_finish_reload)
+        self._drop_prefix_cache()  # its keys and values are of the old weights
+
+    def _drop_prefix_cache(self) -> None:
+        if not self._engine.reset_prefix_cache():  # vLLM only warns
+            raise TransferError(
+                "vLLM did not drop its prefix cache: what it computes next would mix two versions of the weights"
+            )
+
+    def _outputs(self) -> list[Any]:
         if not self._config.enforce_eager:
             return list(self._engine.step())
         # vLLM's sampler compiles a small function even in eager mode: 2 to 15 s at every start.
         with torch.compiler.set_stance("force_eager"):
             return list(self._engine.step())
-
-    def pause(self) -> None:
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
 
     def sequence_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         from vllm import SamplingParams, TokensPrompt
@@ -118,7 +120,7 @@ class VLLMGenerator:
             self._engine.add_request(f"probe/{index}", prompt, params)
         logprobs: dict[str, Tensor] = {}
         while self._engine.has_unfinished_requests():
-            for output in self._step():
+            for output in self._outputs():
                 if output.finished:
                     logprobs[output.request_id] = _token_logprobs(output.prompt_logprobs, output.prompt_token_ids[1:])
         return [logprobs[f"probe/{index}"] for index in range(len(prompts))]
@@ -148,16 +150,12 @@ class VLLMGenerator:
             include_stop_str_in_output=True,
         )
 
-    def _completion(self, output: Any) -> Completion:
-        (result,) = output.outputs
-        token_ids = list(result.token_ids)
-        return Completion(
-            request=self._requests.pop(output.request_id),
-            token_ids=token_ids,
-            logprobs=_token_logprobs(result.logprobs, token_ids),
-            finish_reason="length" if result.finish_reason == "length" else "stop",
-            weights_version=self.weights_version,
-        )
+
+def _finished(output: Any) -> Finished:
+    (result,) = output.outputs
+    token_ids = list(result.token_ids)
+    reason = "length" if result.finish_reason == "length" else "stop"
+    return Finished(output.request_id, token_ids, _token_logprobs(result.logprobs, token_ids), reason)
 
 
 def _cpu_kernels(config: GenerationConfig) -> dict[str, Any]:
@@ -180,28 +178,6 @@ def _token_logprobs(flat: Any, token_ids: Sequence[int]) -> Tensor:
         entry = flat.token_ids.index(token_id, flat.start_indices[position], flat.end_indices[position])
         logprobs.append(flat.logprobs[entry])
     return torch.tensor(logprobs, dtype=torch.float32)
-
-
-class _InProcessTransport:
-    """Buckets go straight into the loader of vLLM's model, layer by layer; kernels repack each layer when it is whole."""
-
-    def __init__(self, generator: VLLMGenerator, manifest: TransferManifest) -> None:
-        self._generator = generator
-        self._manifest = manifest
-
-    def begin(self, version: int) -> None:
-        self._manifest.begin(version)
-        self._generator._llm.collective_rpc(_begin_reload)
-
-    def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        self._manifest.receive(bucket)
-        self._generator._llm.collective_rpc(_load_bucket, args=(list(bucket),))
-
-    def finish(self, digest: str) -> None:
-        version = self._manifest.finish(digest)
-        self._generator._llm.collective_rpc(_finish_reload)
-        self._generator._engine.reset_prefix_cache()  # cached keys and values are of the old weights
-        self._generator.weights_version = version
 
 
 def _begin_reload(worker: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation.interface import Generator, TransferError
+from nemo_style_rlhf.generation.interface import ProbeTarget
 from nemo_style_rlhf.schema.actor import AuditConfig, SignsConfig
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ REMEDY = (
 
 
 class Probe:
-    """The generator's log-probabilities against the trainer's, after every transfer, on two prompts of the run and one
-    sequence that walks across the vocabulary."""
+    """Two prompts of the run and a sequence that walks across the vocabulary: after every transfer the generator's
+    log-probabilities of them are compared with the trainer's."""
 
     def __init__(self, prompts: Sequence[Prompt], vocab_size: int, *, max_length: int, max_gap: float) -> None:
         length = min(PROBE_TOKENS, max_length - 1)  # the generator adds a token
@@ -39,26 +39,15 @@ class Probe:
         self._max_gap = max_gap
 
     @torch.no_grad()
-    def check(self, generator: Generator, engine: Engine) -> float:
-        """The largest |log-probability difference| over the probe.
-
-        Raises:
-            TransferError: it is larger than the configured gap.
-        """
-        gaps = []
-        for sequence, sampled in zip(self._sequences, generator.sequence_logprobs(self._sequences), strict=True):
+    def target(self, engine: Engine) -> ProbeTarget:
+        """What a generator must compute that holds the weights of ``engine``; every rank calls it."""
+        logprobs = []
+        for sequence in self._sequences:
             ids = torch.tensor([sequence], device=engine.device)
             mask = torch.ones_like(ids, dtype=torch.float32)
             mask[:, -1] = 0  # the last token has no action
-            trained = engine(ids, mask, temperature=1.0).logprobs.cpu()
-            gaps.append(float((trained - sampled).abs().max()))
-        gap = max(gaps)
-        if not gap <= self._max_gap:
-            raise TransferError(
-                f"after the weight transfer the generator's log-probabilities differ from the trainer's by {gap:.3g} nats on the "
-                f"probe (at most {self._max_gap:g} is expected): it does not hold the trainer's weights"
-            )
-        return gap
+            logprobs.append(engine(ids, mask, temperature=1.0).logprobs.cpu())
+        return ProbeTarget(tuple(map(tuple, self._sequences)), tuple(logprobs), self._max_gap)
 
 
 def audit_gap(config: AuditConfig, metrics: Mapping[str, float]) -> None:

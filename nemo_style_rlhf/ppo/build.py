@@ -11,32 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.starts import log_differences, record_start, require_reachable, require_same
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest
 from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.data.encoding import decode_response
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
-from nemo_style_rlhf.data.ranks import Ranks, require_teams
+from nemo_style_rlhf.data.sampling import PromptSampler
 from nemo_style_rlhf.data.templates import check_reward_template, check_template
+from nemo_style_rlhf.distributed.ranks import Ranks, require_tensor_parallel
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation.hf import HFGenerator
-from nemo_style_rlhf.generation.interface import Generator
-from nemo_style_rlhf.generation.transfer import policy_weights
-from nemo_style_rlhf.generation.vllm import VLLMGenerator
+from nemo_style_rlhf.generation.factory import make_generator
 from nemo_style_rlhf.launch.bootstrap import init_distributed, require_all_ranks, setup
-from nemo_style_rlhf.models.cpu_linear import matmul_dtype
-from nemo_style_rlhf.models.digests import tokenizer_digest
-from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm, load_tokenizer
-from nemo_style_rlhf.models.lora import add_lora
+from nemo_style_rlhf.models.digests import rows_fingerprint, tokenizer_digest
+from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
+from nemo_style_rlhf.models.lora import add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import MAX_GAP, Probe
-from nemo_style_rlhf.ppo.recovery import require_critic_half
-from nemo_style_rlhf.ppo.saving import IDENTITY_FILE
-from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer, run_identity
-from nemo_style_rlhf.rollout.collector import Collector
+from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_half
+from nemo_style_rlhf.ppo.saving import IDENTITY_FILE, Saver
+from nemo_style_rlhf.ppo.session import Session
+from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
+from nemo_style_rlhf.rollout.experience import ExperienceBuilder
+from nemo_style_rlhf.rollout.producer import Producer
 from nemo_style_rlhf.rollout.reference import AdaptersOff, FrozenCopy, Reference
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
@@ -45,6 +44,7 @@ from nemo_style_rlhf.scoring.function import FunctionScorer
 from nemo_style_rlhf.scoring.interface import Scorer
 from nemo_style_rlhf.scoring.remote import RemoteCriticScorer, RewardServerScorer, served_by
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
+from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
@@ -59,7 +59,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         whole: the run that ``config`` tries out; what it would refuse is refused.
     """
     whole = whole or config
-    require_teams(int(os.environ.get("WORLD_SIZE", "1")), config.generation.tensor_parallel_size)
+    require_tensor_parallel(int(os.environ.get("WORLD_SIZE", "1")), config.generation.tensor_parallel_size)
     device = setup(config.run)
     output_dir = Path(config.run.output_dir)
     store = CheckpointStore(output_dir / "checkpoints", config.checkpoint.keep_last)
@@ -78,7 +78,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     check_template(config.model.path, config.data, tokenizer)
     critic = _meet_critic(config, tokenizer, policy, max_length) if config.uses_critic_process else None
     init_distributed(device)
-    ranks = Ranks(team=config.generation.tensor_parallel_size)
+    ranks = Ranks(tensor_parallel=config.generation.tensor_parallel_size)
     scorer = _scorer(config, critic, tokenizer, ranks)
     run_id = ranks.from_first(uuid.uuid4().hex[:12] if found is None or whole is not config else found.run_id)
     add_lora(policy, config.model)
@@ -86,31 +86,34 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
     engine.eval()
     reference = _reference(config, engine, device, ranks) if config.needs_reference else None
-    own_stop_strings = any(prompt.sampling.stop for prompt in [*prompts, *val_prompts])
-    generator = _generator(config, engine, tokenizer, max_length, device, own_stop_strings)
+    generator = make_generator(
+        config.model, config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed, max_model_len=max_length,
+        weight_shapes={name: tuple(tensor.shape) for name, tensor in engine.hf_weights()},
+        stop_strings=any(prompt.sampling.stop for prompt in [*prompts, *val_prompts]),
+    )  # fmt: skip
     require_all_ranks()
     if ranks.is_first:
         record_start(output_dir, config, after=f"step_{found.step if found else 0:06d}")
     ranks.require_shared(output_dir)
+    sampler = PromptSampler(len(prompts), config.run.seed, config.data.shuffle)
     parts = Parts(
         engine=engine,
         generator=generator,
-        collector=Collector(
+        producer=Producer(
             generator,
             scorer,
-            engine,
-            reference,
+            take=lambda position, count: [prompts[index] for index in sampler.take(position, count)],
             decode=partial(decode_response, tokenizer),
             algorithm=config.algorithm,
-            engine=config.engine,
-            device=device,
             max_length=config.generation.max_length,
-            temperature=config.generation.temperature,
             run_seed=config.run.seed,
             ranks=ranks,
         ),
+        experience=ExperienceBuilder(
+            engine, reference, config.algorithm, config.engine, device, config.generation.temperature, ranks
+        ),
         critic=critic,
-        prompts=prompts,
+        sampler=sampler,
         val_prompts=val_prompts,
         tokenizer=tokenizer,
         probe=Probe(
@@ -119,12 +122,34 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
             max_length=max_length,
             max_gap=config.audit.max_probe_gap or MAX_GAP[config.model.dtype],
         ),
-        store=store,
         metrics=MetricsWriter(output_dir, config.tracking, dataclasses.asdict(config)) if ranks.is_first else None,
-        versions={name: importlib.metadata.version(name) for name in PACKAGES},
+        rollouts=_rollout_writer(config) if ranks.is_first and config.tracking.save_rollouts else None,
         ranks=ranks,
     )
-    return PPOTrainer(config, parts, run_id=run_id, identity=identity, total_steps=total_steps)
+    saver = Saver(
+        store, critic, run_id=run_id, keep_last=config.checkpoint.keep_last, identity=identity,
+        versions={name: importlib.metadata.version(name) for name in PACKAGES},
+    )  # fmt: skip
+    recovery = Recovery(critic, store, ranks, run_id=run_id, output_dir=output_dir)
+    session = Session(config, engine, store, saver, recovery, ranks, total_steps=total_steps)
+    return PPOTrainer(config, parts, session, total_steps=total_steps)
+
+
+def run_identity(config: PPOActorConfig, prompts: list[Prompt] | None = None) -> dict[str, Any]:
+    """Settings that give the weights, optimizer states and data position of a checkpoint their meaning, as far as they are known
+    without the ``prompts``; engine.zero_stage and the ranks may change."""
+    identity = {
+        **lora_identity(config.model), "model.dtype": config.model.dtype, "run.seed": config.run.seed,
+        "data.shuffle": config.data.shuffle,
+    }  # fmt: skip
+    if prompts is not None:
+        identity["training prompts"] = rows_fingerprint((prompt.prompt_id, prompt.token_ids) for prompt in prompts)
+    return identity
+
+
+def _rollout_writer(config: PPOActorConfig) -> RolloutWriter:
+    load = partial(AutoTokenizer.from_pretrained, config.model.path, trust_remote_code=config.model.trust_remote_code)
+    return RolloutWriter(Path(config.run.output_dir) / "rollouts", load)
 
 
 def _found(config: PPOActorConfig) -> tuple[Manifest | None, dict[str, Any]]:
@@ -249,32 +274,3 @@ def _reference(config: PPOActorConfig, policy: Engine, device: torch.device, ran
         return AdaptersOff(policy, policy.module, config.engine, device, ranks)
     model = _policy_model(config, load_causal_lm(config.model))
     return FrozenCopy(model, config.engine, device, ranks, cpu_offload=config.model.reference == "cpu_offload")
-
-
-def _generator(
-    config: PPOActorConfig,
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    device: torch.device,
-    own_stop_strings: bool,
-) -> Generator:
-    shapes = {name: tuple(tensor.shape) for name, tensor in policy_weights(engine)}
-    eos = eos_token_ids(engine.module.hf.generation_config, tokenizer)
-    if config.generation.backend == "hf":
-        if own_stop_strings:
-            raise UserError("generation.backend=hf knows no stop strings, but prompts bring their own: use vllm")
-        # Its batches are padded on the left and grow token by token: nothing to pack.
-        model = load_causal_lm(dataclasses.replace(config.model, packing=False))
-        return HFGenerator(model, config.generation, device=device, eos_token_ids=eos, weight_shapes=shapes)
-    return VLLMGenerator(
-        config.model.path,
-        config.generation,
-        dtype=str(matmul_dtype(next(engine.module.parameters()))).removeprefix("torch."),
-        seed=config.run.seed,
-        max_model_len=max_length,
-        eos_token_ids=eos,
-        weight_shapes=shapes,
-        stop_strings=own_stop_strings,
-        trust_remote_code=config.model.trust_remote_code,
-    )

@@ -1,18 +1,21 @@
 """What a rollout looks like in numbers, and on disk."""
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.algorithms.masking import masked_mean
-from nemo_style_rlhf.rollout.sampling import Sampled
-from nemo_style_rlhf.rollout.types import Experience, Rollout
+from nemo_style_rlhf.data.ragged import pad
+from nemo_style_rlhf.rollout.types import Experience, Rollout, Sampled
 
+Array = np.ndarray[Any, Any]
 REPEATED_NGRAM = 4
+HASH_FACTOR, HASH_STEP = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
+"""Odd constants without pattern."""
 EXCERPT_WIDTH = 72
 """Characters of a text in a warning."""
 
@@ -23,16 +26,17 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     ``rewards_with_kl`` and ``init_policy_kl_per_sample`` are means over samples with a learned token: the others add nothing.
     """
     mask = experience.mask
-    learned_samples = sum(bool(part.any()) for part in mask.split(experience.lengths))
+    scores = experience.scores
+    learned_samples = int(pad(mask, experience.lengths).any(-1).sum())
     metrics = {
         **_sample_metrics(experience.rollouts),
-        "rewards": _mean(experience.scores),
-        "rewards_std": float(experience.scores[~experience.failed].std(correction=0)),
+        "rewards": _mean(scores.rewards),
+        "rewards_std": float(scores.rewards[~scores.failures].std(correction=0)),
         "rewards_with_kl": float((experience.rewards * mask).sum() / learned_samples),
-        "reward_failures": float(experience.failed.sum()),
+        "reward_failures": float(scores.failures.sum()),
         "entropy": float(-masked_mean(experience.logprobs, mask)),
         "learned_tokens": float(mask.sum()),
-        **{name: _mean(values) for name, values in experience.extra.items()},
+        **{name: _mean(values) for name, values in scores.extra.items()},
         **experience.counts,
     }
     if experience.sampler_logprobs is not None:
@@ -42,8 +46,8 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         metrics["init_policy_kl"] = float(masked_mean(experience.kl, mask))
         metrics["init_policy_kl_per_sample"] = float((experience.kl * mask).sum() / learned_samples)
         metrics["kl_coef"] = experience.kl_coef
-    if experience.values is not None:
-        metrics["values"] = float(masked_mean(experience.values, mask))
+    if scores.values is not None:
+        metrics["values"] = float(masked_mean(scores.values, mask))
     if experience.returns is not None:
         metrics["returns"] = float(masked_mean(experience.returns, mask))
     if experience.correction is not None:
@@ -88,23 +92,44 @@ def validation_metrics(sampled: Sampled, *, pass_score: float | None) -> dict[st
 
 
 def _sample_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    responses = [rollout.response_tokens for rollout in rollouts]
+    responses = [rollout.response_tokens.numpy() for rollout in rollouts]
     lengths = [len(response) for response in responses]
-    bigrams = [pair for response in responses for pair in pairwise(response)]
     return {
         "response_lengths": sum(lengths) / len(lengths),
         "response_lengths_max": float(max(lengths)),
         "truncated_fraction": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-        "distinct_fraction": len(set(map(tuple, responses))) / len(rollouts),
-        "distinct_2": len(set(bigrams)) / max(len(bigrams), 1),
-        "repetition": sum(map(repetition, responses)) / len(responses),
+        "distinct_fraction": len({response.tobytes() for response in responses}) / len(rollouts),
+        **ngram_metrics(responses),
     }
 
 
-def repetition(tokens: Sequence[int]) -> float:
-    """Share of the 4-grams of a response that occurred in it before; 0 without any."""
-    ngrams = [tuple(tokens[start : start + REPEATED_NGRAM]) for start in range(len(tokens) - REPEATED_NGRAM + 1)]
-    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+def ngram_metrics(responses: Sequence[Array]) -> dict[str, float]:
+    """How much responses, int64 [length] each, repeat: ``distinct_2``, the share of different ones among all bigrams, and
+    ``repetition``, the mean share of the 4-grams of a response that occurred in it before; 0 for a response without any.
+
+    N-grams are counted by a 64-bit hash: a million of them collide once in ten million rollouts.
+    """
+    bigrams = np.concatenate([ngram_hashes(response, 2) for response in responses])
+    fourgrams = [ngram_hashes(response, REPEATED_NGRAM) for response in responses]
+    repetition = [1 - count_distinct(hashes) / len(hashes) if len(hashes) else 0.0 for hashes in fourgrams]
+    return {
+        "distinct_2": count_distinct(bigrams) / max(len(bigrams), 1),
+        "repetition": sum(repetition) / len(repetition),
+    }
+
+
+def ngram_hashes(tokens: Array, n: int) -> Array:
+    """uint64 [max(length - n + 1, 0)]: a polynomial of the ``n`` tokens from each position on, modulo 2^64."""
+    count = max(len(tokens) - n + 1, 0)
+    hashes = np.zeros(count, dtype=np.uint64)
+    for offset in range(n):
+        hashes = hashes * HASH_FACTOR + tokens[offset : offset + count].astype(np.uint64) + HASH_STEP
+    return hashes
+
+
+def count_distinct(hashes: Array) -> int:
+    ordered = np.sort(hashes)
+    return int((ordered[1:] != ordered[:-1]).sum()) + min(len(ordered), 1)
 
 
 def _mean(values: Tensor) -> float:
@@ -112,41 +137,46 @@ def _mean(values: Tensor) -> float:
     return float(values.nanmean())
 
 
-def rollout_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-    """One object per sample for `rollouts/step_XXXXXX.jsonl`; ``kl`` is summed over the response, in nats."""
-    kl = (experience.kl * experience.mask).split(experience.lengths)
-    measured = experience.ref_logprobs is not None
-    for index, (rollout, sample_kl) in enumerate(zip(experience.rollouts, kl, strict=True)):
-        yield {
-            "prompt_id": rollout.sample.prompt_id,
-            "index": rollout.sample.index,
-            "prompt": rollout.prompt_text,
-            "response": tokenizer.decode(rollout.response_tokens, skip_special_tokens=False),
-            "reward": _number(experience.scores[index]),
-            "kl": float(sample_kl.sum()) if measured else None,
-            "response_tokens": len(rollout.response_tokens),
-            "finish_reason": rollout.finish_reason,
-            "label": rollout.label,
-            **{name: _number(values[index]) for name, values in experience.extra.items()},
-        }
+def rollout_columns(experience: Experience) -> dict[str, Any]:
+    """What `rollouts/step_XXXXXX.jsonl` says of each sample, as columns of plain numbers, texts and arrays: cheap to send to the
+    process that writes it. ``kl`` is summed over the response, in nats; ``response`` is token ids."""
+    rollouts, scores = experience.rollouts, experience.scores
+    kl: Sequence[float | None] = [None] * len(rollouts)
+    if experience.ref_logprobs is not None:
+        kl = [float(part.sum()) for part in (experience.kl * experience.mask).split(experience.lengths)]
+    return {
+        "prompt_id": [rollout.sample.prompt_id for rollout in rollouts],
+        "index": [rollout.sample.index for rollout in rollouts],
+        "prompt": [rollout.prompt.text for rollout in rollouts],
+        "response": [rollout.response_tokens.numpy() for rollout in rollouts],
+        "reward": _numbers(scores.rewards),
+        "kl": kl,
+        "response_tokens": [rollout.response_length for rollout in rollouts],
+        "finish_reason": [rollout.finish_reason for rollout in rollouts],
+        "label": [rollout.prompt.label for rollout in rollouts],
+        **{name: _numbers(values) for name, values in scores.extra.items()},
+    }
 
 
-def _number(value: Tensor) -> float | None:
+def _numbers(values: Tensor) -> list[float | None]:
     """JSON has neither infinity nor NaN, which stands for the number that a failed sample lacks."""
-    return float(value) if value.isfinite() else None
+    return [number if math.isfinite(number) else None for number in values.tolist()]
 
 
-def excerpts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Show the samples of :func:`rollout_rows` with the highest and the lowest reward, a short line each.
+def excerpts(experience: Experience, decode: Callable[[Any], str]) -> list[str]:
+    """Show the samples with the highest and the lowest reward, a short line each.
 
     Control characters are escaped: what a policy writes must not move a terminal's cursor.
     """
-    scored = sorted((row for row in rows if row["reward"] is not None), key=lambda row: row["reward"])
-    ends = [scored[-1], scored[0]] if len(scored) > 1 else scored
-    return [
-        f"reward {row['reward']:.4g}: {_excerpt(row['prompt'], EXCERPT_WIDTH // 2)} -> {_excerpt(row['response'])}"
-        for row in ends
-    ]
+    rewards = experience.scores.rewards
+    order = [row for row in rewards.argsort(stable=True).tolist() if rewards[row].isfinite()]
+    ends = [order[-1], order[0]] if len(order) > 1 else order
+    lines = []
+    for row in ends:
+        rollout = experience.rollouts[row]
+        texts = _excerpt(rollout.prompt.text, EXCERPT_WIDTH // 2), _excerpt(decode(rollout.response_tokens))
+        lines.append(f"reward {float(rewards[row]):.4g}: {texts[0]} -> {texts[1]}")
+    return lines
 
 
 def _excerpt(text: str, width: int = EXCERPT_WIDTH) -> str:

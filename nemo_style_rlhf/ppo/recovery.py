@@ -6,7 +6,7 @@ from pathlib import Path
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest, checkpoint_id
 from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
-from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerRestarted, ServerUnreachable
-from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
 

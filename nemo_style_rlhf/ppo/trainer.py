@@ -1,71 +1,41 @@
 """The training loop of the actor process."""
 
 import json
-import logging
 import math
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure, write_atomically
+from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.starts import record_end
-from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic, ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.data.prompts import Prompt
-from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.data.sampling import PromptSampler, mixed_seed
-from nemo_style_rlhf.data.templates import read_template, write_template
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
-from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Generator
-from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
-from nemo_style_rlhf.launch import interrupt
-from nemo_style_rlhf.launch.preemption import request_stop, stop_requested
-from nemo_style_rlhf.models.digests import rows_fingerprint
-from nemo_style_rlhf.models.export import export_model
-from nemo_style_rlhf.models.lora import lora_identity, save_adapter
+from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.ppo.audit import Health, Probe, audit_gap, audit_signs
-from nemo_style_rlhf.ppo.metrics import excerpts, rollout_metrics, rollout_rows, validation_metrics
-from nemo_style_rlhf.ppo.recovery import Recovery
-from nemo_style_rlhf.ppo.saving import Saver
+from nemo_style_rlhf.ppo.export import export_policy
+from nemo_style_rlhf.ppo.metrics import excerpts, rollout_columns, rollout_metrics, validation_metrics
+from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
-from nemo_style_rlhf.rollout.collector import Collector, CollectorState
-from nemo_style_rlhf.rollout.sampling import Timers
+from nemo_style_rlhf.rollout.experience import ExperienceBuilder, ShapingState
+from nemo_style_rlhf.rollout.producer import Producer, Timers
 from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.actor import PPOActorConfig
-from nemo_style_rlhf.tracking.metrics import MetricsWriter, write_jsonl
+from nemo_style_rlhf.tracking.metrics import MetricsWriter
 from nemo_style_rlhf.tracking.progress import StepProgress
+from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
-log = logging.getLogger(__name__)
 VALIDATION_SEED_OFFSET = 2**32
 """Validation samples have seeds of their own, the same ones every time."""
-RECOVERY_PAUSE_S = 1.0
-MAX_RECOVERIES = 10
-"""Without getting any further: what takes the server away each time will not end by itself."""
-
-
-@dataclass
-class Progress:
-    """Where the run stands; part of every checkpoint."""
-
-    step: int = 0
-    """PPO steps done."""
-    data_position: int = 0
-    """Prompts taken from the sampler."""
-    critic_step: int = 0
-    """Train steps the critic has done."""
-    collector: dict[str, Any] = field(default_factory=dict)
-    """KL coefficient and running reward statistics."""
-    best_reward: float | None = None
-    """Of validation, where checkpoint.keep_best is on."""
-    health: dict[str, Any] = field(default_factory=dict)
-    """Fields of :class:`audit.Health`; checkpoints from before it have none."""
 
 
 @dataclass
@@ -74,139 +44,82 @@ class Parts:
 
     engine: Engine
     generator: Generator
-    collector: Collector
+    producer: Producer
+    experience: ExperienceBuilder
     critic: RemoteCritic | None
     """None where neither the algorithm nor the reward needs that process. All ranks ask it; the first alone changes it."""
-    prompts: list[Prompt]
+    sampler: PromptSampler
     val_prompts: list[Prompt]
     tokenizer: PreTrainedTokenizerBase
     probe: Probe
-    store: CheckpointStore
     metrics: MetricsWriter | None
-    """Of the first rank."""
-    versions: dict[str, str]
+    """On the first rank."""
+    rollouts: RolloutWriter | None
+    """On the first rank, unless tracking.save_rollouts is off."""
     ranks: Ranks
 
 
 class PPOTrainer:
     """Every rank runs it; the first alone writes, and speaks to the server for all but scores."""
 
-    def __init__(
-        self, config: PPOActorConfig, parts: Parts, *, run_id: str, identity: dict[str, Any], total_steps: int
-    ) -> None:
+    def __init__(self, config: PPOActorConfig, parts: Parts, session: Session, *, total_steps: int) -> None:
         self._config = config
         self._parts = parts
         self._ranks = parts.ranks
-        self._run_id = run_id
+        self._session = session
         self._total_steps = total_steps
         self._output_dir = Path(config.run.output_dir)
-        self._sampler = PromptSampler(len(parts.prompts), config.run.seed, config.data.shuffle)
-        self._probe_gap = self._save_stall = 0.0
-        self._saver = Saver(
-            parts.store, parts.critic, run_id=run_id, keep_last=config.checkpoint.keep_last,
-            identity=identity, versions=parts.versions,
-        )  # fmt: skip
-        self._recovery = Recovery(parts.critic, parts.store, parts.ranks, run_id=run_id, output_dir=self._output_dir)
-        self._untouched = parts.collector.state
-        self.progress = Progress()
+        self._untouched = parts.experience.state
+        self._version = 0
+        """Of the weights that the generator holds."""
+        self._probe_gap = 0.0
 
     def fit(self) -> bool:
         """Run to the last step from wherever the last committed checkpoint stands, and export the policy.
 
-        A server that dies or restarts on the way is waited for; then both halves go back to their last common checkpoint.
-        SIGUSR1 (launch/preemption.py) ends the run after the step it came in, committed; in the last one it is ignored. With
-        checkpoint.save_on_interrupt the first Ctrl-C does, too.
-
         Returns:
-            Whether the last step is done.
+            Whether the last step is done; otherwise the run was told to end, and has committed the step it was in.
         """
-        in_step_with_server = stopping = under_way = False
-        lost = furthest = 0
+        session = self._session
         shown = self._config.tracking.progress and self._ranks.is_first
         with StepProgress(self._total_steps, enabled=shown) as bar:
-            while not stopping and (self.progress.step < self._total_steps or not in_step_with_server):
-                started = perf_counter()
-                try:
-                    if not in_step_with_server:
+            while session.goes_on:
+                with session.surviving():
+                    if not session.restored:
                         self._restore()
-                        in_step_with_server = True
-                        if not under_way:
-                            self._heed_interrupts()
-                        under_way = True
                         continue
+                    started = perf_counter()
                     metrics = self.train_step()
-                    # Not every rank may have been told by now.
-                    told = self._ranks.all_gather((stop_requested(), self._saver.failed))
-                    stop, save_failed = map(any, zip(*told, strict=True))
-                    if save_failed:  # what is trained from here on would be lost as well
-                        self._saver.settle()
-                    stopping = stop and self.progress.step < self._total_steps
-                    self._commit_if_due(now=stopping)
-                    if stopping or self.progress.step == self._total_steps:
-                        self._saver.settle()
-                except (ServerRestarted, ServerUnreachable) as event:
-                    lost += 1
-                    if lost > MAX_RECOVERIES:
-                        raise UserError(
-                            f"the critic server was lost {lost} times before step {furthest + 1} was done, in the end so: {event}"
-                        ) from event
-                    log.warning("%s; both halves go back to their last common checkpoint", event)
-                    in_step_with_server = stopping = False
-                    sleep(RECOVERY_PAUSE_S)  # a server that is stopping still answers for its status
-                    continue
-                if self.progress.step > furthest:
-                    lost, furthest = 0, self.progress.step
-                bar.show(
-                    self.progress.step,
-                    reward=metrics["train_rollouts/rewards"],
-                    kl=metrics.get("train_rollouts/init_policy_kl"),
-                    tokens_per_second=metrics["timers/tokens_per_second"],
-                    seconds_per_step=perf_counter() - started,
-                )
-        if stopping:
-            log.info("step %d is committed, the run ends as it was told; the same command goes on", self.progress.step)
-        else:
+                    session.end_step()
+                    bar.show(
+                        session.progress.step,
+                        reward=metrics["train_rollouts/rewards"],
+                        kl=metrics.get("train_rollouts/init_policy_kl"),
+                        tokens_per_second=metrics["timers/tokens_per_second"],
+                        seconds_per_step=perf_counter() - started,
+                    )
+        if not session.stopped:
             self._export("export")
             if self._ranks.is_first:
-                self._record_end()
+                names = ["export", "export_adapter"] if self._config.model.lora.rank else ["export"]
+                record_end(self._output_dir, [self._output_dir / name for name in names])
+        if self._parts.rollouts is not None:
+            self._parts.rollouts.flush()
         if self._parts.metrics is not None:
             self._parts.metrics.close()
-        self._ranks.barrier()  # whoever starts ranks may kill all once the first has ended
-        return not stopping
-
-    def _record_end(self) -> None:
-        names = ["export", "export_adapter"] if self._config.model.lora.rank else ["export"]
-        record_end(self._output_dir, [self._output_dir / name for name in names])
-
-    def _heed_interrupts(self) -> None:
-        if self._config.run.dry_run:  # nothing goes on from where it stands
-            return
-        interrupt.describe(self._standing)
-        if self._config.checkpoint.save_on_interrupt:
-            interrupt.on_first(self._stop_after_step)
-
-    def _standing(self) -> str:
-        committed, step = self._parts.store.committed_steps(), self.progress.step
-        where = "in the export" if step == self._total_steps else f"in step {step + 1}"
-        saved = f"step {committed[-1]} is saved" if committed and committed[-1] else "no step is saved yet"
-        return f"stopped {where}; {saved}; the same command goes on"
-
-    def _stop_after_step(self) -> None:
-        if self._ranks.is_first:
-            log.info(
-                "the run ends after step %d, with a checkpoint; Ctrl-C again ends it at once", self.progress.step + 1
-            )
-        request_stop()
+        self._ranks.barrier()  # launchers may kill every rank as soon as rank 0 exits
+        return not session.stopped
 
     def undo(self) -> None:
         """Put the critic server back to where this run found it, and its folder (dry runs)."""
-        self._recovery.undo()
+        self._session.undo()
 
     def close(self) -> None:
         """End what runs beside the loop, calls under way included."""
-        self._parts.collector.close()
-        if self._parts.critic is not None:
-            self._parts.critic.close()
+        self._parts.producer.close()
+        for part in (self._parts.critic, self._parts.rollouts):
+            if part is not None:
+                part.close()
 
     def train_step(self) -> dict[str, float]:
         """One PPO step: prompts, rollout and scores, both updates, weights to the generator, metrics.
@@ -214,22 +127,18 @@ class PPOTrainer:
         The critic trains in the other process while the actor trains here; its errors are raised here.
         """
         config, parts, timers = self._config, self._parts, Timers()
-        step = self.progress.step + 1
-        position = self.progress.data_position
+        progress = self._session.progress
+        step = progress.step + 1
+        warming_up = step <= config.algorithm.critic_warmup_steps
+        trains_critic = parts.critic is not None and config.algorithm.uses_critic
 
-        def take(count: int) -> list[Prompt]:
-            nonlocal position
-            indices = self._sampler.take(position, count)
-            position += count
-            return [parts.prompts[index] for index in indices]
-
-        experience = parts.collector.collect(take, step=step, timers=timers)
-        metrics = rollout_metrics(experience)
+        batch = parts.producer.batch(step, progress.data_position, self._version, timers)
+        experience = parts.experience.build(batch, timers)
+        metrics: dict[str, float] = self._ranks.on_first(lambda: rollout_metrics(experience))
         audit_gap(config.audit, metrics)
         plan = mini_batch_plan(experience, config.algorithm, seed=config.run.seed, step=step)
-        trains_critic = parts.critic is not None and config.algorithm.uses_critic
+        timers.lap("metrics")
         critic_update = self._train_critic(experience, plan) if trains_critic and self._ranks.is_first else None
-        warming_up = step <= config.algorithm.critic_warmup_steps
         if not warming_up:
             metrics |= update_actor(
                 parts.engine, experience, plan, config.algorithm, self._ranks, max_length=config.generation.max_length,
@@ -242,42 +151,42 @@ class PPOTrainer:
             metrics["timers/critic_train"] = critic_metrics.pop("seconds")
             metrics |= {f"critic/{name}": value for name, value in critic_metrics.items()}
         if not warming_up:
-            self._send_weights(step, timers)
-        self.progress = replace(
-            self.progress,
+            self._publish(step, timers)
+        self._session.progress = replace(
+            progress,
             step=step,
-            data_position=position,
-            critic_step=self.progress.critic_step + trains_critic,
-            collector=asdict(parts.collector.state),
+            data_position=batch.data_end,
+            critic_step=progress.critic_step + trains_critic,
+            collector=asdict(parts.experience.state),
         )
         metrics |= {
             "train_rollouts/transfer_probe_gap": self._probe_gap,
-            "train_rollouts/epoch": self._sampler.epoch(position),
+            "train_rollouts/epoch": parts.sampler.epoch(batch.data_end),
         }
         if self._validation_due(step):
             metrics |= self._validate()
             timers.lap("validation")
-        if config.tracking.save_rollouts and self._ranks.is_first:
-            rows = rollout_rows(experience, parts.tokenizer)
-            write_jsonl(self._output_dir / "rollouts" / f"step_{step:06d}.jsonl", rows)
+        if parts.rollouts is not None:
+            parts.rollouts.write(step, rollout_columns(experience))
         timers.lap("tracking")
-        metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._save_stall}
-        self._save_stall = 0.0
+        metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._session.save_stall}
+        self._session.save_stall = 0.0
         self._write_metrics(step, metrics)
         self._audit_signs(step, metrics, experience)
         return metrics
 
     def _audit_signs(self, step: int, metrics: dict[str, float], experience: Experience) -> None:
+        decode = partial(self._parts.tokenizer.decode, skip_special_tokens=False)
         health = audit_signs(
             self._config.audit,
             metrics,
-            Health(**self.progress.health),
+            Health(**self._session.progress.health),
             step=step,
-            bigrams=sum(max(len(rollout.response_tokens) - 1, 0) for rollout in experience.rollouts),
-            samples=lambda: excerpts(rollout_rows(experience, self._parts.tokenizer)),
+            bigrams=sum(max(rollout.response_length - 1, 0) for rollout in experience.rollouts),
+            samples=lambda: excerpts(experience, decode),
             shown=self._ranks.is_first,
         )
-        self.progress = replace(self.progress, health=asdict(health))
+        self._session.progress = replace(self._session.progress, health=asdict(health))
 
     def _write_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if self._parts.metrics is not None:
@@ -286,14 +195,15 @@ class PPOTrainer:
     def _train_critic(self, experience: Experience, plan: list[list[int]]) -> "Future[dict[str, float]]":
         """Start the critic's update in the other process."""
         assert self._parts.critic is not None
-        return self._parts.critic.train(critic_batch(experience, plan), step=self.progress.critic_step + 1)
+        return self._parts.critic.train(critic_batch(experience, plan), step=self._session.progress.critic_step + 1)
 
-    def _send_weights(self, version: int, timers: Timers) -> None:
-        parts = self._parts
-        send_weights(parts.generator.transport, policy_weights(parts.engine), version)
-        timers.lap("weight_transfer")
-        self._probe_gap = parts.probe.check(parts.generator, parts.engine)
+    def _publish(self, version: int, timers: Timers) -> None:
+        """Give the generator the weights of the engine, and what it must compute with them."""
+        target = self._parts.probe.target(self._parts.engine)
         timers.lap("transfer_probe")
+        update = OwnWeights(version, self._parts.engine.hf_weights(), target)
+        self._probe_gap, self._version = self._parts.generator.load(update), version
+        timers.lap("weight_transfer")
 
     def _validation_due(self, step: int) -> bool:
         interval = self._config.algorithm.val_check_interval
@@ -301,111 +211,41 @@ class PPOTrainer:
 
     def _validate(self) -> dict[str, float]:
         algorithm = self._config.algorithm
-        sampled = self._parts.collector.sample(
+        sampled = self._parts.producer.sample(
             self._parts.val_prompts[: algorithm.num_val_samples],
             samples_per_prompt=algorithm.val_samples_per_prompt,
             run_seed=self._config.run.seed + VALIDATION_SEED_OFFSET,
+            version=self._version,
         )
         metrics = validation_metrics(sampled, pass_score=algorithm.val_pass_score)
-        reward, best = metrics["val_rollouts/rewards"], self.progress.best_reward
+        reward, best = metrics["val_rollouts/rewards"], self._session.progress.best_reward
         # NaN, where every sample failed, is never the best.
         if self._config.checkpoint.keep_best and reward > (-math.inf if best is None else best):
-            self.progress = replace(self.progress, best_reward=reward)
+            self._session.progress = replace(self._session.progress, best_reward=reward)
             self._export("best")
             if self._ranks.is_first:
-                note = {"step": self.progress.step, "val_rollouts/rewards": reward}
+                note = {"step": self._session.progress.step, "val_rollouts/rewards": reward}
                 write_atomically(self._output_dir / "best" / "best.json", json.dumps(note).encode())
         return metrics
 
-    def _commit_if_due(self, *, now: bool) -> None:
-        step = self.progress.step
-        if now or step % self._config.checkpoint.save_interval == 0 or step == self._total_steps:
-            self._commit()
-
-    def _commit(self) -> None:
-        step, began = self.progress.step, perf_counter()
-        export_critic = step == self._total_steps and self._config.checkpoint.export_critic
-        self._saver.save(
-            self._parts.engine,
-            step,
-            asdict(self.progress),
-            critic_step=self.progress.critic_step,
-            export_critic=export_critic,
-        )
-        self._save_stall = perf_counter() - began
-
     def _restore(self) -> None:
-        """Bring both halves to the last common checkpoint; a run without one starts, and commits its step 0."""
-        parts = self._parts
-        self._saver.abandon()
-        manifest = self._recovery.restore_critic()
-        if manifest is None:
-            self._start()
-            return
-        parts.store.resume_from(manifest.step)
-        self._saver.load(parts.engine, manifest.step)
-        self.progress = Progress(**manifest.state)
-        collector = self.progress.collector
-        parts.collector.state = CollectorState(**collector) if collector else self._untouched
-        self._send_weights(self.progress.step, Timers())
-        if parts.metrics is not None:
-            parts.metrics.rewind(self.progress.step)
-        if self.progress.step == 0:
-            self._log_step_zero()
-        log.info("resumed from step %d", self.progress.step)
-
-    def _start(self) -> None:
-        self._send_weights(0, Timers())
-        self._commit()
-        self._saver.settle()  # a step before it is whole would have nothing to go back to
-        self._log_step_zero()
-
-    def _log_step_zero(self) -> None:
+        self._session.restore(self._begin)
+        step = self._session.progress.step
         if self._parts.metrics is not None:
-            self._parts.metrics.rewind(-1)
-        if self._config.algorithm.val_check_interval:
+            self._parts.metrics.rewind(step if step else -1)
+        if step == 0 and self._config.algorithm.val_check_interval:
             self._write_metrics(0, self._validate())
 
+    def _begin(self) -> None:
+        """The engine holds the weights to go on from."""
+        progress = self._session.progress
+        self._parts.experience.state = ShapingState(**progress.collector) if progress.collector else self._untouched
+        self._publish(progress.step, Timers())
+
     def _export(self, name: str) -> None:
-        directory, hf = self._output_dir / name, self._parts.engine.module.hf
-        weights = {}
-        for key, tensor in policy_weights(self._parts.engine):
-            if self._ranks.is_first:
-                weights[key] = tensor.cpu()
-        if not self._ranks.is_first:
-            return
-        model, data = self._config.model, self._config.data
-        write_notes = partial(
-            write_template, template=data.prompt_template, tokenizer=self._parts.tokenizer, chat_template=data.chat_template,
-            append_eos=read_template(model.path).get("append_eos", True),
-        )  # fmt: skip
-        try:
-            export_model(
-                hf, directory, source=model.path, weights=weights, write_notes=write_notes,
-                trust_remote_code=model.trust_remote_code,
-            )  # fmt: skip
-            if model.lora.rank:
-                save_adapter(hf, self._output_dir / f"{name}_adapter", model, export=directory)
-        except STORAGE_ERRORS as error:
-            if (reason := storage_failure(error)) is None:
-                raise
-            raise UserError(
-                f"the policy could not be exported to {directory} ({reason}): make room and start again, the run goes on from "
-                "its last checkpoint"
-            ) from error
-        log.info("exported the policy to %s", directory)
-
-
-def run_identity(config: PPOActorConfig, prompts: list[Prompt] | None = None) -> dict[str, Any]:
-    """Settings that give the weights, optimizer states and data position of a checkpoint their meaning, as far as they are known
-    without the ``prompts``; engine.zero_stage and the ranks may change."""
-    identity = {
-        **lora_identity(config.model), "model.dtype": config.model.dtype, "run.seed": config.run.seed,
-        "data.shuffle": config.data.shuffle,
-    }  # fmt: skip
-    if prompts is not None:
-        identity["training prompts"] = rows_fingerprint((prompt.prompt_id, prompt.token_ids) for prompt in prompts)
-    return identity
+        export_policy(
+            self._parts.engine, self._ranks, self._output_dir, name, self._config, tokenizer=self._parts.tokenizer
+        )
 
 
 def critic_batch(experience: Experience, plan: list[list[int]]) -> CriticTrainBatch:
@@ -414,11 +254,11 @@ def critic_batch(experience: Experience, plan: list[list[int]]) -> CriticTrainBa
     def split(flat: Tensor) -> list[Any]:
         return [part.numpy() for part in flat.split(experience.lengths)]
 
-    assert experience.returns is not None and experience.values is not None  # the estimator has a critic
+    assert experience.returns is not None and experience.scores.values is not None  # the estimator has a critic
     return CriticTrainBatch(
         sequences=split(experience.tokens.int()),
         returns=split(experience.returns.float()),
-        old_values=split(experience.values.float()),
+        old_values=split(experience.scores.values.float()),
         masks=split(experience.mask.float()),
         mini_batches=plan,
     )
@@ -426,7 +266,7 @@ def critic_batch(experience: Experience, plan: list[list[int]]) -> CriticTrainBa
 
 def _timer_metrics(timers: Timers, experience: Experience) -> dict[str, float]:
     total = sum(timers.seconds.values())
-    tokens = float(sum(len(rollout.response_tokens) for rollout in experience.rollouts))
+    tokens = float(sum(rollout.response_length for rollout in experience.rollouts))
     return {
         **{f"timers/{phase}": seconds for phase, seconds in timers.seconds.items()},
         "timers/step": total,

@@ -1,8 +1,7 @@
 """The actor's update on one rollout."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,8 +10,10 @@ from torch import Tensor
 from nemo_style_rlhf.algorithms.kl import kl_loss
 from nemo_style_rlhf.algorithms.masking import aggregate
 from nemo_style_rlhf.algorithms.policy_loss import policy_loss
-from nemo_style_rlhf.data.ranks import Ranks
-from nemo_style_rlhf.engine.engine import Engine, StepStats
+from nemo_style_rlhf.data.ragged import pad
+from nemo_style_rlhf.distributed.ranks import Ranks
+from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.steps import TokenMeans, optimizer_steps
 from nemo_style_rlhf.rollout.logprobs import MicroBatch, PolicyForward, micro_batch_iterator
 from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
@@ -26,39 +27,13 @@ def mini_batch_plan(experience: Experience, config: AlgorithmConfig, *, seed: in
     A pure function of seed, step and mask; actor and critic follow the same plan. Samples without an action are left
     out, since an optimizer step on nothing would still move the weights.
     """
-    offsets = torch.tensor([0, *experience.lengths]).cumsum(0).tolist()
-    useful = [row for row in range(len(experience.lengths)) if experience.mask[offsets[row] : offsets[row + 1]].any()]
+    useful = pad(experience.mask, experience.lengths).any(-1).nonzero().flatten().tolist()
     plan = []
     for epoch in range(config.ppo_epochs):
         order = np.random.default_rng((seed, step, epoch)).permutation(len(useful))
         parts = np.array_split(order, min(config.mini_batches, len(useful)))
         plan += [[useful[index] for index in part.tolist()] for part in parts]
     return plan
-
-
-@dataclass
-class TokenMeans:
-    """Running means of per-token statistics over micro-batches of unequal size."""
-
-    totals: dict[str, float] = field(default_factory=dict)
-    tokens: float = 0.0
-
-    def add(self, tokens: float, **means: Tensor) -> None:
-        self.tokens += tokens
-        for name, mean in means.items():
-            self.totals[name] = self.totals.get(name, 0.0) + float(mean) * tokens
-
-    @staticmethod
-    def of(shares: "Sequence[TokenMeans]") -> "TokenMeans":
-        """Of all ranks together."""
-        names = sorted({name for share in shares for name in share.totals})
-        return TokenMeans(
-            {name: sum(share.totals.get(name, 0.0) for share in shares) for name in names},
-            sum(share.tokens for share in shares),
-        )
-
-    def mean(self, name: str) -> float:
-        return self.totals[name] / max(self.tokens, 1.0)
 
 
 def update_actor(
@@ -84,61 +59,67 @@ def update_actor(
     Raises:
         NonFiniteError: a loss or gradient is not finite.
     """
-    torch.manual_seed(seed)
-    engine.train()
-    means, first = TokenMeans(), TokenMeans()
-    grad_norms = []
-    losses, empty_steps, skipped_steps = 0.0, 0, 0
     signal = _only_signal(experience, config)
-    for number, (rows, samples) in enumerate(zip(plan, samples_per_step(experience, plan), strict=True)):
-        batches = list(
-            micro_batch_iterator(
-                experience.tokens,
-                experience.lengths,
-                experience.mask,
-                engine.config,
-                engine.device,
-                rows,
-                experience.temperatures,
-            )
-        )
-        normalizer = loss_normalizer(batches, config.loss_aggregation, samples=samples, max_length=max_length)
-        empty = signal is not None and not any(signal[batch.positions].any() for batch in batches)
-        skipped = empty and config.skip_empty_steps
-        empty_steps, skipped_steps = empty_steps + empty, skipped_steps + skipped
-        with torch.set_grad_enabled(not skipped):
-            for batch, counts in ranks.share(batches):
-                loss, statistics = micro_batch_loss(
-                    engine, experience, batch if counts else batch.emptied(), config, normalizer
+    normalizers: list[float] = []
+    empty: list[bool] = []
+    means, first = TokenMeans(), TokenMeans()
+
+    def micro_batches() -> Iterator[list[MicroBatch]]:
+        for rows, samples in zip(plan, samples_per_step(experience, plan), strict=True):
+            batches = list(
+                micro_batch_iterator(
+                    experience.tokens,
+                    experience.lengths,
+                    experience.mask,
+                    engine.config,
+                    engine.device,
+                    rows,
+                    experience.temperatures,
                 )
-                if not skipped:
-                    engine.backward(loss)
-                if counts:
-                    losses += float(loss.detach())
-                    means.add(len(batch.positions), **statistics)
-                    if number == 0:
-                        first.add(len(batch.positions), **statistics)
-        stats = StepStats(grad_norm=0.0, lr=engine.lr) if skipped else engine.step()
-        grad_norms.append(stats.grad_norm)
-    engine.eval()
+            )
+            normalizers.append(
+                loss_normalizer(batches, config.loss_aggregation, samples=samples, max_length=max_length)
+            )
+            empty.append(signal is not None and not any(signal[batch.positions].any() for batch in batches))
+            yield batches
+
+    def loss(number: int, batch: MicroBatch, counts: bool) -> Tensor:
+        batch = batch if counts else batch.emptied()
+        value, statistics = micro_batch_loss(engine, experience, batch, config, normalizers[number])
+        if counts:
+            means.add(len(batch.positions), **statistics)
+            if number == 0:
+                first.add(len(batch.positions), **statistics)
+        return value
+
+    steps = optimizer_steps(
+        engine,
+        ranks,
+        micro_batches(),
+        loss,
+        seed=seed,
+        skipped=lambda number: config.skip_empty_steps and empty[number],
+    )
+    empty_steps = sum(empty)
+    skipped_steps = empty_steps if config.skip_empty_steps else 0
     if empty_steps and ranks.is_first:
         log.warning(
             "%d of %d optimizer steps had nothing to learn from, every advantage was 0: %s", empty_steps, len(plan),
             "they were left out" if skipped_steps else "they moved the weights by momentum and weight decay alone "
             "(algorithm.skip_empty_steps=true leaves them out)",
         )  # fmt: skip
+    own_loss = sum(loss for step in steps for loss in step.losses)
     means, first = TokenMeans.of(ranks.all_gather(means)), TokenMeans.of(ranks.all_gather(first))
-    losses = sum(ranks.all_gather(losses))
     return {
-        "train_optim/loss": losses / len(plan),
+        "train_optim/loss": sum(ranks.all_gather(own_loss)) / len(plan),
         "train_optim/ppo_ratio": means.mean("ratio"),
         "train_optim/ppo_ratio_first_mini_batch": first.mean("ratio"),
         "train_optim/ratio_error_first_mini_batch": first.mean("ratio_error"),
         "train_optim/clip_fraction": means.mean("clip_fraction"),
         "train_optim/approx_kl": means.mean("approx_kl"),
-        "train_optim/grad_norm": sum(grad_norms) / len(grad_norms),
+        "train_optim/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
         **({"train_optim/kl_loss": means.mean("kl_loss")} if "kl_loss" in means.totals else {}),
-        "train_optim/lr": stats.lr,
+        "train_optim/lr": steps[-1].lr,
         "train_optim/optimizer_steps": len(plan) - skipped_steps,
         **({} if signal is None else {"train_optim/empty_steps": empty_steps}),
     }

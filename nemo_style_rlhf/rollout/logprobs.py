@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nemo_style_rlhf.data.ragged import micro_batches, pad, padded_rows, round_up
-from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.models.policy import ActionLogprobs
+from nemo_style_rlhf.rollout.types import Rollout
 from nemo_style_rlhf.schema.common import EngineConfig
 
 
@@ -87,21 +88,17 @@ def batch_logprobs(
 
     Policy and reference see the same micro-batches, so their KL is exactly 0 while their weights are equal.
     """
-    found = []
-    for batch, counts in ranks.share(
+    logprobs = torch.zeros(len(tokens))
+    for batch, counts in ranks.shard(
         list(micro_batch_iterator(tokens, lengths, mask, config, device, temperatures=temperatures))
     ):
         result = forward(batch.input_ids, batch.action_mask, temperature=batch.temperature)
         if counts:
-            found.append((batch.positions, result.logprobs.cpu()))
-    logprobs = torch.zeros(len(tokens))
-    for share in ranks.all_gather(found):
-        for positions, of_batch in share:
-            logprobs[positions] = of_batch
-    return logprobs
+            logprobs[batch.positions] = result.logprobs.cpu()
+    return ranks.sum(logprobs)
 
 
-def action_mask(rollouts: Sequence[Any]) -> Tensor:
+def action_mask(rollouts: Sequence[Rollout]) -> Tensor:
     """[N] float32: 1 at entry t of a sequence where token t+1 is the policy's."""
     return torch.cat([action_aligned(rollout.response_mask) for rollout in rollouts]).float()
 

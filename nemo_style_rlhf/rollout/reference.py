@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.models.host_copy import HostCopy
 from nemo_style_rlhf.models.lora import adapters_off
 from nemo_style_rlhf.models.policy import PolicyModel

@@ -1,12 +1,27 @@
-"""The two data types that carry everything: a sample, and a batch of samples ready to learn from."""
+"""The data types that carry everything: a sample, the samples of a step, and a batch ready to learn from."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from array import array
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.generation.interface import Completion, SampleId
+from nemo_style_rlhf.scoring.interface import Scores
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A stretch of tokens that the policy produced without interruption."""
+
+    start: int
+    """Position of its first token in the sequence."""
+    end: int
+    """The position behind its last token."""
+    finish_reason: str
+    """``stop`` or ``length``."""
 
 
 @dataclass
@@ -15,6 +30,7 @@ class Rollout:
 
     sample: SampleId
     seed: int
+    prompt: Prompt
     tokens: Tensor
     """[L] int64: prompt and response."""
     response_mask: Tensor
@@ -23,50 +39,86 @@ class Rollout:
     """[L] float32, nats: of each response token when it was sampled; 0 elsewhere."""
     weights_version: Tensor
     """[L] int64: the policy that produced each response token; -1 elsewhere."""
-    finish_reason: str
-    """``stop`` or ``length``."""
+    turns: tuple[Turn, ...]
     max_length: int
     """Tokens the response could have had: generation.max_length, or the prompt's own."""
-    prompt_text: str
-    temperature: float | None = None
-    """The prompt's own; None for the run's."""
-    label: str | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def finish_reason(self) -> str:
+        return self.turns[-1].finish_reason
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 
     @property
-    def response_tokens(self) -> list[int]:
-        return self.tokens[self.response_mask].tolist()
+    def response_tokens(self) -> Tensor:
+        """[number of tokens the policy produced] int64."""
+        return self.tokens[self.response_mask]
+
+    @property
+    def response_length(self) -> int:
+        return sum(turn.end - turn.start for turn in self.turns)
 
     @staticmethod
-    def from_completion(
-        completion: Completion, prompt_text: str, label: str | None, metadata: dict[str, Any]
-    ) -> "Rollout":
-        """A single-turn rollout: everything after the prompt is the policy's."""
-        prompt = completion.request.prompt
-        response_mask = torch.arange(len(prompt) + len(completion.token_ids)) >= len(prompt)
-        logprobs = torch.zeros(len(response_mask))
-        logprobs[response_mask] = completion.logprobs
+    def from_completion(completion: Completion, prompt: Prompt) -> "Rollout":
+        """A rollout of one turn: everything after the prompt is the policy's."""
+        request = completion.request
+        start, end = len(request.prompt), len(request.prompt) + len(completion.token_ids)
+        logprobs = torch.zeros(end)
+        logprobs[start:] = completion.logprobs
+        weights_version = torch.full((end,), -1)
+        weights_version[start:] = completion.weights_version
         return Rollout(
-            sample=completion.request.sample,
-            seed=completion.request.seed,
-            tokens=torch.tensor([*prompt, *completion.token_ids]),
-            response_mask=response_mask,
+            sample=request.sample,
+            seed=request.seed,
+            prompt=prompt,
+            # Through an array: torch reads a list ten times slower.
+            tokens=torch.frombuffer(array("q", [*request.prompt, *completion.token_ids]), dtype=torch.int64),
+            response_mask=torch.arange(end) >= start,
             sampler_logprobs=logprobs,
-            weights_version=torch.where(response_mask, completion.weights_version, -1),
-            finish_reason=completion.finish_reason,
-            max_length=completion.request.max_tokens,
-            prompt_text=prompt_text,
-            temperature=completion.request.sampling.temperature,
-            label=label,
-            metadata=metadata,
+            weights_version=weights_version,
+            turns=(Turn(start, end, completion.finish_reason),),
+            max_length=request.max_tokens,
         )
 
 
 @dataclass
+class Sampled:
+    """Samples in the order of their requests, and their scores."""
+
+    rollouts: list[Rollout]
+    scores: Scores
+
+    def select(self, rows: list[int]) -> "Sampled":
+        lengths = [len(rollout.tokens) for rollout in self.rollouts]
+        return Sampled([self.rollouts[row] for row in rows], self.scores.select(rows, lengths))
+
+
+class ScoresToCome(Protocol):
+    def result(self) -> Scores:
+        """The scores of all samples, on every rank; every rank calls it.
+
+        Raises:
+            Exception: what a source raised on any rank.
+        """
+
+
+@dataclass
+class Batch:
+    """All that a step needs of the world outside the trainer."""
+
+    step: int
+    rollouts: list[Rollout]
+    """``samples_per_prompt`` neighbors to each prompt."""
+    scores: ScoresToCome
+    data_end: int
+    """Prompts taken from the sampler up to here."""
+    counts: dict[str, float]
+    """How the batch came about: prompts filtered out and rounds that it took."""
+
+
+@dataclass(frozen=True)
 class Experience:
     """A batch of B rollouts laid end to end, N tokens in all, aligned to actions.
 
@@ -89,24 +141,18 @@ class Experience:
     """Nats, of the policy that is about to be updated (PPO's "old" policy)."""
     ref_logprobs: Tensor | None
     """Nats, of the frozen reference; None where nothing needs it."""
-    scores: Tensor
-    """[B] sequence rewards as their sources gave them; NaN where ``failed``."""
-    failed: Tensor
-    """[B] bool: no source could score it, so it is masked."""
-    values: Tensor | None
-    """Of the critic before its update; None without a critic."""
+    scores: Scores
+    """Of the whole sequences, as their sources gave them, and the critic's values before its update."""
     kl: Tensor
     """Per-token estimate of KL(policy || reference), nats; 0 without a reference."""
     kl_coef: float
-    """Of this step's KL term."""
-    rewards: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Coefficient of this step's KL term."""
+    rewards: Tensor
     """Per token: KL penalty where it is part of the reward, and the shaped score at the last action."""
-    advantages: Tensor = field(default_factory=lambda: torch.empty(0))
-    returns: Tensor | None = None
+    advantages: Tensor
+    returns: Tensor | None
     """Advantages, before whitening, plus values: what the critic learns; None without a critic."""
-    correction: Tensor | None = None
-    """Importance weights trainer / sampler on the policy loss; None for none."""
-    extra: dict[str, Tensor] = field(default_factory=dict)
-    """[B] each: further numbers of the reward sources."""
-    counts: dict[str, float] = field(default_factory=dict)
-    """How the batch came about: prompts filtered out, rollouts it took, the share of groups without a difference."""
+    correction: Tensor | None
+    """Importance weights trainer / sampler on the policy loss; None if there is no correction."""
+    counts: dict[str, float]
+    """How the batch came about: see :class:`Batch`, and the share of groups without a difference."""

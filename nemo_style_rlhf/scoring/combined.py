@@ -111,18 +111,6 @@ def failure(count: int, reason: RewardError) -> Scores:
     )
 
 
-def stacked(parts: "list[Scores | RewardError]") -> Scores:
+def stacked(parts: "Sequence[Scores | RewardError]") -> Scores:
     """One group out of single samples, some of which may have failed."""
-    scores = [failure(1, part) if isinstance(part, RewardError) else part for part in parts]
-    names = {name for part in scores for name in part.extra}
-    nan = torch.full((1,), torch.nan)
-    with_filter = any(part.filter_scores is not None for part in scores)
-    return Scores(
-        rewards=torch.cat([part.rewards for part in scores]),
-        filter_scores=torch.cat([p.rewards if p.filter_scores is None else p.filter_scores for p in scores])
-        if with_filter
-        else None,
-        extra={name: torch.cat([part.extra.get(name, nan) for part in scores]) for name in sorted(names)},
-        failed=torch.cat([part.failures for part in scores]),
-        reasons=[reason for part in scores for reason in part.reasons],
-    )
+    return Scores.joined([failure(1, part) if isinstance(part, RewardError) else part for part in parts])

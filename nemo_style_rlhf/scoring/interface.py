@@ -1,9 +1,10 @@
 """Where rewards come from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,21 +12,42 @@ from torch import Tensor
 from nemo_style_rlhf.errors import UserError
 
 
-@dataclass
+class Message(NamedTuple):
+    role: str
+    """``prompt``, ``response`` (the policy's) or ``environment``."""
+    text: str
+
+
 class ScoringSample:
     """What a source may look at."""
 
-    tokens: Tensor
-    """[L] int64, prompt and response, in the policy's tokenizer."""
-    prompt: str
-    response: str
-    """Without special tokens."""
-    label: str | None = None
+    def __init__(self, tokens: Tensor, label: str | None, messages: Callable[[], Sequence[Message]]) -> None:
+        """
+        Args:
+            tokens: [L] int64, prompt and response, in the policy's tokenizer.
+            messages: the sample as text without special tokens, called by the first source that reads text.
+        """
+        self.tokens = tokens
+        self.label = label
+        self._read = messages
+
+    @cached_property
+    def messages(self) -> Sequence[Message]:
+        return self._read()
+
+    @property
+    def prompt(self) -> str:
+        return self.messages[0].text
+
+    @property
+    def response(self) -> str:
+        """All that the policy wrote."""
+        return "".join(message.text for message in self.messages if message.role == "response")
 
 
 @dataclass
 class Scores:
-    """Of a group of B samples with N tokens in all."""
+    """Scores of a group of B samples with N tokens in all."""
 
     rewards: Tensor
     """[B] float32; NaN where ``failed``."""
@@ -43,6 +65,37 @@ class Scores:
     @property
     def failures(self) -> Tensor:
         return torch.zeros(len(self.rewards), dtype=torch.bool) if self.failed is None else self.failed
+
+    @staticmethod
+    def joined(groups: "Sequence[Scores]") -> "Scores":
+        """Neighboring groups as one; a metric that only some groups have is NaN in the others."""
+        values = [group.values for group in groups if group.values is not None]
+        names = sorted({name for group in groups for name in group.extra})
+        with_filter = any(group.filter_scores is not None for group in groups)
+        filtered_by = [g.rewards if g.filter_scores is None else g.filter_scores for g in groups]
+        return Scores(
+            rewards=torch.cat([group.rewards for group in groups]),
+            filter_scores=torch.cat(filtered_by) if with_filter else None,
+            values=torch.cat(values) if len(values) == len(groups) else None,
+            extra={
+                name: torch.cat([g.extra.get(name, torch.full_like(g.rewards, torch.nan)) for g in groups])
+                for name in names
+            },
+            failed=torch.cat([group.failures for group in groups]),
+            reasons=[reason for group in groups for reason in group.reasons],
+        )
+
+    def select(self, rows: Sequence[int], lengths: Sequence[int]) -> "Scores":
+        """The scores of the samples ``rows``; ``lengths`` [B] are tokens per sample."""
+        picked = torch.tensor(list(rows), dtype=torch.long)
+        parts = None if self.values is None else self.values.split(list(lengths))
+        return Scores(
+            rewards=self.rewards[picked],
+            filter_scores=None if self.filter_scores is None else self.filter_scores[picked],
+            values=None if parts is None else torch.cat([parts[row] for row in rows]),
+            extra={name: value[picked] for name, value in self.extra.items()},
+            failed=self.failures[picked],
+        )
 
 
 class RewardError(UserError):

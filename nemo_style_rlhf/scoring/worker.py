@@ -5,10 +5,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
-import multiprocessing
-import os
 import sys
-import threading
 import traceback
 from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader
@@ -16,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.children import end_with_parent
 
 MODULE = "reward_function"
 
 
 def prepare(path: str, name: str) -> None:
     """Of a fresh worker: imports what the function needs before its time counts, and ends with the trainer."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     with contextlib.suppress(UserError):  # the call will meet it again, and report it
         load_function(path, name)
 
@@ -91,11 +89,3 @@ def _sentence(error: BaseException, path: str) -> str:
         said, lines = [error.msg], [error.lineno]
     where = f" (line {lines[-1]})" if lines else ""
     return type(error).__name__ + (f": {said[0]}" if said else "") + where
-
-
-def end_with_parent() -> None:
-    """Run by a thread of a child process: a killed parent cannot stop what runs for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

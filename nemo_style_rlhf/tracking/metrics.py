@@ -1,7 +1,7 @@
 """Where a step's metrics go: metrics.jsonl always, TensorBoard and W&B through Lightning's loggers if asked for."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,6 @@ class MetricsWriter:
     def close(self) -> None:
         for logger in self._loggers:
             logger.finalize("success")
-
-
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def _step_of(line: str) -> int:

@@ -1,0 +1,158 @@
+"""Work over ranks: which rank computes what, and how the others come to know."""
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_style_rlhf.errors import UserError
+
+PATIENCE = timedelta(days=365)
+"""While one rank waits for a server or a slow rollout the others must not give up."""
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+
+def require_tensor_parallel(ranks: int, size: int) -> None:
+    """
+    Raises:
+        UserError: ``ranks`` cannot be divided into tensor-parallel groups of ``size``.
+    """
+    if ranks % size:
+        raise UserError(
+            f"generation.tensor_parallel_size={size} with {ranks} ranks of the actor, which it must divide: start more ranks, or "
+            "lower it"
+        )
+
+
+class Ranks:
+    """The ranks of ``bootstrap.init_distributed``; without that, one. Every rank makes the same calls.
+
+    Neighbors may form tensor-parallel groups, each of which shares a generator. The first rank of a group leads it.
+    """
+
+    def __init__(self, *, tensor_parallel: int = 1) -> None:
+        """
+        Args:
+            tensor_parallel: ranks of a group.
+
+        Raises:
+            UserError: the ranks cannot be divided into groups of that size.
+        """
+        self.rank: int = dist.get_rank() if dist.is_initialized() else 0
+        self.size: int = dist.get_world_size() if dist.is_initialized() else 1
+        require_tensor_parallel(self.size, tensor_parallel)
+        self.generators = self.size // tensor_parallel
+        self.generator: int = self.rank // tensor_parallel
+        self.leads = self.rank % tensor_parallel == 0
+        # Not the models' group: that may be NCCL's, and gives up after half an hour.
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def shard(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
+        """The parts that this rank computes, as many on every rank, and whether each counts: an extra one does not.
+
+        Collectives inside a forward or backward pass would otherwise wait for ranks that have run out of parts.
+        """
+        for first in range(0, len(parts), self.size):
+            own = first + self.rank
+            yield (parts[own], True) if own < len(parts) else (parts[0], False)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The elementwise sum over ranks of CPU tensors of one shape, in place; exact where all but one rank have 0."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def all_gather_flat(self, tensor: Tensor) -> list[Tensor]:
+        """The CPU tensors [n] of all ranks, in order; their lengths may differ."""
+        lengths = self.all_gather(len(tensor))
+        parts = [tensor if rank == self.rank else tensor.new_empty(length) for rank, length in enumerate(lengths)]
+        for rank, part in enumerate(parts if self.size > 1 else []):
+            dist.broadcast(part, src=rank, group=self._group)
+        return parts
+
+    def all_gather(self, result: Result) -> list[Result]:
+        """The results of all ranks, in order."""
+        if self.size == 1:
+            return [result]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, result, group=self._group)
+        return gathered
+
+    def barrier(self) -> None:
+        """Go on when all ranks are here."""
+        self.all_gather(None)
+
+    def from_first(self, value: Any) -> Any:
+        """The value that the first rank gives."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def on_first(self, compute: Callable[[], Result]) -> Result:
+        """What ``compute`` returns or raises on the first rank, where alone it is called."""
+        return self.from_first(_outcome(compute) if self.is_first else None)()
+
+    def everyone(self, compute: Callable[[], Result]) -> list[Result]:
+        """What ``compute`` returns on each rank; what it raises on one is raised on all."""
+        return [outcome() for outcome in self.all_gather(_outcome(compute))]
+
+    def require_shared(self, folder: Path) -> None:
+        """
+        Raises:
+            UserError: a rank does not see what the first writes into ``folder``.
+        """
+        marker = folder / f".seen-{self.from_first(secrets.token_hex(4))}"
+
+        def look() -> None:
+            if not marker.exists():
+                raise UserError(
+                    f"rank {self.rank} does not see what rank 0 writes into {folder}: give a run.output_dir on a file system "
+                    "that all of its nodes share"
+                )
+
+        def leave() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+
+        self.on_first(leave)
+        try:
+            self.everyone(look)
+        finally:
+            if self.is_first:
+                marker.unlink()
+
+
+@dataclass
+class _Returned(Generic[Result]):
+    value: Result
+
+    def __call__(self) -> Result:
+        return self.value
+
+
+@dataclass
+class _Raised:
+    error: Exception
+
+    def __call__(self) -> NoReturn:
+        raise self.error
+
+
+def _outcome(compute: Callable[[], Result]) -> Callable[[], Result]:
+    """Returns or raises what ``compute`` did; it can be sent to other ranks."""
+    try:
+        return _Returned(compute())
+    except Exception as error:  # noqa: BLE001 every rank raises it
+        return _Raised(error)

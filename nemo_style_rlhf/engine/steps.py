@@ -1,0 +1,86 @@
+"""The one loop of optimizer steps: actor and critic go through it."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.distributed.ranks import Ranks
+from nemo_style_rlhf.engine.engine import Engine
+
+MicroBatch = TypeVar("MicroBatch")
+
+
+@dataclass
+class OptimizerStep:
+    losses: list[float]
+    """The share of each micro-batch that this rank computed."""
+    grad_norm: float
+    """Global L2 norm before clipping; 0 if the step was skipped."""
+    lr: float
+
+
+def optimizer_steps(
+    engine: Engine,
+    ranks: Ranks,
+    plan: Iterable[Sequence[MicroBatch]],
+    loss: Callable[[int, MicroBatch, bool], Tensor],
+    *,
+    seed: int,
+    skipped: Callable[[int], bool] = lambda number: False,
+) -> list[OptimizerStep]:
+    """Take an optimizer step for each entry of ``plan``, the micro-batches of that step; ranks share them.
+
+    Args:
+        loss: of a micro-batch of step ``number``, a share of the loss of the whole step. The last argument says whether it
+            counts: otherwise it must be 0, from the same forward.
+        seed: of dropout, so that a model that was restored needs no generator's state. Each rank gives its own.
+        skipped: whether step ``number`` leaves optimizer, schedule and weights as they are; its losses are computed.
+
+    Raises:
+        NonFiniteError: a loss or gradient is not finite.
+    """
+    torch.manual_seed(seed)
+    engine.train()
+    steps = []
+    for number, micro_batches in enumerate(plan):
+        losses = []
+        learns = not skipped(number)
+        with torch.set_grad_enabled(learns):
+            for micro_batch, counts in ranks.shard(micro_batches):
+                part = loss(number, micro_batch, counts)
+                if learns:
+                    engine.backward(part)
+                if counts:
+                    losses.append(float(part.detach()))
+        lr = engine.lr
+        steps.append(OptimizerStep(losses, engine.step() if learns else 0.0, lr))
+    engine.eval()
+    return steps
+
+
+@dataclass
+class TokenMeans:
+    """Token-weighted means of statistics of micro-batches of unequal size."""
+
+    totals: dict[str, float] = field(default_factory=dict)
+    tokens: float = 0.0
+
+    def add(self, tokens: float, **means: Tensor) -> None:
+        self.tokens += tokens
+        for name, mean in means.items():
+            self.totals[name] = self.totals.get(name, 0.0) + float(mean) * tokens
+
+    @staticmethod
+    def of(shards: "Collection[TokenMeans]") -> "TokenMeans":
+        """The means of all ranks together."""
+        names = sorted({name for shard in shards for name in shard.totals})
+        return TokenMeans(
+            {name: sum(shard.totals.get(name, 0.0) for shard in shards) for name in names},
+            sum(shard.tokens for shard in shards),
+        )
+
+    def mean(self, name: str) -> float:
+        return self.totals[name] / max(self.tokens, 1.0)

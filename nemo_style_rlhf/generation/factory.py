@@ -1,0 +1,52 @@
+"""The one place that knows which generators there are."""
+
+from dataclasses import replace
+
+import torch
+from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig as HFGenerationConfig
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.hf import HFGenerator
+from nemo_style_rlhf.generation.interface import Generator
+from nemo_style_rlhf.generation.vllm import VLLMGenerator
+from nemo_style_rlhf.models.cpu_linear import matmul_dtype
+from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm
+from nemo_style_rlhf.schema.common import ModelConfig
+from nemo_style_rlhf.schema.generation import GenerationConfig
+
+
+def make_generator(
+    model: ModelConfig, config: GenerationConfig, *, tokenizer: PreTrainedTokenizerBase, device: torch.device, seed: int,
+    max_model_len: int, weight_shapes: dict[str, tuple[int, ...]] | None = None, stop_strings: bool = False,
+) -> Generator:  # fmt: skip
+    """A generator of the checkpoint ``model.path``, in this process.
+
+    Args:
+        weight_shapes: what every update must bring; None for a generator whose weights stay as they are.
+        stop_strings: prompts have stop strings of their own.
+
+    Raises:
+        UserError: the backend cannot run the model, or knows no stop strings.
+    """
+    eos, shapes = eos_token_ids(_generation_config(model), tokenizer), weight_shapes or {}
+    if config.backend == "hf":
+        if stop_strings:
+            raise UserError("generation.backend=hf knows no stop strings, but prompts bring their own: use vllm")
+        # Its batches are padded on the left and grow token by token: nothing to pack.
+        whole = load_causal_lm(replace(model, packing=False))
+        return HFGenerator(whole, config, device=device, eos_token_ids=eos, weight_shapes=shapes)
+    dtype = matmul_dtype(torch.empty(0, dtype=getattr(torch, model.dtype), device=device))
+    return VLLMGenerator(
+        model.path, config, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_model_len,
+        eos_token_ids=eos, weight_shapes=shapes, stop_strings=stop_strings, trust_remote_code=model.trust_remote_code,
+    )  # fmt: skip
+
+
+def _generation_config(model: ModelConfig) -> HFGenerationConfig | None:
+    """Without ``generation_config.json`` the ids in ``config.json``, as transformers does when it loads the model."""
+    try:
+        return HFGenerationConfig.from_pretrained(model.path)
+    except OSError:
+        hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        return HFGenerationConfig.from_model_config(hf_config)

@@ -1,0 +1,115 @@
+"""What generators inside the trainer's process have in common: streams over one engine, and the way new weights come in."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError, WeightUpdate
+from nemo_style_rlhf.generation.transfer import received
+
+
+class Finished(NamedTuple):
+    """A request that the engine is done with."""
+
+    name: str
+    token_ids: list[int]
+    logprobs: Tensor
+    finish_reason: str
+
+
+class InProcessGenerator:
+    """Streams share an engine that its consumers drive: a subclass knows how it takes, steps and abandons requests."""
+
+    def __init__(self, weight_shapes: dict[str, tuple[int, ...]]) -> None:
+        """``weight_shapes`` names the tensors every update must bring."""
+        self._weight_shapes = weight_shapes
+        self._version = 0
+        self._numbers = count()
+        self._owners: dict[str, InProcessStream] = {}
+
+    def stream(self, version: int) -> "InProcessStream":
+        if version != self._version:
+            raise TransferError(
+                f"samples of weights version {version} were asked for, the generator holds {self._version}"
+            )
+        return InProcessStream(self, version)
+
+    def load(self, update: WeightUpdate) -> float:
+        if self._owners:
+            raise TransferError(
+                f"{len(self._owners)} requests are running: new weights would change in the middle of them"
+            )
+        self._replace_weights(received(update, self._weight_shapes))
+        self._version = update.version
+        return update.probe.check(self.sequence_logprobs)
+
+    def add(self, stream: "InProcessStream", request: GenerationRequest) -> str:
+        """Queue a request for ``stream``; the name it goes by."""
+        sample = request.sample
+        name = f"{next(self._numbers)}/{sample.step}/{sample.prompt_id}/{sample.index}"
+        if not self._owners:
+            self._before_first()
+        self._owners[name] = stream
+        self._add(name, request)
+        return name
+
+    def step(self) -> None:
+        """Compute a little, and hand what has finished to its streams."""
+        for finished in self._step():
+            self._owners.pop(finished.name).take(finished)
+
+    def abort(self, names: Sequence[str]) -> None:
+        self._abort(names)
+        for name in names:
+            del self._owners[name]
+
+    # --- of a subclass ------------------------------------------------------------------------------------------------
+
+    def _before_first(self) -> None:
+        """Called before a request is added while none is running."""
+
+    def _add(self, name: str, request: GenerationRequest) -> None:
+        raise NotImplementedError
+
+    def _step(self) -> list[Finished]:
+        raise NotImplementedError
+
+    def _abort(self, names: Sequence[str]) -> None:
+        raise NotImplementedError
+
+    def _replace_weights(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
+        raise NotImplementedError
+
+    def sequence_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probabilities [length - 1] float32, nats, of tokens 1.. of given sequences at temperature 1."""
+        raise NotImplementedError
+
+
+@dataclass
+class InProcessStream:
+    _generator: InProcessGenerator
+    _version: int
+    _running: dict[str, GenerationRequest] = field(default_factory=dict)
+    _done: list[Completion] = field(default_factory=list)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            self._running[self._generator.add(self, request)] = request
+
+    def completed(self) -> Iterator[Completion]:
+        while self._running or self._done:
+            if not self._done:
+                self._generator.step()
+            done, self._done = self._done, []
+            yield from done
+
+    def take(self, finished: Finished) -> None:
+        request = self._running.pop(finished.name)
+        self._done.append(Completion(request, *finished[1:], weights_version=self._version))
+
+    def close(self) -> None:
+        self._generator.abort(list(self._running))
+        self._running.clear()

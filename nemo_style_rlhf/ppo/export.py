@@ -1,0 +1,46 @@
+"""The trained policy as a Hugging Face directory, and its adapter alone."""
+
+import logging
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure
+from nemo_style_rlhf.data.templates import read_template, write_template
+from nemo_style_rlhf.distributed.ranks import Ranks
+from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.export import export_engine
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.lora import save_adapter
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+
+log = logging.getLogger(__name__)
+
+
+def export_policy(
+    engine: Engine, ranks: Ranks, output_dir: Path, name: str, config: PPOActorConfig, *, tokenizer: PreTrainedTokenizerBase
+) -> None:  # fmt: skip
+    """Write ``<output_dir>/<name>``, and with adapters ``<name>_adapter``; every rank calls it, the first writes.
+
+    Raises:
+        UserError: the disk refused.
+    """
+    directory, model, data = output_dir / name, config.model, config.data
+    write_notes = partial(
+        write_template, template=data.prompt_template, tokenizer=tokenizer, chat_template=data.chat_template,
+        append_eos=read_template(model.path).get("append_eos", True),
+    )  # fmt: skip
+    try:
+        export_engine(engine, ranks, directory, model, write_notes=write_notes)
+        if model.lora.rank and ranks.is_first:
+            save_adapter(engine.module.hf, output_dir / f"{name}_adapter", model, export=directory)
+    except STORAGE_ERRORS as error:
+        if (reason := storage_failure(error)) is None:
+            raise
+        raise UserError(
+            f"the policy could not be exported to {directory} ({reason}): make room and start again, the run goes on from "
+            "its last checkpoint"
+        ) from error
+    if ranks.is_first:
+        log.info("exported the policy to %s", directory)

@@ -1,0 +1,173 @@
+"""Where a run stands and how it goes on: checkpoints, orders to stop, servers that get lost."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from time import perf_counter, sleep
+from typing import Any
+
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
+from nemo_style_rlhf.critic_service.client import ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.distributed.ranks import Ranks
+from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch import interrupt
+from nemo_style_rlhf.launch.preemption import request_stop, stop_requested
+from nemo_style_rlhf.ppo.recovery import Recovery
+from nemo_style_rlhf.ppo.saving import Saver
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+
+log = logging.getLogger(__name__)
+RECOVERY_PAUSE_S = 1.0
+MAX_RECOVERIES = 10
+"""Without getting any further: what takes the server away each time will not end by itself."""
+
+
+@dataclass
+class Progress:
+    """Where the run stands. Saved in every checkpoint."""
+
+    step: int = 0
+    """PPO steps done."""
+    data_position: int = 0
+    """Prompts taken from the sampler."""
+    critic_step: int = 0
+    """Train steps the critic has done."""
+    collector: dict[str, Any] = field(default_factory=dict)
+    """Fields of :class:`ShapingState`: KL coefficient and running reward statistics."""
+    best_reward: float | None = None
+    """Highest mean reward of a validation, if checkpoint.keep_best is on."""
+    health: dict[str, Any] = field(default_factory=dict)
+    """Fields of :class:`audit.Health`; checkpoints from before it have none."""
+
+
+class Session:
+    """One start of a run, from wherever its last checkpoint stands. Every rank makes the same calls."""
+
+    def __init__(
+        self, config: PPOActorConfig, engine: Engine, store: CheckpointStore, saver: Saver, recovery: Recovery, ranks: Ranks,
+        *, total_steps: int,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._engine = engine
+        self._store = store
+        self._saver = saver
+        self._recovery = recovery
+        self._ranks = ranks
+        self._total_steps = total_steps
+        self.progress = Progress()
+        self.restored = False
+        """Whether both processes stand where ``progress`` says."""
+        self.stopped = False
+        """Whether the run was told to end, and has committed the step that it was in."""
+        self.save_stall = 0.0
+        """Seconds for which the last checkpoint held up training."""
+        self._begun = False
+        self._lost = self._furthest = 0
+
+    @property
+    def goes_on(self) -> bool:
+        return not self.stopped and (self.progress.step < self._total_steps or not self.restored)
+
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Around all that asks the server: if it is lost, :meth:`restore` comes next.
+
+        Raises:
+            UserError: it was lost too often.
+        """
+        try:
+            yield
+        except (ServerRestarted, ServerUnreachable) as event:
+            self._lost += 1
+            if self._lost > MAX_RECOVERIES:
+                raise UserError(
+                    f"the critic server was lost {self._lost} times before step {self._furthest + 1} finished. "
+                    f"Last error: {event}"
+                ) from event
+            log.warning("%s; both processes go back to their last common checkpoint", event)
+            self.restored = self.stopped = False
+            sleep(RECOVERY_PAUSE_S)  # a server that is stopping still answers for its status
+
+    def restore(self, begin: Callable[[], None]) -> bool:
+        """Bring actor and critic to the last common checkpoint; a run without one starts, and commits its step 0.
+
+        Args:
+            begin: called when weights and ``progress`` are those to go on from, before a start commits them.
+
+        Returns:
+            Whether there was a checkpoint.
+        """
+        self._saver.abandon()
+        manifest = self._recovery.restore_critic()
+        if manifest is None:
+            begin()
+            self._commit()
+            self._saver.settle()  # a step before it is whole would have nothing to go back to
+        else:
+            self._store.resume_from(manifest.step)
+            self._saver.load(self._engine, manifest.step)
+            self.progress = Progress(**manifest.state)
+            begin()
+            log.info("resumed from step %d", self.progress.step)
+        self.restored = True
+        if not self._begun:
+            self._heed_interrupts()
+        self._begun = True
+        return manifest is not None
+
+    def end_step(self) -> None:
+        """Commit the step that is done if that is due, and heed orders to stop.
+
+        SIGUSR1 (launch/preemption.py) ends the run after the step it came in, committed; in the last one it is ignored. With
+        checkpoint.save_on_interrupt the first Ctrl-C does, too.
+        """
+        # Not every rank may have been told by now.
+        told = self._ranks.all_gather((stop_requested(), self._saver.failed))
+        stop, save_failed = map(any, zip(*told, strict=True))
+        if save_failed:  # what is trained from here on would be lost as well
+            self._saver.settle()
+        step, is_last = self.progress.step, self.progress.step == self._total_steps
+        self.stopped = stop and not is_last
+        if self.stopped or is_last or step % self._config.checkpoint.save_interval == 0:
+            self._commit()
+        if self.stopped or is_last:
+            self._saver.settle()
+        if step > self._furthest:
+            self._lost, self._furthest = 0, step
+
+    def undo(self) -> None:
+        """Put the critic server back to where this run found it, and its folder (dry runs)."""
+        self._recovery.undo()
+
+    def _commit(self) -> None:
+        step, began = self.progress.step, perf_counter()
+        self._saver.save(
+            self._engine,
+            step,
+            asdict(self.progress),
+            critic_step=self.progress.critic_step,
+            export_critic=step == self._total_steps and self._config.checkpoint.export_critic,
+        )
+        self.save_stall = perf_counter() - began
+
+    def _heed_interrupts(self) -> None:
+        if self._config.run.dry_run:  # nothing goes on from where it stands
+            return
+        interrupt.describe(self._standing)
+        if self._config.checkpoint.save_on_interrupt:
+            interrupt.on_first(self._stop_after_step)
+
+    def _standing(self) -> str:
+        committed, step = self._store.committed_steps(), self.progress.step
+        where = "in the export" if step == self._total_steps else f"in step {step + 1}"
+        saved = f"step {committed[-1]} is saved" if committed and committed[-1] else "no step is saved yet"
+        return f"stopped {where}; {saved}; the same command goes on"
+
+    def _stop_after_step(self) -> None:
+        if self._ranks.is_first:
+            log.info(
+                "the run ends after step %d, with a checkpoint; Ctrl-C again ends it at once", self.progress.step + 1
+            )
+        request_stop()

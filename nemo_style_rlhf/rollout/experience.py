@@ -1,0 +1,195 @@
+"""The stateful half of a rollout: from a batch of scored samples to what each token learns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.algorithms.corrections import importance_weights
+from nemo_style_rlhf.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from nemo_style_rlhf.algorithms.masking import masked_mean
+from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer
+from nemo_style_rlhf.data.ragged import pad, unpad
+from nemo_style_rlhf.distributed.ranks import Ranks
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.rollout.logprobs import PolicyForward, action_aligned, action_mask, batch_logprobs
+from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers
+from nemo_style_rlhf.rollout.reference import Reference
+from nemo_style_rlhf.rollout.signal import Signal, estimate, shape_scores
+from nemo_style_rlhf.rollout.types import Batch, Experience, Rollout
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
+from nemo_style_rlhf.schema.common import EngineConfig
+from nemo_style_rlhf.scoring.interface import Scores
+
+
+@dataclass
+class ShapingState:
+    """State that later batches depend on. Saved in every checkpoint."""
+
+    kl_coef: float
+    normalizer: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class ExperienceBuilder:
+    """Turns a :class:`Batch` into an :class:`Experience`, in the order of the steps."""
+
+    policy: PolicyForward
+    reference: Reference | None
+    """None if no KL term is used."""
+    algorithm: AlgorithmConfig
+    engine: EngineConfig
+    device: torch.device
+    temperature: float
+    """Default temperature, from ``generation.temperature``."""
+    ranks: Ranks
+    """They share the forwards; each has the whole Experience."""
+
+    def __post_init__(self) -> None:
+        algorithm = self.algorithm
+        self._kl: FixedKLController | AdaptiveKLController = FixedKLController(algorithm.initial_policy_kl_penalty)
+        if algorithm.kl_target:
+            self._kl = AdaptiveKLController(
+                algorithm.initial_policy_kl_penalty,
+                algorithm.kl_target,
+                algorithm.kl_horizon,
+                algorithm.kl_min_multiplier,
+            )
+        self._normalizer = RunningNormalizer()
+
+    @property
+    def state(self) -> ShapingState:
+        return ShapingState(self._kl.coef, self._normalizer.state_dict())
+
+    @state.setter
+    def state(self, state: ShapingState) -> None:
+        if self.algorithm.kl_target:  # else the config's, which may have been changed
+            self._kl.coef = state.kl_coef
+        if state.normalizer:
+            self._normalizer.load_state_dict(state.normalizer)
+
+    def build(self, batch: Batch, timers: Timers) -> Experience:
+        """Log-probabilities, KL, advantages and corrections of a batch, whose scores may still be on their way.
+
+        Raises:
+            NothingToLearnError: no sample has an action to learn from.
+        """
+        algorithm, rollouts = self.algorithm, batch.rollouts
+        lengths = [len(rollout.tokens) for rollout in rollouts]
+        tokens = torch.cat([rollout.tokens for rollout in rollouts])
+        actions = action_mask(rollouts)
+        untruncated = self._without_truncated(rollouts, lengths, actions)
+        temperatures = self._temperatures(rollouts)
+        logprobs = torch.cat([action_aligned(rollout.sampler_logprobs) for rollout in rollouts]) * actions
+        sampler_logprobs = None
+        if algorithm.old_logprobs == "trainer":
+            sampler_logprobs = logprobs
+            logprobs = batch_logprobs(
+                self.policy, tokens, lengths, actions, self.engine, self.device, self.ranks, temperatures
+            )
+        timers.lap("logprobs")
+        kl, ref_logprobs = torch.zeros_like(logprobs), None
+        if self.reference is not None:
+            ref_logprobs = self.reference.logprobs(tokens, lengths, actions, temperatures)
+            kl = kl_estimate(logprobs, ref_logprobs, kind=algorithm.kl_estimator)
+        timers.lap("reference_logprobs")
+        scores = batch.scores.result()
+        timers.lap("wait_for_scores")
+        scored = (~scores.failures).float().repeat_interleave(torch.tensor(lengths))
+        mask = untruncated * scored
+        if not mask.any():
+            raise NothingToLearnError(
+                f"every sample of this step was truncated or has no reward ({int(scores.failures.sum())} of "
+                f"{len(lengths)} failed, reward.on_error=mask): nothing would be learned"
+            )
+        if algorithm.uses_critic:
+            require_finite_values(scores.values, mask, lengths)
+        signal = self._signal(rollouts, scores, kl, lengths, compared=actions * scored, learned=mask)
+        equal = {} if signal.equal_groups is None else {"frac_reward_zero_std": signal.equal_groups}
+        experience = Experience(
+            rollouts=rollouts,
+            lengths=lengths,
+            temperatures=temperatures,
+            tokens=tokens,
+            mask=mask,
+            sampler_logprobs=sampler_logprobs,
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            scores=scores,
+            kl=kl,
+            kl_coef=self._kl.coef,
+            rewards=unpad(signal.rewards, lengths),
+            advantages=unpad(signal.advantages, lengths),
+            returns=None if signal.returns is None else unpad(signal.returns, lengths),
+            correction=self._correction(logprobs, sampler_logprobs, mask, lengths),
+            counts=batch.counts | equal,
+        )
+        if batch.step > algorithm.critic_warmup_steps:  # until then the policy is the reference, its KL says nothing
+            self._kl.update(float(masked_mean(kl, mask)), len(rollouts))
+        timers.lap("advantages")
+        return experience
+
+    def _temperatures(self, rollouts: Sequence[Rollout]) -> Tensor | None:
+        """[B] with the run's temperature for prompts without one; None if no prompt has its own."""
+        own = [rollout.prompt.sampling.temperature for rollout in rollouts]
+        if all(temperature is None for temperature in own):
+            return None
+        return torch.tensor([temperature or self.temperature for temperature in own])
+
+    def _without_truncated(self, rollouts: Sequence[Rollout], lengths: Sequence[int], actions: Tensor) -> Tensor:
+        """``actions``, without those of truncated samples where the configuration masks them."""
+        out = [self.algorithm.truncated_samples == "mask" and rollout.truncated for rollout in rollouts]
+        mask = actions * (~torch.tensor(out)).float().repeat_interleave(torch.tensor(lengths))
+        if not mask.any():
+            raise NothingToLearnError(
+                f"all {len(rollouts)} samples of this step were truncated and algorithm.truncated_samples=mask: "
+                "nothing would be learned; raise generation.max_length or use keep, penalise or replace"
+            )
+        return mask
+
+    def _signal(
+        self, rollouts: Sequence[Rollout], scores: Scores, kl: Tensor, lengths: Sequence[int], *, compared: Tensor,
+        learned: Tensor,
+    ) -> Signal:  # fmt: skip
+        shaped = shape_scores(
+            scores.rewards,
+            scores.failures,
+            torch.tensor([rollout.response_length for rollout in rollouts]),
+            torch.tensor([rollout.truncated for rollout in rollouts]),
+            self.algorithm,
+            max_length=torch.tensor([rollout.max_length for rollout in rollouts]),
+            normalizer=self._normalizer,
+        )
+        values = None if scores.values is None else pad(scores.values, lengths)
+        return estimate(
+            shaped, pad(kl, lengths), values, pad(compared, lengths), self.algorithm, kl_coef=self._kl.coef,
+            learned=pad(learned, lengths),
+        )  # fmt: skip
+
+    def _correction(
+        self, trainer: Tensor, sampler: Tensor | None, mask: Tensor, lengths: Sequence[int]
+    ) -> Tensor | None:
+        correction = self.algorithm.correction
+        if correction.kind == "none":
+            return None
+        assert sampler is not None  # PPOActorConfig
+        padded = (pad(flat, lengths) for flat in (trainer, sampler, mask))
+        weights = importance_weights(*padded, kind=correction.kind, low=correction.low, high=correction.high)
+        return unpad(weights, lengths)
+
+
+def require_finite_values(values: Tensor | None, mask: Tensor, lengths: Sequence[int]) -> None:
+    """
+    Raises:
+        UserError: the critic has no number for a state whose action is learned from: both processes would learn NaN.
+    """
+    assert values is not None
+    wrong = mask.bool() & ~values.isfinite()
+    if wrong.any():
+        samples = int(pad(wrong, lengths).any(-1).sum())
+        raise UserError(
+            f"the critic's values of {samples} of {len(lengths)} samples are not finite (the first is "
+            f"{float(values[wrong][0])}): lower the server's engine.optim.lr and go back to a checkpoint, or "
+            "check the reward model it began with"
+        )

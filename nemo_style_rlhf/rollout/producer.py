@@ -1,0 +1,230 @@
+"""The stateless half of a rollout: from prompts to samples whose scores are on their way."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.distributed.ranks import Ranks
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, Generator, SampleId, sample_seed
+from nemo_style_rlhf.rollout.types import Batch, Rollout, Sampled
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
+from nemo_style_rlhf.scoring.interface import Message, Scorer, Scores, ScoringSample
+
+SCORING_GROUP = 32
+"""Samples per scoring request: small enough that scoring starts early, large enough that the server's batches are full."""
+
+Decode = Callable[[list[int], list[int]], str]
+"""Token ids of prompt and response to the response's text, without special tokens."""
+
+
+class NothingToLearnError(UserError):
+    """A whole rollout is masked: a step on it would silently learn nothing."""
+
+
+@dataclass
+class Timers:
+    """Seconds spent waiting for each phase of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=perf_counter)
+
+    def lap(self, phase: str) -> None:
+        """Charge the time since the last lap to ``phase``."""
+        now = perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+def make_requests(
+    prompts: Sequence[Prompt], *, step: int, samples_per_prompt: int, max_tokens: int, run_seed: int,
+    seen: Counter[int] | None = None,
+) -> list[GenerationRequest]:  # fmt: skip
+    """``samples_per_prompt`` requests for each prompt; a prompt that occurs again counts its samples on, in ``seen``."""
+    seen = Counter() if seen is None else seen
+    requests = []
+    for prompt in prompts:
+        limit = min(max_tokens, prompt.sampling.max_length or max_tokens)
+        for _ in range(samples_per_prompt):
+            sample = SampleId(step, prompt.prompt_id, seen[prompt.prompt_id])
+            seen[prompt.prompt_id] += 1
+            seed = sample_seed(run_seed, sample)
+            requests.append(GenerationRequest(sample, tuple(prompt.token_ids), seed, limit, sampling=prompt.sampling))
+    return requests
+
+
+@dataclass
+class PendingScores:
+    """Scores to come, of groups that cover all samples between the ranks."""
+
+    groups: dict[int, "Future[Scores]"]
+    """The groups that this rank had scored, by number."""
+    ranks: Ranks
+
+    def result(self) -> Scores:
+        shards = self.ranks.everyone(lambda: {group: scores.result() for group, scores in self.groups.items()})
+        groups = {group: scores for shard in shards for group, scores in shard.items()}
+        return Scores.joined([groups[group] for group in sorted(groups)])
+
+
+@dataclass
+class KnownScores:
+    """Scores that were waited for already."""
+
+    scores: Scores
+
+    def result(self) -> Scores:
+        return self.scores
+
+
+@dataclass
+class Producer:
+    """Makes the batches of steps, each a pure function of configuration, prompts, seed and weights."""
+
+    generator: Generator
+    scorer: Scorer
+    take: Callable[[int, int], list[Prompt]]
+    """Position in the stream of training prompts and a number: the next prompts from there."""
+    decode: Decode
+    algorithm: AlgorithmConfig
+    max_length: int
+    run_seed: int
+    ranks: Ranks
+    """Each group of ranks that shares a generator makes a part of the samples; all ranks get the whole batch."""
+
+    def batch(self, step: int, position: int, version: int, timers: Timers) -> Batch:
+        """The samples of step ``step``; with a filter, after as many rounds as it takes.
+
+        Args:
+            position: prompts taken before this step.
+            version: of the weights that sample.
+
+        Raises:
+            NothingToLearnError: the filter dropped every prompt.
+        """
+        algorithm = self.algorithm
+        wanted = algorithm.num_rollout_samples // algorithm.samples_per_prompt
+        seen: Counter[int] = Counter()
+        kept: list[Sampled] = []
+        found = dropped = rounds = 0
+        while found < wanted and rounds < algorithm.filter.max_rounds:
+            rounds += 1
+            prompts = self.take(position, wanted if rounds == 1 else max(1, wanted - found))
+            position += len(prompts)
+            requests = make_requests(
+                prompts, step=step, samples_per_prompt=algorithm.samples_per_prompt, max_tokens=self.max_length,
+                run_seed=self.run_seed, seen=seen,
+            )  # fmt: skip
+            rollouts, pending = self._generate(requests, prompts, version)
+            timers.lap("generate")
+            if not algorithm.filter.enabled:
+                return Batch(step, rollouts, pending, position, {})
+            sampled = Sampled(rollouts, pending.result())
+            timers.lap("wait_for_scores")
+            rows = self._rows_that_teach(sampled.scores)
+            if rows:
+                kept.append(sampled.select(rows))
+            found += len(rows) // algorithm.samples_per_prompt
+            dropped += len(prompts) - len(rows) // algorithm.samples_per_prompt
+        if found == 0:
+            raise NothingToLearnError(
+                f"algorithm.filter dropped all {dropped} prompts of {rounds} rollouts: widen algorithm.filter.low and high, "
+                "or raise max_rounds"
+            )
+        rollouts = [rollout for part in kept for rollout in part.rollouts]
+        scores = KnownScores(Scores.joined([part.scores for part in kept]))
+        return Batch(step, rollouts, scores, position, {"filtered_prompts": float(dropped), "rounds": float(rounds)})
+
+    def sample(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, run_seed: int, version: int) -> Sampled:
+        """Generate and score only: validation."""
+        requests = make_requests(
+            prompts, step=0, samples_per_prompt=samples_per_prompt, max_tokens=self.max_length, run_seed=run_seed
+        )
+        rollouts, pending = self._generate(requests, prompts, version)
+        return Sampled(rollouts, pending.result())
+
+    def close(self) -> None:
+        self.scorer.close()
+
+    def _rows_that_teach(self, scores: Scores) -> list[int]:
+        """Rows of the prompts whose mean filtering score lies strictly between the bounds."""
+        bounds, size = self.algorithm.filter, self.algorithm.samples_per_prompt
+        looked_at = scores.rewards if scores.filter_scores is None else scores.filter_scores
+        # Comparing a tensor rounds the bounds to fp32, as the scores were: as Python's floats 2 of 10 would be above 0.2.
+        means = looked_at.double().view(-1, size).nanmean(-1).float()  # NaN, which goes, where all samples failed
+        low = -torch.inf if bounds.low is None else bounds.low
+        high = torch.inf if bounds.high is None else bounds.high
+        teach = (low < means) & (means < high)
+        return teach.repeat_interleave(size).nonzero().flatten().tolist()
+
+    def _generate(
+        self, requests: Sequence[GenerationRequest], prompts: Sequence[Prompt], version: int
+    ) -> tuple[list[Rollout], PendingScores]:
+        """Generate every request; a group of neighbors is sent to be scored as soon as it is complete.
+
+        Groups are cut by position in ``requests`` and dealt to the generators in turn, never by who finished first: the
+        scorer's batches, and each generator's, are the same in every run.
+
+        Returns:
+            Rollouts of all ranks in the order of ``requests``, and the scores to come.
+        """
+        ranks, by_id = self.ranks, {prompt.prompt_id: prompt for prompt in prompts}
+        size = min(SCORING_GROUP, -(-len(requests) // ranks.generators))
+        groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
+        mine = {group: own for group, own in groups.items() if group % ranks.generators == ranks.generator}
+        place = {request.sample: (group, row) for group, own in mine.items() for row, request in enumerate(own)}
+        finished: dict[int, dict[int, Rollout]] = {group: {} for group in mine}
+        pending: dict[int, Future[Scores]] = {}
+        stream = self.generator.stream(version)
+        stream.submit([request for own in mine.values() for request in own])
+        for completion in stream.completed():
+            if not ranks.leads:
+                continue
+            group, row = place[completion.request.sample]
+            rollouts = finished[group]
+            rollouts[row] = Rollout.from_completion(completion, by_id[completion.request.sample.prompt_id])
+            if len(rollouts) == len(mine[group]):
+                whole = [rollouts[row] for row in range(len(rollouts))]
+                pending[group] = self.scorer.score([scoring_sample(rollout, self.decode) for rollout in whole])
+        own_rollouts = [rollouts[row] for rollouts in finished.values() for row in sorted(rollouts)]
+        return gather_rollouts(ranks, own_rollouts, requests, by_id), PendingScores(pending, ranks)
+
+
+def gather_rollouts(
+    ranks: Ranks, own: Sequence[Rollout], requests: Sequence[GenerationRequest], prompts: dict[int, Prompt]
+) -> list[Rollout]:
+    """The rollouts of all ranks in the order of ``requests``; what every rank knows from the requests does not travel."""
+    if ranks.size == 1:
+        whole = {rollout.sample: rollout for rollout in own}
+        return [whole[request.sample] for request in requests]
+    empty = [torch.empty(0, dtype=torch.int64)], [torch.empty(0)]
+    tokens = ranks.all_gather_flat(torch.cat([rollout.response_tokens for rollout in own] or empty[0]))
+    logprobs = ranks.all_gather_flat(
+        torch.cat([rollout.sampler_logprobs[rollout.response_mask] for rollout in own] or empty[1])
+    )
+    described = ranks.all_gather(
+        [(r.sample, r.response_length, r.finish_reason, int(r.weights_version[-1])) for r in own]
+    )
+    by_sample = {request.sample: request for request in requests}
+    rollouts: dict[SampleId, Rollout] = {}
+    for shard, ids, of_sampler in zip(described, tokens, logprobs, strict=True):
+        lengths = [length for _, length, _, _ in shard]
+        parts = zip(shard, ids.split(lengths), of_sampler.split(lengths), strict=True)
+        for (sample, _, reason, version), token_ids, logprob in parts:
+            completion = Completion(by_sample[sample], token_ids.tolist(), logprob, reason, version)
+            rollouts[sample] = Rollout.from_completion(completion, prompts[sample.prompt_id])
+    return [rollouts[request.sample] for request in requests]
+
+
+def scoring_sample(rollout: Rollout, decode: Decode) -> ScoringSample:
+    def messages() -> list[Message]:
+        prompt = rollout.tokens[~rollout.response_mask].tolist()
+        response = decode(prompt, rollout.response_tokens.tolist())
+        return [Message("prompt", rollout.prompt.text), Message("response", response)]
+
+    return ScoringSample(rollout.tokens, rollout.prompt.label, messages)

@@ -1,0 +1,63 @@
+"""`rollouts/step_XXXXXX.jsonl`: decoded and written by a process beside training. Imports no torch, so that it starts fast."""
+
+import json
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from nemo_style_rlhf.launch.children import end_with_parent
+
+_tokenizer: Any = None
+"""In the writing process."""
+
+
+class RolloutWriter:
+    """Writes the samples of one step at a time."""
+
+    def __init__(self, folder: Path, load_tokenizer: Callable[[], Any]) -> None:
+        """
+        Args:
+            load_tokenizer: called in the writing process; must be picklable.
+        """
+        self._folder = folder
+        # Spawned, not forked: this process has threads, and maybe a CUDA context.
+        self._process = ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(load_tokenizer,)
+        )
+        self._writing: Future[None] | None = None
+
+    def write(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Have ``columns``, of the samples of a step, written: ``response`` as token ids, the rest as JSON has it.
+
+        Raises:
+            Exception: the samples of the step before could not be written.
+        """
+        self.flush()
+        self._writing = self._process.submit(_write, self._folder / f"step_{step:06d}.jsonl", dict(columns))
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        self._process.shutdown()
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _prepare(load_tokenizer: Callable[[], Any]) -> None:
+    global _tokenizer
+    end_with_parent()
+    _tokenizer = load_tokenizer()
+
+
+def _write(path: Path, columns: dict[str, Sequence[Any]]) -> None:
+    columns["response"] = [_tokenizer.decode(tokens, skip_special_tokens=False) for tokens in columns["response"]]
+    write_jsonl(path, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
