@@ -17,10 +17,10 @@ from unittest import mock
 
 import models
 import torch
+from nemo_style_rlhf.data.ranks import Ranks
 from processes import ROOT
 from torch import Tensor
 
-from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.generation import transfer
 from nemo_style_rlhf.generation.interface import WeightTransport

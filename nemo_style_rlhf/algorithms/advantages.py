@@ -24,10 +24,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     active = mask.bool()
     deltas = (rewards + gamma * _next_unmasked(values, active) - values).t().contiguous()
     later = torch.zeros_like(deltas[0])
-    advantages = torch.empty_like(deltas)
-    for delta, counts, advantage in zip(deltas.flip(0), active.t().flip(0), reversed(advantages.unbind())):
-        later = torch.where(counts, delta + gamma * lam * later, later, out=advantage)
-    advantages = zero_masked(advantages.t().contiguous(), mask)
+    backwards = []
+    for delta, counts in zip(deltas.flip(0).unbind(), active.t().flip(0).contiguous().unbind()):
+        later = torch.where(counts, delta + gamma * lam * later, later)
+        backwards.append(later)
+    advantages = zero_masked(torch.stack(backwards).flip(0).t(), mask)
     return advantages, advantages + values
 
 

@@ -57,6 +57,10 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def deal(self, count: int) -> list[range]:
+        """The numbers below ``count`` that each generator gets: every one in turn."""
+        return [range(first, count, self.generators) for first in range(self.generators)]
+
     def shard(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
         """The parts that this rank computes, as many on every rank, and whether each counts: an extra one does not.
 

@@ -17,7 +17,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.evaluation.prompts import max_model_length
 from nemo_style_rlhf.evaluation.samples import Sample
 from nemo_style_rlhf.generation.factory import make_generator
-from nemo_style_rlhf.generation.interface import Completion
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.launch.children import end_with_parent
 from nemo_style_rlhf.models.loading import load_tokenizer
@@ -46,10 +46,7 @@ def sample(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[P
     """Of every prompt ``config.samples_per_prompt`` samples, ordered by prompt and number."""
     device = setup(config.run)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=config.model.trust_remote_code)
-    requests = make_requests(
-        prompts, step=0, samples_per_prompt=config.samples_per_prompt, max_tokens=config.generation.max_length,
-        run_seed=config.run.seed,
-    )  # fmt: skip
+    requests = requests_for(prompts, config)
     generator = make_generator(
         config.model.at(checkpoint.path), config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed,
         max_model_len=max_model_length(config, prompts), stop_strings=any(prompt.sampling.stop for prompt in prompts),
@@ -70,6 +67,14 @@ def sample(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[P
         _sample(completion, checkpoint, by_id[completion.request.sample.prompt_id], tokenizer)
         for completion in completions
     ]
+
+
+def requests_for(prompts: Sequence[Prompt], config: EvaluationConfig) -> list[GenerationRequest]:
+    """Requests whose seeds depend on ``run.seed``, prompt id and sample number alone."""
+    return make_requests(
+        prompts, step=0, samples_per_prompt=config.samples_per_prompt, max_tokens=config.generation.max_length,
+        run_seed=config.run.seed,
+    )  # fmt: skip
 
 
 def _sample(

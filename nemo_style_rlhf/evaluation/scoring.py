@@ -14,7 +14,7 @@ from nemo_style_rlhf.evaluation.samples import Sample
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.function import FunctionScorer
-from nemo_style_rlhf.scoring.interface import Message, Scorer, Scores, ScoringSample
+from nemo_style_rlhf.scoring.interface import Scorer, Scores, ScoringSample
 
 log = logging.getLogger(__name__)
 GROUP = 32
@@ -65,5 +65,4 @@ def _assign(group: Sequence[Sequence[Sample]], scores: Scores) -> None:
 
 
 def _scoring_sample(sample: Sample) -> ScoringSample:
-    messages = [Message("prompt", sample.prompt), Message("response", sample.response)]
-    return ScoringSample(torch.tensor(sample.token_ids), sample.label, lambda: messages)
+    return ScoringSample.of_texts(torch.tensor(sample.token_ids), sample.prompt, sample.response, sample.label)

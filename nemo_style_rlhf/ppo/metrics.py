@@ -163,19 +163,19 @@ def _numbers(values: Tensor) -> list[float | None]:
     return [number if math.isfinite(number) else None for number in values.tolist()]
 
 
-def excerpts(experience: Experience, decode: Callable[[Any], str]) -> list[str]:
-    """Show the samples with the highest and the lowest reward, a short line each.
+def excerpts(rewards: Sequence[float], texts: Callable[[int], tuple[str, str]]) -> list[str]:
+    """Show the samples with the highest and the lowest reward, a short line each; NaN is no reward.
 
     Control characters are escaped: what a policy writes must not move a terminal's cursor.
+
+    Args:
+        texts: prompt and response of a sample.
     """
-    rewards = experience.scores.rewards
-    order = [row for row in rewards.argsort(stable=True).tolist() if rewards[row].isfinite()]
-    ends = [order[-1], order[0]] if len(order) > 1 else order
+    order = sorted((row for row, reward in enumerate(rewards) if math.isfinite(reward)), key=lambda row: rewards[row])
     lines = []
-    for row in ends:
-        rollout = experience.rollouts[row]
-        texts = _excerpt(rollout.prompt.text, EXCERPT_WIDTH // 2), _excerpt(decode(rollout.response_tokens))
-        lines.append(f"reward {float(rewards[row]):.4g}: {texts[0]} -> {texts[1]}")
+    for row in [order[-1], order[0]] if len(order) > 1 else order:
+        prompt, response = texts(row)
+        lines.append(f"reward {rewards[row]:.4g}: {_excerpt(prompt, EXCERPT_WIDTH // 2)} -> {_excerpt(response)}")
     return lines
 
 

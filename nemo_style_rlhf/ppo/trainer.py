@@ -4,7 +4,6 @@ import json
 import math
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -176,14 +175,17 @@ class PPOTrainer:
         return metrics
 
     def _audit_signs(self, step: int, metrics: dict[str, float], experience: Experience) -> None:
-        decode = partial(self._parts.tokenizer.decode, skip_special_tokens=False)
+        def texts(row: int) -> tuple[str, str]:
+            rollout = experience.rollouts[row]
+            return rollout.prompt.text, str(self._parts.tokenizer.decode(rollout.response_tokens))
+
         health = audit_signs(
             self._config.audit,
             metrics,
             Health(**self._session.progress.health),
             step=step,
             bigrams=sum(max(rollout.response_length - 1, 0) for rollout in experience.rollouts),
-            samples=lambda: excerpts(experience, decode),
+            samples=lambda: excerpts(experience.scores.rewards.tolist(), texts),
             shown=self._ranks.is_first,
         )
         self._session.progress = replace(self._session.progress, health=asdict(health))

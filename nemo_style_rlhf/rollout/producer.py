@@ -60,16 +60,21 @@ def make_requests(
 
 @dataclass
 class PendingScores:
-    """Scores to come, of groups that cover all samples between the ranks."""
+    """Scores to come, of samples that were dealt to the generators in turn."""
 
     groups: dict[int, "Future[Scores]"]
-    """The groups that this rank had scored, by number."""
+    """Groups of neighbors among the samples of this rank's generator, by number."""
+    lengths: list[int]
+    """Tokens of each sample of the batch."""
     ranks: Ranks
 
     def result(self) -> Scores:
-        shards = self.ranks.everyone(lambda: {group: scores.result() for group, scores in self.groups.items()})
-        groups = {group: scores for shard in shards for group, scores in shard.items()}
-        return Scores.joined([groups[group] for group in sorted(groups)])
+        shards = self.ranks.everyone(lambda: [self.groups[group].result() for group in sorted(self.groups)])
+        scores = Scores.joined([group for shard in shards for group in shard])
+        dealt = [number for own in self.ranks.deal(len(self.lengths)) for number in own]
+        places = {number: place for place, number in enumerate(dealt)}
+        order = [places[number] for number in range(len(dealt))]
+        return scores.select(order, [self.lengths[number] for number in dealt])
 
 
 @dataclass
@@ -167,32 +172,32 @@ class Producer:
     ) -> tuple[list[Rollout], PendingScores]:
         """Generate every request; a group of neighbors is sent to be scored as soon as it is complete.
 
-        Groups are cut by position in ``requests`` and dealt to the generators in turn, never by who finished first: the
-        scorer's batches, and each generator's, are the same in every run.
+        Requests are dealt to the generators in turn, so that the samples of a prompt, which are alike, are spread; groups are
+        cut by position. Neither depends on who finishes first: all batches are the same in every run.
 
         Returns:
             Rollouts of all ranks in the order of ``requests``, and the scores to come.
         """
         ranks, by_id = self.ranks, {prompt.prompt_id: prompt for prompt in prompts}
-        size = min(SCORING_GROUP, -(-len(requests) // ranks.generators))
-        groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
-        mine = {group: own for group, own in groups.items() if group % ranks.generators == ranks.generator}
-        place = {request.sample: (group, row) for group, own in mine.items() for row, request in enumerate(own)}
-        finished: dict[int, dict[int, Rollout]] = {group: {} for group in mine}
+        own = [requests[number] for number in ranks.deal(len(requests))[ranks.generator]]
+        places = {request.sample: place for place, request in enumerate(own)}
+        rollouts: dict[int, Rollout] = {}
+        missing = Counter(place // SCORING_GROUP for place in range(len(own)))
         pending: dict[int, Future[Scores]] = {}
         stream = self.generator.stream(version)
-        stream.submit([request for own in mine.values() for request in own])
+        stream.submit(own)
         for completion in stream.completed():
             if not ranks.leads:
                 continue
-            group, row = place[completion.request.sample]
-            rollouts = finished[group]
-            rollouts[row] = Rollout.from_completion(completion, by_id[completion.request.sample.prompt_id])
-            if len(rollouts) == len(mine[group]):
-                whole = [rollouts[row] for row in range(len(rollouts))]
-                pending[group] = self.scorer.score([scoring_sample(rollout, self.decode) for rollout in whole])
-        own_rollouts = [rollouts[row] for rollouts in finished.values() for row in sorted(rollouts)]
-        return gather_rollouts(ranks, own_rollouts, requests, by_id), PendingScores(pending, ranks)
+            place = places[completion.request.sample]
+            rollouts[place] = Rollout.from_completion(completion, by_id[completion.request.sample.prompt_id])
+            group = place // SCORING_GROUP
+            missing[group] -= 1
+            if not missing[group]:
+                rows = range(group * SCORING_GROUP, min((group + 1) * SCORING_GROUP, len(own)))
+                pending[group] = self.scorer.score([scoring_sample(rollouts[row], self.decode) for row in rows])
+        whole = gather_rollouts(ranks, list(rollouts.values()), requests, by_id)
+        return whole, PendingScores(pending, [len(rollout.tokens) for rollout in whole], ranks)
 
 
 def gather_rollouts(

@@ -31,6 +31,12 @@ class ScoringSample:
         self.label = label
         self._read = messages
 
+    @staticmethod
+    def of_texts(tokens: Tensor, prompt: str, response: str, label: str | None = None) -> "ScoringSample":
+        """A sample of one turn whose texts are known."""
+        messages = [Message("prompt", prompt), Message("response", response)]
+        return ScoringSample(tokens, label, lambda: messages)
+
     @cached_property
     def messages(self) -> Sequence[Message]:
         return self._read()

@@ -14,7 +14,7 @@ from nemo_style_rlhf.algorithms.value_loss import value_loss
 from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.protocol import InferRequest
-from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.launch.bootstrap import init_distributed
 from nemo_style_rlhf.launch.entry import CONF_DIR
@@ -69,7 +69,7 @@ def loss_without_deepspeed(
     normalizer = loss_normalizer(batches, config.loss_aggregation, samples=samples, max_length=MAX_LENGTH)
     losses = [
         float(micro_batch_loss(model, seen, batch, config, normalizer)[0])
-        for batch, counts in ranks.share(batches)
+        for batch, counts in ranks.shard(batches)
         if counts
     ]
     return sum(ranks.all_gather(sum(losses)))
@@ -86,7 +86,7 @@ def critic_loss_without_deepspeed() -> float:
     arrays = [draw.normal(size=sum(lengths)), draw.normal(size=sum(lengths)), draw.integers(0, 2, sum(lengths)) * 1.0]
     batches = Batches(micro_batch_tokens=48, row_multiple=1, pad_token_id=0, device=torch.device("cpu"))
     crew, loss = Crew(), 0.0
-    for rows, counts in crew.share(batches.split(lengths)):
+    for rows, counts in crew.shard(batches.split(lengths)):
         old_values, returns, mask = (batches.padded(array, request, rows) for array in arrays)
         values = model(*batches.inputs(request, rows)).double()
         result = value_loss(values, old_values, returns, mask, clip=0.2, normalizer=float(arrays[2].sum()))

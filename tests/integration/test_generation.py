@@ -1,6 +1,7 @@
 """Real vLLM beside real DeepSpeed in one process: it samples from the trainer's policy, and knows when it does not."""
 
 import random
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.data.prompts import Prompt
-from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_kernels
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
-from nemo_style_rlhf.generation.transfer import policy_weights, send_weights
+from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator, explain
 from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
 from nemo_style_rlhf.models.export import export_model
@@ -25,8 +26,9 @@ from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import Probe
 from nemo_style_rlhf.rollout.logprobs import action_mask, batch_logprobs
-from nemo_style_rlhf.rollout.sampling import generate_and_score, make_requests
+from nemo_style_rlhf.rollout.producer import Producer, Timers
 from nemo_style_rlhf.rollout.types import Rollout
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, OptimizerConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
@@ -71,6 +73,10 @@ def test_a_gpu_with_too_little_free_is_told_what_to_lower(device):
     )
 
 
+KEPT: list[VLLMGenerator | HFGenerator] = []
+"""A vLLM that is freed ends the process group, which the trainers of later tests need."""
+
+
 class Pair:
     """A trainer and a generator of one policy."""
 
@@ -100,20 +106,37 @@ class Pair:
                 trust_remote_code=True,
             )
 
+        KEPT.append(self.generator)
+
+    version = 0
+
     def weights(self):
-        return policy_weights(self.engine)
+        return self.engine.hf_weights()
+
+    def publish(
+        self, weights: Iterable[tuple[str, Tensor]] | None = None, update: type[OwnWeights] = OwnWeights
+    ) -> float:
+        """Load the trainer's weights, or other ones under its name, into the generator; the gap on the probe."""
+        self.version += 1
+        weights = self.weights() if weights is None else weights
+        return self.generator.load(update(self.version, weights, self.probe().target(self.engine)))
+
+    def run(self, requests: list[GenerationRequest]) -> list[Completion]:
+        stream = self.generator.stream(self.version)
+        stream.submit(requests)
+        return list(stream.completed())
 
     def sample(self, count=40, step=0) -> list[Completion]:
         samples = [SampleId(step, index % 5, index) for index in range(count)]
         prompts = [tuple(range(2 + index % 5, 12 + 2 * (index % 5))) for index in range(count)]
-        self.generator.submit(
+        completions = self.run(
             [GenerationRequest(s, p, sample_seed(7, s), self.config.max_length) for s, p in zip(samples, prompts)]
         )
-        return sorted(self.generator.completed(), key=lambda completion: completion.request.sample)
+        return sorted(completions, key=lambda completion: completion.request.sample)
 
     def gap(self, completions: list[Completion]) -> float:
         """The largest difference between the sampler's and the trainer's log-probabilities."""
-        rollouts = [Rollout.from_completion(completion, "", None, {}) for completion in completions]
+        rollouts = [Rollout.from_completion(c, Prompt(0, list(c.request.prompt), "")) for c in completions]
         mask = action_mask(rollouts)
         tokens = torch.cat([rollout.tokens for rollout in rollouts])
         lengths = [len(rollout.tokens) for rollout in rollouts]
@@ -143,9 +166,7 @@ def test_sampler_and_trainer_agree_after_every_transfer(tmp_path, device, backen
         assert pair.gap(pair.sample(step=step)) < 1e-3
         pair.train()
         assert pair.gap(pair.sample(step=step)) > 1e-2  # the old weights are recognisable
-        send_weights(pair.generator.transport, pair.weights(), step + 1)
-        assert pair.probe().check(pair.generator, pair.engine) < 1e-3
-        assert pair.generator.weights_version == step + 1
+        assert pair.publish() < 1e-3
     assert pair.gap(pair.sample(step=9)) < 1e-3
 
 
@@ -155,7 +176,7 @@ def test_a_model_that_comes_with_code_trains_generates_and_is_exported(tmp_path,
         load_causal_lm(ModelConfig(path=str(path)))
     pair = Pair(path, device, "vllm")
     pair.train()
-    send_weights(pair.generator.transport, pair.weights(), 1)
+    pair.publish()
     assert pair.gap(pair.sample()) < 1e-3
     export_model(pair.engine.module.hf, tmp_path / "export", source=str(path), trust_remote_code=True)
     again = load_causal_lm(ModelConfig(path=str(tmp_path / "export"), dtype="float32", trust_remote_code=True))
@@ -197,16 +218,14 @@ def test_a_sample_is_the_one_generated_alone_however_vllm_splits_and_preempts(tm
     samples = [SampleId(1, number, 0) for number in range(len(prompts))]
     requests = [GenerationRequest(s, p, sample_seed(7, s), 64) for s, p in zip(samples, prompts, strict=True)]
     preempted = preempted_prompts(generator)
-    generator.submit(requests)
-    together = {completion.request.sample: completion for completion in generator.completed()}
+    together = {completion.request.sample: completion for completion in pair.run(requests)}
     assert len(together) == 512 and len({tuple(c.token_ids) for c in together.values()}) > 480
     assert (len(preempted) > 0) == (settings["kv_cache_gib"] < 1)
     for number in [*rng.sample(range(512), 24), *sorted(preempted)[:24]]:
-        generator.submit([requests[number]])
-        (alone,) = generator.completed()
+        (alone,) = pair.run([requests[number]])
         assert together[alone.request.sample].token_ids == alone.token_ids
         torch.testing.assert_close(together[alone.request.sample].logprobs, alone.logprobs, rtol=0, atol=1e-4)
-    assert pair.probe().check(generator, pair.engine) < 1e-3
+    assert pair.publish() < 1e-3
 
 
 def preempted_prompts(generator: VLLMGenerator) -> set[int]:
@@ -215,7 +234,7 @@ def preempted_prompts(generator: VLLMGenerator) -> set[int]:
     preempted, preempt = set[int](), scheduler._preempt_request
 
     def note(request: Any, *args: object, **kwargs: object) -> None:
-        preempted.add(int(request.request_id.split("/")[1]))
+        preempted.add(int(request.request_id.split("/")[2]))
         preempt(request, *args, **kwargs)
 
     scheduler._preempt_request = note
@@ -228,18 +247,44 @@ def test_completions_stream_out_with_reason_and_version(vllm_pair):
         assert completion.finish_reason == ("stop" if ended else "length")
         assert ended or len(completion.token_ids) == 12
         assert EOS not in completion.token_ids[:-1]
-        assert completion.weights_version == vllm_pair.generator.weights_version
+        assert completion.weights_version == vllm_pair.version
     assert {c.finish_reason for c in vllm_pair.sample(40)} == {"stop", "length"}
 
 
-def test_pause_keeps_what_is_queued(vllm_pair):
-    generator = vllm_pair.generator
-    sample = SampleId(0, 0, 0)
-    generator.submit([GenerationRequest(sample, (3, 4), 1, 5)])
-    generator.pause()
-    assert list(generator.completed()) == []
-    generator.resume()
-    assert [completion.request.sample for completion in generator.completed()] == [sample]
+@pytest.mark.parametrize("backend", ["vllm", "hf"])
+def test_streams_see_their_own_samples_and_weights_wait_for_all(tmp_path, device, backend):
+    pair = Pair(save_policy(tmp_path), device, backend, max_num_seqs=8)
+    requests = [GenerationRequest(SampleId(0, index, 0), (3, 4 + index), index, 5) for index in range(20)]
+    alone = {completion.request.sample: completion.token_ids for completion in pair.run(requests)}
+    first, second = pair.generator.stream(0), pair.generator.stream(0)
+    first.submit(requests[:10])
+    second.submit(requests[10:])
+    with pytest.raises(TransferError, match="20 requests are running"):
+        pair.publish()
+    mine = {completion.request.sample: completion.token_ids for completion in first.completed()}
+    assert mine == {request.sample: alone[request.sample] for request in requests[:10]}
+    third = pair.generator.stream(0)
+    third.submit(requests[:3])
+    third.close()  # abandons them
+    theirs = {completion.request.sample: completion.token_ids for completion in second.completed()}
+    assert theirs == {request.sample: alone[request.sample] for request in requests[10:]}
+    pair.version = 0
+    pair.train()
+    assert pair.publish() < 1e-3
+    with pytest.raises(TransferError, match="samples of weights version 0 were asked for, the generator holds 1"):
+        pair.generator.stream(0)
+    assert pair.gap(pair.sample()) < 1e-3
+
+
+def test_a_prefix_cache_that_stays_is_refused(tmp_path, device):
+    """vLLM keeps it while a request runs, and only warns: weights would be new, keys and values old."""
+    pair = Pair(save_policy(tmp_path), device, "vllm")
+    stream = pair.generator.stream(0)
+    stream.submit([GenerationRequest(SampleId(0, 0, 0), (3, 4), 1, 12)])
+    pair.generator.step()
+    pair.generator._owners.clear()  # as if nobody knew of the request
+    with pytest.raises(TransferError, match="did not drop its prefix cache"):
+        pair.publish()
 
 
 DAMAGE = {
@@ -257,36 +302,31 @@ DAMAGE = {
 def test_a_transfer_that_is_not_whole_is_refused(tmp_path, device, message):
     pair = Pair(save_policy(tmp_path), device, "vllm")
     with pytest.raises(TransferError, match=message):
-        send_weights(pair.generator.transport, DAMAGE[message](list(pair.weights())), 1)
+        pair.publish(DAMAGE[message](list(pair.weights())))
 
 
-class DamagingTransport:
-    """A wire that flips one bit of one tensor."""
+class Damaged(OwnWeights):
+    """Flips a bit of one tensor on the way."""
 
-    def __init__(self, inner: object) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
-
-    def send(self, bucket: list[tuple[str, Tensor]]) -> None:
-        name, tensor = bucket[0]
-        damaged = tensor.clone()
-        damaged.view(-1).view(torch.int32)[3] ^= 1
-        self._inner.send([(name, damaged), *bucket[1:]])
+    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+        for bucket in super().buckets():
+            name, tensor = bucket[0]
+            damaged = tensor.clone()
+            damaged.view(-1).view(torch.int32)[3] ^= 1
+            yield [(name, damaged), *bucket[1:]]
 
 
-def test_a_tensor_damaged_on_the_way_is_caught_by_the_digest(tmp_path, device):
-    pair = Pair(save_policy(tmp_path), device, "vllm")
+@pytest.mark.parametrize("backend", ["vllm", "hf"])
+def test_a_tensor_damaged_on_the_way_is_caught_by_the_digest(tmp_path, device, backend):
+    pair = Pair(save_policy(tmp_path), device, backend)
     with pytest.raises(TransferError, match="stale or damaged"):
-        send_weights(DamagingTransport(pair.generator.transport), pair.weights(), 1)
+        pair.publish(update=Damaged)
 
 
-def send_one_stale(pair: Pair, stale: str) -> None:
+def publish_one_stale(pair: Pair, stale: str) -> None:
     old = {name: tensor.clone() for name, tensor in pair.weights()}
     pair.train()
-    current = [(name, old[name] if name == stale else tensor) for name, tensor in pair.weights()]
-    send_weights(pair.generator.transport, current, 5)
+    pair.publish([(name, old[name] if name == stale else tensor) for name, tensor in pair.weights()])
 
 
 @pytest.mark.parametrize(
@@ -294,18 +334,15 @@ def send_one_stale(pair: Pair, stale: str) -> None:
     ["lm_head.weight", "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"],
 )
 def test_a_tensor_the_trainer_sends_stale_is_caught_by_the_probe(vllm_pair, stale):
-    send_one_stale(vllm_pair, stale)
     with pytest.raises(TransferError, match="does not hold the trainer's weights"):
-        vllm_pair.probe().check(vllm_pair.generator, vllm_pair.engine)
-    send_weights(vllm_pair.generator.transport, vllm_pair.weights(), 6)
-    assert vllm_pair.probe().check(vllm_pair.generator, vllm_pair.engine) < 1e-3
+        publish_one_stale(vllm_pair, stale)
+    assert vllm_pair.publish() < 1e-3
 
 
 def test_a_stale_head_of_a_tied_model_is_caught_by_the_probe(tmp_path, device):
     pair = Pair(save_policy(tmp_path, tie_word_embeddings=True), device, "vllm")
-    send_one_stale(pair, "lm_head.weight")
     with pytest.raises(TransferError, match="does not hold the trainer's weights"):
-        pair.probe().check(pair.generator, pair.engine)
+        publish_one_stale(pair, "lm_head.weight")
 
 
 class RecordingScorer:
@@ -327,12 +364,14 @@ def test_a_group_is_scored_while_others_are_still_decoded(tmp_path, device):
     pair = Pair(save_policy(tmp_path), device, "vllm", max_num_seqs=32)
     scorer = RecordingScorer(pair.generator)
     prompts = [Prompt(index, [2 + index % 60, 3], "") for index in range(128)]
-    requests = make_requests(prompts, step=1, samples_per_prompt=1, max_tokens=12, run_seed=1)
-    by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    rollouts, futures = generate_and_score(
-        pair.generator, scorer, requests, by_id, lambda prompt, response: str(response), Ranks()
-    )
-    assert len(scorer.groups) == len(futures) == 4
+    producer = Producer(
+        pair.generator, scorer, lambda position, count: prompts[:count], lambda prompt, response: str(response),
+        AlgorithmConfig(num_rollout_samples=128), 12, run_seed=1, ranks=Ranks(),
+    )  # fmt: skip
+    batch = producer.batch(1, 0, 0, Timers())
+    rollouts = batch.rollouts
+    assert len(batch.scores.result().rewards) == batch.data_end == 128
+    assert len(scorer.groups) == 4
     assert [unfinished for _, unfinished in scorer.groups[:3]] == sorted(
         (unfinished for _, unfinished in scorer.groups[:3]), reverse=True
     )

@@ -69,7 +69,7 @@ def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
     script.write_text(
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from nemo_style_rlhf.data.ranks import Ranks\n"
+        "from nemo_style_rlhf.distributed.ranks import Ranks\n"
         "from nemo_style_rlhf.launch.bootstrap import init_distributed\n"
         "init_distributed(torch.device('cpu'))\n"
         "ranks, folder = Ranks(), Path(sys.argv[1])\n"

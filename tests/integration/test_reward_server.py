@@ -222,7 +222,7 @@ def test_an_actor_without_a_critic_trains_on_its_rewards(
 
 
 def scoring_samples(prompts: list[str], responses: list[str]) -> list[ScoringSample]:
-    return [ScoringSample(torch.zeros(0), *texts) for texts in zip(prompts, responses, strict=True)]
+    return [ScoringSample.of_texts(torch.zeros(0), *texts) for texts in zip(prompts, responses, strict=True)]
 
 
 def scorer_of(config: RewardServerConfig) -> RewardServerScorer:

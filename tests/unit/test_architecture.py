@@ -15,20 +15,21 @@ ALLOWED = {
     "algorithms": set(),
     "schema": {"errors", "algorithms"},  # names of estimators are checked against the functions that know them
     "launch": BASE,
-    "tracking": BASE,
+    "distributed": BASE,
+    "tracking": BASE | {"launch"},
     "checkpoint": BASE,
     "models": BASE | {"checkpoint"},  # samples of files
     "data": BASE,
-    "engine": BASE | {"models"},  # digests
+    "engine": BASE | {"models", "distributed"},
     "generation": BASE | {"engine", "models"},
-    "critic_service": BASE | {"engine", "models", "algorithms", "checkpoint", "data", "launch"},
-    "scoring": {"critic_service", *BASE},
-    "rollout": BASE | {"generation", "scoring", "models", "algorithms", "data"},
+    "critic_service": BASE | {"engine", "models", "distributed", "algorithms", "checkpoint", "data", "launch"},
+    "scoring": BASE | {"critic_service", "launch"},
+    "rollout": BASE | {"generation", "scoring", "models", "algorithms", "data", "distributed"},
     "ppo": BASE
     | {"rollout", "engine", "checkpoint", "tracking", "algorithms", "models", "data", "generation", "scoring"}
-    | {"critic_service", "launch"},
-    "planning": BASE | {"models", "data", "generation", "rollout"},  # numbers of what it plans
-    "evaluation": BASE | {"generation", "scoring", "models", "data", "checkpoint", "launch"},
+    | {"critic_service", "launch", "distributed"},
+    "planning": BASE | {"models", "data", "generation", "rollout", "distributed"},  # numbers of what it plans
+    "evaluation": BASE | {"rollout", "generation", "scoring", "models", "data", "checkpoint", "launch"},
     "supervised": BASE | {"models", "data", "algorithms", "tracking", "launch", "engine", "checkpoint"},
 }
 OWNERS = {

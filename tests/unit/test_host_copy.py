@@ -12,7 +12,7 @@ from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.protocol import InferRequest
 from nemo_style_rlhf.critic_service.reward_model import RewardModel
-from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.models.host_copy import HostCopy
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.models.scalar import ScalarModel

@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_style_rlhf.algorithms.corrections import importance_weights
+from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ragged import pad, unpad
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
 from nemo_style_rlhf.launch.entry import CONF_DIR
@@ -17,6 +18,7 @@ from nemo_style_rlhf.rollout.types import Experience, Rollout
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.common import EngineConfig
+from nemo_style_rlhf.scoring.interface import Scores
 from tests.models import SHAPE
 
 CPU = torch.device("cpu")
@@ -43,9 +45,8 @@ def experience(config: AlgorithmConfig) -> Experience:
     for index in range(8):
         request = GenerationRequest(SampleId(1, index, 0), tuple(range(1, 3 + index % 3)), 0, MAX_LENGTH)
         tokens = torch.randint(64, (3 + index,), generator=generator).tolist()
-        rollouts.append(
-            Rollout.from_completion(Completion(request, tokens, torch.zeros(len(tokens)), "stop", 0), "", None, {})
-        )
+        completion = Completion(request, tokens, torch.zeros(len(tokens)), "stop", 0)
+        rollouts.append(Rollout.from_completion(completion, Prompt(index, list(request.prompt), "")))
     lengths = [len(rollout.tokens) for rollout in rollouts]
     mask = action_mask(rollouts)
     mask[: lengths[0]] = 0
@@ -59,10 +60,10 @@ def experience(config: AlgorithmConfig) -> Experience:
         pad(old, lengths), pad(old + random(), lengths), pad(mask, lengths), kind="tis", low=0, high=2
     )
     return Experience(
-        rollouts=rollouts, lengths=lengths, temperatures=torch.linspace(0.5, 1.5, 8), failed=torch.zeros(8).bool(),
+        rollouts=rollouts, lengths=lengths, temperatures=torch.linspace(0.5, 1.5, 8),
         tokens=torch.cat([rollout.tokens for rollout in rollouts]), mask=mask, sampler_logprobs=old, logprobs=old,
-        ref_logprobs=old + random(), scores=torch.zeros(8), values=None, kl=random(), kl_coef=0.1, advantages=random(1),
-        correction=unpad(weights, lengths),
+        ref_logprobs=old + random(), scores=Scores(torch.zeros(8)), kl=random(), kl_coef=0.1, advantages=random(1),
+        rewards=torch.empty(0), returns=None, correction=unpad(weights, lengths), counts={},
     )  # fmt: skip
 
 

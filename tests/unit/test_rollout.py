@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,22 +12,23 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from nemo_style_rlhf.data.prompts import Prompt
-from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
 from nemo_style_rlhf.models.policy import PolicyModel
-from nemo_style_rlhf.ppo.metrics import rollout_metrics, rollout_rows
+from nemo_style_rlhf.ppo.metrics import rollout_columns, rollout_metrics
 from nemo_style_rlhf.ppo.update import mini_batch_plan
-from nemo_style_rlhf.rollout.collector import Collector, CollectorState, NothingToLearnError
+from nemo_style_rlhf.rollout.experience import ExperienceBuilder, ShapingState
 from nemo_style_rlhf.rollout.logprobs import action_mask, micro_batch_iterator
+from nemo_style_rlhf.rollout.producer import NothingToLearnError, Producer, Timers, make_requests
 from nemo_style_rlhf.rollout.reference import FrozenCopy
-from nemo_style_rlhf.rollout.sampling import Timers, make_requests
-from nemo_style_rlhf.rollout.types import Rollout
+from nemo_style_rlhf.rollout.types import Experience, Rollout, Turn
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, FilterConfig, ShapingConfig
 from nemo_style_rlhf.schema.common import EngineConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig, SamplingOverrides
 from nemo_style_rlhf.scoring.interface import Scores
+from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 from tests.models import SHAPE, save_tokenizer
 
 CPU = torch.device("cpu")
@@ -38,7 +40,7 @@ def rollout(prompt_length: int, response_length: int, finish_reason: str = "stop
     request = GenerationRequest(SampleId(1, 0, 0), tuple(range(prompt_length)), 5, 9)
     tokens = list(range(100, 100 + response_length))
     completion = Completion(request, tokens, -torch.arange(1.0, response_length + 1), finish_reason, 3)
-    return Rollout.from_completion(completion, "text", None, {})
+    return Rollout.from_completion(completion, Prompt(0, list(range(prompt_length)), "text"))
 
 
 def test_a_rollout_marks_what_the_policy_produced():
@@ -47,7 +49,8 @@ def test_a_rollout_marks_what_the_policy_produced():
     assert sample.response_mask.tolist() == [False, False, True, True, True]
     assert sample.sampler_logprobs.tolist() == [0, 0, -1, -2, -3]
     assert sample.weights_version.tolist() == [-1, -1, 3, 3, 3]
-    assert sample.response_tokens == [100, 101, 102]
+    assert sample.response_tokens.tolist() == [100, 101, 102]
+    assert sample.turns == (Turn(2, 5, "stop"),) and sample.response_length == 3
 
 
 def test_the_action_mask_is_one_where_the_next_token_is_the_policys():
@@ -116,6 +119,22 @@ class UnluckyScorer(LengthScorer):
         return future
 
 
+class Rollouts:
+    """A producer and what makes experience of its batches."""
+
+    def __init__(self, producer: Producer, builder: ExperienceBuilder) -> None:
+        self.producer, self.builder = producer, builder
+        self.algorithm = builder.algorithm
+
+    def collect(self, take, *, step) -> Experience:
+        self.producer.take = lambda position, count: take(count)
+        return self.builder.build(self.producer.batch(step, 0, 0, Timers()), Timers())
+
+    @property
+    def kl_coef(self) -> float:
+        return self.builder.state.kl_coef
+
+
 def make_collector(max_length=6, stop=range(24), scorer=None, **algorithm):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
@@ -125,20 +144,13 @@ def make_collector(max_length=6, stop=range(24), scorer=None, **algorithm):
     generator = HFGenerator(model, config, device=CPU, eos_token_ids=[], weight_shapes=shapes)
     engine = EngineConfig(row_multiple=1)
     policy = PolicyModel(model, temperature=1.0).eval()
-    return Collector(
-        generator,
-        scorer or LengthScorer(),
-        policy,
-        FrozenCopy(policy, engine, CPU, Ranks(), cpu_offload=False),
-        decode=lambda prompt, response: str(response),
-        algorithm=AlgorithmConfig(num_rollout_samples=40, samples_per_prompt=10, **algorithm),
-        engine=engine,
-        device=CPU,
-        max_length=max_length,
-        temperature=1.0,
-        run_seed=3,
-        ranks=Ranks(),
-    )
+    settings = AlgorithmConfig(num_rollout_samples=40, samples_per_prompt=10, **algorithm)
+    reference = FrozenCopy(policy, engine, CPU, Ranks(), cpu_offload=False)
+    producer = Producer(
+        generator, scorer or LengthScorer(), lambda position, count: PROMPTS[:count], lambda prompt, response: str(response),
+        settings, max_length, run_seed=3, ranks=Ranks(),
+    )  # fmt: skip
+    return Rollouts(producer, ExperienceBuilder(policy, reference, settings, engine, CPU, 1.0, Ranks()))
 
 
 def collect(takes=None, **settings):
@@ -147,13 +159,13 @@ def collect(takes=None, **settings):
             takes.append(count)
         return PROMPTS[:count]
 
-    return make_collector(**settings).collect(take, step=1, timers=Timers())
+    return make_collector(**settings).collect(take, step=1)
 
 
 @pytest.mark.parametrize(("target", "resumed"), [(0.0, 0.1), (0.05, 0.02)])
 def test_a_resumed_run_takes_the_kl_coefficient_from_its_checkpoint_only_where_it_is_steered(target, resumed):
     collector = make_collector(initial_policy_kl_penalty=0.1, kl_target=target)
-    collector.state = CollectorState(0.02, {})
+    collector.builder.state = ShapingState(0.02, {})
     assert collector.kl_coef == resumed
 
 
@@ -161,14 +173,14 @@ def test_the_kl_coefficient_waits_for_the_policy_to_learn():
     collector = make_collector(initial_policy_kl_penalty=0.1, kl_target=0.05, kl_horizon=400, critic_warmup_steps=2)
     coefs = []
     for step in (1, 2, 3):
-        collector.collect(lambda count: PROMPTS[:count], step=step, timers=Timers())
+        collector.collect(lambda count: PROMPTS[:count], step=step)
         coefs.append(collector.kl_coef)
     assert coefs == [0.1, 0.1, pytest.approx(0.1 * (1 - 0.2 * 40 / 400))]  # KL is 0: an error of -1, clipped at -.2
 
 
 def test_the_least_kl_multiplier_is_the_configurations():
     collector = make_collector(initial_policy_kl_penalty=0.1, kl_target=0.05, kl_horizon=4, kl_min_multiplier=0.75)
-    collector.collect(lambda count: PROMPTS[:count], step=1, timers=Timers())
+    collector.collect(lambda count: PROMPTS[:count], step=1)
     assert collector.kl_coef == pytest.approx(0.075)
 
 
@@ -182,8 +194,8 @@ def test_an_experience_lists_samples_in_the_order_of_their_requests():
     experience = collect()
     expected = [(prompt.prompt_id, index) for prompt in PROMPTS for index in range(10)]
     assert [(sample.sample.prompt_id, sample.sample.index) for sample in experience.rollouts] == expected
-    assert [sample.label for sample in experience.rollouts[::10]] == ["0", "1", "2", "3"]
-    assert experience.scores.tolist() == [float(length) for length in experience.lengths]
+    assert [sample.prompt.label for sample in experience.rollouts[::10]] == ["0", "1", "2", "3"]
+    assert experience.scores.rewards.tolist() == [float(length) for length in experience.lengths]
     assert torch.equal(experience.kl, torch.zeros_like(experience.kl))
     gap = (experience.logprobs - experience.sampler_logprobs)[experience.mask.bool()].abs().max()
     assert gap < 1e-5
@@ -195,7 +207,9 @@ def test_an_experience_lists_samples_in_the_order_of_their_requests():
 def test_without_whitening_returns_are_the_scores_where_gamma_and_lambda_are_one():
     experience = collect(normalize_advantages=False, gae_lambda=1.0)
     parts = zip(
-        experience.returns.split(experience.lengths), experience.mask.split(experience.lengths), experience.scores
+        experience.returns.split(experience.lengths),
+        experience.mask.split(experience.lengths),
+        experience.scores.rewards,
     )
     for returns, mask, score in parts:
         torch.testing.assert_close(returns[mask.bool()], score.expand(int(mask.sum())))
@@ -212,11 +226,11 @@ def test_truncated_samples_are_kept_masked_or_penalised():
         assert torch.equal(mask, keep * float(not cut))
     returns = torch.stack([part[mask.bool()][0] for part, mask in zip(
         penalised.returns.split(penalised.lengths), penalised.mask.split(penalised.lengths))])  # fmt: skip
-    torch.testing.assert_close(returns, penalised.scores - 3.0 * truncated)
+    torch.testing.assert_close(returns, penalised.scores.rewards - 3.0 * truncated)
     replaced = collect(truncated_samples="replace", truncation_penalty=-3.0, normalize_advantages=False, gae_lambda=1.0)
     returns = torch.stack([part[mask.bool()][0] for part, mask in zip(
         replaced.returns.split(replaced.lengths), replaced.mask.split(replaced.lengths))])  # fmt: skip
-    torch.testing.assert_close(returns, replaced.scores.masked_fill(truncated, -3.0))
+    torch.testing.assert_close(returns, replaced.scores.rewards.masked_fill(truncated, -3.0))
     assert rollout_metrics(kept)["train_rollouts/truncated_fraction"] == pytest.approx(float(truncated.float().mean()))
 
 
@@ -235,8 +249,8 @@ def test_masked_samples_stay_in_the_baseline_with_their_kl(estimator):
         collector = make_collector(
             truncated_samples=truncated_samples, advantage_estimator=estimator, normalize_advantages=False
         )
-        collector.reference = FarReference()
-        return collector.collect(lambda count: PROMPTS[:count], step=1, timers=Timers())
+        collector.builder.reference = FarReference()
+        return collector.collect(lambda count: PROMPTS[:count], step=1)
 
     kept, masked = experience("keep"), experience("mask")
     learned = masked.mask.bool()
@@ -251,7 +265,7 @@ def test_masked_samples_stay_in_the_baseline_with_their_kl(estimator):
 def test_a_failed_sample_is_no_part_of_its_group_even_where_it_was_truncated():
     settings = {"advantage_estimator": "dr_grpo", "normalize_advantages": False, "truncated_samples": "mask"}
     experience = collect(scorer=UnluckyScorer(), **settings)
-    groups = experience.scores.view(4, 10)  # NaN where the sample failed
+    groups = experience.scores.rewards.view(4, 10)  # NaN where the sample failed
     expected = (groups - groups.nanmean(-1, keepdim=True)).flatten()
     for part, mask, advantage in zip(
         experience.advantages.split(experience.lengths), experience.mask.split(experience.lengths), expected
@@ -263,12 +277,12 @@ def test_a_prompts_own_max_length_is_what_its_responses_are_charged_against():
     own = [replace(prompt, sampling=SamplingOverrides(max_length=3)) for prompt in PROMPTS[:2]]
     shaping = ShapingConfig(overlong_buffer=4)
     collector = make_collector(shaping=shaping, normalize_advantages=False, gae_lambda=1.0, truncated_samples="keep")
-    experience = collector.collect(lambda count: [*own, *PROMPTS[2:count]], step=1, timers=Timers())
+    experience = collector.collect(lambda count: [*own, *PROMPTS[2:count]], step=1)
     for sample, score, returns, mask in zip(
-        experience.rollouts, experience.scores, experience.returns.split(experience.lengths),
+        experience.rollouts, experience.scores.rewards, experience.returns.split(experience.lengths),
         experience.mask.split(experience.lengths),
     ):  # fmt: skip
-        length = len(sample.response_tokens)
+        length = sample.response_length
         # of 6 tokens the last 4 cost; of 3 tokens all do
         charge = length / 3 if sample.sample.prompt_id < 2 else max(0, length - 2) / 4
         assert float(returns[mask.bool()][0]) == pytest.approx(float(score) - charge)
@@ -299,14 +313,14 @@ def test_a_plan_shuffles_every_useful_sample_into_each_epoch_once():
 
 def test_a_sample_without_a_score_trains_nothing_and_is_counted():
     experience = collect(scorer=UnluckyScorer())
-    failed = experience.failed.nonzero().squeeze(1).tolist()
+    failed = experience.scores.failures.nonzero().squeeze(1).tolist()
     assert failed == [0, 32]  # groups of 32
     masks = experience.mask.split(experience.lengths)
     assert [index for index, mask in enumerate(masks) if not mask.any()] == failed
     assert all(torch.isfinite(part).all() for part in (experience.rewards, experience.advantages, experience.returns))
     metrics = rollout_metrics(experience)
     assert metrics["train_rollouts/reward_failures"] == 2
-    assert metrics["train_rollouts/rewards"] == pytest.approx(float(experience.scores.nanmean()))
+    assert metrics["train_rollouts/rewards"] == pytest.approx(float(experience.scores.rewards.nanmean()))
 
 
 class ConstantScorer(LengthScorer):
@@ -350,31 +364,41 @@ def test_groups_whose_rewards_are_all_equal_are_counted():
     single = make_collector(scorer=ConstantScorer())
     single.algorithm.samples_per_prompt = 1
     single.algorithm.num_rollout_samples = 4
-    alone = single.collect(lambda count: PROMPTS[:count], step=1, timers=Timers())
+    alone = single.collect(lambda count: PROMPTS[:count], step=1)
     assert "train_rollouts/frac_reward_zero_std" not in rollout_metrics(alone)
 
 
 def test_means_over_samples_leave_out_those_that_train_nothing():
     experience = collect(scorer=UnluckyScorer(), normalize_advantages=False)
     learned = 38  # of 40, two have no score
-    experience.kl = torch.full_like(experience.kl, 0.25)
+    experience = replace(experience, kl=torch.full_like(experience.kl, 0.25))
     metrics = rollout_metrics(experience)
     tokens = float(experience.mask.sum())
     assert metrics["train_rollouts/init_policy_kl_per_sample"] == pytest.approx(0.25 * tokens / learned)
-    scores = experience.scores.nansum()  # KL is 0 in the first step
+    scores = experience.scores.rewards.nansum()  # KL is 0 in the first step
     assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(float(scores) / learned)
     assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(metrics["train_rollouts/rewards"])
 
 
 def test_what_a_failed_sample_lacks_is_null_on_disk(tmp_path):
-    """Readers of JSON Lines other than Python's refuse NaN."""
+    """Readers of JSON Lines other than Python's refuse NaN. The process that writes needs the folder and the tokenizer only."""
     save_tokenizer(tmp_path)
     experience = collect(scorer=UnluckyScorer())
-    experience.extra["length"] = torch.where(experience.failed, torch.nan, 3.0)
-    rows = list(rollout_rows(experience, AutoTokenizer.from_pretrained(tmp_path)))
-    assert all("NaN" not in json.dumps(row) for row in rows)
+    failed = experience.scores.failures
+    experience.scores.extra["length"] = torch.where(failed, torch.nan, 3.0)
+    writer = RolloutWriter(tmp_path / "rollouts", partial(AutoTokenizer.from_pretrained, tmp_path))
+    for step in (1, 2):
+        writer.write(step, rollout_columns(experience))
+    writer.flush()
+    writer.close()
+    texts = [(tmp_path / "rollouts" / f"step_{step:06d}.jsonl").read_text() for step in (1, 2)]
+    assert texts[0] == texts[1] and "NaN" not in texts[0]
+    rows = [json.loads(line) for line in texts[0].splitlines()]
     lacking = [row["reward"] is None and row["length"] is None for row in rows]
-    assert lacking == experience.failed.tolist() and any(lacking) and not all(lacking)
+    assert lacking == failed.tolist() and any(lacking) and not all(lacking)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert [row["response"] for row in rows] == [tokenizer.decode(r.response_tokens) for r in experience.rollouts]
+    assert [row["response_tokens"] for row in rows] == [len(r.response_tokens) for r in experience.rollouts]
 
 
 def test_corrections_show_what_they_mask_and_what_is_left():
@@ -383,14 +407,15 @@ def test_corrections_show_what_they_mask_and_what_is_left():
     learned = experience.mask.nonzero().squeeze(1)
     weights[learned[:10]], weights[learned[10:30]] = 2.0, 1.0
     weights[experience.mask == 0] = 100.0
-    experience.correction, n = weights, len(learned)
-    metrics = rollout_metrics(experience)
+    n = len(learned)
+    metrics = rollout_metrics(replace(experience, correction=weights))
     # the sum is 10 * 2 + 20 = 40, that of squares 10 * 4 + 20 = 60
     assert metrics["train_rollouts/correction_weight"] == pytest.approx(40 / n)
     assert metrics["train_rollouts/correction_masked_fraction"] == pytest.approx((n - 30) / n)
     assert metrics["train_rollouts/correction_ess"] == pytest.approx(1600 / (n * 60))
-    experience.correction = torch.zeros_like(weights)
-    assert rollout_metrics(experience)["train_rollouts/correction_ess"] == 0
+    assert (
+        rollout_metrics(replace(experience, correction=torch.zeros_like(weights)))["train_rollouts/correction_ess"] == 0
+    )
 
 
 def test_values_that_are_not_finite_stop_the_run_in_one_sentence():
@@ -404,15 +429,15 @@ def test_values_that_are_not_finite_stop_the_run_in_one_sentence():
 
 def test_filtering_draws_prompts_until_enough_of_them_teach():
     # The score is the length, so longer prompts score higher: the filter keeps some prompts and asks for the rest again.
-    means = [sum(part.tolist()) / 10 for part in collect().scores.split(10)]
+    means = [sum(part.tolist()) / 10 for part in collect().scores.rewards.split(10)]
     high = sorted(means)[1] + 1e-3
     takes = []
     experience = collect(takes=takes, filter=FilterConfig(high=high, max_rounds=3))
     assert takes[0] == 4 and 1 < len(takes) <= 3
-    assert all(mean < high for mean in experience.scores.view(-1, 10).mean(-1).tolist())
+    assert all(mean < high for mean in experience.scores.rewards.view(-1, 10).mean(-1).tolist())
     assert experience.counts["rounds"] == len(takes)
     assert experience.counts["filtered_prompts"] == sum(takes) - len(experience.rollouts) // 10
-    assert sum(experience.lengths) == len(experience.values)
+    assert sum(experience.lengths) == len(experience.scores.values)
     ids = [rollout.sample for rollout in experience.rollouts]
     assert len(set(ids)) == len(ids)  # a prompt drawn again gives other samples
 
@@ -448,4 +473,4 @@ def test_ranks_that_no_tensor_parallel_size_divides_are_refused():
     with pytest.raises(
         UserError, match=r"generation\.tensor_parallel_size=2 with 1 ranks of the actor, which it must divide"
     ):
-        Ranks(team=2)
+        Ranks(tensor_parallel=2)

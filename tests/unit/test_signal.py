@@ -4,21 +4,23 @@ import json
 import logging
 import math
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer
+from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
 from nemo_style_rlhf.ppo.audit import Health, audit_gap, audit_signs
-from nemo_style_rlhf.ppo.metrics import excerpts, repetition, validation_metrics
-from nemo_style_rlhf.ppo.trainer import Progress
-from nemo_style_rlhf.rollout.sampling import Sampled
+from nemo_style_rlhf.ppo.metrics import excerpts, ngram_metrics, validation_metrics
+from nemo_style_rlhf.ppo.session import Progress
 from nemo_style_rlhf.rollout.signal import estimate, shape_scores
-from nemo_style_rlhf.rollout.types import Rollout
+from nemo_style_rlhf.rollout.types import Rollout, Sampled
 from nemo_style_rlhf.schema.actor import AuditConfig, PPOActorConfig, SignsConfig
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, ShapingConfig
 from nemo_style_rlhf.schema.base import build
@@ -166,7 +168,9 @@ def test_failed_samples_stay_out_of_the_statistics():
 
 def rollout(prompt: int, index: int, tokens: list[int]) -> Rollout:
     request = GenerationRequest(SampleId(0, prompt, index), (1,), 0, 9)
-    return Rollout.from_completion(Completion(request, tokens, torch.zeros(len(tokens)), "stop", 0), "", None, {})
+    return Rollout.from_completion(
+        Completion(request, tokens, torch.zeros(len(tokens)), "stop", 0), Prompt(0, list(request.prompt), "")
+    )
 
 
 def test_validation_counts_passes_per_sample_and_per_prompt():
@@ -187,9 +191,27 @@ def test_a_score_that_equals_the_pass_score_passes(score):
 
 
 def test_repetition_is_the_share_of_4_grams_seen_before():
+    def repetition(*responses: list[int]) -> float:
+        return ngram_metrics([np.array(response) for response in responses])["repetition"]
+
     assert repetition([1, 2, 3]) == 0
     assert repetition([1, 2, 3, 4, 5]) == 0
     assert repetition([1] * 7) == 0.75  # four 4-grams, three of them repeated
+    assert repetition([1] * 7, [1] * 7, [2, 3]) == 0.5  # each response by itself
+
+
+def test_ngrams_are_counted_as_sets_count_them():
+    draw = np.random.default_rng(0)
+    for vocabulary in (2, 7, 100, 150_000):
+        responses = [draw.integers(0, vocabulary, draw.integers(1, 60)) for _ in range(40)]
+        bigrams = [pair for response in responses for pair in pairwise(response.tolist())]
+        shares = []
+        for response in responses:
+            ngrams = [tuple(response[start : start + 4].tolist()) for start in range(len(response) - 3)]
+            shares.append(1 - len(set(ngrams)) / len(ngrams) if ngrams else 0)
+        found = ngram_metrics(responses)
+        assert found["distinct_2"] == len(set(bigrams)) / len(bigrams)
+        assert found["repetition"] == pytest.approx(sum(shares) / len(shares))
 
 
 METRICS = {
@@ -306,12 +328,12 @@ def test_checkpoints_from_before_the_health_checks_load():
 
 
 def test_samples_in_a_warning_are_lines_that_a_terminal_survives():
-    def row(response: str, reward: float | None) -> dict[str, object]:
-        return {"prompt": "say\nit", "response": response, "reward": reward}
+    def lines_of(*samples: tuple[str, float]) -> list[str]:
+        return excerpts([reward for _, reward in samples], lambda row: ("say\nit", samples[row][0]))
 
-    lines = excerpts([row("dull", 0.5), row("\x1b[2J\r\u202eu" + "u" * 500, 9.97), row("?", None), row("good", 3.0)])
+    lines = lines_of(("dull", 0.5), ("\x1b[2J\r\u202eu" + "u" * 500, 9.97), ("?", math.nan), ("good", 3.0))
     assert lines[0].startswith(r"reward 9.97: 'say\nit' -> '\x1b[2J\r\u202euuuuu") and lines[0].endswith("uuu...")
     assert lines[1] == r"reward 0.5: 'say\nit' -> 'dull'"
     assert all(line.isprintable() and len(line) < 140 for line in lines) and len(lines) == 2
-    assert excerpts([row("alone", 1.0)]) == [r"reward 1: 'say\nit' -> 'alone'"]
-    assert excerpts([row("?", None)]) == []
+    assert lines_of(("alone", 1.0)) == [r"reward 1: 'say\nit' -> 'alone'"]
+    assert lines_of(("?", math.nan)) == []

@@ -1,11 +1,12 @@
 """The actor's optimizer steps on one rollout, with a real engine in one process on CPU."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
-from nemo_style_rlhf.data.ranks import Ranks
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.launch.bootstrap import init_distributed
 from nemo_style_rlhf.ppo.update import loss_normalizer, samples_per_step, update_actor
@@ -38,13 +39,13 @@ def update(engine: Engine, plan: list[list[int]] = FULL, *, silent: str = "", **
     config = AlgorithmConfig(**algorithm)
     seen = experience(config)
     if not algorithm.get("corrected"):
-        seen.correction = None
+        seen = replace(seen, correction=None)
     if silent == "advantages":
-        seen.advantages = torch.where(seen.mask.bool(), 0.0, seen.advantages)
+        seen = replace(seen, advantages=torch.where(seen.mask.bool(), 0.0, seen.advantages))
     elif silent == "second half":
         seen.advantages[sum(seen.lengths[:5]) :] = 0
     elif silent == "correction":
-        seen.correction = torch.zeros_like(seen.advantages)
+        seen = replace(seen, correction=torch.zeros_like(seen.advantages))
     return update_actor(engine, seen, plan, config, Ranks(), max_length=MAX_LENGTH, seed=0)
 
 

@@ -29,7 +29,7 @@ def test_prompts_stand_in_the_reward_models_template_and_in_no_other(
     config.data.prompt_template = policys
     config.reward.model.path, config.reward.model.dtype = str(path), "float32"
     prompts, _ = load_prompts(str(tmp_path / "rows.jsonl"), config.data, tokenizer)
-    samples = [ScoringSample(torch.tensor(prompt.token_ids), prompt.text, " w2") for prompt in prompts]
+    samples = [ScoringSample.of_texts(torch.tensor(prompt.token_ids), prompt.text, " w2") for prompt in prompts]
     scorer = build_scorer(config, torch.device("cpu"))
     assert scorer is not None
     scores = scorer.score(samples).result().rewards.tolist()

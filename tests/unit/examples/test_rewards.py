@@ -283,7 +283,7 @@ def test_code_ends_with_a_killed_worker(tmp_path):
     )
     scorer = FunctionScorer(FunctionRewardConfig(path=str(path), weight=1.0, timeout_s=2.0, processes=1))
     try:
-        sleeper = ScoringSample(None, "p", "import time; time.sleep(600)", TESTS)
+        sleeper = ScoringSample.of_texts(None, "p", "import time; time.sleep(600)", TESTS)
         with pytest.raises(Exception, match="ran longer than 2 s"):
             scorer.score([sleeper]).result(30)
     finally:
@@ -337,6 +337,8 @@ def test_each_runs_as_a_reward_source(tmp_path, monkeypatch, name, response, lab
     monkeypatch.setenv("SENTIMENT_LEXICON", str(tmp_path / "lexicon.txt"))
     scorer = FunctionScorer(FunctionRewardConfig(path=str(REWARDS / f"{name}.py"), weight=1.0, processes=1))
     try:
-        assert scorer.score([ScoringSample(None, PROMPT, response, label)]).result(60).rewards.tolist() == [reward]
+        assert scorer.score([ScoringSample.of_texts(None, PROMPT, response, label)]).result(60).rewards.tolist() == [
+            reward
+        ]
     finally:
         scorer.close()

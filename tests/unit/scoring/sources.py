@@ -103,7 +103,8 @@ def reward_func(queries, prompts, labels):
 
 def samples(*labels):
     return [
-        ScoringSample(torch.tensor([1, 2]), f"prompt {i} ", f"response {i}", label) for i, label in enumerate(labels)
+        ScoringSample.of_texts(torch.tensor([1, 2]), f"prompt {i} ", f"response {i}", label)
+        for i, label in enumerate(labels)
     ]
 
 

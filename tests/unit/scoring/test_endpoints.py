@@ -12,7 +12,7 @@ from tests.unit.scoring.sources import Endpoint, all_failed, masked, result, sam
 
 def test_an_endpoint_is_sent_openrlhfs_request(endpoints, scorer_of):
     (endpoint,) = endpoints("rewards")
-    scores = result(scorer_of(endpoint).score([*samples("42"), ScoringSample(torch.tensor([1]), "p", "r")]))
+    scores = result(scorer_of(endpoint).score([*samples("42"), ScoringSample.of_texts(torch.tensor([1]), "p", "r")]))
     assert endpoint.bodies == [
         {"query": ["prompt 0 response 0", "pr"], "prompts": ["prompt 0 ", "p"], "labels": ["42", None]}
     ]

@@ -21,7 +21,7 @@ from tests.unit.scoring.sources import TENSORS, WAIT_S, alive, all_failed, maske
 
 
 def test_a_function_is_given_queries_prompts_and_labels():
-    group = [*samples("a"), ScoringSample(torch.tensor([1]), "p", "r")]
+    group = [*samples("a"), ScoringSample.of_texts(torch.tensor([1]), "p", "r")]
     assert arguments(group) == {
         "queries": ["prompt 0 response 0", "pr"],
         "prompts": ["prompt 0 ", "p"],
@@ -160,7 +160,7 @@ def test_workers_end_with_a_killed_trainer(tmp_path):
         from nemo_style_rlhf.scoring.interface import ScoringSample
         if __name__ == "__main__":
             scorer = FunctionScorer(FunctionRewardConfig(path={str(path)!r}, weight=1.0, processes=1))
-            scorer.score([ScoringSample(torch.tensor([1]), "p", "r")]).result()
+            scorer.score([ScoringSample.of_texts(torch.tensor([1]), "p", "r")]).result()
         """)
     )
     process = subprocess.Popen([sys.executable, str(trainer)])
@@ -210,7 +210,7 @@ from nemo_style_rlhf.scoring.function import FunctionScorer
 from nemo_style_rlhf.scoring.interface import ScoringSample
 if __name__ == "__main__":
     scorer = FunctionScorer(FunctionRewardConfig(path=sys.argv[1], weight=1.0, processes=12))
-    print(scorer.score([ScoringSample(torch.tensor([1]), "p", "r")]).result().rewards.tolist())
+    print(scorer.score([ScoringSample.of_texts(torch.tensor([1]), "p", "r")]).result().rewards.tolist())
     scorer.close()
 """
 
