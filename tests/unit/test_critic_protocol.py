@@ -2,7 +2,10 @@
 
 import errno
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -261,6 +264,22 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypa
     config.token_file = str(tmp_path / "nowhere")
     with pytest.raises(UserError, match="does not exist"):
         read_token(config)
+
+
+def test_the_token_leaves_the_environment_that_the_kernel_shows() -> None:
+    """/proc/PID/environ shows what a process was started with, whatever it has unset since."""
+    program = """if True:
+        from pathlib import Path
+        from nemo_style_rlhf.critic_service.secret import read_token
+        from nemo_style_rlhf.schema.common import TokenConfig
+        shown = lambda: Path("/proc/self/environ").read_bytes()
+        assert b"SOME_TOKEN=s3cret" in shown() and b"BESIDE=it" in shown()
+        assert read_token(TokenConfig(token_env="SOME_TOKEN")) == "s3cret"
+        assert read_token(TokenConfig(token_env="SOME_TOKEN")) == "s3cret"
+        assert b"s3cret" not in shown() and b"BESIDE=it" in shown()
+    """
+    environment = {**os.environ, "SOME_TOKEN": "s3cret", "BESIDE": "it"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
