@@ -219,7 +219,6 @@ def test_a_sandbox_that_cannot_start_is_no_sandbox(tmp_path, monkeypatch):
     broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv(sandbox.WITHOUT)
     monkeypatch.setattr(os, "defpath", os.environ["PATH"])
     with pytest.raises(UserError, match="bwrap failed with 'bwrap: No permissions to create new namespace'; install"):
         sandbox.require_sandbox.__wrapped__()
