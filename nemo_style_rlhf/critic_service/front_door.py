@@ -235,6 +235,7 @@ class Exchange(HTTPMessageDelegate):
             problem = "is wrong" if given else "is missing"
             raise Refused(401, Code.UNAUTHORIZED, f"the header {protocol.TOKEN_HEADER} {problem}")
         self._door.welcome(visitor)
+        self._connection.set_body_timeout(BODY_S)
         if (start_line.method, start_line.path) == ("GET", "/metrics") and self._door.settings.metrics is not None:
             self._body_bytes = 0
             triton = await _connect(self._door.settings.metrics)
@@ -246,6 +247,8 @@ class Exchange(HTTPMessageDelegate):
             raise Refused(405, Code.INVALID, f"the method is {start_line.method[:20]}, expected POST")
         self._endpoint = self._door.endpoints[start_line.path]
         self._boot = headers.get(protocol.BOOT_HEADER, "")[:64]
+        if self._boot and not (self._boot.isascii() and self._boot.isalnum()):  # Triton's JSON cannot hold every byte
+            raise Refused(400, Code.INVALID, f"the header {protocol.BOOT_HEADER} is no boot id")
         self._body_bytes = self._length(headers)
         self._reserve(self._body_bytes)
         self._connection.set_body_timeout(BODY_S + self._body_bytes / SLOWEST_LINK)
@@ -321,6 +324,9 @@ class Exchange(HTTPMessageDelegate):
             await self._refuse(refusal)
         except StreamClosedError:
             await self._refuse(_gone())
+        except Exception:  # a fault of the door's: the client must not wait for ever
+            self._connection.stream.close()
+            raise
         finally:
             self._end()
 

@@ -20,6 +20,8 @@ from tests.integration.warm import SERVER_PYTHON
 START_TIMEOUT_S = 120.0
 VOCABULARY = 64
 TOKEN_ENV = "NSR_CRITIC_TOKEN"
+KEPT_BYTES = 64 * 2**20
+"""What strangers may make a server keep (:meth:`CriticServer.kept_bytes`)."""
 START = "start"
 """Checkpoint id of the untrained critic on the shared server."""
 
@@ -78,6 +80,21 @@ class CriticServer:
     def half(self, checkpoint_id: str) -> str:
         """Digest of the weights, optimizer state and schedule in this half of a checkpoint."""
         return digest_of_files(self.output_dir / "checkpoints" / checkpoint_id / "critic")
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's own, Triton's and the door's."""
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def kept_bytes(self) -> int:
+        """Private memory of these processes, and what they have in /dev/shm."""
+        processes = self.processes()
+        private = sum(process.memory_full_info().uss for process in processes)
+        mapped = {place.path for process in processes for place in process.memory_maps(grouped=True)}
+        shared = {
+            path for path in Path("/dev/shm").iterdir() if str(path) in mapped or str(self.process.pid) in path.name
+        }
+        return private + sum(path.stat().st_blocks * 512 for path in shared)
 
     def kill(self) -> None:
         """SIGKILL, and wait until its Triton has gone too."""
