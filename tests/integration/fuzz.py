@@ -182,6 +182,8 @@ async def send(port: int, attack: Attack) -> Outcome:
 
     try:
         for piece in attack.pieces:
+            if link.closed:
+                break
             transport.write(piece)
             await link.room()
             if len(attack.pieces) > 1:

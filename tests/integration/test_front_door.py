@@ -23,8 +23,9 @@ import requests
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER
 from tests.integration.critic_server import KEPT_BYTES, TOKEN_ENV, CriticServer, sequences, train_batch
-from tests.integration.fuzzer import valid_infer, valid_train
+from tests.integration.fuzzer import Raw, text, valid_infer, valid_train
 from tests.integration.http_faults import PATHS
 
 TOKEN = secrets.token_hex(16)
@@ -185,6 +186,15 @@ def test_a_body_must_arrive_in_time(server: CriticServer, unharmed: None) -> Non
         assert time.monotonic() - began > BODY_S - 1
         other.settimeout(10)
         assert other.recv(1) == b""
+
+
+@pytest.mark.parametrize("endpoint", ["acquire", "save", "commit", "restore", "shutdown"])
+def test_a_long_json_request_is_not_kept(server: CriticServer, endpoint: str, unharmed: None) -> None:
+    """Triton and both ends of its shared memory would keep 16 MiB each, for every endpoint."""
+    body, headers = Raw(f"critic_{endpoint}", {"request": text(b" " * 16 * 2**20)}).body()
+    lines = f"Content-Length: {len(body)}\r\n{HEAD_LENGTH_HEADER}: {headers[HEAD_LENGTH_HEADER]}"
+    answer = exchange(server, lines, body, path=f"/v2/models/critic_{endpoint}/infer", token=TOKEN)
+    assert answer == "" or "HTTP/1.1 413" in answer, answer
 
 
 @pytest.mark.parametrize("boot_id", [b"\xff\xfe", b"\xc3\xa9", b"\xe9"])
