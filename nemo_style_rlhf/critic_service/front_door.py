@@ -48,7 +48,7 @@ SLOWEST_LINK = 2**18
 """Bytes per second: a body has BODY_S and the time that it takes at this rate."""
 TENSOR_HEAD_BYTES = 64 * 2**10
 JSON_BODY_BYTES = 2**20
-"""Longest request without binary tensors."""
+"""Longest request without binary tensors, or to an endpoint that takes JSON only."""
 PLAN_BYTES = 17 * 2**20
 """The JSON of a train plan, which max_request_bytes does not count."""
 UNREAD_BYTES, UNREAD_S = 2**20, 1.0
@@ -122,13 +122,17 @@ class FrontDoor(TCPServer, HTTPServerConnectionDelegate):
         super().__init__(ssl_options=tls, max_buffer_size=2**24, read_chunk_size=CHUNK_BYTES)
         self.settings = settings
         self.token = settings.token.encode()
-        self.largest_body = settings.max_request_bytes + PLAN_BYTES + TENSOR_HEAD_BYTES
+        # Triton and both ends of its shared memory keep room for the longest request that each endpoint has seen.
+        tensors = settings.max_request_bytes + TENSOR_HEAD_BYTES
+        self.largest_body = {endpoint.name: JSON_BODY_BYTES for endpoint in protocol.ENDPOINTS}
+        self.largest_body |= {protocol.INFER.name: tensors, protocol.REWARD_INFER.name: tensors}
+        self.largest_body[protocol.TRAIN.name] = tensors + PLAN_BYTES
         self.endpoints: dict[str, Endpoint] = {
             f"/v2/models/{endpoint.name}/infer": endpoint
             for endpoint in protocol.ENDPOINTS
             if endpoint.name in settings.endpoints
         }
-        self.bytes_left = CALLS_IN_MEMORY * self.largest_body
+        self.bytes_left = CALLS_IN_MEMORY * max(self.largest_body.values())
         self.running: set[asyncio.Task[None]] = set()
         self._strangers: OrderedDict[Visitor, None] = OrderedDict()
         self._resting: list[IOStream] = []
@@ -261,7 +265,7 @@ class Exchange(HTTPMessageDelegate):
         length = headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit() or len(length) > 18:
             raise Refused(411, Code.INVALID, "the request needs one Content-Length")
-        largest = self._door.largest_body
+        largest = self._door.largest_body[self._endpoint.name]
         if HEAD_LENGTH_HEADER in headers:
             head_length = headers[HEAD_LENGTH_HEADER]
             if not head_length.isascii() or not head_length.isdigit() or len(head_length) > 18:
@@ -273,7 +277,11 @@ class Exchange(HTTPMessageDelegate):
         else:
             largest = min(largest, JSON_BODY_BYTES)
         if int(length) > largest:
-            how = "split it" if self._head_bytes is not None else f"send tensors in binary, with {HEAD_LENGTH_HEADER}"
+            how = (
+                "split or shorten it"
+                if self._head_bytes is not None
+                else f"send tensors in binary, with {HEAD_LENGTH_HEADER}"
+            )
             raise Refused(413, Code.INVALID, f"the body has {length} bytes, expected at most {largest}: {how}")
         return int(length)
 
