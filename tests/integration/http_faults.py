@@ -259,7 +259,7 @@ def target(wire: Wire, draw: Random) -> Attack:
     targets = [
         b"http://critic" + path, b"https://127.0.0.1:1" + path, b"/" + path, path + b"/", path + b"?x=y", path + b"#x",
         path + b";x", path + b"%00", path.replace(b"/v2", b"/./v2"), path.replace(b"/v2", b"/x/../v2"), path.upper(), b"*",
-        path.replace(b"critic", b"%63ritic"), path.replace(b"/models", b"%2fmodels"), path[1:], b"critic:443", b"/" + b"a" * 9000,
+        path.replace(b"infer", b"%69nfer"), path.replace(b"/models", b"%2fmodels"), path[1:], b"critic:443", b"/" + b"a" * 9000,
         path + b"\xff", path.replace(b"/", b"\\"), b"/..%2f..%2fetc/passwd", b"/v2/models//infer", b"?",
     ]  # fmt: skip
     return whole(replace(wire, target=pick(draw, targets)), BAD | {404})
