@@ -191,6 +191,8 @@ class Exchange(HTTPMessageDelegate):
         self._reserved = 0
         self._hop: HTTP1Connection | None = None
         """The request on its way to Triton, once it has begun."""
+        self._refused = False
+        """Tornado still delivers what it has of a refused body when the client has hung up."""
 
     async def headers_received(self, start_line: Any, headers: HTTPHeaders) -> None:
         self._method = start_line.method
@@ -201,7 +203,7 @@ class Exchange(HTTPMessageDelegate):
             await self._refuse(refusal)
 
     async def data_received(self, chunk: bytes) -> None:
-        if self._method == "GET":  # metrics, with a body of no meaning
+        if self._refused or self._method == "GET":  # metrics, with a body of no meaning
             return
         try:
             if self._hop is not None:
@@ -223,6 +225,8 @@ class Exchange(HTTPMessageDelegate):
             await self._refuse(_gone())
 
     def finish(self) -> None:
+        if self._refused:
+            return
         self._unread = False
         task = asyncio.get_running_loop().create_task(self._answer())
         self._door.running.add(task)
@@ -340,6 +344,7 @@ class Exchange(HTTPMessageDelegate):
 
     async def _refuse(self, refusal: Refused) -> None:
         """Answer with an error; of a body that is still to come only the start is read, and the connection ends."""
+        self._refused = True
         self._end()
         if self._connection.stream.closed():
             return

@@ -270,6 +270,7 @@ class Watch:
             AssertionError: the server is not what it was.
         """
         log = self._server.log.read_text()
+        assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:4000]
         assert {process.pid for process in self._server.processes()} == self._processes, log[-4000:]
         took = []
         for _ in range(3):  # the machine may be busy with others

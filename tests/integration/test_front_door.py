@@ -27,6 +27,7 @@ from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER
 from tests.integration.critic_server import KEPT_BYTES, TOKEN_ENV, CriticServer, sequences, train_batch
 from tests.integration.fuzzer import Raw, text, valid_infer, valid_train
 from tests.integration.http_faults import PATHS
+from tests.integration.kserve_faults import as_json
 
 TOKEN = secrets.token_hex(16)
 HEAD_S, BODY_S = 10, 30
@@ -241,6 +242,29 @@ def test_clients_that_hang_up_are_not_noticed_behind_the_door(
     while critic.status().critic_step < step + 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert critic.status().critic_step == step + 2  # the first of the hung-up calls counted, once
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_refused_request_goes_no_further_when_its_client_hangs_up(server: CriticServer, token: str | None) -> None:
+    """It waits in the door's buffer, whole, while the refusal finds nobody to go to."""
+    body = json.dumps(as_json(valid_infer())).encode()
+    lines = f"{protocol.TOKEN_HEADER}: {token or 'wrong'}\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST {INFER} HTTP/1.1\r\n{lines}\r\n"
+    url = f"http://127.0.0.1:{server.port}/metrics"
+
+    def served() -> str:
+        answer = requests.get(url, headers={protocol.TOKEN_HEADER: TOKEN}, timeout=10).text
+        return re.search(r'nv_inference_request_success\{model="critic_infer".*', answer)[0]  # type: ignore[index]
+
+    before = served()
+    for _ in range(50):
+        with connect(server) as link:
+            link.sendall(head.encode() + body)
+            time.sleep(0.02)
+    time.sleep(2)
+    assert served() == before
+    log = server.log.read_text()
+    assert "Traceback" not in log, log[log.index("Traceback") :][:2000]
 
 
 # --- other users of the host ------------------------------------------------------------------------------------------
