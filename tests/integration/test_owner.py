@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.processes import ACTOR_PYTHON, Process, start_server, wait_for_output
+from tests.integration.processes import ACTOR_PYTHON, Process, wait_for_output
 from tests.integration.test_ppo import metrics, without_timers
 from tests.integration.warm import SERVER_PYTHON
 from tests.models import save_policy, save_reward_model
@@ -172,14 +172,20 @@ def test_another_machine_takes_a_stopped_actors_run_to_its_end_and_the_first_end
     first.signal(signal.SIGCONT)
     assert first.wait(60) == 2, first.output()
     errors = [line for line in first.output().splitlines() if "error: " in line]
-    assert len(errors) == 1 and "is no longer this process's to write to" in errors[0] and "Traceback" not in first.output()
+    assert (
+        len(errors) == 1
+        and "is no longer this process's to write to" in errors[0]
+        and "Traceback" not in first.output()
+    )
     assert second.wait(200) == 0, second.output()
     assert without_timers(metrics(tmp_path / "run")) == without_timers(metrics(tmp_path / "undisturbed"))
     exports = [(tmp_path / run / "export/model.safetensors").read_bytes() for run in ("run", "undisturbed")]
     assert exports[0] == exports[1]
 
 
-def test_a_server_that_stood_still_ends_in_one_sentence_once_another_machines_serves(start: Start, tmp_path: Path) -> None:
+def test_a_server_that_stood_still_ends_in_one_sentence_once_another_machines_serves(
+    start: Start, tmp_path: Path
+) -> None:
     """While the first lives the other machine is refused."""
     first = start("server")
     wait_for_output(first, "serving critic")

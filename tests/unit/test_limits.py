@@ -35,7 +35,9 @@ def test_too_low_a_limit_is_refused_before_anything_is_loaded(script: Path, tmp_
     command = ["bash", "-c", 'ulimit -n 64; cd "$0" && exec "$@"', str(ROOT), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == "", done.stdout + done.stderr
-    sentence = "error: a process may open 64 files here and 512 are needed: start it from a shell with `ulimit -n 4096`\n"
+    sentence = (
+        "error: a process may open 64 files here and 512 are needed: start it from a shell with `ulimit -n 4096`\n"
+    )
     assert done.stderr == sentence
     assert not (ROOT / "outputs").joinpath(".owner_trainer.json").exists()
 
@@ -53,6 +55,9 @@ def test_a_low_limit_that_may_be_raised_is_raised(limits: str, then: str, tmp_pa
     (tmp_path / "program.py").write_text(PROGRAM)
     words = [str(ROOT / ".venv-actor/bin/python"), str(tmp_path / "program.py"), *ARGUMENTS["plan"], "run.device=cpu"]
     done = subprocess.run(
-        ["bash", "-c", f'{limits}; cd "$0" && exec "$@"', str(ROOT), *words], capture_output=True, text=True, timeout=120
+        ["bash", "-c", f'{limits}; cd "$0" && exec "$@"', str(ROOT), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stdout) == (0, f"{then}\n"), done.stderr

@@ -37,7 +37,10 @@ FINE = {
     "empty lines": (b"\n\n" + ONE + b"\n \n" + TWO + b"\n\n", [ONE, TWO]),
     "no newline at the end": (ONE + b"\n" + TWO, [ONE, TWO]),
     "several lines of a step, as Lightning writes them": (ONE + b"\n" + ONE + b"\n" + TWO + b"\n", [ONE, ONE, TWO]),
-    "a line separator of Unicode in a name": ('{"step": 1, "\u2028": 2}\n'.encode(), ['{"step": 1, "\u2028": 2}'.encode()]),
+    "a line separator of Unicode in a name": (
+        '{"step": 1, "\u2028": 2}\n'.encode(),
+        ['{"step": 1, "\u2028": 2}'.encode()],
+    ),
     "empty": (b"", []),
 }
 
@@ -104,6 +107,8 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, kind: str, ordinary
     else:
         path.write_bytes(b"".join(GOOD))
         path.chmod(0)
-    why = {"a folder": "Is a directory", "a circle of links": "Too many levels", "no permission": "Permission denied"}[kind]
+    why = {"a folder": "Is a directory", "a circle of links": "Too many levels", "no permission": "Permission denied"}[
+        kind
+    ]
     with pytest.raises(UserError, match=rf"metrics\.jsonl cannot be read \({why}.*\): move it away, or"):
         rewound(tmp_path)

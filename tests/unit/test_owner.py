@@ -3,8 +3,10 @@
 Another machine is another id of the kernel: its processes share no lock with ours.
 """
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,9 @@ import pytest
 
 from nemo_style_rlhf.checkpoint import owner
 from nemo_style_rlhf.checkpoint.owner import LOCK_PATIENCE_S, Owner
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
+from nemo_style_rlhf.critic_service.protocol import ProtocolError
+from nemo_style_rlhf.critic_service.store import HalfStore
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import BEAT_S, RunConfig
 
@@ -88,7 +93,9 @@ def test_a_second_process_of_one_machine_is_told_of_the_first_even_of_a_stopped_
         first.send_signal(signal.SIGSTOP)
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.suffix == ".json"}
     began = time.monotonic()
-    with pytest.raises(UserError, match=rf"run\.output_dir={tmp_path} is in use by another trainer \(process {first.pid} on "):
+    with pytest.raises(
+        UserError, match=rf"run\.output_dir={tmp_path} is in use by another trainer \(process {first.pid} on "
+    ):
         take(tmp_path)
     assert time.monotonic() - began < LOCK_PATIENCE_S + 2
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.suffix == ".json"} == before
@@ -186,3 +193,38 @@ def test_a_folder_that_became_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{folder} was replaced by a link to {tmp_path / 'elsewhere'} while"):
         owner.require_owned(folder)
     owner.require_owned(folder.resolve())  # a link from the beginning is where the user wants it
+
+
+def test_neither_store_writes_through_a_link_that_takes_its_folders_place(tmp_path: Path) -> None:
+    """Nor deletes behind it; a folder that is only gone is made anew."""
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "step_000001" / "actor").mkdir(parents=True)
+    (elsewhere / "run-step_000001" / "critic").mkdir(parents=True)
+    before = sorted(elsewhere.rglob("*"))
+    store, halves = CheckpointStore(tmp_path / "actor" / "checkpoints", keep_last=1), HalfStore(tmp_path / "critic")
+
+    def commit(step: int) -> None:
+        with store.whole_or_absent(step):
+            (store.begin(step) / "weights").touch()
+            store.commit(step, "run", critic={}, state={}, versions={})
+        store.prune(step)
+
+    def save(step: int) -> None:
+        halves.save(f"run-step_{step:06d}", step, lambda folder: (folder / "weights").touch())
+        halves.commit(f"run-step_{step:06d}", keep=1)
+
+    for step in (2, 3):
+        commit(step)
+        save(step)
+        for half in ("actor", "critic"):
+            shutil.rmtree(tmp_path / half / "checkpoints")
+    assert store.committed_steps() == []
+    for half, write in (("actor", commit), ("critic", save)):
+        (tmp_path / half / "checkpoints").symlink_to(elsewhere)
+        with pytest.raises((UserError, ProtocolError), match=r"replaced by a link|can no longer write to its folder"):
+            write(4)
+    with pytest.raises(UserError, match="replaced by a link"), store.whole_or_absent(1):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(UserError, match="replaced by a link"):
+        store.prune(9)
+    assert sorted(elsewhere.rglob("*")) == before
