@@ -19,6 +19,7 @@ from nemo_style_rlhf.checkpoint.files import (
     storage_failure,
     write_atomically,
 )
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.errors import UserError
 
 FORMAT = 1
@@ -56,12 +57,13 @@ class CheckpointStore:
     """The actor's folder of checkpoints, ``<output_dir>/checkpoints``."""
 
     def __init__(self, root: Path, keep_last: int) -> None:
-        self._root = root
+        self._root = root.resolve()
         self._keep_last = keep_last
         self._left_behind: list[int] = []
 
     def begin(self, step: int) -> Path:
         """An empty folder for the actor's half; its checkpoint counts once it is committed."""
+        require_owned(self._root)
         shutil.rmtree(self._folder(step), ignore_errors=True)  # of an attempt that ended early, or damaged
         half = self.actor_half(step)
         half.mkdir(parents=True)
@@ -74,6 +76,7 @@ class CheckpointStore:
         last, by rename."""
         folder, half = self._folder(step), self.actor_half(step)
         fsync_tree(folder)
+        require_owned(self._root)
         manifest = Manifest(FORMAT, step, run_id, file_digests(half), critic, state, versions)
         content = asdict(manifest)
         content["digest"] = _digest(content)
@@ -91,6 +94,7 @@ class CheckpointStore:
         except STORAGE_ERRORS as error:
             if (reason := storage_failure(error)) is None:
                 raise
+            require_owned(self._root)
             shutil.rmtree(self._folder(step), ignore_errors=True)
             committed = self.committed_steps()
             resume = f"it resumes from step {committed[-1]}" if committed else "there is no earlier one"
@@ -105,6 +109,7 @@ class CheckpointStore:
 
     def prune(self, newest: int) -> None:
         """Delete what is older than the last ``keep_last`` committed checkpoints up to that of step ``newest``, now committed."""
+        require_owned(self._root)
         for step in self._left_behind:
             if step < newest:
                 self._delete(step)

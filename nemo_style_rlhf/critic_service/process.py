@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_style_rlhf.checkpoint import owner
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.base import Service
 from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.protocol import REQUEST, RESPONSE, Array, json_tensor
 from nemo_style_rlhf.critic_service.triton import Address, Binding
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import bootstrap, interrupt
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import ServerConfig
@@ -81,10 +83,11 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
         ready_file.unlink(missing_ok=True)
     logging.getLogger("pytriton").setLevel(logging.INFO if config.verbose else logging.ERROR)
     door = Binding(config, service.handle, address, roles=service.roles, boot_id=service.boot_id)
+    described = {"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": service.boot_id}
+    where = json.dumps(described).encode()
     try:
-        where = {"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": service.boot_id}
         if ready_file is not None:
-            write_atomically(ready_file, json.dumps(where).encode())
+            write_atomically(ready_file, where)
         LOGGER.info("serving %s at %s, boot id %s", " and ".join(service.roles), door.url, service.boot_id)
         code = _supervise(service, door, signals, config.shutdown_grace_s)
         if code == 0:
@@ -95,8 +98,8 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
                     "the running call was abandoned after %.0f s and counts as not applied", config.shutdown_grace_s
                 )
     finally:
-        if ready_file is not None:
-            ready_file.unlink(missing_ok=True)
+        if ready_file is not None and ready_file.is_file() and ready_file.read_bytes() == where:  # no other server's
+            ready_file.unlink()
         door.close(CLOSE_TIMEOUT_S)
     return code
 
@@ -110,6 +113,11 @@ def _supervise(service: Service, door: Binding, signals: SimpleQueue[int], grace
         if door.fatal.is_set():  # first: the end of another rank brings a signal, too
             service.stop(grace_s)  # a half that is being written is from before it
             time.sleep(ANSWER_DELIVERY_S)
+            return 1
+        try:
+            owner.require_owned()
+        except UserError as error:
+            LOGGER.error("%s; the server ends", error)
             return 1
         if told:
             return 0
@@ -126,6 +134,7 @@ def _supervise(service: Service, door: Binding, signals: SimpleQueue[int], grace
 
 def _flush_and_exit(code: int) -> None:
     """End now: an abandoned call or a dead tritonserver leaves threads that an orderly exit would wait for."""
+    owner.release()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

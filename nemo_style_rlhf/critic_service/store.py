@@ -21,7 +21,9 @@ from nemo_style_rlhf.checkpoint.files import (
     storage_failure,
     write_atomically,
 )
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+from nemo_style_rlhf.errors import UserError
 
 RECORD = "critic.json"
 log = logging.getLogger(__name__)
@@ -44,8 +46,9 @@ class HalfStore:
     def __init__(self, output_dir: Path, critic: dict[str, Any] | None = None) -> None:
         """``critic`` describes the server's; halves of one that differs in it cannot be restored."""
         self._critic = critic or {}
-        self._checkpoints = output_dir.resolve() / "checkpoints"
-        self._exports = output_dir.resolve() / "exports"
+        require_owned()
+        self._checkpoints = (output_dir / "checkpoints").resolve()
+        self._exports = (output_dir / "exports").resolve()
         self._committed_file = self._checkpoints / "critic_committed.json"
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         self.committed = self._read_committed()
@@ -76,6 +79,7 @@ class HalfStore:
         Raises:
             ProtocolError: STORAGE when the disk refuses; what was there before is whole.
         """
+        self._require_owned()
 
         def write_half(directory: Path) -> None:
             write(directory)
@@ -88,6 +92,7 @@ class HalfStore:
 
     def export(self, checkpoint_id: str, write: Callable[[Path], None]) -> Path:
         """A directory for other programs; never pruned."""
+        self._require_owned()
         _publish(self._exports / checkpoint_id / "critic", write)
         return self._exports / checkpoint_id / "critic"
 
@@ -128,6 +133,7 @@ class HalfStore:
         Returns:
             The ids that were pruned.
         """
+        self._require_owned()
         if keep != 0:
             self._require(checkpoint_id)
         run = _run_of(checkpoint_id)
@@ -160,6 +166,15 @@ class HalfStore:
             except OSError as error:  # another process may be reading it; the next commit tries again
                 log.warning("the old checkpoint %s cannot be deleted now: %s", folder, error)
         return [folder.name for folder in pruned]
+
+    def _require_owned(self) -> None:
+        try:
+            require_owned(self._checkpoints, self._exports)
+        except UserError as error:
+            log.error("%s", error)
+            raise ProtocolError(
+                Code.STORAGE, "the server can no longer write to its folder; its log says why"
+            ) from error
 
     def _half(self, checkpoint_id: str) -> Path:
         return self._checkpoints / checkpoint_id / "critic"

@@ -21,12 +21,21 @@ class Snapshot:
         """State dicts; their tensors are in host memory and nobody else's."""
 
     def write(self, directory: Path) -> None:
-        """Once: the copies are gone afterwards, also after an error, whose tracebacks would keep them."""
+        """Once: the copies are gone afterwards, also after an error, whose tracebacks would keep them.
+
+        Raises:
+            OSError: also where a folder that is being written to is taken away, which would leave half a checkpoint.
+        """
+        targets = {directory / path: state for path, state in self.files.items()}
         try:
-            for path in self.files:
-                target = directory / path
+            directory.mkdir(exist_ok=True)
+            for target in targets:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(self.files[path], target)
+            for target, state in targets.items():
+                target.touch()  # torch tells of a missing folder in an error of its own
+                torch.save(state, target)
+            for target in targets:
+                target.stat()
         except BaseException as error:
             met: BaseException | None = error
             while met is not None:
@@ -34,6 +43,7 @@ class Snapshot:
                 met = met.__context__
             raise
         finally:
+            targets.clear()
             self.drop()
 
     def drop(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure, write_atomically
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import record_end
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic, ServerRestarted, ServerUnreachable
@@ -257,6 +258,7 @@ class PPOTrainer:
         if self._validation_due(step):
             metrics |= self._validate()
             timers.lap("validation")
+        require_owned()
         if config.tracking.save_rollouts and self._ranks.is_first:
             rows = rollout_rows(experience, parts.tokenizer)
             write_jsonl(self._output_dir / "rollouts" / f"step_{step:06d}.jsonl", rows)
@@ -374,6 +376,7 @@ class PPOTrainer:
                 weights[key] = tensor.cpu()
         if not self._ranks.is_first:
             return
+        require_owned()
         model, data = self._config.model, self._config.data
         write_notes = partial(
             write_template, template=data.prompt_template, tokenizer=self._parts.tokenizer, chat_template=data.chat_template,

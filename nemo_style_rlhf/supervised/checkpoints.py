@@ -9,6 +9,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from nemo_style_rlhf.checkpoint.files import storage_failure
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import require_same
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import SupervisedConfig
@@ -73,10 +74,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         final = Path(path)
         beside = final.with_name(final.name + ".tmp")
+        require_owned()
         try:
+            beside.unlink(missing_ok=True)  # an earlier owner may still have it open
             super().save_checkpoint(checkpoint, beside, storage_options)
             with beside.open("rb") as file:
                 os.fsync(file.fileno())
+            require_owned()
             beside.replace(final)
         except (OSError, RuntimeError) as error:
             beside.unlink(missing_ok=True)

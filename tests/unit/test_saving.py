@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import shutil
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,3 +84,23 @@ def test_a_server_that_belonged_to_another_run_is_taken_over_and_named(
         assert recovery.restore_critic() is None
         assert ("belonged to the run other" in caplog.text) == (run == "mine")
         caplog.clear()
+
+
+def test_a_folder_that_is_taken_away_while_it_is_written_to_leaves_no_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that came before are gone, and the later ones must not look like all of them."""
+    snapshot = Snapshot()
+    snapshot.files |= {Path("state") / f"{name}.pt": {"weight": torch.ones(4)} for name in "ab"}
+    save = torch.save
+
+    def save_and_lose(state: object, target: Path) -> None:
+        save(state, target)
+        if target.name == "a.pt":
+            shutil.rmtree(tmp_path / "half")
+
+    monkeypatch.setattr(torch, "save", save_and_lose)
+    (tmp_path / "half").mkdir()
+    with pytest.raises(FileNotFoundError):
+        snapshot.write(tmp_path / "half" / "engine")
+    assert not (tmp_path / "half").exists()
