@@ -13,12 +13,13 @@ from typing import Any
 
 from nemo_style_rlhf.checkpoint.files import (
     STORAGE_ERRORS,
-    damaged_files,
+    deviations,
     file_digests,
     fsync_tree,
     storage_failure,
     write_atomically,
 )
+from nemo_style_rlhf.checkpoint.names import is_run_id
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.errors import UserError
 
@@ -46,11 +47,6 @@ class Manifest:
     """Of the packages whose change may change results."""
     digest: str = ""
     """SHA-256 of all of the above; those of earlier versions have none."""
-
-
-def checkpoint_id(run_id: str, step: int) -> str:
-    """The name both halves of a checkpoint go by."""
-    return f"{run_id}-step_{step:06d}"
 
 
 class CheckpointStore:
@@ -143,10 +139,10 @@ class CheckpointStore:
         return newest
 
     def undamaged(self) -> Iterator[Manifest]:
-        """Newest first, the committed checkpoints whose files are all there and as they were written."""
+        """Newest first, the committed checkpoints whose files are all there, as they were written, and the only ones."""
         for step in reversed(self.committed_steps()):
             manifest = self._read(step)
-            damaged = [MANIFEST] if manifest is None else damaged_files(self.actor_half(step), manifest.actor)
+            damaged = [MANIFEST] if manifest is None else deviations(self.actor_half(step), manifest.actor)
             if damaged:
                 log.warning("checkpoint step_%06d is damaged (%s): falling back to the one before it", step, damaged[0])
             elif manifest is not None:
@@ -159,6 +155,8 @@ class CheckpointStore:
             UserError: it is of another format.
         """
         path = self._folder(step) / MANIFEST
+        if path.is_symlink():
+            return None
         try:
             content = json.loads(path.read_bytes())
             found = content["format"]
@@ -167,7 +165,9 @@ class CheckpointStore:
                     f"{path} has format {found}, this version reads {FORMAT}: resume with the version that wrote it"
                 )
             manifest = Manifest(**content)
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+        if not (is_run_id(manifest.run_id) and manifest.step == step and isinstance(manifest.actor, dict)):
             return None
         return manifest if manifest.digest in ("", _digest(content)) else None
 

@@ -90,6 +90,7 @@ class RemoteCritic:
         self._agreement: dict[str, Any] | None = None
         self._lease: str | None = None
         self._max_request_bytes = config.max_request_bytes
+        self._max_staged_bytes = 0
         self._infer_pool = _infer_pool()
         self._train_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-train")
         self._save_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-save")
@@ -147,6 +148,7 @@ class RemoteCritic:
             self.require_rewards(status)
         self._connection.boot_id = status.boot_id
         self._max_request_bytes = min(self._config.max_request_bytes, status.max_request_bytes)
+        self._max_staged_bytes = status.max_staged_bytes
         return status
 
     def shake_hands_again(self) -> Status:
@@ -230,6 +232,11 @@ class RemoteCritic:
             )
             for rows in _split(_request_bytes(lengths, TRAIN_BYTES_PER_TOKEN), self._max_request_bytes)
         ]
+        if (size := sum(array.nbytes for part in parts for array in part)) > self._max_staged_bytes:
+            raise UserError(
+                f"a train step of {size} bytes is more than {self._where} takes ({self._max_staged_bytes}): start it with a "
+                "larger critic.max_staged_bytes, or lower algorithm.num_rollout_samples or generation.max_length"
+            )
         normalizers = batch.normalizers or [
             float(sum(int(batch.masks[row].sum()) for row in rows)) for rows in batch.mini_batches
         ]

@@ -19,6 +19,7 @@ import torch
 
 from nemo_style_rlhf.checkpoint import owner
 from nemo_style_rlhf.checkpoint.files import write_atomically
+from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.base import Service
 from nemo_style_rlhf.critic_service.crew import Crew
@@ -34,6 +35,8 @@ SUPERVISION_PERIOD_S = 0.5
 ANSWER_DELIVERY_S = 1.0
 """A fatal error is still told to the client; after this long the process goes down."""
 CLOSE_TIMEOUT_S = 2.0
+DRY_RUN = "dryrun"
+"""The run id of a rehearsal."""
 Loader = Callable[[torch.device, Path], Service | Crew]
 
 
@@ -154,7 +157,7 @@ def rehearse(service: Service) -> None:
 def _rehearse_critic(service: Service) -> float:
     """The loss."""
     status = service.status()
-    lease = _ask(service, protocol.ACQUIRE, run_id="dry-run", tokenizer_digest=status.tokenizer_digest)["lease"]
+    lease = _ask(service, protocol.ACQUIRE, run_id=DRY_RUN, tokenizer_digest=status.tokenizer_digest)["lease"]
     length = min(4, status.max_length)
     ragged = protocol.ragged([np.arange(length, dtype=np.int32) % status.vocab_size] * 2)
     values = service.handle(protocol.INFER.name, ragged)[protocol.VALUES.name]
@@ -166,9 +169,10 @@ def _rehearse_critic(service: Service) -> float:
     tensors = (*arrays, json_tensor(plan))
     inputs = dict(zip((spec.name for spec in protocol.TRAIN.inputs), tensors, strict=True))
     trained = _parse(service.handle(protocol.TRAIN.name, inputs))
-    saved = _ask(service, protocol.SAVE, lease=lease, checkpoint_id="dry-run", export=True)
-    _ask(service, protocol.COMMIT, lease=lease, checkpoint_id="dry-run", keep=1)
-    _ask(service, protocol.RESTORE, lease=lease, checkpoint_id="dry-run", digests=saved["files"])
+    checkpoint = {"lease": lease, "checkpoint_id": checkpoint_id(DRY_RUN, 1)}
+    saved = _ask(service, protocol.SAVE, **checkpoint, export=True)
+    _ask(service, protocol.COMMIT, **checkpoint, keep=1)
+    _ask(service, protocol.RESTORE, **checkpoint, digests=saved["files"])
     return float(trained["metrics"]["loss"])
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine  # type: ignore[import-untyped]
 from torch import Size, Tensor, UntypedStorage
 from torch.utils._pytree import tree_map
+
+from nemo_style_rlhf.engine.files import DataFiles
 
 FOLDER = Path("snapshot")
 
@@ -50,8 +51,8 @@ class Snapshot:
         self.files.clear()
 
 
-class InMemory(TorchCheckpointEngine):  # type: ignore[misc]
-    """Takes the place of DeepSpeed's own writer, and fills a snapshot; loading is as it was."""
+class InMemory(DataFiles):
+    """Takes the place of DeepSpeed's own writer, and fills a snapshot."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -3,7 +3,8 @@
 import logging
 from pathlib import Path
 
-from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest, checkpoint_id
+from nemo_style_rlhf.checkpoint.names import checkpoint_id
+from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest
 from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 from nemo_style_rlhf.data.ranks import Ranks

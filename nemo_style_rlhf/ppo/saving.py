@@ -6,7 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
+from nemo_style_rlhf.checkpoint.names import checkpoint_id
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.data.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine

@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
+from nemo_style_rlhf.checkpoint.data import read_data
 from nemo_style_rlhf.checkpoint.files import storage_failure
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import require_same
@@ -48,10 +48,10 @@ def completed_micro_batches(path: Path, identity: dict[str, Any]) -> int:
     """How many micro-batches (of each rank) the checkpoint has behind it.
 
     Raises:
-        UserError: it is of a run with another model, other data, batches or seed.
+        UserError: it is of a run with another model, other data, batches or seed, or holds something else than data.
     """
     file = path / PROGRESS_FILE if path.is_dir() else path
-    checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    checkpoint = read_data(file, mmap=True)
     require_same(checkpoint.get(IDENTITY, {}), identity, str(path))
     return int(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"])
 

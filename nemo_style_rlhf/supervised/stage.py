@@ -104,6 +104,7 @@ class Stage:
             self._loader(self._batches(), done=self._done),
             self._validation(),
             ckpt_path=resumed,
+            weights_only=True,
         )
         found = self.trainer.callback_metrics.items()
         metrics = {name: float(value) for name, value in found if name.startswith("val/")}

@@ -11,6 +11,7 @@ from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 
 from nemo_style_rlhf.checkpoint.files import fsync, fsync_tree, storage_failure
 from nemo_style_rlhf.checkpoint.owner import require_owned
+from nemo_style_rlhf.engine.files import read_data_only
 from nemo_style_rlhf.engine.shares import make_whole, use_heads_in_shares
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.bootstrap import init_distributed
@@ -52,6 +53,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def _initialize_deepspeed_train(self, model: torch.nn.Module) -> None:
         super()._initialize_deepspeed_train(model)
+        read_data_only(self.deepspeed_engine)
         if self.zero_stage_3:
             use_heads_in_shares(model)
             torch.set_autocast_cache_enabled(

@@ -22,7 +22,7 @@ VOCABULARY = 64
 TOKEN_ENV = "NSR_CRITIC_TOKEN"
 KEPT_BYTES = 64 * 2**20
 """What strangers may make a server keep (:meth:`CriticServer.kept_bytes`)."""
-START = "start"
+START = "test-step_000000"
 """Checkpoint id of the untrained critic on the shared server."""
 
 

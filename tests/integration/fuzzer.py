@@ -105,9 +105,9 @@ def valid_train(lease: str, step: int = 1) -> Raw:
 
 def valid_json(lease: str, number: int) -> Raw:
     model, content = [
-        ("critic_save", {"lease": lease, "checkpoint_id": "fuzz"}),
-        ("critic_commit", {"lease": lease, "checkpoint_id": "fuzz", "keep": 2}),
-        ("critic_restore", {"lease": lease, "checkpoint_id": "fuzz"}),
+        ("critic_save", {"lease": lease, "checkpoint_id": "test-step_000003"}),
+        ("critic_commit", {"lease": lease, "checkpoint_id": "test-step_000003", "keep": 2}),
+        ("critic_restore", {"lease": lease, "checkpoint_id": "test-step_000003"}),
         ("critic_acquire", {"run_id": "fuzz", "tokenizer_digest": "of another tokenizer"}),
         ("critic_shutdown", {"lease": lease}),
     ][number]

@@ -120,7 +120,7 @@ def test_rule_8_sigterm_lets_a_running_call_finish(make_server) -> None:
         wait_until_busy(critic)
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(ServerUnreachable, match="is stopping"):
-            critic.commit("any", 1)  # nothing new is begun meanwhile
+            critic.commit("test-step_000001", 1)  # nothing new is begun meanwhile
         assert training.result()["optimizer_steps"] == 60
         assert server.process.wait(30) == 0
     assert not server.ready_file.exists()
@@ -148,7 +148,7 @@ serve(RunConfig(output_dir={str(tmp_path)!r}, device="cpu", dry_run={dry_run}), 
 def test_rule_8_sigterm_abandons_a_call_that_takes_too_long(make_server) -> None:
     server = make_server("server.shutdown_grace_s=1").start()
     with server.client(retries=1) as critic:
-        critic.save("before").result()
+        critic.save("test-step_000001").result()
         training = critic.train(long_batch(5000), step=1)
         wait_until_busy(critic)
         children = psutil.Process(server.process.pid).children(recursive=True)
@@ -214,7 +214,7 @@ def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_
     (tmp_path / "slow").touch()
     server = make_server(environment={"SLOW_DISK": str(tmp_path / "slow"), "SLOW_DISK_S": "2"}).start()
     with server.client(retries=2) as critic:
-        good = critic.save("good")
+        good = critic.save("test-step_000006")
         batch = train_batch(1)
         for returns in batch.returns:
             returns[:] = 1e30
@@ -228,7 +228,7 @@ def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_
     (tmp_path / "slow").unlink()
     server.start()
     with server.client() as critic:
-        assert critic.restore("good", files) == 0
+        assert critic.restore("test-step_000006", files) == 0
 
 
 def test_a_half_of_another_critic_is_refused_and_the_server_goes_on(shared_server: CriticServer, make_server) -> None:

@@ -320,7 +320,7 @@ def test_another_user_of_the_host_reads_no_secret_and_gets_no_answer(
 
     def keep_busy() -> None:
         while not stop.is_set():
-            critic.commit("none", 0)  # its JSON, lease included, goes through shared memory
+            critic.commit("test-step_000001", 0)  # its JSON, lease included, goes through shared memory
 
     busy = threading.Thread(target=keep_busy)
     busy.start()

@@ -19,7 +19,7 @@ ALLOWED = {
     "checkpoint": BASE,
     "models": BASE | {"checkpoint"},  # samples of files
     "data": BASE,
-    "engine": BASE | {"models"},  # digests
+    "engine": BASE | {"models", "checkpoint"},  # digests; files read as data
     "generation": BASE | {"engine", "models"},
     "critic_service": BASE | {"engine", "models", "algorithms", "checkpoint", "data", "launch"},
     "scoring": {"critic_service", *BASE},
