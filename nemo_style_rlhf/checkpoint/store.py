@@ -21,7 +21,7 @@ from nemo_style_rlhf.checkpoint.files import (
 )
 from nemo_style_rlhf.checkpoint.names import is_run_id
 from nemo_style_rlhf.checkpoint.owner import require_owned
-from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.errors import StorageError, UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -83,7 +83,7 @@ class CheckpointStore:
         """Around all that writes a checkpoint.
 
         Raises:
-            UserError: the disk refused; checkpoints committed before are whole.
+            StorageError: the disk refused; checkpoints committed before are whole.
         """
         try:
             yield
@@ -93,10 +93,11 @@ class CheckpointStore:
             require_owned(self._root)
             shutil.rmtree(self._folder(step), ignore_errors=True)
             committed = self.committed_steps()
-            resume = f"it resumes from step {committed[-1]}" if committed else "there is no earlier one"
-            raise UserError(
-                f"the checkpoint of step {step} could not be saved in {self._root} ({reason}): "
-                f"make room and start again, {resume}"
+            resume = (
+                f"started again, the run resumes from step {committed[-1]}" if committed else "there is no earlier one"
+            )
+            raise StorageError(
+                f"the checkpoint of step {step} could not be saved in {self._root} ({reason}): make room; {resume}"
             ) from error
 
     def resume_from(self, step: int) -> None:

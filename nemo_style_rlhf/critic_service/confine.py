@@ -70,6 +70,11 @@ def refuse_fchmod() -> bool:
     )
 
 
+def end_with_parent(number: signal.Signals) -> None:
+    """This process, or the program that it becomes, gets that signal once the thread that started it has ended."""
+    _prctl(PR_SET_PDEATHSIG, number)
+
+
 def _prctl(option: int, first: int, second: int = 0) -> bool:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
@@ -78,7 +83,7 @@ def _prctl(option: int, first: int, second: int = 0) -> bool:
 
 def main() -> None:
     """Become the program, which ends with the process that started this one."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     os.umask(0o077)
     refuse_fchmod()
     os.execv(sys.argv[1], sys.argv[1:])

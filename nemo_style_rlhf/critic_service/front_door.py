@@ -33,7 +33,7 @@ from tornado.httputil import (
 from tornado.iostream import IOStream, StreamClosedError
 from tornado.tcpserver import TCPServer
 
-from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service import confine, protocol
 from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER, binary_request, canonical_head
 from nemo_style_rlhf.critic_service.protocol import Code, Endpoint, ProtocolError
 from nemo_style_rlhf.launch.malloc import return_freed_memory
@@ -435,6 +435,7 @@ def main() -> None:
         signal.SIGTERM,
     ):  # a terminal's or a batch system's; the server process says when to end
         signal.signal(number, signal.SIG_IGN)
+    confine.end_with_parent(signal.SIGKILL)  # one that is stopped does not see its input end, and would keep the port
     logging.getLogger("tornado").setLevel(logging.ERROR)
     return_freed_memory()
     settings = Settings(**json.loads(sys.stdin.buffer.readline()))

@@ -92,14 +92,15 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
         if ready_file is not None:
             write_atomically(ready_file, where)
         LOGGER.info("serving %s at %s, boot id %s", " and ".join(service.roles), door.url, service.boot_id)
-        code = _supervise(service, door, signals, config.shutdown_grace_s)
-        if code == 0:
-            if service.stop(config.shutdown_grace_s):
-                service.dismiss()
-            else:
-                LOGGER.warning(
-                    "the running call was abandoned after %.0f s and counts as not applied", config.shutdown_grace_s
-                )
+        code = _supervise(service, door, signals)
+        grace_s = config.shutdown_grace_s if door.alive else 0.0  # else nobody would hear how a call ended
+        finished = service.stop(grace_s)
+        if code != 0:
+            time.sleep(ANSWER_DELIVERY_S)
+        elif finished:
+            service.dismiss()
+        else:
+            LOGGER.warning("the running call was abandoned after %.0f s and counts as not applied", grace_s)
     finally:
         if ready_file is not None and ready_file.is_file() and ready_file.read_bytes() == where:  # no other server's
             ready_file.unlink()
@@ -107,15 +108,13 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
     return code
 
 
-def _supervise(service: Service, door: Binding, signals: SimpleQueue[int], grace_s: float) -> int:
+def _supervise(service: Service, door: Binding, signals: SimpleQueue[int]) -> int:
     """Wait for a reason to end; its exit code."""
     while True:
         told = False
         with contextlib.suppress(queue.Empty):
             told = bool(signals.get(timeout=SUPERVISION_PERIOD_S))
         if door.fatal.is_set():  # first: the end of another rank brings a signal, too
-            service.stop(grace_s)  # a half that is being written is from before it
-            time.sleep(ANSWER_DELIVERY_S)
             return 1
         try:
             owner.require_owned()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm, load_t
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import MAX_GAP, Probe
-from nemo_style_rlhf.ppo.recovery import require_critic_half
+from nemo_style_rlhf.ppo.recovery import end_if_told, require_critic_half
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE
 from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer, run_identity
 from nemo_style_rlhf.rollout.collector import Collector
@@ -76,10 +77,11 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     policy = load_causal_lm(config.model)
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
     check_template(config.model.path, config.data, tokenizer)
-    critic = _meet_critic(config, tokenizer, policy, max_length) if config.uses_critic_process else None
+    heed = partial(end_if_told, store)
+    critic = _meet_critic(config, tokenizer, policy, max_length, heed) if config.uses_critic_process else None
     init_distributed(device)
     ranks = Ranks(team=config.generation.tensor_parallel_size)
-    scorer = _scorer(config, critic, tokenizer, ranks)
+    scorer = _scorer(config, critic, tokenizer, ranks, heed)
     run_id = ranks.from_first(uuid.uuid4().hex[:12] if found is None or whole is not config else found.run_id)
     add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
@@ -192,8 +194,9 @@ def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: 
 
 
 def _scorer(
-    config: PPOActorConfig, critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
-) -> Scorer:
+    config: PPOActorConfig, critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase, ranks: Ranks,
+    heed: Callable[[], None],
+) -> Scorer:  # fmt: skip
     """The reward sources in use, and the critic's values."""
     reward = config.reward
     sources: dict[str, tuple[Scorer, float]] = {}
@@ -203,7 +206,7 @@ def _scorer(
     if reward.server.weight != 0:
         rendered = config.data.format == "messages"
         digest = tokenizer_digest(tokenizer) if rendered else None
-        model = ranks.on_first(lambda: served_by(reward.server, log.info, tokenizer_digest=digest))
+        model = ranks.on_first(lambda: served_by(reward.server, log.info, heed, tokenizer_digest=digest))
         server = RewardServerScorer(
             reward.server, model, prompt_template=config.data.prompt_template, rendered=rendered, rank=ranks.rank
         )
@@ -216,10 +219,11 @@ def _scorer(
 
 
 def _meet_critic(
-    config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, max_length: int
-) -> RemoteCritic:
+    config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, max_length: int,
+    heed: Callable[[], None],
+) -> RemoteCritic:  # fmt: skip
     critic = RemoteCritic(config.remote_critic_rm)
-    status = critic.wait_until_ready(log.info)
+    status = critic.wait_until_ready(log.info, heed)
     needs_rewards = config.reward.critic.weight != 0
     if needs_rewards:
         check_reward_template(

@@ -105,7 +105,7 @@ class PPOTrainer:
         self._probe_gap = self._save_stall = 0.0
         self._saver = Saver(
             parts.store, parts.critic, run_id=run_id, keep_last=config.checkpoint.keep_last,
-            identity=identity, versions=parts.versions,
+            max_failures=config.checkpoint.max_failed_saves, identity=identity, versions=parts.versions,
         )  # fmt: skip
         self._recovery = Recovery(parts.critic, parts.store, parts.ranks, run_id=run_id, output_dir=self._output_dir)
         self._untouched = parts.collector.state
@@ -120,16 +120,20 @@ class PPOTrainer:
 
         Returns:
             Whether the last step is done.
+
+        Raises:
+            Preempted: the same signals came while no server answered.
         """
         in_step_with_server = stopping = under_way = False
         lost = furthest = 0
+        cause: Exception | None = None
         shown = self._config.tracking.progress and self._ranks.is_first
         with StepProgress(self._total_steps, enabled=shown) as bar:
             while not stopping and (self.progress.step < self._total_steps or not in_step_with_server):
                 started = perf_counter()
                 try:
                     if not in_step_with_server:
-                        self._restore()
+                        self._restore(cause)
                         in_step_with_server = True
                         if not under_way:
                             self._heed_interrupts()
@@ -139,14 +143,15 @@ class PPOTrainer:
                     # Not every rank may have been told by now.
                     told = self._ranks.all_gather((stop_requested(), self._saver.failed))
                     stop, save_failed = map(any, zip(*told, strict=True))
-                    if save_failed:  # what is trained from here on would be lost as well
-                        self._saver.settle()
+                    if save_failed:
+                        self._saver.settle(at=self.progress.step)
                     stopping = stop and self.progress.step < self._total_steps
-                    self._commit_if_due(now=stopping)
+                    self._commit_if_due(now=stopping or self._saver.owed)
                     if stopping or self.progress.step == self._total_steps:
                         self._saver.settle()
                 except (ServerRestarted, ServerUnreachable) as event:
                     lost += 1
+                    cause = event if in_step_with_server else cause  # not of one lost while it was restored
                     if lost > MAX_RECOVERIES:
                         raise UserError(
                             f"the critic server was lost {lost} times before step {furthest + 1} was done, in the end so: {event}"
@@ -336,11 +341,11 @@ class PPOTrainer:
         )
         self._save_stall = perf_counter() - began
 
-    def _restore(self) -> None:
+    def _restore(self, cause: Exception | None) -> None:
         """Bring both halves to the last common checkpoint; a run without one starts, and commits its step 0."""
         parts = self._parts
-        self._saver.abandon()
-        manifest = self._recovery.restore_critic()
+        self._saver.abandon(at=self.progress.step)
+        manifest = self._recovery.restore_critic(cause)
         if manifest is None:
             self._start()
             return

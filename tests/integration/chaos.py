@@ -10,11 +10,12 @@ import itertools
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from tests.integration.chaos_faults import FAULTS, TIMEOUT_S, Broken, limit_file
 from tests.integration.critic_server import left_of
 from tests.integration.processes import Process, proxy, run_pair, start_actor, start_server
 from tests.integration.test_ppo import STEPS, actor_overrides, metrics, save_inputs, server_overrides, without_timers
-from tests.integration.warm import SLOW_DISK_PATH
+from tests.integration.warm import ROOT, SLOW_DISK_PATH
 
 MESSAGES = 30
 """A fault comes after up to as many messages, questions for the status not counted; a PPO step is about ten."""
@@ -52,6 +53,8 @@ class Run:
     faults: list[Callable[["Run"], None]]
     """Still to come."""
     draw: random.Random
+    shm: int
+    """The process whose /dev/shm all its servers share."""
     actor: Process | None = None
     happened: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -111,8 +114,19 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": SLOW_DISK_PATH, "SLOW_DISK": str(slow_disk(folder))}
 
 
-def start_chaos_server(folder: Path, inputs: Path) -> tuple[Process, int]:
-    return start_server(folder / "critic", *server_overrides(inputs), cold=OWN_SHM, environment=environment(folder))
+@contextlib.contextmanager
+def own_shm() -> Iterator[int]:
+    """The id of a process that has a /dev/shm of its own."""
+    command = [*OWN_SHM, "sh", "-c", "echo mounted && exec sleep infinity"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"mounted\n"
+        yield holder.pid
+        holder.kill()
+
+
+def start_chaos_server(folder: Path, inputs: Path, shm: int) -> tuple[Process, int]:
+    there = ["nsenter", f"--target={shm}", "--user", "--mount", "--preserve-credentials", f"--wd={ROOT}"]
+    return start_server(folder / "critic", *server_overrides(inputs), cold=there, environment=environment(folder))
 
 
 def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
@@ -126,16 +140,19 @@ def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
     happened: list[str] = []
     numbers = itertools.count()
     while left:
-        run = disturbed_run(folder / f"run{next(numbers)}", inputs, left, draw)
-        happened += run.happened
-        left = left[len(run.happened) :]
-        check(run, folder / "undisturbed")
+        with own_shm() as shm:
+            run = disturbed_run(folder / f"run{next(numbers)}", inputs, left, draw, shm)
+            happened += run.happened
+            left = left[len(run.happened) :]
+            check(run, folder / "undisturbed")
     return happened
 
 
-def disturbed_run(folder: Path, inputs: Path, faults: list[Callable[[Run], None]], draw: random.Random) -> Run:
+def disturbed_run(
+    folder: Path, inputs: Path, faults: list[Callable[[Run], None]], draw: random.Random, shm: int
+) -> Run:
     (folder / "critic").mkdir(parents=True)
-    run = Run(folder, inputs, *start_chaos_server(folder, inputs), list(faults), draw)
+    run = Run(folder, inputs, *start_chaos_server(folder, inputs, shm), list(faults), draw, shm)
     deadline = time.monotonic() + RUN_TIMEOUT_S * (1 + len(faults) / 10)
 
     def watch(way: str, endpoint: str) -> None:
@@ -160,7 +177,7 @@ def keep_running(run: Run) -> int | None:
     if run.actor is not None and run.actor.poll() is not None:
         mend(run)
     if run.server.poll() is not None:
-        run.server, run.port = start_chaos_server(run.folder, run.inputs)
+        run.server, run.port = start_chaos_server(run.folder, run.inputs, run.shm)
     code = None if run.actor is None else run.actor.poll()
     if run.actor is None or code not in (None, 0):
         limit_files(run.server, psutil.RLIM_INFINITY)  # somebody has made room
@@ -207,6 +224,8 @@ def check(run: Run, undisturbed: Path) -> None:
     readable = [(manifest.step, manifest.critic["critic_step"]) for manifest in store.undamaged()]
     assert readable == [(step, step) for step in reversed(store.committed_steps())] and readable[0][0] == STEPS, story
     assert not (orphans := left_of(processes_of(run.folder))), (story, orphans)
+    segments = [path for path in Path(f"/proc/{run.shm}/root/dev/shm").iterdir() if path.name != "filler"]
+    assert not segments, (story, segments)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

@@ -70,6 +70,17 @@ def kill_endpoint(run: "Run") -> None:
             run.draw.choice(inner).kill()
 
 
+def kill_parents_of_hung_endpoint(run: "Run") -> None:
+    """At once: neither tritonserver nor the server process can end it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        server = psutil.Process(run.server.pid)
+        tritonserver = next((each for each in server.children(recursive=True) if each.name() == "tritonserver"), None)
+        if tritonserver is not None and (endpoints := tritonserver.children()):
+            run.draw.choice(endpoints).suspend()
+            tritonserver.kill()
+            server.kill()
+
+
 def cut_connection(run: "Run") -> None:
     raise Broken
 
@@ -298,5 +309,5 @@ FAULTS = [
     terminate_actor, preempt_actor, terminate_server, take_over, damage_actor_half, damage_critic_half,
     fill_actors_disk, fill_servers_disk, slow_both_disks, pause_server, pause_actor, hang_up, fill_shared_memory,
     second_actor, second_server, lose_actors_checkpoints, lose_critics_checkpoints, link_actors_checkpoints,
-    link_critics_checkpoints,
+    link_critics_checkpoints, kill_parents_of_hung_endpoint,
 ]  # fmt: skip

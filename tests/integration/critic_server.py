@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass, field
@@ -144,6 +145,12 @@ def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
     while (running := list(filter(runs, processes))) and time.monotonic() < deadline:
         time.sleep(0.1)
     return running
+
+
+def segments_of(processes: list[psutil.Process]) -> set[Path]:
+    """What they have of /dev/shm in their memory."""
+    maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+    return {Path(path) for path in re.findall(r"/dev/shm/\S+", maps)}
 
 
 def agree(critic: RemoteCritic, status: Status) -> None:

@@ -250,6 +250,9 @@ def unclear(status: int, body: bytes) -> str | None:
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
+BEFORE, AFTER = "test-step_000001", "test-step_000002"
+"""Checkpoints."""
+
 
 class Watch:
     """A server, and what must stay as it is."""
@@ -258,7 +261,7 @@ class Watch:
         self._server = server
         self._critic = critic
         self._answers = self._good_answers()
-        self._critic.save("before").result()
+        self._critic.save(BEFORE).result()
         self._status = critic.status()
         self._processes = {process.pid for process in server.processes()}
         self._kept = server.kept_bytes()
@@ -288,8 +291,8 @@ class Watch:
 
     def check_weights(self) -> None:
         """At the end: weights, optimizer and schedule to the bit, and a train step goes through."""
-        after = self._critic.save("after").result()
-        assert self._server.half("after") == self._server.half("before")
+        after = self._critic.save(AFTER).result()
+        assert self._server.half(AFTER) == self._server.half(BEFORE)
         lease = self._critic._require_lease()
         assert post(self._server, valid_train(lease, after["critic_step"] + 1)).status_code == 200
 

@@ -15,7 +15,7 @@ import requests
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.errors import UserError
-from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, left_of, sequences, train_batch
+from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, left_of, segments_of, sequences, train_batch
 from tests.integration.test_critic_protocol import long_batch, wait_until_busy
 from tests.integration.warm import ROOT, SERVER_PYTHON
 from tests.models import save_reward_model
@@ -158,7 +158,7 @@ def test_rule_8_sigterm_abandons_a_call_that_takes_too_long(make_server) -> None
         with pytest.raises((UserError, ProtocolError)):
             training.result()
     assert not left_of(children)
-    assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))
+    assert not list(Path("/dev/shm").glob(f"*{server.process.pid}-*"))
 
 
 def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make_server) -> None:
@@ -171,7 +171,7 @@ def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make
         assert time.monotonic() - started < 10
     assert "Traceback" not in server.log.read_text()
     assert not left_of(children)
-    assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))
+    assert not list(Path("/dev/shm").glob(f"*{server.process.pid}-*"))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -197,6 +197,25 @@ def test_rule_8_an_endpoint_that_hangs_does_not_outlive_a_dead_tritonserver(make
     tritonserver.kill()
     assert server.process.wait(15) == 1
     assert not left_of(children)
+
+
+def test_rule_8_an_endpoint_and_a_door_that_hang_do_not_outlive_both_parents_and_nothing_is_left(make_server) -> None:
+    """These are killed at once, before either could notice that the other has gone."""
+    server = make_server().start()
+    everyone = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    segments, folders = segments_of(everyone), list(Path("/tmp").glob(f"nsr{server.process.pid}-*"))
+    assert segments and folders
+    tritonserver = server.tritonserver()
+    door = next(process for process in everyone if "front_door" in " ".join(process.cmdline()))
+    for process in (tritonserver.children()[-1], door):
+        process.suspend()
+    for process in (tritonserver, everyone[0]):
+        process.kill()
+    assert not left_of(everyone)
+    deadline = time.monotonic() + 5
+    while left := [path for path in (*segments, *folders) if path.exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def test_a_server_that_was_killed_gives_its_port_to_the_next(make_server) -> None:

@@ -24,10 +24,21 @@ import requests
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER
-from tests.integration.critic_server import KEPT_BYTES, TOKEN_ENV, CriticServer, sequences, train_batch
+from tests.integration.chaos import OWN_SHM
+from tests.integration.critic_server import (
+    KEPT_BYTES,
+    TOKEN_ENV,
+    CriticServer,
+    runs,
+    segments_of,
+    sequences,
+    train_batch,
+)
 from tests.integration.fuzzer import Raw, text, valid_infer, valid_train
 from tests.integration.http_faults import PATHS
 from tests.integration.kserve_faults import as_json
+from tests.integration.processes import start_server
+from tests.integration.warm import ROOT
 
 TOKEN = secrets.token_hex(16)
 HEAD_S, BODY_S = 10, 30
@@ -377,16 +388,40 @@ def test_a_dead_door_ends_the_server(make_server) -> None:
 
 
 def test_a_killed_server_takes_its_door_along_and_the_next_one_tidies_up(make_server) -> None:
+    """All but an endpoint that hangs are killed at once, the guardian too, as a batch system or nobody's luck may do it."""
     server = make_server().start()
-    pid = server.process.pid
-    for process in server.processes():  # the whole group at once, as an out-of-memory killer or a batch system does
-        process.send_signal(signal.SIGKILL)
+    pid, everyone = server.process.pid, server.processes()
+    left = [*segments_of(everyone), *Path("/tmp").glob(f"nsr{pid}-*")]
+    hanging = server.tritonserver().children()[-1]
+    hanging.suspend()
+    for process in everyone:
+        if process != hanging:
+            process.send_signal(signal.SIGKILL)
     server.process.wait()
-    left = [*Path("/dev/shm").glob(f"*{pid}-*"), *Path("/tmp").glob(f"nsr{pid}-*")]
-    assert left
+    assert runs(hanging) and any(path.exists() for path in left)
     server.port = 0
     server.start()
     assert not any(path.exists() for path in left)
+    assert not runs(hanging)
+
+
+def test_a_server_that_does_not_see_another_leaves_its_segments_alone(tmp_path, reward_model) -> None:
+    """As in two containers that share /dev/shm, but not their process ids."""
+    overrides = ["model.dtype=float32", f"model.path={reward_model}"]
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    first, _ = start_server(folders[0], *overrides, cold=OWN_SHM)
+    try:
+        shared_memory = Path(f"/proc/{first.pid}/root/dev/shm")
+        segments = {path.name for path in shared_memory.iterdir()}
+        inside = ["nsenter", "--target", str(first.pid), "--user", "--mount", "--preserve-credentials"]
+        apart = [*inside, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", f"--wd={ROOT}"]
+        second, _ = start_server(folders[1], *overrides, cold=apart)
+        second.kill()
+        assert segments and segments <= {path.name for path in shared_memory.iterdir()}
+    finally:
+        first.kill()
 
 
 def test_a_server_without_a_token_of_yours_makes_one(make_server, tmp_path: Path) -> None:

@@ -49,7 +49,9 @@ def test_so_is_one_whose_server_did_not_live_to_see_it(tmp_path: Path, caplog: p
     gone: Future[dict] = Future()
     gone.set_exception(ServerRestarted("another process"))
     critic = SimpleNamespace(save=lambda *_, **__: gone)
-    saver = Saver(CheckpointStore(tmp_path, 2), critic, run_id="run", keep_last=2, identity={}, versions={})
+    saver = Saver(
+        CheckpointStore(tmp_path, 2), critic, run_id="run", keep_last=2, max_failures=2, identity={}, versions={}
+    )
     weights: list[weakref.ref[torch.Tensor]] = []
 
     def take() -> Snapshot:
@@ -58,7 +60,7 @@ def test_so_is_one_whose_server_did_not_live_to_see_it(tmp_path: Path, caplog: p
         return snapshot
 
     saver.save(SimpleNamespace(snapshot=take), 1, {}, critic_step=1, export_critic=False)
-    saver.abandon()
+    saver.abandon(at=1)
     assert "another process; the last checkpoint is not complete" in caplog.text
     assert weights[0]() is None
 
@@ -77,7 +79,7 @@ def test_a_server_that_belonged_to_another_run_is_taken_over_and_named(
     """Its critic may be untouched: then nothing else tells whether that run still trains."""
     caplog.set_level(logging.WARNING)
     status = SimpleNamespace(critic_step=0, lease_holder="other")
-    critic = SimpleNamespace(wait_until_ready=lambda _: status, acquire=lambda run: 0, forget_queued=lambda: None)
+    critic = SimpleNamespace(wait_until_ready=lambda *_: status, acquire=lambda run: 0, forget_queued=lambda: None)
     for run in ("mine", "other"):
         store = CheckpointStore(tmp_path / run, keep_last=2)
         recovery = Recovery(critic, store, Ranks(), run_id=run, output_dir=tmp_path)
