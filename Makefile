@@ -92,6 +92,13 @@ FAULTS ?= 40
 chaos: dev
 	$(ACTOR)/bin/python -m tests.integration.chaos --faults $(FAULTS) --seed $(SEED)
 
+# Malformed requests to a critic server, which must change nothing; ONLY=i is request i of this seed again.
+.PHONY: fuzz
+N ?= 100000
+ONLY ?=
+fuzz: dev
+	$(ACTOR)/bin/python -m tests.integration.fuzz --requests $(N) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
+
 .PHONY: clean
 clean:
 	rm -rf outputs build *.egg-info .ruff_cache .mypy_cache .hypothesis

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_style_rlhf.generation.interface import GenerationRequest, SampleId
-from nemo_style_rlhf.generation.transfer import send_weights
+from nemo_style_rlhf.generation.interface import GenerationRequest, ProbeTarget, SampleId
+from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
@@ -26,6 +26,8 @@ from nemo_style_rlhf.models.loading import load_causal_lm, load_reward_model, lo
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
+
+NO_PROBE = ProbeTarget(((0, 1),), (torch.zeros(1),), max_gap=float("inf"))
 
 
 def main() -> None:
@@ -99,8 +101,9 @@ def generation(
             GenerationRequest(SampleId(step, index, 0), tuple(prompt), index, arguments.response_length)
             for index, prompt in enumerate(prompts)
         ]
-        generator.submit(requests)
-        assert sum(1 for _ in generator.completed()) == len(prompts)
+        stream = generator.stream(0)
+        stream.submit(requests)
+        assert sum(1 for _ in stream.completed()) == len(prompts)
 
     return alternate({"generate_bare": bare, "generate_streamed": streamed}, arguments.repeats)
 
@@ -116,7 +119,7 @@ def transfer(generator: VLLMGenerator, policy: PolicyModel, repeats: int) -> dic
         generator._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
 
     def verified() -> None:
-        send_weights(generator.transport, weights(), next(versions))
+        generator.load(OwnWeights(next(versions), weights(), NO_PROBE))
 
     return alternate({"reload_weights_bare": bare, "transfer_verified": verified}, 2 * repeats)
 

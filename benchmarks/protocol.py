@@ -236,7 +236,7 @@ def serve_critic(kind: str, ready_file: Path) -> None:
     from nemo_style_rlhf.schema.critic import ServerConfig, ServerTlsConfig
 
     limits = protocol.Limits(VOCABULARY, max_length=2**20, max_request_bytes=MAX_REQUEST_BYTES)
-    ledger = Ledger()
+    ledger = Ledger(max_staged_bytes=2**30)
 
     def handle(endpoint: str, inputs: Any) -> dict[str, Any]:
         if endpoint == ACQUIRE.name:

@@ -1,4 +1,4 @@
-"""How much memory a weight transfer takes beside what is there before and after it, where ZeRO-3 holds the weights in shares.
+"""How much memory a weight transfer takes beside what is there before and after it, where ZeRO-3 holds the weights in shards.
 
     .venv-actor/bin/torchrun --nproc-per-node=2 benchmarks/transfer_memory.py
 
@@ -10,20 +10,19 @@ kernels; of the rank that took most. On a GPU as CUDA's allocator saw it, on a C
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import models
 import torch
-from nemo_style_rlhf.data.ranks import Ranks
 from processes import ROOT
-from torch import Tensor
 
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.generation import transfer
-from nemo_style_rlhf.generation.interface import WeightTransport
+from nemo_style_rlhf.generation.interface import ProbeTarget
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.launch.bootstrap import init_distributed, require_all_ranks, setup
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
@@ -36,18 +35,15 @@ from nemo_style_rlhf.schema.generation import GenerationConfig
 MIB = 2**20
 
 
-class Checking:
-    """A receiver that keeps nothing."""
+def gathered(engine: Engine, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Receive the weights and keep none of them; bytes of the largest bucket."""
+    buckets = transfer.received(update(engine), shapes)
+    return max(sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets)
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self._manifest = transfer.TransferManifest(shapes)
-        self.begin, self.finish = self._manifest.begin, self._manifest.finish
-        self.largest = 0
-        """Bytes of the largest bucket."""
 
-    def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        self.largest = max(self.largest, sum(tensor.nbytes for _, tensor in bucket))
-        self._manifest.receive(bucket)
+def update(engine: Engine) -> transfer.OwnWeights:
+    logprobs = torch.zeros(1)  # what vLLM computes is not compared
+    return transfer.OwnWeights(1, engine.hf_weights(), ProbeTarget(((0, 1),), (logprobs,), max_gap=float("inf")))
 
 
 def main() -> None:
@@ -62,26 +58,23 @@ def main() -> None:
     ranks.on_first(lambda: models.make("19m", folder))
     policy = load_causal_lm(ModelConfig(str(folder / "policy")))
     engine = Engine(PolicyModel(policy, temperature=1.0), EngineConfig(zero_stage=3), device=device)
-    shapes = {name: tuple(tensor.shape) for name, tensor in transfer.policy_weights(engine)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in engine.hf_weights()}
     generator = VLLMGenerator(
         str(folder / "policy"), GenerationConfig(kv_cache_gib=0.25), seed=0, max_model_len=128, eos_token_ids=[],
         dtype=str(matmul_dtype(next(engine.module.parameters()))).removeprefix("torch."), weight_shapes=shapes,
     )  # fmt: skip
     require_all_ranks()
-    checking = Checking(shapes)
     with mock.patch.object(transfer, "BUCKET_BYTES", arguments.bucket_mib * MIB):
-        peaks = [peak(partial(send, engine, receiver), device) for receiver in (checking, generator.transport)]
-    policy_bytes = sum(tensor.nbytes for _, tensor in transfer.policy_weights(engine))
-    found = dict(zip(("policy", "largest bucket", "gathering", "into vLLM"), (policy_bytes, checking.largest, *peaks)))
+        largest = gathered(engine, shapes)
+        ways = partial(gathered, engine, shapes), lambda: generator.load(update(engine))
+        peaks = [peak(way, device) for way in ways]
+    policy_bytes = sum(tensor.nbytes for _, tensor in engine.hf_weights())
+    found = dict(zip(("policy", "largest bucket", "gathering", "into vLLM"), (policy_bytes, largest, *peaks)))
     of_all = ranks.all_gather(found)
     if ranks.is_first:
         print(json.dumps({name: round(max(each[name] for each in of_all) / MIB, 2) for name in found}), flush=True)
     ranks.barrier()
     os._exit(0)  # vLLM's engine would take seconds to end
-
-
-def send(engine: Engine, receiver: WeightTransport) -> None:
-    transfer.send_weights(receiver, transfer.policy_weights(engine), 1)
 
 
 def peak(compute: Callable[[], object], device: torch.device) -> int:

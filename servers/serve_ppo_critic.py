@@ -12,14 +12,17 @@ from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
 @entry_point(PPOCriticConfig, config_name="ppo_critic")
 def main(config: PPOCriticConfig) -> None:
-    """Refuse a locked or unlocked door before torch is even imported; the rest is in critic_service/process.py."""
-    from nemo_style_rlhf.critic_service.triton import preflight
+    """Refuse a folder in use and a locked or unlocked door before torch is imported; more in critic_service/process.py."""
+    from nemo_style_rlhf.checkpoint.owner import owned
 
-    address = preflight(config.server)
-    from nemo_style_rlhf.critic_service.process import serve
-    from nemo_style_rlhf.critic_service.service import load_critic_service
+    with owned(config.run, "server"):
+        from nemo_style_rlhf.critic_service.triton import preflight
 
-    serve(config.run, config.server, address, partial(load_critic_service, config))
+        address = preflight(config.server)
+        from nemo_style_rlhf.critic_service.process import serve
+        from nemo_style_rlhf.critic_service.service import load_critic_service
+
+        serve(config.run, config.server, address, partial(load_critic_service, config))
 
 
 if __name__ == "__main__":

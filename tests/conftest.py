@@ -1,5 +1,6 @@
 """What tests of several folders, and several workers, share."""
 
+import functools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -10,29 +11,43 @@ from filelock import FileLock
 from hypothesis import settings
 
 from nemo_style_rlhf.critic_service import secret
+from nemo_style_rlhf.scoring import sandbox
 from tests.cluster.slurm import why_no_cluster
 from tests.integration.processes import ROOT
 
 settings.register_profile("busy", deadline=None)  # a machine that does other things, too, is no fault of a test's
 settings.load_profile("busy")
-CLUSTER_TESTS = Path(__file__).parent / "cluster"
-DEMAND_CLUSTER = "NSR_DEMAND_CLUSTER"
-"""Set where tests/cluster has to run: what it lacks is then an error."""
+HERE = Path(__file__).parent
+PARTS = {
+    HERE / "cluster": ("NSR_DEMAND_CLUSTER", why_no_cluster),
+    HERE / "unit" / "sandbox": ("NSR_DEMAND_SANDBOX", functools.cache(sandbox.why_no_sandbox)),
+}
+"""Folders whose tests need a machine of their own kind: a variable that is set where they have to run, so that what they lack is
+an error, and what tells why they cannot."""
 
 
-def without_cluster() -> str | None:
-    """Why the tests of the batch scripts are left out, where they are; not asked of a folder that is given by name."""
-    return None if DEMAND_CLUSTER in os.environ else why_no_cluster()
+def why_left_out(folder: Path) -> str | None:
+    demanded, why = PARTS[folder]
+    return None if demanded in os.environ else why()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    return True if collection_path == CLUSTER_TESTS and without_cluster() else None
+    return True if collection_path in PARTS and why_left_out(collection_path) else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reason = without_cluster()
-    if reason and any(CLUSTER_TESTS.is_relative_to(Path(given).resolve()) for given in terminalreporter.config.args):
-        terminalreporter.write_line(f"tests/cluster did not run, {reason}")
+    given = [Path(path).resolve() for path in terminalreporter.config.args]
+    for folder in PARTS:
+        if any(folder.is_relative_to(path) for path in given) and (reason := why_left_out(folder)):
+            terminalreporter.write_line(f"{folder.relative_to(ROOT)} did not run, {reason}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _judge_code_anyway() -> Iterator[None]:
+    """The tests of honest code need no sandbox; where there is one, it is used."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(sandbox.WITHOUT, "1")
+        yield
 
 
 @pytest.fixture(autouse=True)

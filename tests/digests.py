@@ -4,9 +4,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from nemo_style_rlhf.engine.files import read
 from nemo_style_rlhf.models.digests import tensor_bytes
 
 
@@ -14,7 +14,7 @@ def digest_of_files(directory: Path) -> str:
     """Of every file that torch wrote below ``directory``."""
     files = sorted(directory.rglob("*.pt"))
     assert files
-    return digest_of_state([torch.load(file, weights_only=False) for file in files])
+    return digest_of_state([read(file) for file in files])
 
 
 def digest_of_state(state: Any) -> str:

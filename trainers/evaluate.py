@@ -12,9 +12,12 @@ from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 @entry_point(EvaluationConfig, config_name="evaluate")
 def main(config: EvaluationConfig) -> None:
     """Everything else is in evaluation/run.py."""
-    from nemo_style_rlhf.evaluation.run import evaluate
+    from nemo_style_rlhf.checkpoint.owner import owned
 
-    evaluate(config)
+    with owned(config.run, "evaluation"):
+        from nemo_style_rlhf.evaluation.run import evaluate
+
+        evaluate(config)
 
 
 if __name__ == "__main__":

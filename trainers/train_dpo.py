@@ -12,13 +12,15 @@ from nemo_style_rlhf.schema.supervised import DPOConfig
 @entry_point(DPOConfig, config_name="dpo")
 def main(config: DPOConfig) -> None:
     """Everything else is in supervised/dpo.py."""
+    from nemo_style_rlhf.checkpoint.owner import owned
     from nemo_style_rlhf.checkpoint.starts import is_done
 
     if is_done(config, longer="trainer.max_steps"):
         return
-    from nemo_style_rlhf.supervised.dpo import train_dpo
+    with owned(config.run, "trainer"):
+        from nemo_style_rlhf.supervised.dpo import train_dpo
 
-    train_dpo(config)
+        train_dpo(config)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,15 @@ from nemo_style_rlhf.schema.supervised import KTOConfig
 @entry_point(KTOConfig, config_name="kto")
 def main(config: KTOConfig) -> None:
     """Everything else is in supervised/kto.py."""
+    from nemo_style_rlhf.checkpoint.owner import owned
     from nemo_style_rlhf.checkpoint.starts import is_done
 
     if is_done(config, longer="trainer.max_steps"):
         return
-    from nemo_style_rlhf.supervised.kto import train_kto
+    with owned(config.run, "trainer"):
+        from nemo_style_rlhf.supervised.kto import train_kto
 
-    train_kto(config)
+        train_kto(config)
 
 
 if __name__ == "__main__":

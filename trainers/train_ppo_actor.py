@@ -13,13 +13,15 @@ from nemo_style_rlhf.schema.actor import PPOActorConfig
 @entry_point(PPOActorConfig, config_name="ppo_actor")
 def main(config: PPOActorConfig) -> None:
     hold_stop_signal()
+    from nemo_style_rlhf.checkpoint.owner import owned
     from nemo_style_rlhf.checkpoint.starts import is_done
 
     if is_done(config, longer="algorithm.max_steps"):
         return
-    from nemo_style_rlhf.ppo.run import run  # loads torch; --help and a refused key should not wait for it
+    with owned(config.run, "trainer"):
+        from nemo_style_rlhf.ppo.run import run  # loads torch; --help and what is refused should not wait for it
 
-    run(config)
+        run(config)
 
 
 if __name__ == "__main__":

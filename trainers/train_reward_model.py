@@ -12,13 +12,15 @@ from nemo_style_rlhf.schema.supervised import RewardModelConfig
 @entry_point(RewardModelConfig, config_name="reward_model")
 def main(config: RewardModelConfig) -> None:
     """Everything else is in supervised/reward_model.py."""
+    from nemo_style_rlhf.checkpoint.owner import owned
     from nemo_style_rlhf.checkpoint.starts import is_done
 
     if is_done(config, longer="trainer.max_steps"):
         return
-    from nemo_style_rlhf.supervised.reward_model import train_reward_model
+    with owned(config.run, "trainer"):
+        from nemo_style_rlhf.supervised.reward_model import train_reward_model
 
-    train_reward_model(config)
+        train_reward_model(config)
 
 
 if __name__ == "__main__":

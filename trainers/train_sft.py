@@ -12,13 +12,15 @@ from nemo_style_rlhf.schema.supervised import SFTConfig
 @entry_point(SFTConfig, config_name="sft")
 def main(config: SFTConfig) -> None:
     """Everything else is in supervised/sft.py."""
+    from nemo_style_rlhf.checkpoint.owner import owned
     from nemo_style_rlhf.checkpoint.starts import is_done
 
     if is_done(config, longer="trainer.max_steps"):
         return
-    from nemo_style_rlhf.supervised.sft import train_sft
+    with owned(config.run, "trainer"):
+        from nemo_style_rlhf.supervised.sft import train_sft
 
-    train_sft(config)
+        train_sft(config)
 
 
 if __name__ == "__main__":

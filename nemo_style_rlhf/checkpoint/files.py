@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -90,6 +91,22 @@ def damaged_files(directory: Path, digests: dict[str, str], digest: Callable[[Pa
             return True
 
     return [name for name in sorted(digests) if is_damaged(name)]
+
+
+def deviations(directory: Path, digests: dict[str, str], *, besides: Collection[str] = ()) -> list[str]:
+    """What makes ``directory`` another one than ``digests`` and the files ``besides`` say, by name; empty where nothing does.
+
+    Only plain files that lie below it are read: no link is followed, and no name leads out of it.
+    """
+    if directory.is_symlink() or not directory.is_dir():
+        return [f"{directory.name} is no plain folder"]
+    modes = {path.relative_to(directory).as_posix(): path.lstat().st_mode for path in sorted(directory.rglob("*"))}
+    files = {name for name, mode in modes.items() if stat.S_ISREG(mode)}
+    if special := [name for name, mode in modes.items() if name not in files and not stat.S_ISDIR(mode)]:
+        return [f"{name} is no plain file" for name in special]
+    if surplus := sorted(files - {*digests, *besides}):
+        return [f"{name} is none of its files" for name in surplus]
+    return sorted(digests.keys() - files) or damaged_files(directory, digests)
 
 
 def fsync(path: Path) -> None:

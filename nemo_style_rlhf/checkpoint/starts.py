@@ -16,13 +16,14 @@ from typing import Any
 import yaml
 
 from nemo_style_rlhf.checkpoint.files import damaged_files, file_digests, sampled_sha256, write_atomically
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.errors import UserError
 
 NEWEST = "config.yaml"
 ALL = "configs"
 DONE = "done.json"
 """Lists the exported files with digests of samples of them. It exists only between the end of a run and its next start."""
-PLACES = ("host", "port", "ready_file", "replicas", "resume", "dry_run")
+PLACES = ("host", "port", "ready_file", "replicas", "resume", "dry_run", "takeover_s")
 """Last names of keys that say where or how a process is started, as each job of a cluster anew; no configuration of a run."""
 LONGEST_VALUE = 80
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def record_start(output_dir: Path, config: Any, *, after: str) -> None:
     Args:
         after: the name of the checkpoint that it starts from, ``step_000000`` at the beginning.
     """
+    require_owned()
     (output_dir / DONE).unlink(missing_ok=True)
     if differences(output_dir, config) == []:
         return

@@ -13,13 +13,15 @@ from typing import Any
 
 from nemo_style_rlhf.checkpoint.files import (
     STORAGE_ERRORS,
-    damaged_files,
+    deviations,
     file_digests,
     fsync_tree,
     storage_failure,
     write_atomically,
 )
-from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.checkpoint.names import is_run_id
+from nemo_style_rlhf.checkpoint.owner import require_owned
+from nemo_style_rlhf.errors import StorageError, UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -47,21 +49,17 @@ class Manifest:
     """SHA-256 of all of the above; those of earlier versions have none."""
 
 
-def checkpoint_id(run_id: str, step: int) -> str:
-    """The name both halves of a checkpoint go by."""
-    return f"{run_id}-step_{step:06d}"
-
-
 class CheckpointStore:
     """The actor's folder of checkpoints, ``<output_dir>/checkpoints``."""
 
     def __init__(self, root: Path, keep_last: int) -> None:
-        self._root = root
+        self._root = root.resolve()
         self._keep_last = keep_last
         self._left_behind: list[int] = []
 
     def begin(self, step: int) -> Path:
         """An empty folder for the actor's half; its checkpoint counts once it is committed."""
+        require_owned(self._root)
         shutil.rmtree(self._folder(step), ignore_errors=True)  # of an attempt that ended early, or damaged
         half = self.actor_half(step)
         half.mkdir(parents=True)
@@ -74,6 +72,7 @@ class CheckpointStore:
         last, by rename."""
         folder, half = self._folder(step), self.actor_half(step)
         fsync_tree(folder)
+        require_owned(self._root)
         manifest = Manifest(FORMAT, step, run_id, file_digests(half), critic, state, versions)
         content = asdict(manifest)
         content["digest"] = _digest(content)
@@ -84,19 +83,21 @@ class CheckpointStore:
         """Around all that writes a checkpoint.
 
         Raises:
-            UserError: the disk refused; checkpoints committed before are whole.
+            StorageError: the disk refused; checkpoints committed before are whole.
         """
         try:
             yield
         except STORAGE_ERRORS as error:
             if (reason := storage_failure(error)) is None:
                 raise
+            require_owned(self._root)
             shutil.rmtree(self._folder(step), ignore_errors=True)
             committed = self.committed_steps()
-            resume = f"it resumes from step {committed[-1]}" if committed else "there is no earlier one"
-            raise UserError(
-                f"the checkpoint of step {step} could not be saved in {self._root} ({reason}): "
-                f"make room and start again, {resume}"
+            resume = (
+                f"started again, the run resumes from step {committed[-1]}" if committed else "there is no earlier one"
+            )
+            raise StorageError(
+                f"the checkpoint of step {step} could not be saved in {self._root} ({reason}): make room; {resume}"
             ) from error
 
     def resume_from(self, step: int) -> None:
@@ -105,6 +106,7 @@ class CheckpointStore:
 
     def prune(self, newest: int) -> None:
         """Delete what is older than the last ``keep_last`` committed checkpoints up to that of step ``newest``, now committed."""
+        require_owned(self._root)
         for step in self._left_behind:
             if step < newest:
                 self._delete(step)
@@ -138,10 +140,10 @@ class CheckpointStore:
         return newest
 
     def undamaged(self) -> Iterator[Manifest]:
-        """Newest first, the committed checkpoints whose files are all there and as they were written."""
+        """Newest first, the committed checkpoints whose files are all there, as they were written, and the only ones."""
         for step in reversed(self.committed_steps()):
             manifest = self._read(step)
-            damaged = [MANIFEST] if manifest is None else damaged_files(self.actor_half(step), manifest.actor)
+            damaged = [MANIFEST] if manifest is None else deviations(self.actor_half(step), manifest.actor)
             if damaged:
                 log.warning("checkpoint step_%06d is damaged (%s): falling back to the one before it", step, damaged[0])
             elif manifest is not None:
@@ -154,6 +156,8 @@ class CheckpointStore:
             UserError: it is of another format.
         """
         path = self._folder(step) / MANIFEST
+        if path.is_symlink():
+            return None
         try:
             content = json.loads(path.read_bytes())
             found = content["format"]
@@ -162,7 +166,9 @@ class CheckpointStore:
                     f"{path} has format {found}, this version reads {FORMAT}: resume with the version that wrote it"
                 )
             manifest = Manifest(**content)
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+        if not (is_run_id(manifest.run_id) and manifest.step == step and isinstance(manifest.actor, dict)):
             return None
         return manifest if manifest.digest in ("", _digest(content)) else None
 

@@ -2,25 +2,21 @@
 
 Three things stand in the way of PyTriton as it is, and each is replaced here. Its server listens on TCP and puts the secret
 of its admin interface into tritonserver's arguments: here it listens on a Unix socket in a folder of this user's, has its
-models before it starts, refuses to load others, and needs no secret. Its segments in /dev/shm are everybody's to read:
-``confine.py`` starts tritonserver. Its models answer every exception with HTTP 500 and the traceback, paths included: a few
+models before it starts, refuses to load others, and needs no secret. Its segments in /dev/shm are everybody's to read, some have
+names that say nothing, and what hangs outlives it: ``confine.py`` starts tritonserver, ``guardian.py`` ends it, and every segment
+is named by ``belongings.py``. Its models answer every exception with HTTP 500 and the traceback, paths included: a few
 lines are appended to the code that it sends into Triton's Python backend. The pin in requirements/server.txt names 0.7.0;
 tests/integration/test_critic_errors.py and test_front_door.py hold this to it.
 """
 
 import contextlib
 import os
-import re
-import shutil
-import signal
 import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable
 from http.client import HTTPConnection
-from multiprocessing import shared_memory
 from pathlib import Path
 
 import psutil
@@ -30,21 +26,28 @@ from pytriton.server.triton_server import TritonServer  # type: ignore[import-un
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
-from nemo_style_rlhf.critic_service import confine, protocol
+from nemo_style_rlhf.critic_service import guardian, protocol
+from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_of_dead_servers
 from nemo_style_rlhf.critic_service.protocol import ERROR, Code, bytes_tensor
 
 START_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 20
-LEFT_OVER = re.compile(r"(?:pytrtion|nsr)(\d+)-")
 EXIT_TIMEOUT_S = 12
-"""Triton that has lost this process waits so long for calls to end."""
+"""tritonserver that is told to end waits so long for calls, unless it is killed."""
 
 _APPENDIX = f'''
 
-from multiprocessing import shared_memory
+import functools
 
-shared_memory._SHM_NAME_PREFIX = "/nsrSERVERS_PID-"  # which server's it is, for the next one that tidies up
-
+# In the process that this one starts for it: names of segments tell whose they are.
+data.BlocksStoreManager.start = functools.partialmethod(
+    data.BlocksStoreManager.start,
+    exec,
+    (
+        "from multiprocessing import shared_memory\\n"
+        "shared_memory._SHM_NAME_PREFIX, shared_memory._SHM_SAFE_NAME_LENGTH = '/SERVERS_NAME-', 64",
+    ),
+)
 _wrap_plain_response = _wrap_response
 
 
@@ -73,15 +76,19 @@ def error_tensor(code: Code, text: str):  # type: ignore[no-untyped-def]
 
 
 class _Model(Model):  # type: ignore[misc]
+    servers_name: str
+    """Of the last backend that was made."""
+
     def generate_model(self, model_repository: Path) -> None:
         super().generate_model(model_repository)
         with (model_repository / self.model_name / str(self.model_version) / "model.py").open("a") as code:
-            code.write(_APPENDIX.replace("SERVERS_PID", str(os.getpid())))
+            code.write(_APPENDIX.replace("SERVERS_NAME", self.servers_name))
 
 
 class _Server(TritonServer):  # type: ignore[misc]
-    """tritonserver, started through ``confine.py``; in place of PyTriton's launch, which splits arguments at spaces."""
+    """tritonserver and its guardian, in place of PyTriton's launch, which splits arguments at spaces."""
 
+    name: str
     log: Path | None = None
 
     def start(self) -> None:
@@ -91,13 +98,13 @@ class _Server(TritonServer):  # type: ignore[misc]
                 arguments += [] if value is None else [f"--{name}", str(value)]
         # Several at a time have crashed on a busy machine, with Boost's lock_exception.
         arguments += ["--model-load-thread-count", "1"]
-        command = [sys.executable, confine.__file__, str(self._server_path), *arguments]
+        command = [sys.executable, "-m", guardian.__name__, self.name, str(self._server_path), *arguments]
         with contextlib.ExitStack() as opened:
             log = None if self.log is None else opened.enter_context(self.log.open("ab"))
             self.process = subprocess.Popen(
                 command,
                 env=self._get_env(),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
                 start_new_session=True,  # a terminal's Ctrl-C is not for it: a running call may finish
@@ -111,14 +118,14 @@ class Backend(Triton):  # type: ignore[misc]
     """One Triton, which only processes of this user reach: bind endpoints, :meth:`start`, send requests to :attr:`socket`."""
 
     def __init__(self, *, metrics: bool, verbose: bool) -> None:
-        _remove_left_overs(lambda pid: not psutil.pid_exists(pid))  # of servers that were killed: 50 MB each
-        # 0700; and short, because socket paths end at 107 characters.
-        self._folder = Path(tempfile.mkdtemp(prefix=f"nsr{os.getpid()}-"))
-        shared_memory._SHM_NAME_PREFIX = f"/nsr{os.getpid()}-"  # type: ignore[attr-defined]
-        self.socket = self._folder / "http.sock"
-        self.metrics_socket = self._folder / "metrics.sock" if metrics else None
-        self._log = None if verbose else self._folder / "triton.log"
+        remove_those_of_dead_servers()
+        self._belongings = Belongings()
+        folder = self._belongings.folder
+        self.socket = folder / "http.sock"
+        self.metrics_socket = folder / "metrics.sock" if metrics else None
+        self._log = None if verbose else folder / "triton.log"
         pytriton.triton.Model, pytriton.triton.TritonServer = _Model, _Server
+        _Model.servers_name = self._belongings.name
         let_stub_find_libpython()
         config = TritonConfig(
             http_address=f"unix:{self.socket}",
@@ -133,7 +140,7 @@ class Backend(Triton):  # type: ignore[misc]
         )
         super().__init__(
             config=config,
-            workspace=self._folder / "pytriton",
+            workspace=folder / "pytriton",
             triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=True, local_model_store=True),
             security_config=TritonSecurityConfig(restricted_endpoints=[]),
         )
@@ -150,7 +157,7 @@ class Backend(Triton):  # type: ignore[misc]
             TimeoutError: it does not answer within ``START_TIMEOUT_S``, or died; :meth:`log_tail` says more.
         """
         self._initialize_server()
-        self._triton_server.log = self._log
+        self._triton_server.name, self._triton_server.log = self._belongings.name, self._log
         self._triton_server.start()
         if not within(START_TIMEOUT_S, lambda: self._is_ready() or not self._triton_server.is_alive()):
             raise TimeoutError(f"tritonserver did not answer within {START_TIMEOUT_S:.0f} s")
@@ -169,39 +176,24 @@ class Backend(Triton):  # type: ignore[misc]
             return "(its log is above)"
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
-    def close(self, timeout_s: float) -> None:
-        """Take Triton down, by force after ``timeout_s`` seconds, and remove what it left on disk and in shared memory.
+    def close(self) -> None:
+        """Take Triton down, by force after ``GRACE_S`` seconds, and remove what it left on disk and in shared memory.
 
         PyTriton's threads, which have nobody to serve any more, are daemons and end with this process.
         """
         # Not Triton.stop: it waits for clients to hang up, and takes half a second per endpoint, one after the other.
-        ours = self._stubs()
-        if self._triton_server is not None and self._triton_server.is_alive():
+        if self._triton_server is not None:
             process = self._triton_server.process
-            process.send_signal(signal.SIGINT)
+            process.stdin.close()
             try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
+                process.wait(3 * guardian.GRACE_S)
+            except subprocess.TimeoutExpired:  # it is stopped, or hangs
                 process.kill()
                 process.wait()
-        # A stub that has answered waits, with Python's lock, for tritonserver to have noted it (ProcessRequests in pb_stub.cc):
-        # for ever where that has been killed, as its watch over tritonserver wants the lock before it ends the stub.
-        for stub in ours:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                stub.kill()
-        _remove_left_overs(lambda pid: pid == os.getpid())
+        self._belongings.remove()
 
-    def _stubs(self) -> list[psutil.Process]:
-        """Processes of the endpoints, whose arguments name the folder, and theirs; tritonserver may be dead already."""
-        stubs = [
-            process
-            for process in psutil.process_iter(["cmdline", "name"])
-            if process.info["name"] != "tritonserver"
-            and any(str(self._folder) in word for word in process.info["cmdline"] or [])
-        ]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            stubs += [child for stub in stubs for child in stub.children(recursive=True)]
-        return stubs
+    def _shm_prefix(self) -> str:
+        return f"{self._belongings.name}-"
 
     def _is_ready(self) -> bool:
         connection = HTTPConnection("localhost", timeout=5)
@@ -211,15 +203,6 @@ class Backend(Triton):  # type: ignore[misc]
             connection.request("GET", "/v2/health/ready")
             return connection.getresponse().status == 200
         return False
-
-
-def _remove_left_overs(of: Callable[[int], bool]) -> None:
-    """Remove the shared memory and folders of the servers whose process ids ``of`` accepts."""
-    for path in (*Path("/dev/shm").glob("*-*"), *Path(tempfile.gettempdir()).glob("nsr*-*")):
-        if (name := LEFT_OVER.match(path.name)) and of(int(name[1])):
-            shutil.rmtree(path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # gone already, or another user's
-                path.unlink()
 
 
 def _runs(process: psutil.Process) -> bool:

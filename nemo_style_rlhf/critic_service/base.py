@@ -71,6 +71,7 @@ class Service:
             roles=self.roles,
             **asdict(self._identity),
             max_request_bytes=self._limits.max_request_bytes,
+            max_staged_bytes=0,
             critic_step=0,
             last_committed=None,
             lease_holder=None,

@@ -20,7 +20,13 @@ from rich.live import Live
 from rich.text import Text
 
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.connection import Connection, LeaseLost, ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.critic_service.connection import (
+    Connection,
+    LeaseLost,
+    ServerAbsent,
+    ServerRestarted,
+    ServerUnreachable,
+)
 from nemo_style_rlhf.critic_service.protocol import Array, Endpoint, Status
 from nemo_style_rlhf.critic_service.secret import LOOPBACK, own_token, read_token
 from nemo_style_rlhf.errors import UserError
@@ -31,6 +37,7 @@ __all__ = [
     "CriticTrainBatch",
     "LeaseLost",
     "RemoteCritic",
+    "ServerAbsent",
     "ServerRestarted",
     "ServerUnreachable",
 ]
@@ -90,6 +97,7 @@ class RemoteCritic:
         self._agreement: dict[str, Any] | None = None
         self._lease: str | None = None
         self._max_request_bytes = config.max_request_bytes
+        self._max_staged_bytes = 0
         self._infer_pool = _infer_pool()
         self._train_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-train")
         self._save_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-save")
@@ -106,9 +114,9 @@ class RemoteCritic:
 
     # --- handshake ----------------------------------------------------------------------------------------------------
 
-    def wait_until_ready(self, progress: Callable[[str], None]) -> Status:
+    def wait_until_ready(self, progress: Callable[[str], None], heed: Callable[[], None] = lambda: None) -> Status:
         """:func:`wait_for_any` of this one."""
-        return wait_for_any([self], progress)[self]
+        return wait_for_any([self], progress, heed)[self]
 
     def handshake(self, *, tokenizer_digest: str, vocab_size: int, needs_rewards: bool) -> Status:
         """Check that both processes mean the same, and remember which server process it is.
@@ -147,6 +155,7 @@ class RemoteCritic:
             self.require_rewards(status)
         self._connection.boot_id = status.boot_id
         self._max_request_bytes = min(self._config.max_request_bytes, status.max_request_bytes)
+        self._max_staged_bytes = status.max_staged_bytes
         return status
 
     def shake_hands_again(self) -> Status:
@@ -230,6 +239,11 @@ class RemoteCritic:
             )
             for rows in _split(_request_bytes(lengths, TRAIN_BYTES_PER_TOKEN), self._max_request_bytes)
         ]
+        if (size := sum(array.nbytes for part in parts for array in part)) > self._max_staged_bytes:
+            raise UserError(
+                f"a train step of {size} bytes is more than {self._where} takes ({self._max_staged_bytes}): start it with a "
+                "larger critic.max_staged_bytes, or lower algorithm.num_rollout_samples or generation.max_length"
+            )
         normalizers = batch.normalizers or [
             float(sum(int(batch.masks[row].sum()) for row in rows)) for rows in batch.mini_batches
         ]
@@ -340,14 +354,18 @@ class RemoteCritic:
         return self._config.train_timeout_base_s + self._config.train_timeout_per_1k_tokens_s * tokens / 1000
 
 
-def wait_for_any(servers: Sequence[RemoteCritic], progress: Callable[[str], None]) -> dict[RemoteCritic, Status]:
+def wait_for_any(
+    servers: Sequence[RemoteCritic], progress: Callable[[str], None], heed: Callable[[], None] = lambda: None
+) -> dict[RemoteCritic, Status]:
     """Poll until at least one of the servers answers; those that do.
 
     Args:
         progress: gets a line now and then; on a terminal a line of its own updates in place instead.
+        heed: called whenever none has answered; raises what ends the wait.
 
     Raises:
-        UserError: none within the first one's ``wait_for_server_s``, a wrong token, or something else answers.
+        ServerAbsent: none answers within the first one's ``wait_for_server_s``.
+        UserError: a wrong token, or something else answers.
     """
     config, where = servers[0]._config, " or ".join(server._where for server in servers)
     started, told = time.monotonic(), 0
@@ -362,9 +380,10 @@ def wait_for_any(servers: Sequence[RemoteCritic], progress: Callable[[str], None
                     last = error
             if answers:
                 return answers
+            heed()
             waited, limit = time.monotonic() - started, config.wait_for_server_s
             if waited >= limit:
-                raise UserError(f"{last} (waited {waited:.0f} s, {config.peer.section}.wait_for_server_s)") from last
+                raise ServerAbsent(f"{last} (waited {waited:.0f} s, {config.peer.section}.wait_for_server_s)") from last
             line = f"waiting for {where}, {limit - waited:.0f} s left; start it with {config.peer.command(config.port)}"
             if shown is not None:
                 shown.update(Text(line), refresh=True)

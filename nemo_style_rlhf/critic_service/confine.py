@@ -16,12 +16,15 @@ import sys
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
-FCHMOD = {"x86_64": (0xC000003E, 91), "aarch64": (0xC00000B7, 52)}
-"""By machine: the audit architecture, from linux/audit.h, and the system call's number."""
+ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""By machine, from linux/audit.h."""
+FCHMOD = {"x86_64": 91, "aarch64": 52}
 # From linux/bpf_common.h and linux/seccomp.h.
-LOAD_WORD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
-NUMBER_OFFSET, ARCHITECTURE_OFFSET = 0, 4
-ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000
+LOAD_WORD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+NUMBER_OFFSET, ARCHITECTURE_OFFSET, FIRST_ARGUMENT_OFFSET = 0, 4, 16
+ALLOW, FAIL_WITH, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+X32_CALLS = 0x40000000
+"""From here on numbers are those of x86_64's second set of system calls."""
 
 
 class _Program(ctypes.Structure):
@@ -30,23 +33,46 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
+def refusing(machine: str, calls: dict[int, int], *, without_flag: tuple[int, int] | None = None) -> bytes:
+    """A seccomp filter, as an array of ``struct sock_filter``.
+
+    Args:
+        machine: a key of ``ARCHITECTURE``. System calls of another architecture, as a 64-bit kernel has them, kill the process.
+        calls: the number of a system call to the errno with which it fails.
+        without_flag: a call's number and a bit: without this bit in its first argument the call fails with EPERM.
+    """
+    instructions = [
+        (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
+        (JUMP_IF_EQUAL, 1, 0, ARCHITECTURE[machine]),
+        (RETURN, 0, 0, KILL),
+        (LOAD_WORD, 0, 0, NUMBER_OFFSET),
+        (JUMP_IF_AT_LEAST, 0, 1, X32_CALLS),
+        (RETURN, 0, 0, FAIL_WITH | errno.ENOSYS),
+    ]
+    for number, error in calls.items():
+        instructions += [(JUMP_IF_EQUAL, 0, 1, number), (RETURN, 0, 0, FAIL_WITH | error)]
+    if without_flag is not None:
+        number, flag = without_flag
+        instructions += [(JUMP_IF_EQUAL, 0, 3, number), (LOAD_WORD, 0, 0, FIRST_ARGUMENT_OFFSET)]
+        instructions += [(JUMP_IF_ANY_BIT, 1, 0, flag), (RETURN, 0, 0, FAIL_WITH | errno.EPERM)]
+    instructions.append((RETURN, 0, 0, ALLOW))
+    return b"".join(struct.pack("HBBI", *each) for each in instructions)
+
+
 def refuse_fchmod() -> bool:
     """From now on ``fchmod`` fails with EPERM in this process and its children; False where that cannot be had."""
     if platform.machine() not in FCHMOD or sys.maxsize < 2**32:
         return False
-    architecture, number = FCHMOD[platform.machine()]
-    instructions = [
-        (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
-        (JUMP_IF_EQUAL, 0, 3, architecture),
-        (LOAD_WORD, 0, 0, NUMBER_OFFSET),
-        (JUMP_IF_EQUAL, 0, 1, number),
-        (RETURN, 0, 0, FAIL_WITH | errno.EPERM),
-        (RETURN, 0, 0, ALLOW),
-    ]
-    program = _Program(len(instructions), b"".join(struct.pack("HBBI", *each) for each in instructions))
+    instructions = refusing(platform.machine(), {FCHMOD[platform.machine()]: errno.EPERM})
+    program = _Program(len(instructions) // 8, instructions)
     return _prctl(PR_SET_NO_NEW_PRIVS, 1) and _prctl(
         PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.cast(ctypes.pointer(program), ctypes.c_void_p).value or 0
     )
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """This process, or the program that it becomes, gets that signal once the thread that started it has ended."""
+    _prctl(PR_SET_PDEATHSIG, number)
 
 
 def _prctl(option: int, first: int, second: int = 0) -> bool:
@@ -57,7 +83,7 @@ def _prctl(option: int, first: int, second: int = 0) -> bool:
 
 def main() -> None:
     """Become the program, which ends with the process that started this one."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     os.umask(0o077)
     refuse_fchmod()
     os.execv(sys.argv[1], sys.argv[1:])

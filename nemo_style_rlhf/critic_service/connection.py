@@ -16,7 +16,7 @@ from tenacity.stop import stop_any, stop_when_event_set
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
 from nemo_style_rlhf.critic_service.protocol import Array, Code, Endpoint, ProtocolError
-from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.errors import StorageError, UserError
 from nemo_style_rlhf.schema.remote_critic import SYSTEM, ClientTlsConfig, Peer, RemoteCriticConfig
 
 LOGGER = logging.getLogger(__name__)
@@ -40,6 +40,10 @@ class LeaseLost(UserError):
 
 class ServerUnreachable(UserError):
     """No answer came, after all retries, or that of a server which ends for a fault of its own."""
+
+
+class ServerAbsent(UserError):
+    """No server answered within ``wait_for_server_s``."""
 
 
 class _NotReady(Exception):
@@ -96,7 +100,8 @@ class Connection:
             ProtocolError: the server refused.
             ServerRestarted, LeaseLost: see there.
             ServerUnreachable: no connection, no answer in time, or a server that is stopping, ``retries`` times; one that failed.
-            UserError: a wrong token, no critic server at this address, or the server's disk is full.
+            StorageError: the server's disk is full.
+            UserError: a wrong token, or no critic server at this address.
         """
         body, head_length = encode_request(endpoint, inputs)
         attempts = Retrying(
@@ -166,7 +171,7 @@ class Connection:
                 f"secret as the server, in {section}.token.token_file or the environment variable {section}.token.token_env"
             )
         if refusal.code is Code.STORAGE:
-            raise UserError(f"the {self._peer.name} at {self.address}: {refusal.message}")
+            raise StorageError(f"the {self._peer.name} at {self.address}: {refusal.message}")
         if refusal.code is Code.INTERNAL:
             raise ServerUnreachable(f"the {self._peer.name} at {self.address}: {refusal.message}")
         if refusal.code is Code.STOPPING:

@@ -33,7 +33,7 @@ from tornado.httputil import (
 from tornado.iostream import IOStream, StreamClosedError
 from tornado.tcpserver import TCPServer
 
-from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service import confine, protocol
 from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER, binary_request, canonical_head
 from nemo_style_rlhf.critic_service.protocol import Code, Endpoint, ProtocolError
 from nemo_style_rlhf.launch.malloc import return_freed_memory
@@ -48,7 +48,7 @@ SLOWEST_LINK = 2**18
 """Bytes per second: a body has BODY_S and the time that it takes at this rate."""
 TENSOR_HEAD_BYTES = 64 * 2**10
 JSON_BODY_BYTES = 2**20
-"""Longest request without binary tensors."""
+"""Longest request without binary tensors, or to an endpoint that takes JSON only."""
 PLAN_BYTES = 17 * 2**20
 """The JSON of a train plan, which max_request_bytes does not count."""
 UNREAD_BYTES, UNREAD_S = 2**20, 1.0
@@ -122,13 +122,17 @@ class FrontDoor(TCPServer, HTTPServerConnectionDelegate):
         super().__init__(ssl_options=tls, max_buffer_size=2**24, read_chunk_size=CHUNK_BYTES)
         self.settings = settings
         self.token = settings.token.encode()
-        self.largest_body = settings.max_request_bytes + PLAN_BYTES + TENSOR_HEAD_BYTES
+        # Triton and both ends of its shared memory keep room for the longest request that each endpoint has seen.
+        tensors = settings.max_request_bytes + TENSOR_HEAD_BYTES
+        self.largest_body = {endpoint.name: JSON_BODY_BYTES for endpoint in protocol.ENDPOINTS}
+        self.largest_body |= {protocol.INFER.name: tensors, protocol.REWARD_INFER.name: tensors}
+        self.largest_body[protocol.TRAIN.name] = tensors + PLAN_BYTES
         self.endpoints: dict[str, Endpoint] = {
             f"/v2/models/{endpoint.name}/infer": endpoint
             for endpoint in protocol.ENDPOINTS
             if endpoint.name in settings.endpoints
         }
-        self.bytes_left = CALLS_IN_MEMORY * self.largest_body
+        self.bytes_left = CALLS_IN_MEMORY * max(self.largest_body.values())
         self.running: set[asyncio.Task[None]] = set()
         self._strangers: OrderedDict[Visitor, None] = OrderedDict()
         self._resting: list[IOStream] = []
@@ -187,6 +191,8 @@ class Exchange(HTTPMessageDelegate):
         self._reserved = 0
         self._hop: HTTP1Connection | None = None
         """The request on its way to Triton, once it has begun."""
+        self._refused = False
+        """Tornado still delivers what it has of a refused body when the client has hung up."""
 
     async def headers_received(self, start_line: Any, headers: HTTPHeaders) -> None:
         self._method = start_line.method
@@ -197,7 +203,7 @@ class Exchange(HTTPMessageDelegate):
             await self._refuse(refusal)
 
     async def data_received(self, chunk: bytes) -> None:
-        if self._method == "GET":  # metrics, with a body of no meaning
+        if self._refused or self._method == "GET":  # metrics, with a body of no meaning
             return
         try:
             if self._hop is not None:
@@ -219,6 +225,8 @@ class Exchange(HTTPMessageDelegate):
             await self._refuse(_gone())
 
     def finish(self) -> None:
+        if self._refused:
+            return
         self._unread = False
         task = asyncio.get_running_loop().create_task(self._answer())
         self._door.running.add(task)
@@ -235,6 +243,7 @@ class Exchange(HTTPMessageDelegate):
             problem = "is wrong" if given else "is missing"
             raise Refused(401, Code.UNAUTHORIZED, f"the header {protocol.TOKEN_HEADER} {problem}")
         self._door.welcome(visitor)
+        self._connection.set_body_timeout(BODY_S)
         if (start_line.method, start_line.path) == ("GET", "/metrics") and self._door.settings.metrics is not None:
             self._body_bytes = 0
             triton = await _connect(self._door.settings.metrics)
@@ -246,6 +255,8 @@ class Exchange(HTTPMessageDelegate):
             raise Refused(405, Code.INVALID, f"the method is {start_line.method[:20]}, expected POST")
         self._endpoint = self._door.endpoints[start_line.path]
         self._boot = headers.get(protocol.BOOT_HEADER, "")[:64]
+        if self._boot and not (self._boot.isascii() and self._boot.isalnum()):  # Triton's JSON cannot hold every byte
+            raise Refused(400, Code.INVALID, f"the header {protocol.BOOT_HEADER} is no boot id")
         self._body_bytes = self._length(headers)
         self._reserve(self._body_bytes)
         self._connection.set_body_timeout(BODY_S + self._body_bytes / SLOWEST_LINK)
@@ -258,7 +269,7 @@ class Exchange(HTTPMessageDelegate):
         length = headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit() or len(length) > 18:
             raise Refused(411, Code.INVALID, "the request needs one Content-Length")
-        largest = self._door.largest_body
+        largest = self._door.largest_body[self._endpoint.name]
         if HEAD_LENGTH_HEADER in headers:
             head_length = headers[HEAD_LENGTH_HEADER]
             if not head_length.isascii() or not head_length.isdigit() or len(head_length) > 18:
@@ -270,7 +281,11 @@ class Exchange(HTTPMessageDelegate):
         else:
             largest = min(largest, JSON_BODY_BYTES)
         if int(length) > largest:
-            how = "split it" if self._head_bytes is not None else f"send tensors in binary, with {HEAD_LENGTH_HEADER}"
+            how = (
+                "split or shorten it"
+                if self._head_bytes is not None
+                else f"send tensors in binary, with {HEAD_LENGTH_HEADER}"
+            )
             raise Refused(413, Code.INVALID, f"the body has {length} bytes, expected at most {largest}: {how}")
         return int(length)
 
@@ -321,11 +336,15 @@ class Exchange(HTTPMessageDelegate):
             await self._refuse(refusal)
         except StreamClosedError:
             await self._refuse(_gone())
+        except Exception:  # a fault of the door's: the client must not wait for ever
+            self._connection.stream.close()
+            raise
         finally:
             self._end()
 
     async def _refuse(self, refusal: Refused) -> None:
         """Answer with an error; of a body that is still to come only the start is read, and the connection ends."""
+        self._refused = True
         self._end()
         if self._connection.stream.closed():
             return
@@ -416,6 +435,7 @@ def main() -> None:
         signal.SIGTERM,
     ):  # a terminal's or a batch system's; the server process says when to end
         signal.signal(number, signal.SIG_IGN)
+    confine.end_with_parent(signal.SIGKILL)  # one that is stopped does not see its input end, and would keep the port
     logging.getLogger("tornado").setLevel(logging.ERROR)
     return_freed_memory()
     settings = Settings(**json.loads(sys.stdin.buffer.readline()))

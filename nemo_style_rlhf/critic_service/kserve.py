@@ -133,9 +133,8 @@ def _inputs(endpoint: Endpoint, given: dict[str, Any]) -> Iterator[tuple[TensorS
         _refuse(f'the request\'s head needs "inputs", a list of {", ".join(specs) or "none"}')
     names = [str(tensor.get("name"))[:50] for tensor in tensors]
     if sorted(names) != sorted(specs):
-        _refuse(
-            f"the inputs of {endpoint.name} are {', '.join(specs) or 'none'}, given are {', '.join(names) or 'none'}"
-        )
+        given_names = ", ".join(names[: len(specs) + 3]) + (", ..." if len(names) > len(specs) + 3 else "")
+        _refuse(f"the inputs of {endpoint.name} are {', '.join(specs) or 'none'}, given are {given_names or 'none'}")
     for name, tensor in zip(names, tensors, strict=True):
         spec, shape = specs[name], tensor.get("shape")
         if tensor.get("datatype") != spec.datatype:
@@ -155,7 +154,7 @@ def _answers(endpoint: Endpoint, given: dict[str, Any]) -> dict[str, Any]:
     binary = isinstance(parameters, dict) and parameters.get("binary_data_output") is True
     answers: dict[str, Any] = {"parameters": {"binary_data_output": binary}}
     if "outputs" in given:
-        known, outputs = {spec.name for spec in endpoint.outputs}, given["outputs"]
+        known, outputs = [spec.name for spec in endpoint.outputs], given["outputs"]
         if not isinstance(outputs, list) or not all(
             isinstance(each, dict) and each.get("name") in known for each in outputs
         ):
@@ -174,7 +173,10 @@ def _array(spec: TensorSpec, data: list[Any]) -> Array:
     if not all(isinstance(entry, expected) and not isinstance(entry, bool) for entry in data):
         _refuse(f"{spec.name} holds other data than {spec.datatype}")
     try:
-        return text_tensor(data) if spec.datatype == "BYTES" else np.array(data, dtype=spec.dtype)
+        array = text_tensor(data) if spec.datatype == "BYTES" else np.array(data, dtype=spec.dtype)
+        if spec.datatype.startswith("INT") and array.tolist() != data:  # NumPy 1 wraps
+            raise OverflowError
+        return array
     except (OverflowError, UnicodeEncodeError):
         _refuse(f"{spec.name} holds data that does not fit into {spec.datatype}")
 

@@ -4,6 +4,7 @@ import secrets
 import threading
 from typing import Any
 
+from nemo_style_rlhf.checkpoint.names import run_of
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError, TrainPart
 
 Answer = dict[str, Any]
@@ -15,7 +16,9 @@ class Ledger:
     Thread-safe. A step is applied by whoever staged its last missing part and then calls :meth:`applied` or :meth:`drop`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_staged_bytes: int) -> None:
+        """``max_staged_bytes`` bounds the tensors of a step whose parts are not all there."""
+        self.max_staged_bytes = max_staged_bytes
         self._lock = threading.RLock()
         self._lease: str | None = None
         self._holder: str | None = None
@@ -49,13 +52,25 @@ class Ledger:
                 )
                 raise ProtocolError(Code.LEASE_LOST, f"the lease is not valid: {owner}; acquire a new one to go on")
 
+    def check_run(self, lease: str, checkpoint_id: str) -> None:
+        """As :meth:`check`; raise CONFLICT unless the checkpoint is of the run that holds the lease."""
+        with self._lock:
+            self.check(lease)
+            if (run := run_of(checkpoint_id)) != self._holder:
+                raise ProtocolError(
+                    Code.CONFLICT,
+                    f"checkpoint {checkpoint_id} is of the run {run}, the lease of the run {self._holder}: "
+                    "acquire one for that run",
+                )
+
     def stage(self, part: TrainPart) -> tuple[Answer, list[TrainPart] | None]:
         """Take in a part: the answer for it, and all parts in order when it was the last one missing.
 
         A part that was answered before gets the same answer again and stages nothing.
 
         Raises:
-            ProtocolError: LEASE_LOST, WRONG_STEP with both numbers, or CONFLICT for another content under a known number.
+            ProtocolError: LEASE_LOST, WRONG_STEP with both numbers, CONFLICT for another content under a known number, or INVALID
+                for more than may be staged.
         """
         with self._lock:
             self.check(part.lease)
@@ -79,6 +94,13 @@ class Ledger:
             if (same := self._staged.get(part.part)) is not None and same.digest() != digest:
                 raise ProtocolError(
                     Code.CONFLICT, f"part {part.part} of step {part.step} was staged with other content"
+                )
+            others = sum(other.nbytes for number, other in self._staged.items() if number != part.part)
+            if (staged := others + part.nbytes) > self.max_staged_bytes:
+                raise ProtocolError(
+                    Code.INVALID,
+                    f"step {part.step} comes to {staged} bytes with part {part.part} of {part.parts}, the server's "
+                    f"critic.max_staged_bytes is {self.max_staged_bytes}: start it with more, or train on less in a step",
                 )
             self._staged[part.part] = part.owned()
             answer = {"staged": len(self._staged), "parts": part.parts}

@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_style_rlhf.checkpoint import owner
 from nemo_style_rlhf.checkpoint.files import write_atomically
+from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.base import Service
 from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.protocol import REQUEST, RESPONSE, Array, json_tensor
 from nemo_style_rlhf.critic_service.triton import Address, Binding
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import bootstrap, interrupt
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import ServerConfig
@@ -32,6 +35,8 @@ SUPERVISION_PERIOD_S = 0.5
 ANSWER_DELIVERY_S = 1.0
 """A fatal error is still told to the client; after this long the process goes down."""
 CLOSE_TIMEOUT_S = 2.0
+DRY_RUN = "dryrun"
+"""The run id of a rehearsal."""
 Loader = Callable[[torch.device, Path], Service | Crew]
 
 
@@ -81,35 +86,40 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
         ready_file.unlink(missing_ok=True)
     logging.getLogger("pytriton").setLevel(logging.INFO if config.verbose else logging.ERROR)
     door = Binding(config, service.handle, address, roles=service.roles, boot_id=service.boot_id)
+    described = {"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": service.boot_id}
+    where = json.dumps(described).encode()
     try:
-        where = {"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": service.boot_id}
         if ready_file is not None:
-            write_atomically(ready_file, json.dumps(where).encode())
+            write_atomically(ready_file, where)
         LOGGER.info("serving %s at %s, boot id %s", " and ".join(service.roles), door.url, service.boot_id)
-        code = _supervise(service, door, signals, config.shutdown_grace_s)
-        if code == 0:
-            if service.stop(config.shutdown_grace_s):
-                service.dismiss()
-            else:
-                LOGGER.warning(
-                    "the running call was abandoned after %.0f s and counts as not applied", config.shutdown_grace_s
-                )
+        code = _supervise(service, door, signals)
+        grace_s = config.shutdown_grace_s if door.alive else 0.0  # else nobody would hear how a call ended
+        finished = service.stop(grace_s)
+        if code != 0:
+            time.sleep(ANSWER_DELIVERY_S)
+        elif finished:
+            service.dismiss()
+        else:
+            LOGGER.warning("the running call was abandoned after %.0f s and counts as not applied", grace_s)
     finally:
-        if ready_file is not None:
-            ready_file.unlink(missing_ok=True)
+        if ready_file is not None and ready_file.is_file() and ready_file.read_bytes() == where:  # no other server's
+            ready_file.unlink()
         door.close(CLOSE_TIMEOUT_S)
     return code
 
 
-def _supervise(service: Service, door: Binding, signals: SimpleQueue[int], grace_s: float) -> int:
+def _supervise(service: Service, door: Binding, signals: SimpleQueue[int]) -> int:
     """Wait for a reason to end; its exit code."""
     while True:
         told = False
         with contextlib.suppress(queue.Empty):
             told = bool(signals.get(timeout=SUPERVISION_PERIOD_S))
         if door.fatal.is_set():  # first: the end of another rank brings a signal, too
-            service.stop(grace_s)  # a half that is being written is from before it
-            time.sleep(ANSWER_DELIVERY_S)
+            return 1
+        try:
+            owner.require_owned()
+        except UserError as error:
+            LOGGER.error("%s; the server ends", error)
             return 1
         if told:
             return 0
@@ -126,6 +136,7 @@ def _supervise(service: Service, door: Binding, signals: SimpleQueue[int], grace
 
 def _flush_and_exit(code: int) -> None:
     """End now: an abandoned call or a dead tritonserver leaves threads that an orderly exit would wait for."""
+    owner.release()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -145,7 +156,7 @@ def rehearse(service: Service) -> None:
 def _rehearse_critic(service: Service) -> float:
     """The loss."""
     status = service.status()
-    lease = _ask(service, protocol.ACQUIRE, run_id="dry-run", tokenizer_digest=status.tokenizer_digest)["lease"]
+    lease = _ask(service, protocol.ACQUIRE, run_id=DRY_RUN, tokenizer_digest=status.tokenizer_digest)["lease"]
     length = min(4, status.max_length)
     ragged = protocol.ragged([np.arange(length, dtype=np.int32) % status.vocab_size] * 2)
     values = service.handle(protocol.INFER.name, ragged)[protocol.VALUES.name]
@@ -157,9 +168,10 @@ def _rehearse_critic(service: Service) -> float:
     tensors = (*arrays, json_tensor(plan))
     inputs = dict(zip((spec.name for spec in protocol.TRAIN.inputs), tensors, strict=True))
     trained = _parse(service.handle(protocol.TRAIN.name, inputs))
-    saved = _ask(service, protocol.SAVE, lease=lease, checkpoint_id="dry-run", export=True)
-    _ask(service, protocol.COMMIT, lease=lease, checkpoint_id="dry-run", keep=1)
-    _ask(service, protocol.RESTORE, lease=lease, checkpoint_id="dry-run", digests=saved["files"])
+    checkpoint = {"lease": lease, "checkpoint_id": checkpoint_id(DRY_RUN, 1)}
+    saved = _ask(service, protocol.SAVE, **checkpoint, export=True)
+    _ask(service, protocol.COMMIT, **checkpoint, keep=1)
+    _ask(service, protocol.RESTORE, **checkpoint, digests=saved["files"])
     return float(trained["metrics"]["loss"])
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 HEADER_PATTERN = "(?i)x-critic-.*"
 """Headers that Triton forwards to the service."""
@@ -179,6 +179,8 @@ class Status:
     """What ``prompt_template.json`` beside the reward model notes of its training: ``template``, the text around prompts, its
     SHA-256 and that of the chat template, ``append_eos``; empty without this file."""
     max_request_bytes: int
+    max_staged_bytes: int
+    """Tensor bytes of one train step, all its parts; 0 without a critic."""
     critic_step: int
     """Train calls applied so far; the next one is numbered critic_step + 1. 0 without a critic."""
     last_committed: str | None
@@ -252,6 +254,10 @@ class TrainPart:
     def arrays(self) -> tuple[Array, ...]:
         return self.sequences.tokens, self.sequences.lengths, self.returns, self.old_values, self.mask
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
     def owned(self) -> "TrainPart":
         """A copy that outlives its request: PyTriton's arrays are views of memory that the next request overwrites."""
         sequences = InferRequest(self.sequences.tokens.copy(), self.sequences.lengths.copy())
@@ -262,6 +268,7 @@ class TrainPart:
 @dataclass(frozen=True)
 class AcquireRequest:
     run_id: str
+    """1 to 40 letters a-z and digits. The lease changes the checkpoints of this run alone."""
     tokenizer_digest: str
     request_id: str | None = None
     """Of the caller's choosing, another one for every request but its repetitions, which get the answer that it got."""
@@ -271,6 +278,7 @@ class AcquireRequest:
 class SaveRequest:
     lease: str
     checkpoint_id: str
+    """``<run_id>-step_NNNNNN``, of the run that acquired the lease."""
     critic_step: int | None = None
     """The critic's step that is to be saved; refused once the critic has gone on, unless it was copied. None: whatever it is."""
     copy_only: bool = False

@@ -1,5 +1,6 @@
 """The shared secret: read from a file or the environment, never from a command line, and kept from child processes."""
 
+import ctypes
 import logging
 import os
 import secrets
@@ -17,13 +18,16 @@ _from_environment: dict[str, str] = {}
 def read_token(config: TokenConfig) -> str | None:
     """The token, or None where neither a file nor the environment variable is given.
 
-    The variable is taken out of the environment, so that no process which this one starts inherits it.
+    The variable is taken out of the environment, so that no process which this one starts inherits it, and overwritten where
+    the kernel keeps it for /proc/PID/environ, which this user's other processes can read.
 
     Raises:
         UserError: the file is missing or empty, or the token does not fit into a header.
     """
     if config.token_env in os.environ:
-        _from_environment[config.token_env] = os.environ.pop(config.token_env)
+        _from_environment[config.token_env] = os.environ[config.token_env]
+        _overwrite(config.token_env)
+        del os.environ[config.token_env]
     if config.token_file is not None:
         path = Path(config.token_file).expanduser()
         if not path.is_file():
@@ -34,6 +38,14 @@ def read_token(config: TokenConfig) -> str | None:
     if config.token_env in _from_environment:
         return _usable(_from_environment[config.token_env], f"the environment variable {config.token_env}")
     return None
+
+
+def _overwrite(variable: str) -> None:
+    """Fill the variable's value with x, in place: the block that a process was started with outlives ``unsetenv``."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    if address := getenv(variable.encode()):
+        ctypes.memset(address, ord("x"), len(ctypes.string_at(address)))
 
 
 def own_token_file() -> Path:

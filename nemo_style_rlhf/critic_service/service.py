@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from nemo_style_rlhf.checkpoint.data import NOT_DATA
 from nemo_style_rlhf.checkpoint.starts import log_differences, record_start
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.base import Service, Tensors
@@ -21,7 +22,8 @@ from nemo_style_rlhf.critic_service.protocol import Array, Code, InferRequest, P
 from nemo_style_rlhf.critic_service.store import HalfStore
 from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker
 from nemo_style_rlhf.engine.engine import NonFiniteError
-from nemo_style_rlhf.launch import bootstrap
+from nemo_style_rlhf.engine.files import unreadable_files
+from nemo_style_rlhf.launch import bootstrap, malloc
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
 Changing = TypeVar("Changing", protocol.AcquireRequest, protocol.CommitRequest, protocol.RestoreRequest)
@@ -32,11 +34,13 @@ REMEMBERED = 100
 class CriticService(Service):
     """The endpoints of the critic process."""
 
-    def __init__(self, worker: CriticWorker, store: HalfStore, *, max_request_bytes: int) -> None:
+    def __init__(
+        self, worker: CriticWorker, store: HalfStore, *, max_request_bytes: int, max_staged_bytes: int
+    ) -> None:
         super().__init__(worker.identity, worker.reward, max_request_bytes=max_request_bytes)
         self._worker = worker
         self._store = store
-        self._ledger = Ledger()
+        self._ledger = Ledger(max_staged_bytes=max_staged_bytes)
         self._storing = threading.Lock()  # one save, commit or restore at a time; taken before the models'
         self._working.insert(0, self._storing)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="save")
@@ -56,6 +60,7 @@ class CriticService(Service):
     def status(self) -> protocol.Status:
         return replace(
             super().status(),
+            max_staged_bytes=self._ledger.max_staged_bytes,
             critic_step=self._ledger.step,
             last_committed=self._store.last_committed,
             lease_holder=self._ledger.holder,
@@ -155,12 +160,13 @@ class CriticService(Service):
         self._require_open()
         lease = self._ledger.acquire(request.run_id)  # at once, so that work queued under the old lease is refused
         with self._stored(), self._models(f"acquire by {request.run_id}"):  # work running under it is finished first
+            malloc.trim()  # what was staged is gone, and may be much
             return {"lease": lease, "boot_id": self.boot_id, "critic_step": self._ledger.step}
 
     def _save(self, inputs: Mapping[str, Array]) -> Tensors:
         """Only the copy holds the models: others are answered while it is written."""
         request = validation.read_json(inputs[protocol.REQUEST.name], protocol.SaveRequest)
-        self._ledger.check(request.lease)
+        self._ledger.check_run(request.lease, request.checkpoint_id)
         last = self._last_save
         if not request.copy_only and last is not None and last[0] == request:
             return _json(last[1].result())  # also of a server that is told to stop meanwhile
@@ -171,7 +177,7 @@ class CriticService(Service):
         """The step that is copied, and the answer to come once it is written; the checkpoints are held until then."""
         with ExitStack() as until_written:
             until_written.enter_context(self._stored())
-            with self._leased(request.lease, f"save of {request.checkpoint_id}"):
+            with self._leased(request, "save"):
                 step = self._ledger.step if request.critic_step is None else request.critic_step
                 key = replace(request, critic_step=step, copy_only=False)
                 last = self._last_save
@@ -204,15 +210,19 @@ class CriticService(Service):
                 raise error
 
     def _commit(self, request: protocol.CommitRequest) -> dict[str, Any]:
-        with self._stored(), self._leased(request.lease, f"commit of {request.checkpoint_id}"):
+        with self._stored(), self._leased(request, "commit"):
             pruned = self._store.commit(request.checkpoint_id, request.keep)
             if self._last_save is not None and self._last_save[0].checkpoint_id in pruned:
                 self._last_save = None
             return {"pruned": pruned}
 
     def _restore(self, request: protocol.RestoreRequest) -> dict[str, Any]:
-        with self._stored(), self._leased(request.lease, f"restore of {request.checkpoint_id}"):
+        with self._stored(), self._leased(request, "restore"):
             directory, half = self._store.verified(request.checkpoint_id, request.digests)
+            if unreadable := unreadable_files(directory):  # before anything changes, on any rank
+                raise ProtocolError(
+                    Code.CONFLICT, f"checkpoint {request.checkpoint_id} is damaged: {unreadable[0]} {NOT_DATA}"
+                )
             self._worker.load(directory)
             self._ledger.restored(half.critic_step)
             self._last_save = None
@@ -233,9 +243,12 @@ class CriticService(Service):
             yield
 
     @contextmanager
-    def _leased(self, lease: str, what: str) -> Iterator[None]:
-        with self._models(what):
-            self._ledger.check(lease)
+    def _leased(
+        self, request: protocol.SaveRequest | protocol.CommitRequest | protocol.RestoreRequest, what: str
+    ) -> Iterator[None]:
+        """Hold the models for what the request's lease may do to its checkpoint."""
+        with self._models(f"{what} of {request.checkpoint_id}"):
+            self._ledger.check_run(request.lease, request.checkpoint_id)
             yield
 
 
@@ -263,7 +276,12 @@ def load_critic_service(config: PPOCriticConfig, device: torch.device, output_di
     }
     store = HalfStore(output_dir, described)
     record_start(output_dir, config, after=store.last_committed or "step_000000")
-    return CriticService(worker, store, max_request_bytes=config.server.max_request_bytes)
+    return CriticService(
+        worker,
+        store,
+        max_request_bytes=config.server.max_request_bytes,
+        max_staged_bytes=config.critic.max_staged_bytes,
+    )
 
 
 def _json(answer: Mapping[str, Any]) -> Tensors:

@@ -15,13 +15,16 @@ from typing import Any
 
 from nemo_style_rlhf.checkpoint.files import (
     STORAGE_ERRORS,
-    damaged_files,
+    deviations,
     file_digests,
     fsync_tree,
     storage_failure,
     write_atomically,
 )
+from nemo_style_rlhf.checkpoint.names import is_checkpoint_id, run_of
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+from nemo_style_rlhf.errors import UserError
 
 RECORD = "critic.json"
 log = logging.getLogger(__name__)
@@ -44,16 +47,17 @@ class HalfStore:
     def __init__(self, output_dir: Path, critic: dict[str, Any] | None = None) -> None:
         """``critic`` describes the server's; halves of one that differs in it cannot be restored."""
         self._critic = critic or {}
-        self._checkpoints = output_dir.resolve() / "checkpoints"
-        self._exports = output_dir.resolve() / "exports"
+        require_owned()
+        self._checkpoints = (output_dir / "checkpoints").resolve()
+        self._exports = (output_dir / "exports").resolve()
         self._committed_file = self._checkpoints / "critic_committed.json"
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         self.committed = self._read_committed()
         for left_over in self._checkpoints.glob("*/critic.tmp"):
-            shutil.rmtree(left_over)
+            shutil.rmtree(left_over, ignore_errors=True)
         for replaced in self._checkpoints.glob("*/critic.old"):  # a crash between the two renames of _publish
             if replaced.with_name("critic").exists():
-                shutil.rmtree(replaced)
+                shutil.rmtree(replaced, ignore_errors=True)
             else:
                 replaced.rename(replaced.with_name("critic"))
 
@@ -61,10 +65,13 @@ class HalfStore:
         if not self._committed_file.exists():
             return []
         try:
-            return [str(known) for known in json.loads(self._committed_file.read_bytes())]
-        except (OSError, ValueError, TypeError):  # who restores a checkpoint commits it anew
+            committed = list(json.loads(self._committed_file.read_bytes()))
+        except (OSError, ValueError, TypeError, RecursionError):
+            committed = [None]
+        if not all(map(is_checkpoint_id, committed)):  # whoever restores a checkpoint commits it anew
             log.warning("%s is damaged and is written anew with the next commit", self._committed_file)
             return []
+        return committed
 
     @property
     def last_committed(self) -> str | None:
@@ -76,6 +83,7 @@ class HalfStore:
         Raises:
             ProtocolError: STORAGE when the disk refuses; what was there before is whole.
         """
+        self._require_owned()
 
         def write_half(directory: Path) -> None:
             write(directory)
@@ -88,11 +96,12 @@ class HalfStore:
 
     def export(self, checkpoint_id: str, write: Callable[[Path], None]) -> Path:
         """A directory for other programs; never pruned."""
+        self._require_owned()
         _publish(self._exports / checkpoint_id / "critic", write)
         return self._exports / checkpoint_id / "critic"
 
     def verified(self, checkpoint_id: str, digests: dict[str, str] | None) -> tuple[Path, Half]:
-        """The directory of a half whose files are what they were when saved, and what ``digests`` says.
+        """The directory of a half whose files are what they were when saved, and what ``digests`` says; it has no others.
 
         Raises:
             ProtocolError: NOT_FOUND or CONFLICT.
@@ -100,7 +109,7 @@ class HalfStore:
         directory = self._require(checkpoint_id)
         try:
             half = _read(directory)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolError(Code.CONFLICT, f"checkpoint {checkpoint_id} is damaged: {RECORD}") from error
         for name, value in self._critic.items():
             if (was := half.critic.get(name, value)) != value:
@@ -115,24 +124,24 @@ class HalfStore:
             raise ProtocolError(
                 Code.CONFLICT, f"checkpoint {checkpoint_id} is not the one asked for: {', '.join(differing[:3])} differ"
             )
-        if damaged := damaged_files(directory, half.digests):
+        if damaged := deviations(directory, half.digests, besides=[RECORD]):
             raise ProtocolError(Code.CONFLICT, f"checkpoint {checkpoint_id} is damaged: {', '.join(damaged[:3])}")
         return directory, half
 
     def commit(self, checkpoint_id: str, keep: int | None) -> list[str]:
         """Record that the pair is whole; with ``keep``, remove every half of the run but its last ``keep`` committed ones.
 
-        A run's ids share what stands before their last "-"; halves of other runs in the folder are left alone. ``keep=0`` leaves
-        nothing of the run, its exports neither.
+        Halves of other runs in the folder are left alone. ``keep=0`` leaves nothing of the run, its exports neither.
 
         Returns:
             The ids that were pruned.
         """
+        self._require_owned()
         if keep != 0:
             self._require(checkpoint_id)
-        run = _run_of(checkpoint_id)
-        others = [known for known in self.committed if _run_of(known) != run]
-        mine = [known for known in self.committed if _run_of(known) == run]
+        run = run_of(checkpoint_id)
+        others = [known for known in self.committed if run_of(known) != run]
+        mine = [known for known in self.committed if run_of(known) == run]
         if keep is None and checkpoint_id in mine:  # gone back to: later ones, of no use any more, are the first to go
             place = mine.index(checkpoint_id)
             mine = mine[place + 1 :] + mine[:place]
@@ -148,10 +157,10 @@ class HalfStore:
         pruned = [
             half.parent
             for half in sorted(self._checkpoints.glob("*/critic"))
-            if _run_of(half.parent.name) == run and half.parent.name not in committed
+            if run_of(half.parent.name) == run and half.parent.name not in committed
         ]
         if keep == 0:
-            pruned += [export.parent for export in self._exports.glob("*/critic") if _run_of(export.parent.name) == run]
+            pruned += [export.parent for export in self._exports.glob("*/critic") if run_of(export.parent.name) == run]
         for folder in pruned:
             try:
                 shutil.rmtree(folder / "critic")
@@ -160,6 +169,15 @@ class HalfStore:
             except OSError as error:  # another process may be reading it; the next commit tries again
                 log.warning("the old checkpoint %s cannot be deleted now: %s", folder, error)
         return [folder.name for folder in pruned]
+
+    def _require_owned(self) -> None:
+        try:
+            require_owned(self._checkpoints, self._exports)
+        except UserError as error:
+            log.error("%s", error)
+            raise ProtocolError(
+                Code.STORAGE, "the server can no longer write to its folder; its log says why"
+            ) from error
 
     def _half(self, checkpoint_id: str) -> Path:
         return self._checkpoints / checkpoint_id / "critic"
@@ -174,14 +192,19 @@ class HalfStore:
         return directory
 
 
-def _run_of(checkpoint_id: str) -> str:
-    return checkpoint_id.rpartition("-")[0]
-
-
 def _read(directory: Path) -> Half:
+    """
+    Raises:
+        OSError, ValueError, TypeError, AttributeError, RecursionError: the record cannot be read, or is none.
+    """
+    if not (directory / RECORD).is_file():
+        raise OSError(f"{RECORD} is no file")
     record = json.loads((directory / RECORD).read_bytes())
     record.setdefault("critic", record.pop("shape", {}))  # as earlier servers called it
-    return Half(**record)
+    half = Half(**record)
+    if not (type(half.critic_step) is int and isinstance(half.digests, dict) and isinstance(half.critic, dict)):
+        raise TypeError(f"{RECORD} is no record of a half")
+    return half
 
 
 def _publish(target: Path, write: Callable[[Path], None]) -> None:

@@ -138,7 +138,7 @@ class Binding:
         return self._door is not None and self._door.poll() is None and self._backend.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """Close the door and take Triton down, by force after ``timeout_s`` seconds."""
+        """Close the door, by force after ``timeout_s`` seconds, and take Triton down."""
         if self._door is not None and self._door.stdin is not None:
             with contextlib.suppress(OSError):
                 self._door.stdin.close()  # it delivers what is answered already, and ends
@@ -146,7 +146,7 @@ class Binding:
                 self._door.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self._door.kill()
-        self._backend.close(timeout_s)
+        self._backend.close()
 
     def _bind(self, endpoint: Endpoint, roles: list[str]) -> None:
         outputs = [spec for spec in endpoint.outputs if spec is not protocol.REWARDS or "reward" in roles]

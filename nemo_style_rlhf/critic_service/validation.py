@@ -4,13 +4,13 @@ NumPy and the standard library only; nothing here has side effects.
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from nemo_style_rlhf.checkpoint.names import is_checkpoint_id, is_run_id
 from nemo_style_rlhf.critic_service.protocol import (
     MASK,
     OLD_VALUES,
@@ -247,13 +247,12 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
 
 
-_CHECKPOINT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 _EXPECTED = {
     "lease": "a string from critic_acquire",
-    "run_id": "a printable string of 1 to 200 characters",
+    "run_id": "1 to 40 letters a-z and digits",
     "request_id": "a printable string of 1 to 200 characters, or null",
     "tokenizer_digest": "a string",
-    "checkpoint_id": "letters, digits, '_', '.', '-', beginning with a letter or digit, at most 100",
+    "checkpoint_id": "<run_id>-step_NNNNNN, with a run_id of 1 to 40 letters a-z and digits, and a step of six or more digits",
     "keep": "a number from 0 up",
     "critic_step": "a number from 0 up, or null",
     "copy_only": "true or false",
@@ -268,10 +267,10 @@ _EXPECTED = {
 }
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "lease": _is_name,
-    "run_id": _is_name,
+    "run_id": is_run_id,
     "request_id": lambda value: value is None or _is_name(value),
     "tokenizer_digest": _is_name,
-    "checkpoint_id": lambda value: isinstance(value, str) and _CHECKPOINT_ID.fullmatch(value) is not None,
+    "checkpoint_id": is_checkpoint_id,
     "keep": lambda value: _is_int(value) and value >= 0,
     "critic_step": lambda value: value is None or (_is_int(value) and value >= 0),
     "copy_only": lambda value: isinstance(value, bool),

@@ -1,5 +1,6 @@
 """Work over ranks: which rank computes what, and how the others come to know."""
 
+import itertools
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from nemo_style_rlhf.errors import UserError
 
 PATIENCE = timedelta(days=365)
 """While one rank waits for a server or a slow rollout the others must not give up."""
+_FLAGS = itertools.count()
+"""Numbers for their names, the same on every rank."""
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
@@ -84,6 +87,10 @@ class Ranks:
             dist.broadcast(part, src=rank, group=self._group)
         return parts
 
+    def flag(self) -> "Flag":
+        """A flag that any rank can raise."""
+        return Flag(f"nemo_style_rlhf/flag/{next(_FLAGS)}" if self.size > 1 else None)
+
     def all_gather(self, result: Result) -> list[Result]:
         """The results of all ranks, in order."""
         if self.size == 1:
@@ -136,6 +143,17 @@ class Ranks:
         finally:
             if self.is_first:
                 marker.unlink()
+
+
+class Flag:
+    """Seen by all ranks once one has raised it; asking waits for nobody."""
+
+    def __init__(self, name: str | None) -> None:
+        self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store()) if name else None
+
+    def raised(self, now: bool) -> bool:
+        """Whether it is up; ``now`` raises it."""
+        return now if self._store is None else self._store.add("raised", now) > 0
 
 
 @dataclass

@@ -11,6 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from nemo_style_rlhf.checkpoint.data import NOT_DATA
+from nemo_style_rlhf.engine.files import unreadable_files
 from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
 from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
 from nemo_style_rlhf.engine.shares import settle, use_heads_in_shares, whole
@@ -169,8 +171,14 @@ class Engine:
         Every rank calls it, and sees the files of all.
 
         Raises:
-            UserError: the checkpoint is of another dtype or model.
+            UserError: the checkpoint is of another dtype or model, or a file of it holds something else than data; in the last
+                case nothing has changed, on any rank.
         """
+        if unreadable := unreadable_files(directory):
+            raise UserError(
+                f"the checkpoint in {directory} cannot be loaded: {unreadable[0]} {NOT_DATA}; bring it back from a copy, or "
+                "remove this checkpoint to resume from the one before it"
+            )
         self._reload_states()
         saved = Saved(directory / CHECKPOINT_TAG)
         if saved.fits(self._deepspeed):

@@ -15,6 +15,7 @@ import torch
 from deepspeed.checkpoint import constants as ds  # type: ignore[import-untyped]
 from torch import Size, Tensor
 
+from nemo_style_rlhf.engine.files import read
 from nemo_style_rlhf.errors import UserError
 
 WEIGHT, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
@@ -49,7 +50,7 @@ class Saved:
         if path is None:
             raise FileNotFoundError(f"there is no DeepSpeed checkpoint in {directory}")
         self.directory = directory
-        self.model = _read(path)
+        self.model = read(path, mmap=True)
         config = self.model["ds_config"]
         self.zero_stage: int = config["zero_optimization"].get("stage", 0)
         self.sub_group: int | None = config["zero_optimization"].get("sub_group_size")
@@ -74,7 +75,7 @@ class Saved:
     def shard(self, rank: int) -> dict[str, Any]:
         """The optimizer's state dict that a rank wrote, of ZeRO 1 to 3."""
         name = f"{'bf16_' if self.bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        shard: dict[str, Any] = _read(self.directory / name)["optimizer_state_dict"]
+        shard: dict[str, Any] = read(self.directory / name, mmap=True)["optimizer_state_dict"]
         return shard
 
 
@@ -223,9 +224,3 @@ def _zero3_pieces(shapes: list[dict[str, Size]], rank: int, ranks: int) -> list[
             offset += part
         pieces.append(of_group)
     return pieces
-
-
-def _read(path: Path) -> dict[str, Any]:
-    # Our own files, their digests checked by whoever keeps them.
-    content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    return content

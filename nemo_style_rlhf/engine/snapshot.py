@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine  # type: ignore[import-untyped]
 from torch import Size, Tensor, UntypedStorage
 from torch.utils._pytree import tree_map
+
+from nemo_style_rlhf.engine.files import DataFiles
 
 FOLDER = Path("snapshot")
 
@@ -21,12 +22,21 @@ class Snapshot:
         """State dicts; their tensors are in host memory and nobody else's."""
 
     def write(self, directory: Path) -> None:
-        """Once: the copies are gone afterwards, also after an error, whose tracebacks would keep them."""
+        """Once: the copies are gone afterwards, also after an error, whose tracebacks would keep them.
+
+        Raises:
+            OSError: also where a folder that is being written to is taken away, which would leave half a checkpoint.
+        """
+        targets = {directory / path: state for path, state in self.files.items()}
         try:
-            for path in self.files:
-                target = directory / path
+            directory.mkdir(exist_ok=True)
+            for target in targets:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(self.files[path], target)
+            for target, state in targets.items():
+                target.touch()  # torch tells of a missing folder in an error of its own
+                torch.save(state, target)
+            for target in targets:
+                target.stat()
         except BaseException as error:
             met: BaseException | None = error
             while met is not None:
@@ -34,14 +44,15 @@ class Snapshot:
                 met = met.__context__
             raise
         finally:
+            targets.clear()
             self.drop()
 
     def drop(self) -> None:
         self.files.clear()
 
 
-class InMemory(TorchCheckpointEngine):  # type: ignore[misc]
-    """Takes the place of DeepSpeed's own writer, and fills a snapshot; loading is as it was."""
+class InMemory(DataFiles):
+    """Takes the place of DeepSpeed's own writer, and fills a snapshot."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

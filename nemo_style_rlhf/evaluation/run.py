@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_style_rlhf.checkpoint.files import storage_failure, write_atomically
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.evaluation.page import render_page
@@ -96,6 +97,7 @@ def _write(
     Raises:
         UserError: the folder cannot be written.
     """
+    require_owned()
     folder = Path(config.run.output_dir)
     summary = {
         "prompts": config.data.path,

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.limits import require_open_files
 from nemo_style_rlhf.launch.malloc import without_thread_caches
 from nemo_style_rlhf.schema.base import build, one_sentence
 from nemo_style_rlhf.schema.paths import require_paths
@@ -60,6 +61,7 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
                 for config in composed:  # none after --help and --cfg
                     checked = build(schema, config)
                     require_paths(checked)
+                    require_open_files()
                     device = OmegaConf.select(config, "run.device")
                     if device == "cpu":
                         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch, DeepSpeed and vLLM each look for themselves

@@ -40,6 +40,13 @@ def return_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**23)
 
 
+def trim() -> None:
+    """Give the kernel back what is free now, wherever in the heap, whatever :func:`keep_freed_memory` says. Rare calls only."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 def without_thread_caches() -> None:
     """Start a program on the CPU anew, as the same process, with glibc's caches of small blocks per thread off.
 

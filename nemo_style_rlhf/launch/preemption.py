@@ -9,6 +9,10 @@ PREEMPTED_EXIT = 75
 _received = False
 
 
+class Preempted(Exception):
+    """The run was told to end and has nothing to do before it does."""
+
+
 def hold_stop_signal() -> None:
     """From now on SIGUSR1 interrupts nothing; :func:`stop_requested` tells of it.
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import MAX_GAP, Probe
-from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_half
+from nemo_style_rlhf.ppo.recovery import Recovery, end_if_told, require_critic_half
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE, Saver
 from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
@@ -76,10 +77,11 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     policy = load_causal_lm(config.model)
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
     check_template(config.model.path, config.data, tokenizer)
-    critic = _meet_critic(config, tokenizer, policy, max_length) if config.uses_critic_process else None
+    heed = partial(end_if_told, store)
+    critic = _meet_critic(config, tokenizer, policy, max_length, heed) if config.uses_critic_process else None
     init_distributed(device)
     ranks = Ranks(tensor_parallel=config.generation.tensor_parallel_size)
-    scorer = _scorer(config, critic, tokenizer, ranks)
+    scorer = _scorer(config, critic, tokenizer, ranks, heed)
     run_id = ranks.from_first(uuid.uuid4().hex[:12] if found is None or whole is not config else found.run_id)
     add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
@@ -96,6 +98,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         record_start(output_dir, config, after=f"step_{found.step if found else 0:06d}")
     ranks.require_shared(output_dir)
     sampler = PromptSampler(len(prompts), config.run.seed, config.data.shuffle)
+    rollouts = _rollout_writer(config) if ranks.is_first and config.tracking.save_rollouts else None
     parts = Parts(
         engine=engine,
         generator=generator,
@@ -123,12 +126,13 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
             max_gap=config.audit.max_probe_gap or MAX_GAP[config.model.dtype],
         ),
         metrics=MetricsWriter(output_dir, config.tracking, dataclasses.asdict(config)) if ranks.is_first else None,
-        rollouts=_rollout_writer(config) if ranks.is_first and config.tracking.save_rollouts else None,
+        rollouts=rollouts,
         ranks=ranks,
     )
     saver = Saver(
-        store, critic, run_id=run_id, keep_last=config.checkpoint.keep_last, identity=identity,
-        versions={name: importlib.metadata.version(name) for name in PACKAGES},
+        store, critic, run_id=run_id, keep_last=config.checkpoint.keep_last, max_failures=config.checkpoint.max_failed_saves,
+        identity=identity,
+        versions={name: importlib.metadata.version(name) for name in PACKAGES}, rollouts=rollouts,
     )  # fmt: skip
     recovery = Recovery(critic, store, ranks, run_id=run_id, output_dir=output_dir)
     session = Session(config, engine, store, saver, recovery, ranks, total_steps=total_steps)
@@ -217,8 +221,9 @@ def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: 
 
 
 def _scorer(
-    config: PPOActorConfig, critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
-) -> Scorer:
+    config: PPOActorConfig, critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase, ranks: Ranks,
+    heed: Callable[[], None],
+) -> Scorer:  # fmt: skip
     """The reward sources in use, and the critic's values."""
     reward = config.reward
     sources: dict[str, tuple[Scorer, float]] = {}
@@ -228,7 +233,7 @@ def _scorer(
     if reward.server.weight != 0:
         rendered = config.data.format == "messages"
         digest = tokenizer_digest(tokenizer) if rendered else None
-        model = ranks.on_first(lambda: served_by(reward.server, log.info, tokenizer_digest=digest))
+        model = ranks.on_first(lambda: served_by(reward.server, log.info, heed, tokenizer_digest=digest))
         server = RewardServerScorer(
             reward.server, model, prompt_template=config.data.prompt_template, rendered=rendered, rank=ranks.rank
         )
@@ -241,10 +246,11 @@ def _scorer(
 
 
 def _meet_critic(
-    config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, max_length: int
-) -> RemoteCritic:
+    config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, max_length: int,
+    heed: Callable[[], None],
+) -> RemoteCritic:  # fmt: skip
     critic = RemoteCritic(config.remote_critic_rm)
-    status = critic.wait_until_ready(log.info)
+    status = critic.wait_until_ready(log.info, heed)
     needs_rewards = config.reward.critic.weight != 0
     if needs_rewards:
         check_reward_template(

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.data.templates import read_template, write_template
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
@@ -31,6 +32,7 @@ def export_policy(
         write_template, template=data.prompt_template, tokenizer=tokenizer, chat_template=data.chat_template,
         append_eos=read_template(model.path).get("append_eos", True),
     )  # fmt: skip
+    require_owned()
     try:
         export_engine(engine, ranks, directory, model, write_notes=write_notes)
         if model.lora.rank and ranks.is_first:

@@ -1,13 +1,16 @@
 """How both halves come to stand at one checkpoint: when a run starts, and whenever its server was lost."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
-from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest, checkpoint_id
-from nemo_style_rlhf.critic_service.client import RemoteCritic
-from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+from nemo_style_rlhf.checkpoint.names import checkpoint_id
+from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest
+from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerAbsent
+from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError, Status
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.preemption import Preempted, stop_requested
 
 log = logging.getLogger(__name__)
 
@@ -24,26 +27,44 @@ class Recovery:
         self._run_id = run_id
         self._output_dir = output_dir
 
-    def restore_critic(self) -> Manifest | None:
+    def restore_critic(self, cause: Exception | None = None) -> Manifest | None:
         """Bring the server to its half of the last common checkpoint.
+
+        Args:
+            cause: how the server was lost that is waited for.
 
         Returns:
             That checkpoint; None for a run that starts.
 
         Raises:
-            UserError: no checkpoint can be restored, or the server has trained for another run.
+            UserError: no server came, no checkpoint can be restored, or the server has trained for another run.
+            Preempted: the run was told to end while no server answered.
         """
-        if self._critic is not None:
-            self._critic.forget_queued()
-        manifest = self._ranks.on_first(self._restore_critic)
-        self._ranks.everyone(self._meet_critic)
+        critic = self._critic
+        if critic is None:
+            return self._ranks.on_first(self._store.latest)
+        critic.forget_queued()
+        status = self._wait(critic, cause)
+        manifest = self._ranks.on_first(lambda: self._restore_critic(critic, status))
+        self._ranks.everyone(lambda: None if self._ranks.is_first else critic.shake_hands_again())  # with a new process
         return manifest
 
-    def _restore_critic(self) -> Manifest | None:
-        critic, store = self._critic, self._store
-        if critic is None:
-            return store.latest()
-        status = critic.wait_until_ready(log.info)
+    def _wait(self, critic: RemoteCritic, cause: Exception | None) -> Status:
+        """All ranks do, so that it matters not which of them is told to end."""
+        told = self._ranks.flag()
+
+        def heed() -> None:
+            end_if_told(self._store, lambda: told.raised(stop_requested()))
+
+        try:
+            return self._ranks.everyone(lambda: critic.wait_until_ready(log.info, heed))[0]
+        except ServerAbsent as error:
+            if cause is None:
+                raise
+            raise ServerAbsent(f"{error}; it was lost with: {cause}") from error
+
+    def _restore_critic(self, critic: RemoteCritic, status: Status) -> Manifest | None:
+        store = self._store
         if not store.committed_steps():  # before the lease is taken from the run that it may belong to
             self._require_untouched(status.critic_step)
         if status.lease_holder not in (None, self._run_id):
@@ -61,17 +82,23 @@ class Recovery:
                 "from: restart the server, or give the run.output_dir of the run it belongs to"
             )
 
-    def _meet_critic(self) -> None:
-        """On the ranks that only ask it: it may be another process than before."""
-        if self._critic is not None and not self._ranks.is_first:
-            self._critic.wait_until_ready(log.info)
-            self._critic.shake_hands_again()
-
     def undo(self) -> None:
         """Put the server back to where this run found it, and remove what the run left there."""
         if self._critic is not None and self._ranks.is_first and (committed := self._store.committed_steps()):
             self._critic.restore(checkpoint_id(self._run_id, committed[0]), None)
             self._critic.commit(checkpoint_id(self._run_id, committed[0]), keep=0)
+
+
+def end_if_told(store: CheckpointStore, told: Callable[[], bool] = stop_requested) -> None:
+    """Called while no server answers: no step can be finished then, and nothing is lost that a later start would have.
+
+    Raises:
+        Preempted: the run was told to end.
+    """
+    if told():
+        committed = store.committed_steps()
+        saved = f"step {committed[-1]} is committed" if committed else "nothing is lost"
+        raise Preempted(f"told to end while no server answers; {saved}, the same command goes on")
 
 
 def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | None:

@@ -11,7 +11,7 @@ from nemo_style_rlhf.critic_service.client import ServerRestarted
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
-from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
+from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT, Preempted
 from nemo_style_rlhf.ppo.build import build_trainer
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import FilterConfig
@@ -25,6 +25,14 @@ def run(config: PPOActorConfig) -> None:
     Raises:
         SystemExit: SIGUSR1 ended the run early, exit code ``PREEMPTED_EXIT``.
     """
+    try:
+        _run(config)
+    except Preempted as told:
+        log.info("%s", told)
+        raise SystemExit(PREEMPTED_EXIT) from told
+
+
+def _run(config: PPOActorConfig) -> None:
     if not config.run.dry_run:
         with closing(build_trainer(config)) as trainer:
             done = trainer.fit()

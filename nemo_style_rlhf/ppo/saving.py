@@ -1,4 +1,8 @@
-"""Checkpoints that are written while training goes on: it stands still for the copy in memory, not for the disk."""
+"""Checkpoints that are written while training goes on: it stands still for the copy in memory, not for the disk.
+
+A disk that refuses one does not end the run at once: what was trained since the last checkpoint would be lost, and there may be
+room again soon. Every other failure does.
+"""
 
 import json
 import logging
@@ -6,11 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
+from nemo_style_rlhf.checkpoint.names import checkpoint_id
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
+from nemo_style_rlhf.errors import StorageError
+from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
 log = logging.getLogger(__name__)
 IDENTITY_FILE = "identity.json"
@@ -21,14 +28,20 @@ class Saver:
     """Writes one checkpoint at a time. Every rank makes the same calls; what fails on one is raised on all."""
 
     def __init__(
-        self, store: CheckpointStore, critic: RemoteCritic | None, *, run_id: str, keep_last: int,
-        identity: dict[str, Any], versions: dict[str, str],
+        self, store: CheckpointStore, critic: RemoteCritic | None, *, run_id: str, keep_last: int, max_failures: int,
+        identity: dict[str, Any], versions: dict[str, str], rollouts: RolloutWriter | None = None,
     ) -> None:  # fmt: skip
         self._store = store
         self._critic = critic
         self._run_id = run_id
         self._keep_last = keep_last
+        self._max_failures = max_failures
+        self._failures = 0
+        """In a row."""
+        self._uncommitted: list[str] = []
+        """Ids of whole checkpoints that the server has not been told of."""
         self._identity = identity
+        self._rollouts = rollouts
         self._versions = versions
         self._ranks = Ranks()  # of its own: training's would mix both threads' messages
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -38,45 +51,73 @@ class Saver:
         """Copy what ``step`` has come to, and begin to write it; a train step asked of the critic later comes after its copy.
 
         Raises:
-            Exception: as :meth:`settle`, of the checkpoint before.
+            Exception: as :meth:`settle`, of the checkpoint before, which may fail.
         """
-        self.settle()
+        self.settle(at=step)
         critic_half: Future[dict[str, Any]] | None = None
         if self._critic is not None and self._ranks.is_first:
             critic_half = self._critic.save(
                 checkpoint_id(self._run_id, step), critic_step=critic_step, export=export_critic
             )
-        self._writing = self._thread.submit(self._write, step, engine.snapshot(), state, critic_half)
+        rows = None if self._rollouts is None else self._rollouts.writing
+        self._writing = self._thread.submit(self._write, step, engine.snapshot(), state, critic_half, rows)
 
     @property
     def failed(self) -> bool:
         """Whether the checkpoint under way has failed, as far as this rank knows: then :meth:`settle` tells how."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
-    def settle(self) -> None:
+    @property
+    def owed(self) -> bool:
+        """Whether the last checkpoint has failed, as :meth:`settle` found, and none has been begun since."""
+        return self._failures > 0 and self._writing is None
+
+    def settle(self, *, at: int | None = None) -> None:
         """Wait until the last checkpoint is written.
 
+        Args:
+            at: the step that a run has done which makes up for a checkpoint that a disk refused, up to the limit.
+
         Raises:
-            UserError: the disk refused.
+            StorageError: the disk refused.
             ProtocolError, ServerRestarted, ServerUnreachable: of the critic's half.
         """
         writing, self._writing = self._writing, None
-        if writing is not None:
+        if writing is None:
+            return
+        try:
             writing.result()
+            self._failures = 0
+        except StorageError as error:
+            self._failures += 1
+            if at is None or self._failures >= self._max_failures:
+                raise
+            if self._ranks.is_first:
+                unsaved = at - max(self._store.committed_steps(), default=0)
+                log.error(
+                    "%s; steps that are not saved: %d; training goes on and saves anew after this step (failure %d, of which "
+                    "checkpoint.max_failed_saves=%d in a row end the run)", error, unsaved, self._failures, self._max_failures,
+                )  # fmt: skip
 
-    def abandon(self) -> None:
+    def abandon(self, *, at: int) -> None:
         """As :meth:`settle`, but a checkpoint that the server did not live to see is none."""
         try:
-            self.settle()
+            self.settle(at=at)
         except (ServerRestarted, ServerUnreachable) as error:
             log.warning("%s; the last checkpoint is not complete", error)
+        self._uncommitted.clear()
 
     def load(self, engine: Engine, step: int) -> None:
         """Bring back the actor's half."""
         engine.load(self._store.actor_half(step) / "engine")
 
     def _write(
-        self, step: int, copy: Snapshot, state: dict[str, Any], critic_half: "Future[dict[str, Any]] | None"
+        self,
+        step: int,
+        copy: Snapshot,
+        state: dict[str, Any],
+        critic_half: "Future[dict[str, Any]] | None",
+        rows: "Future[None] | None",
     ) -> None:
         """The critic's half first; then the actor's, and the manifest that names both; then both sides prune."""
         half, whole_or_absent = self._store.actor_half(step), partial(self._store.whole_or_absent, step)
@@ -89,10 +130,15 @@ class Saver:
 
         def commit() -> None:
             with whole_or_absent():
+                if rows is not None:
+                    rows.result()  # a resumed run does not make them again
                 (half / IDENTITY_FILE).write_text(json.dumps(self._identity))
                 self._store.commit(step, self._run_id, critic=described, state=state, versions=self._versions)
             if self._critic is not None:
-                self._critic.commit(checkpoint_id(self._run_id, step), self._keep_last)
+                self._uncommitted.append(checkpoint_id(self._run_id, step))
+                while self._uncommitted:  # more than one where the server's disk refused to note it
+                    self._critic.commit(self._uncommitted[0], self._keep_last)
+                    del self._uncommitted[0]
             self._store.prune(step)
 
         try:

@@ -65,6 +65,7 @@ class Session:
         """Seconds for which the last checkpoint held up training."""
         self._begun = False
         self._lost = self._furthest = 0
+        self._cause: Exception | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -81,6 +82,7 @@ class Session:
             yield
         except (ServerRestarted, ServerUnreachable) as event:
             self._lost += 1
+            self._cause = event if self.restored else self._cause  # not how one was lost while it was restored
             if self._lost > MAX_RECOVERIES:
                 raise UserError(
                     f"the critic server was lost {self._lost} times before step {self._furthest + 1} finished. "
@@ -90,17 +92,17 @@ class Session:
             self.restored = self.stopped = False
             sleep(RECOVERY_PAUSE_S)  # a server that is stopping still answers for its status
 
-    def restore(self, begin: Callable[[], None]) -> bool:
+    def restore(self, begin: Callable[[], None]) -> None:
         """Bring actor and critic to the last common checkpoint; a run without one starts, and commits its step 0.
 
         Args:
             begin: called when weights and ``progress`` are those to go on from, before a start commits them.
 
-        Returns:
-            Whether there was a checkpoint.
+        Raises:
+            Preempted: the run was told to end while no server answered.
         """
-        self._saver.abandon()
-        manifest = self._recovery.restore_critic()
+        self._saver.abandon(at=self.progress.step)
+        manifest = self._recovery.restore_critic(self._cause)
         if manifest is None:
             begin()
             self._commit()
@@ -115,7 +117,6 @@ class Session:
         if not self._begun:
             self._heed_interrupts()
         self._begun = True
-        return manifest is not None
 
     def end_step(self) -> None:
         """Commit the step that is done if that is due, and heed orders to stop.
@@ -126,11 +127,11 @@ class Session:
         # Not every rank may have been told by now.
         told = self._ranks.all_gather((stop_requested(), self._saver.failed))
         stop, save_failed = map(any, zip(*told, strict=True))
-        if save_failed:  # what is trained from here on would be lost as well
-            self._saver.settle()
+        if save_failed:
+            self._saver.settle(at=self.progress.step)
         step, is_last = self.progress.step, self.progress.step == self._total_steps
         self.stopped = stop and not is_last
-        if self.stopped or is_last or step % self._config.checkpoint.save_interval == 0:
+        if self.stopped or is_last or self._saver.owed or step % self._config.checkpoint.save_interval == 0:
             self._commit()
         if self.stopped or is_last:
             self._saver.settle()

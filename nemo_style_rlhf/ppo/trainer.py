@@ -1,6 +1,7 @@
 """The training loop of the actor process."""
 
 import json
+import logging
 import math
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.files import write_atomically
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import record_end
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.data.prompts import Prompt
@@ -33,6 +35,7 @@ from nemo_style_rlhf.tracking.metrics import MetricsWriter
 from nemo_style_rlhf.tracking.progress import StepProgress
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
+log = logging.getLogger(__name__)
 VALIDATION_SEED_OFFSET = 2**32
 """Validation samples have seeds of their own, the same ones every time."""
 
@@ -78,6 +81,9 @@ class PPOTrainer:
 
         Returns:
             Whether the last step is done; otherwise the run was told to end, and has committed the step it was in.
+
+        Raises:
+            Preempted: it was told to end while no server answered.
         """
         session = self._session
         shown = self._config.tracking.progress and self._ranks.is_first
@@ -97,7 +103,11 @@ class PPOTrainer:
                         tokens_per_second=metrics["timers/tokens_per_second"],
                         seconds_per_step=perf_counter() - started,
                     )
-        if not session.stopped:
+        if session.stopped:
+            log.info(
+                "step %d is committed, the run ends as it was told; the same command goes on", session.progress.step
+            )
+        else:
             self._export("export")
             if self._ranks.is_first:
                 names = ["export", "export_adapter"] if self._config.model.lora.rank else ["export"]
@@ -165,6 +175,7 @@ class PPOTrainer:
         if self._validation_due(step):
             metrics |= self._validate()
             timers.lap("validation")
+        require_owned()
         if parts.rollouts is not None:
             parts.rollouts.write(step, rollout_columns(experience))
         timers.lap("tracking")

@@ -36,6 +36,9 @@ class CheckpointConfig:
     """PPO steps between checkpoints; the last step is always saved."""
     keep_last: int = 2
     """Committed checkpoints kept, on both sides."""
+    max_failed_saves: int = 10
+    """A checkpoint that a full disk refuses, on either side, is tried again after the next step while training goes on; this many
+    refusals in a row end the run. The checkpoint of the last step, or of a run that is told to end, has one attempt."""
     keep_best: bool = False
     """After each validation that has the highest val_rollouts/rewards so far, export the policy to <run.output_dir>/best."""
     save_on_interrupt: bool = False
@@ -47,6 +50,7 @@ class CheckpointConfig:
     def validate(self) -> None:
         require(self.save_interval > 0, "checkpoint.save_interval", self.save_interval, "a number of steps above 0")
         require(self.keep_last > 0, "checkpoint.keep_last", self.keep_last, "at least 1")
+        require(self.max_failed_saves > 0, "checkpoint.max_failed_saves", self.max_failed_saves, "at least 1")
 
 
 @dataclass

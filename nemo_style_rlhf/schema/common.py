@@ -9,13 +9,19 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.paths import CHECK, existing_file, model_folder
 
+BEAT_S = 2.0
+"""Seconds between the heartbeats of the process that owns an output_dir."""
+
 
 @dataclass
 class RunConfig:
     """Where a run lives and what makes it repeatable."""
 
     output_dir: str = MISSING
-    """Everything the run writes goes below this folder."""
+    """Everything the run writes goes below this folder. One server and one trainer may use it at a time."""
+    takeover_s: float = 60.0
+    """On another machine than the last process that used output_dir, a start takes it for dead after so long without a heartbeat.
+    One that ended by itself needs no waiting."""
     seed: int = 1234
     """Seeds data order, sampling and initialisation; two runs with one seed are equal to the last bit on CPU in fp32."""
     num_threads: int = 0
@@ -31,6 +37,12 @@ class RunConfig:
             self.num_threads >= 0, "run.num_threads", self.num_threads, "a number of threads, or 0 for torch's default"
         )
         require_choice("run.device", self.device, ("auto", "cpu", "cuda"))
+        require(
+            self.takeover_s >= 5 * BEAT_S,
+            "run.takeover_s",
+            self.takeover_s,
+            f"{5 * BEAT_S:g} seconds, 5 heartbeats, or more",
+        )
 
 
 @dataclass

@@ -19,6 +19,9 @@ class CriticConfig:
     """Longest sequence accepted, in tokens; 0 takes the model's max_position_embeddings."""
     append_eos: bool | None = None
     """Whether reward_infer ends every response with the end-of-text token; null does as the reward model's training noted."""
+    max_staged_bytes: int = 512 * 2**20
+    """Tensor bytes of a train step that came in parts and is not complete: 16 per token and 4 per sequence, so that the default
+    holds 4,000 sequences of 8,000 tokens. They are copied once more when the step is."""
     normalize_rewards: bool = False
     """Serve (reward - mean) / std, by the statistics stored with the reward model, and values on that scale."""
     offload_reward_model: bool = False
@@ -97,3 +100,9 @@ class PPOCriticConfig:
 
     def validate(self) -> None:
         self.engine.validate_with(self.model)
+        require(
+            self.critic.max_staged_bytes >= self.server.max_request_bytes,
+            "critic.max_staged_bytes",
+            self.critic.max_staged_bytes,
+            f"server.max_request_bytes={self.server.max_request_bytes} bytes or more",
+        )

@@ -121,12 +121,13 @@ class RewardServerScorer:
 
 
 def served_by(
-    config: RewardServerConfig, progress: Callable[[str], None], *, tokenizer_digest: str | None = None
-) -> Model:
+    config: RewardServerConfig, progress: Callable[[str], None], heed: Callable[[], None] = lambda: None, *,
+    tokenizer_digest: str | None = None,
+) -> Model:  # fmt: skip
     """Wait for a server, and meet all that answer by then; the others are asked once they do.
 
     Args:
-        progress: gets a line every few seconds.
+        progress, heed: as for :func:`wait_for_any`.
         tokenizer_digest: of the policy, where its chat template renders the prompts; None for prompts that are plain text.
 
     Raises:
@@ -135,7 +136,7 @@ def served_by(
     """
     with ExitStack() as connections:
         servers = [connections.enter_context(RemoteCritic(server)) for server in config.servers]
-        answers = wait_for_any(servers, progress)
+        answers = wait_for_any(servers, progress, heed)
         model = _model(next(iter(answers.values())))
         for server in servers:
             if server in answers:

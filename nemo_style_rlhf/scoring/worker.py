@@ -54,6 +54,8 @@ def load_function(path: str, name: str) -> Any:
     sys.modules[MODULE] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
+    except UserError:
+        raise  # a sentence about this machine, not about the file
     except (Exception, SystemExit) as error:
         raise UserError(
             f"the file of the reward function cannot be imported: {_sentence(error, path)}: correct {path}, "

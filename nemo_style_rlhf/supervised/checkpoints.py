@@ -4,11 +4,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
+from nemo_style_rlhf.checkpoint.data import read_data
 from nemo_style_rlhf.checkpoint.files import storage_failure
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import require_same
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import SupervisedConfig
@@ -47,10 +48,10 @@ def completed_micro_batches(path: Path, identity: dict[str, Any]) -> int:
     """How many micro-batches (of each rank) the checkpoint has behind it.
 
     Raises:
-        UserError: it is of a run with another model, other data, batches or seed.
+        UserError: it is of a run with another model, other data, batches or seed, or holds something else than data.
     """
     file = path / PROGRESS_FILE if path.is_dir() else path
-    checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    checkpoint = read_data(file, mmap=True)
     require_same(checkpoint.get(IDENTITY, {}), identity, str(path))
     return int(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"])
 
@@ -73,10 +74,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         final = Path(path)
         beside = final.with_name(final.name + ".tmp")
+        require_owned()
         try:
+            beside.unlink(missing_ok=True)  # an earlier owner may still have it open
             super().save_checkpoint(checkpoint, beside, storage_options)
             with beside.open("rb") as file:
                 os.fsync(file.fileno())
+            require_owned()
             beside.replace(final)
         except (OSError, RuntimeError) as error:
             beside.unlink(missing_ok=True)

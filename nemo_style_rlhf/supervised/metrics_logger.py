@@ -6,6 +6,7 @@ from typing import Any
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 
 
@@ -30,4 +31,5 @@ class MetricsLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        require_owned()
         self.writer.write(step or 0, {name: value for name, value in metrics.items() if name != "epoch"})

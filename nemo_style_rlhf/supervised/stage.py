@@ -17,6 +17,7 @@ from pytorch_lightning.strategies import Strategy
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import log_differences, record_end, record_start, require_reachable
 from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
@@ -103,6 +104,7 @@ class Stage:
             self._loader(self._batches(), done=self._done),
             self._validation(),
             ckpt_path=resumed,
+            weights_only=True,
         )
         found = self.trainer.callback_metrics.items()
         metrics = {name: float(value) for name, value in found if name.startswith("val/")}
@@ -259,6 +261,7 @@ class Stage:
         """
         if self.config.run.dry_run or not self.is_first_rank:
             return
+        require_owned()
         target, model, data = Path(self.config.export_path), self.config.model, self.data
         write_notes = partial(
             write_template, template=data.prompt_template, tokenizer=self.tokenizer, chat_template=data.chat_template,

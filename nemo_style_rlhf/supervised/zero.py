@@ -10,6 +10,8 @@ from pytorch_lightning.plugins.precision import DeepSpeedPrecision
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 
 from nemo_style_rlhf.checkpoint.files import fsync, fsync_tree, storage_failure
+from nemo_style_rlhf.checkpoint.owner import require_owned
+from nemo_style_rlhf.engine.files import read_data_only
 from nemo_style_rlhf.engine.shares import make_whole, use_heads_in_shares
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.bootstrap import init_distributed
@@ -51,6 +53,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def _initialize_deepspeed_train(self, model: torch.nn.Module) -> None:
         super()._initialize_deepspeed_train(model)
+        read_data_only(self.deepspeed_engine)
         if self.zero_stage_3:
             use_heads_in_shares(model)
             torch.set_autocast_cache_enabled(
@@ -62,6 +65,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         final = Path(self.broadcast(str(filepath)))
         beside = final.with_name(final.name + ".tmp")
         if self.is_global_zero:
+            require_owned()
             shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed
         self.barrier()
         try:
@@ -70,6 +74,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             if self.is_global_zero:
                 torch.save({name: checkpoint[name] for name in (IDENTITY, "loops")}, beside / PROGRESS_FILE)
                 fsync_tree(beside)
+                require_owned()
                 beside.replace(final)
                 fsync(final.parent)
         except (OSError, RuntimeError) as error:

@@ -1,13 +1,16 @@
 """Where a step's metrics go: metrics.jsonl always, TensorBoard and W&B through Lightning's loggers if asked for."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.tracking import TrackingConfig
 
 METRICS_FILE = "metrics.jsonl"
+log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
@@ -22,12 +25,27 @@ class MetricsWriter:
             logger.log_hyperparams(resolved)
 
     def rewind(self, step: int) -> None:
-        """Forget everything after ``step``: it will be computed again."""
-        if self._path.exists():
-            kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
-            beside = self._path.with_suffix(".tmp")
-            beside.write_text("".join(line + "\n" for line in kept))
-            beside.replace(self._path)
+        """Forget everything after ``step``, which will be computed again, and lines that are damaged.
+
+        Raises:
+            UserError: the file cannot be read, or something else has its name.
+        """
+        try:
+            lines = self._path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UserError(
+                f"{self._path} cannot be read ({error.strerror}): move it away, or make it a file that you can read and write"
+            ) from error
+        lines = [stripped for line in lines if (stripped := line.strip())]
+        steps = [_step_of(line) for line in lines]
+        if damaged := steps.count(None):
+            log.warning("%s: damaged lines left out, %d of %d", self._path, damaged, len(lines))
+        kept = [line for line, its in zip(lines, steps, strict=True) if its is not None and its <= step]
+        beside = self._path.with_suffix(".tmp")
+        beside.write_bytes(b"".join(line + b"\n" for line in kept))
+        beside.replace(self._path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._path.open("a") as file:
@@ -41,12 +59,13 @@ class MetricsWriter:
             logger.finalize("success")
 
 
-def _step_of(line: str) -> int:
-    """The step of a line; one that a crash cut short belongs to no step worth keeping."""
+def _step_of(line: bytes) -> int | None:
+    """The step of a line; None where it is damaged, as by a crash that cut it short."""
     try:
-        return int(json.loads(line)["step"])
-    except json.JSONDecodeError:
-        return 2**62
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return step if type(step) is int else None  # True is an int, too
 
 
 def _loggers(output_dir: Path, config: TrackingConfig) -> list[Any]:

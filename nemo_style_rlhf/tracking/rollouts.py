@@ -26,7 +26,8 @@ class RolloutWriter:
         self._process = ProcessPoolExecutor(
             1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(load_tokenizer,)
         )
-        self._writing: Future[None] | None = None
+        self.writing: Future[None] | None = None
+        """The samples of the last step; None once they are known to be written."""
 
     def write(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
         """Have ``columns``, of the samples of a step, written: ``response`` as token ids, the rest as JSON has it.
@@ -35,11 +36,11 @@ class RolloutWriter:
             Exception: the samples of the step before could not be written.
         """
         self.flush()
-        self._writing = self._process.submit(_write, self._folder / f"step_{step:06d}.jsonl", dict(columns))
+        self.writing = self._process.submit(_write, self._folder / f"step_{step:06d}.jsonl", dict(columns))
 
     def flush(self) -> None:
         """Wait until everything is written."""
-        writing, self._writing = self._writing, None
+        writing, self.writing = self.writing, None
         if writing is not None:
             writing.result()
 

@@ -9,40 +9,30 @@ import contextlib
 import itertools
 import os
 import random
-import signal
-import socket
+import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
-from nemo_style_rlhf.critic_service.secret import own_token
-from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from tests.integration.chaos_faults import FAULTS, TIMEOUT_S, Broken, limit_files, put_back, slow_disk
 from tests.integration.critic_server import left_of
-from tests.integration.fuzzer import JSON_CALLS, valid_infer, valid_json, valid_train
 from tests.integration.processes import Process, proxy, run_pair, start_actor, start_server
 from tests.integration.test_ppo import STEPS, actor_overrides, metrics, save_inputs, server_overrides, without_timers
-from tests.integration.warm import SLOW_DISK_PATH
+from tests.integration.warm import ROOT, SLOW_DISK_PATH
 
-TIMEOUT_S = 5.0
-"""Of the actor's calls; a stalled one takes longer."""
-FULL_DISK_BYTES = 2**18
-"""A file may not grow beyond it; a model's does."""
 MESSAGES = 30
 """A fault comes after up to as many messages, questions for the status not counted; a PPO step is about ten."""
 PATIENCE_S = 12.0
 """Or after up to this time, in which an actor has loaded and made its first steps."""
 RUN_TIMEOUT_S = 400.0
-PAUSE_S = 60.0
-"""A paused process stands still for so long."""
 SHM_BYTES = 2**28
 OWN_SHM = [
     "unshare", "--map-root-user", "--mount", "sh", "-c", f'mount -t tmpfs -o size={SHM_BYTES} tmpfs /dev/shm && exec "$@"', "sh",
@@ -50,10 +40,6 @@ OWN_SHM = [
 """Runs a command that has a /dev/shm of its own, which may be filled."""
 DROPOUT = "model.disable_dropout=false"
 """As the policy's config has it: the same in every step that is taken again."""
-
-
-class Broken(ConnectionError):
-    """Ends the message under way."""
 
 
 @dataclass
@@ -67,8 +53,17 @@ class Run:
     faults: list[Callable[["Run"], None]]
     """Still to come."""
     draw: random.Random
+    shm: int
+    """The process whose /dev/shm all its servers share."""
     actor: Process | None = None
     happened: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """What should not have happened meanwhile."""
+    proxy_port: int = 0
+    actors_log: int = 0
+    """Bytes of it from before its last start."""
+    lost: bool = False
+    """Checkpoints were taken away."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,203 +100,33 @@ class Run:
     def over(self) -> bool:
         return self.actor is not None and self.actor.poll() == 0
 
+    def actor_overrides(self) -> list[str]:
+        patience = [f"remote_critic_rm.{name}={TIMEOUT_S}" for name in ("infer_timeout_s", "train_timeout_base_s")]
+        return [*actor_overrides(self.inputs), DROPOUT, *patience]
+
     def kill_both(self) -> None:
         assert self.actor is not None
         self.actor.kill()
         self.server.kill()
 
 
-def slow_disk(folder: Path) -> Path:
-    return folder / "slow_disk"
-
-
 def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": SLOW_DISK_PATH, "SLOW_DISK": str(slow_disk(folder))}
 
 
-def start_chaos_server(folder: Path, inputs: Path) -> tuple[Process, int]:
-    return start_server(folder / "critic", *server_overrides(inputs), cold=OWN_SHM, environment=environment(folder))
+@contextlib.contextmanager
+def own_shm() -> Iterator[int]:
+    """The id of a process that has a /dev/shm of its own."""
+    command = [*OWN_SHM, "sh", "-c", "echo mounted && exec sleep infinity"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"mounted\n"
+        yield holder.pid
+        holder.kill()
 
 
-def kill_actor(run: Run) -> None:
-    assert run.actor is not None
-    run.actor.kill()
-    raise Broken
-
-
-def kill_server(run: Run) -> None:
-    run.server.kill()
-    raise Broken
-
-
-def kill_both(run: Run) -> None:
-    run.kill_both()
-    raise Broken
-
-
-def kill_tritonserver(run: Run) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(run.server.pid).children(recursive=True):
-            if child.name() == "tritonserver":
-                child.kill()
-
-
-def kill_endpoint(run: Run) -> None:
-    """A process of tritonserver's, or one of that's own."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        children = psutil.Process(run.server.pid).children(recursive=True)
-        if inner := [child for child in children if child.ppid() != run.server.pid]:
-            run.draw.choice(inner).kill()
-
-
-def cut_connection(run: Run) -> None:
-    raise Broken
-
-
-def stall(run: Run) -> None:
-    time.sleep(TIMEOUT_S + 2)
-    raise Broken
-
-
-def deliver_late(run: Run) -> None:
-    """When its sender has long sent it again."""
-    time.sleep(TIMEOUT_S + 2)
-
-
-def terminate_actor(run: Run) -> None:
-    assert run.actor is not None
-    run.actor.signal(signal.SIGTERM)
-
-
-def preempt_actor(run: Run) -> None:
-    assert run.actor is not None
-    run.actor.signal(signal.SIGUSR1)
-
-
-def terminate_server(run: Run) -> None:
-    run.server.signal(signal.SIGTERM)
-
-
-def take_over(run: Run) -> None:
-    """As a second actor would; it leaves at once, at the latest when there is no server."""
-    settings = RemoteCriticConfig(port=run.port, retries=0)
-    with contextlib.suppress(ServerUnreachable), RemoteCritic(settings) as intruder:
-        status = intruder.status()
-        intruder.handshake(tokenizer_digest=status.tokenizer_digest, vocab_size=status.vocab_size, needs_rewards=False)
-        intruder.acquire("intruder")
-
-
-def damage(folder: Path, draw: random.Random) -> None:
-    """Of any file, what it says about itself or others included: one bit, or all from somewhere on."""
-    path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
-    content = bytearray(path.read_bytes())
-    where = draw.randrange(len(content))
-    if draw.random() < 0.5:
-        content[where] ^= 1
-    else:
-        del content[where:]
-    path.write_bytes(content)
-
-
-def damage_actor_half(run: Run) -> None:
-    """Of the last of several checkpoints: a run whose only one is lost cannot go on."""
-    run.kill_both()
-    if len(steps := run.committed()) > 1 and not run.over:
-        damage(run.folder / "actor" / "checkpoints" / f"step_{steps[-1]:06d}", run.draw)
-    raise Broken
-
-
-def damage_critic_half(run: Run) -> None:
-    run.kill_both()
-    if len(steps := run.committed()) > 1 and not run.over:
-        (half,) = (run.folder / "critic" / "checkpoints").glob(f"*-step_{steps[-1]:06d}/critic")
-        damage(half, run.draw)
-    raise Broken
-
-
-def limit_files(process: Process, size: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
-
-
-def fill_actors_disk(run: Run) -> None:
-    assert run.actor is not None
-    limit_files(run.actor, FULL_DISK_BYTES)
-
-
-def fill_servers_disk(run: Run) -> None:
-    limit_files(run.server, FULL_DISK_BYTES)
-
-
-def slow_both_disks(run: Run) -> None:
-    """Until the next fault."""
-    slow_disk(run.folder).touch()
-
-
-def processes_below(process: Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    return []
-
-
-def pause(processes: list[psutil.Process]) -> None:
-    """SIGSTOP, and SIGCONT later."""
-
-    def signal_all(number: signal.Signals) -> None:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-
-    signal_all(signal.SIGSTOP)
-    timer = threading.Timer(PAUSE_S, signal_all, [signal.SIGCONT])
-    timer.daemon = True
-    timer.start()
-
-
-def pause_server(run: Run) -> None:
-    """The process itself, or with all it has started."""
-    processes = processes_below(run.server)
-    pause(processes if run.draw.random() < 0.5 else processes[:1])
-
-
-def pause_actor(run: Run) -> None:
-    assert run.actor is not None
-    pause(processes_below(run.actor))
-
-
-def hang_up(run: Run) -> None:
-    """Clients that know the token send every call, or a part of it, and are gone."""
-    token = own_token()
-    assert token is not None
-    for raw in (
-        valid_infer(),
-        valid_train("nobody's"),
-        *(valid_json("nobody's", number) for number in range(JSON_CALLS)),
-    ):
-        body, headers = raw.body()
-        lines = "".join(f"{name}: {value}\r\n" for name, value in (headers | {protocol.TOKEN_HEADER: token}).items())
-        head = f"POST /v2/models/{raw.model}/infer HTTP/1.1\r\nHost: c\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
-        for _ in range(3):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", run.port), timeout=5) as link:
-                link.sendall(head.encode() + body[: run.draw.choice([len(body), len(body) // 2, 0])])
-
-
-def fill_shared_memory(run: Run) -> None:
-    """For a while."""
-    filler = Path(f"/proc/{run.server.pid}/root/dev/shm/filler")
-    with contextlib.suppress(OSError), filler.open("wb") as file:
-        while True:
-            file.write(bytes(2**20))
-    timer = threading.Timer(TIMEOUT_S, lambda: filler.unlink(missing_ok=True))
-    timer.daemon = True
-    timer.start()
-
-
-FAULTS = [
-    kill_actor, kill_server, kill_both, kill_tritonserver, kill_endpoint, cut_connection, stall, deliver_late,
-    terminate_actor, preempt_actor, terminate_server, take_over, damage_actor_half, damage_critic_half,
-    fill_actors_disk, fill_servers_disk, slow_both_disks, pause_server, pause_actor, hang_up, fill_shared_memory,
-]  # fmt: skip
+def start_chaos_server(folder: Path, inputs: Path, shm: int) -> tuple[Process, int]:
+    there = ["nsenter", f"--target={shm}", "--user", "--mount", "--preserve-credentials", f"--wd={ROOT}"]
+    return start_server(folder / "critic", *server_overrides(inputs), cold=there, environment=environment(folder))
 
 
 def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
@@ -315,24 +140,27 @@ def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
     happened: list[str] = []
     numbers = itertools.count()
     while left:
-        run = disturbed_run(folder / f"run{next(numbers)}", inputs, left, draw)
-        happened += run.happened
-        left = left[len(run.happened) :]
-        check(run, folder / "undisturbed")
+        with own_shm() as shm:
+            run = disturbed_run(folder / f"run{next(numbers)}", inputs, left, draw, shm)
+            happened += run.happened
+            left = left[len(run.happened) :]
+            check(run, folder / "undisturbed")
     return happened
 
 
-def disturbed_run(folder: Path, inputs: Path, faults: list[Callable[[Run], None]], draw: random.Random) -> Run:
+def disturbed_run(
+    folder: Path, inputs: Path, faults: list[Callable[[Run], None]], draw: random.Random, shm: int
+) -> Run:
     (folder / "critic").mkdir(parents=True)
-    run = Run(folder, inputs, *start_chaos_server(folder, inputs), list(faults), draw)
+    run = Run(folder, inputs, *start_chaos_server(folder, inputs, shm), list(faults), draw, shm)
     deadline = time.monotonic() + RUN_TIMEOUT_S * (1 + len(faults) / 10)
 
     def watch(way: str, endpoint: str) -> None:
         run.happens(f"at the {way} of {endpoint}", message=endpoint != "critic_status")
 
-    with proxy(lambda: run.port, watch) as port:
+    with proxy(lambda: run.port, watch) as run.proxy_port:
         try:
-            while (code := keep_running(run, port)) != 0:
+            while (code := keep_running(run)) != 0:
                 assert time.monotonic() < deadline, (run.happened, code, run.actor and run.actor.output()[-6000:])
                 time.sleep(0.05)
                 with contextlib.suppress(Broken):
@@ -344,17 +172,35 @@ def disturbed_run(folder: Path, inputs: Path, faults: list[Callable[[Run], None]
     return run
 
 
-def keep_running(run: Run, proxy_port: int) -> int | None:
+def keep_running(run: Run) -> int | None:
     """Start again what has ended; the actor's exit code."""
+    if run.actor is not None and run.actor.poll() is not None:
+        mend(run)
     if run.server.poll() is not None:
-        run.server, run.port = start_chaos_server(run.folder, run.inputs)
+        run.server, run.port = start_chaos_server(run.folder, run.inputs, run.shm)
     code = None if run.actor is None else run.actor.poll()
     if run.actor is None or code not in (None, 0):
         limit_files(run.server, psutil.RLIM_INFINITY)  # somebody has made room
-        patience = [f"remote_critic_rm.{name}={TIMEOUT_S}" for name in ("infer_timeout_s", "train_timeout_base_s")]
-        overrides = [*actor_overrides(run.inputs), DROPOUT, *patience]
-        run.actor = start_actor(run.folder / "actor", proxy_port, *overrides, environment=environment(run.folder))
+        log = run.folder / "actor" / "actor.log"
+        run.actors_log = log.stat().st_size if log.exists() else 0
+        run.actor = start_actor(
+            run.folder / "actor", run.proxy_port, *run.actor_overrides(), environment=environment(run.folder)
+        )
     return code
+
+
+def mend(run: Run) -> None:
+    """Do what the actor, which has ended, tells its user about folders that faults have replaced or taken away."""
+    assert run.actor is not None
+    for half in ("actor", "critic"):
+        if failure := put_back(run.folder / half / "checkpoints"):
+            run.failures.append(failure)
+    sentence = run.actor.log.read_bytes()[run.actors_log :].decode(errors="replace").rpartition("error: ")[2]
+    if run.lost and "no checkpoint can be restored" in sentence:
+        shutil.rmtree(run.folder / "actor" / "checkpoints")
+        run.server.kill()
+    if run.lost and "restart the server" in sentence:
+        run.server.kill()
 
 
 def check(run: Run, undisturbed: Path) -> None:
@@ -364,23 +210,22 @@ def check(run: Run, undisturbed: Path) -> None:
         AssertionError: it did not.
     """
     story = "; ".join(run.happened)
+    assert not run.failures, (story, run.failures)
     for left, right in zip(
         *(without_timers(metrics(folder / "actor")) for folder in (run.folder, undisturbed)), strict=True
     ):
         assert left == right, story
-    exports = [
-        [
-            folder / "actor/export/model.safetensors",
-            *sorted((folder / "critic/exports").glob("*/critic/model.safetensors")),
-        ]
-        for folder in (run.folder, undisturbed)
-    ]
-    for left, right in zip(*exports, strict=True):
-        assert left.read_bytes() == right.read_bytes(), story
+    for pattern in ("actor/export/model.safetensors", "critic/exports/*/critic/model.safetensors"):
+        (expected,) = undisturbed.glob(pattern)
+        exports = list(run.folder.glob(pattern))  # of the critic several, where the run had to start over
+        assert len(exports) == 1 or (exports and run.lost), (story, exports)
+        assert all(export.read_bytes() == expected.read_bytes() for export in exports), story
     store = CheckpointStore(run.folder / "actor" / "checkpoints", keep_last=2)
     readable = [(manifest.step, manifest.critic["critic_step"]) for manifest in store.undamaged()]
     assert readable == [(step, step) for step in reversed(store.committed_steps())] and readable[0][0] == STEPS, story
     assert not (orphans := left_of(processes_of(run.folder))), (story, orphans)
+    segments = [path for path in Path(f"/proc/{run.shm}/root/dev/shm").iterdir() if path.name != "filler"]
+    assert not segments, (story, segments)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

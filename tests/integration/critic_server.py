@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from tests.integration.warm import SERVER_PYTHON
 START_TIMEOUT_S = 120.0
 VOCABULARY = 64
 TOKEN_ENV = "NSR_CRITIC_TOKEN"
-START = "start"
+KEPT_BYTES = 64 * 2**20
+"""What strangers may make a server keep (:meth:`CriticServer.kept_bytes`)."""
+START = "test-step_000000"
 """Checkpoint id of the untrained critic on the shared server."""
 
 
@@ -79,6 +82,21 @@ class CriticServer:
         """Digest of the weights, optimizer state and schedule in this half of a checkpoint."""
         return digest_of_files(self.output_dir / "checkpoints" / checkpoint_id / "critic")
 
+    def processes(self) -> list[psutil.Process]:
+        """The server's own, Triton's and the door's."""
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def kept_bytes(self) -> int:
+        """Private memory of these processes, and what they have in /dev/shm."""
+        processes = self.processes()
+        private = sum(process.memory_full_info().uss for process in processes)
+        mapped = {place.path for process in processes for place in process.memory_maps(grouped=True)}
+        shared = {
+            path for path in Path("/dev/shm").iterdir() if str(path) in mapped or str(self.process.pid) in path.name
+        }
+        return private + sum(path.stat().st_blocks * 512 for path in shared)
+
     def kill(self) -> None:
         """SIGKILL, and wait until its Triton has gone too."""
         children = psutil.Process(self.process.pid).children(recursive=True)
@@ -127,6 +145,12 @@ def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
     while (running := list(filter(runs, processes))) and time.monotonic() < deadline:
         time.sleep(0.1)
     return running
+
+
+def segments_of(processes: list[psutil.Process]) -> set[Path]:
+    """What they have of /dev/shm in their memory."""
+    maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+    return {Path(path) for path in re.findall(r"/dev/shm/\S+", maps)}
 
 
 def agree(critic: RemoteCritic, status: Status) -> None:

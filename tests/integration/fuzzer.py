@@ -10,6 +10,7 @@ import numpy as np
 import requests
 
 from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER
 from tests.integration.critic_server import VOCABULARY, CriticServer
 
 Random = np.random.Generator
@@ -33,22 +34,27 @@ class Raw:
     model: str
     tensors: dict[str, tuple[str, list[int], bytes]]
     """name: (datatype, shape, raw content)."""
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str | None] = field(default_factory=dict)
+    """Beside, or instead of, those that the body needs; None takes one away."""
     cut: int = 0
     """Bytes missing at the end of the body."""
     head: bytes | None = None
     """Replaces the JSON head."""
 
-    def body(self) -> tuple[bytes, dict[str, str]]:
+    def kserve(self) -> dict[str, Any]:
+        """The JSON head, before :attr:`head` replaces it."""
         inputs = [
             {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(raw)}}
             for name, (datatype, shape, raw) in self.tensors.items()
         ]
-        head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-        head = head if self.head is None else self.head
+        return {"inputs": inputs, "parameters": {"binary_data_output": True}}
+
+    def body(self) -> tuple[bytes, dict[str, str]]:
+        head = json.dumps(self.kserve()).encode() if self.head is None else self.head
         body = b"".join([head, *(raw for _, _, raw in self.tensors.values())])
-        headers = {protocol.TOKEN_HEADER: TOKEN, "Inference-Header-Content-Length": str(len(head)), **self.headers}
-        return body[: len(body) - self.cut], headers
+        headers = {protocol.TOKEN_HEADER: TOKEN, HEAD_LENGTH_HEADER: str(len(head)), **self.headers}
+        kept = {name: value for name, value in headers.items() if value is not None}
+        return body[: len(body) - self.cut], kept
 
 
 def post(server: CriticServer, raw: Raw) -> requests.Response:
@@ -64,6 +70,10 @@ def tensor(array: np.ndarray, datatype: str) -> tuple[str, list[int], bytes]:
 def text(*contents: str | bytes) -> tuple[str, list[int], bytes]:
     raws = [content.encode() if isinstance(content, str) else content for content in contents]
     return "BYTES", [len(raws)], b"".join(struct.pack("<I", len(raw)) + raw for raw in raws)
+
+
+def valid_status() -> Raw:
+    return Raw("critic_status", {})
 
 
 def valid_infer() -> Raw:
@@ -95,9 +105,9 @@ def valid_train(lease: str, step: int = 1) -> Raw:
 
 def valid_json(lease: str, number: int) -> Raw:
     model, content = [
-        ("critic_save", {"lease": lease, "checkpoint_id": "fuzz"}),
-        ("critic_commit", {"lease": lease, "checkpoint_id": "fuzz", "keep": 2}),
-        ("critic_restore", {"lease": lease, "checkpoint_id": "fuzz"}),
+        ("critic_save", {"lease": lease, "checkpoint_id": "test-step_000003"}),
+        ("critic_commit", {"lease": lease, "checkpoint_id": "test-step_000003", "keep": 2}),
+        ("critic_restore", {"lease": lease, "checkpoint_id": "test-step_000003"}),
         ("critic_acquire", {"run_id": "fuzz", "tokenizer_digest": "of another tokenizer"}),
         ("critic_shutdown", {"lease": lease}),
     ][number]
@@ -170,7 +180,7 @@ def oversized(raw: Raw, random: Random) -> None:
         raw.tensors["prompts"] = text("w3", b"w" * MAX_REQUEST_BYTES)
     for name in ("tokens", "request"):
         if name in raw.tensors:
-            size = 17 * 2**20 if name == "request" else MAX_REQUEST_BYTES
+            size = 17 * 2**20 if name == "request" and random.random() < 0.02 else MAX_REQUEST_BYTES
             raw.tensors[name] = text(b" " * size) if name == "request" else tensor(np.full(size, 3), "INT32")
 
 

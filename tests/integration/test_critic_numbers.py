@@ -124,7 +124,7 @@ def test_training_equals_a_plain_torch_loop(critic: RemoteCritic, reward_model: 
     """Losses and exported weights after three train steps of two optimizer steps each, fp32."""
     batches = [train_batch(seed) for seed in (11, 12, 13)]
     metrics = [critic.train(batch, step=step).result() for step, batch in enumerate(batches, start=1)]
-    exported = critic.save("final", export=True).result()["export"]
+    exported = critic.save("test-step_000001", export=True).result()["export"]
     model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
     losses = train_plainly(model, batches)
     np.testing.assert_allclose([step["loss"] for step in metrics], losses, atol=1e-6)
@@ -149,12 +149,12 @@ def test_a_token_classifiers_bias_is_served_trained_restored_and_exported(tmp_pa
     try:
         with server.client() as critic:
             answer = critic.infer(tokens).result()
-            critic.save("before").result()
+            critic.save("test-step_000001").result()
             first = critic.train(batch, step=1).result()
-            exported = critic.save("after", export=True).result()["export"]
-            critic.restore("before", None)
+            exported = critic.save("test-step_000002", export=True).result()["export"]
+            critic.restore("test-step_000001", None)
             again = critic.train(batch, step=1).result()
-            critic.restore("after", None)
+            critic.restore("test-step_000002", None)
             restored = critic.infer(tokens).result()
     finally:
         server.close()

@@ -15,7 +15,7 @@ import requests
 from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.errors import UserError
-from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, left_of, sequences, train_batch
+from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, left_of, segments_of, sequences, train_batch
 from tests.integration.test_critic_protocol import long_batch, wait_until_busy
 from tests.integration.warm import ROOT, SERVER_PYTHON
 from tests.models import save_reward_model
@@ -120,7 +120,7 @@ def test_rule_8_sigterm_lets_a_running_call_finish(make_server) -> None:
         wait_until_busy(critic)
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(ServerUnreachable, match="is stopping"):
-            critic.commit("any", 1)  # nothing new is begun meanwhile
+            critic.commit("test-step_000001", 1)  # nothing new is begun meanwhile
         assert training.result()["optimizer_steps"] == 60
         assert server.process.wait(30) == 0
     assert not server.ready_file.exists()
@@ -148,7 +148,7 @@ serve(RunConfig(output_dir={str(tmp_path)!r}, device="cpu", dry_run={dry_run}), 
 def test_rule_8_sigterm_abandons_a_call_that_takes_too_long(make_server) -> None:
     server = make_server("server.shutdown_grace_s=1").start()
     with server.client(retries=1) as critic:
-        critic.save("before").result()
+        critic.save("test-step_000001").result()
         training = critic.train(long_batch(5000), step=1)
         wait_until_busy(critic)
         children = psutil.Process(server.process.pid).children(recursive=True)
@@ -158,7 +158,7 @@ def test_rule_8_sigterm_abandons_a_call_that_takes_too_long(make_server) -> None
         with pytest.raises((UserError, ProtocolError)):
             training.result()
     assert not left_of(children)
-    assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))
+    assert not list(Path("/dev/shm").glob(f"*{server.process.pid}-*"))
 
 
 def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make_server) -> None:
@@ -171,7 +171,7 @@ def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make
         assert time.monotonic() - started < 10
     assert "Traceback" not in server.log.read_text()
     assert not left_of(children)
-    assert not list(Path("/dev/shm").glob(f"pytrtion{server.process.pid}-*"))
+    assert not list(Path("/dev/shm").glob(f"*{server.process.pid}-*"))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -199,6 +199,25 @@ def test_rule_8_an_endpoint_that_hangs_does_not_outlive_a_dead_tritonserver(make
     assert not left_of(children)
 
 
+def test_rule_8_an_endpoint_and_a_door_that_hang_do_not_outlive_both_parents_and_nothing_is_left(make_server) -> None:
+    """These are killed at once, before either could notice that the other has gone."""
+    server = make_server().start()
+    everyone = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    segments, folders = segments_of(everyone), list(Path("/tmp").glob(f"nsr{server.process.pid}-*"))
+    assert segments and folders
+    tritonserver = server.tritonserver()
+    door = next(process for process in everyone if "front_door" in " ".join(process.cmdline()))
+    for process in (tritonserver.children()[-1], door):
+        process.suspend()
+    for process in (tritonserver, everyone[0]):
+        process.kill()
+    assert not left_of(everyone)
+    deadline = time.monotonic() + 5
+    while left := [path for path in (*segments, *folders) if path.exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 def test_a_server_that_was_killed_gives_its_port_to_the_next(make_server) -> None:
     """Its Triton outlives it for some seconds, because a client keeps its connection."""
     server = make_server().start()
@@ -214,7 +233,7 @@ def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_
     (tmp_path / "slow").touch()
     server = make_server(environment={"SLOW_DISK": str(tmp_path / "slow"), "SLOW_DISK_S": "2"}).start()
     with server.client(retries=2) as critic:
-        good = critic.save("good")
+        good = critic.save("test-step_000006")
         batch = train_batch(1)
         for returns in batch.returns:
             returns[:] = 1e30
@@ -228,7 +247,7 @@ def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_
     (tmp_path / "slow").unlink()
     server.start()
     with server.client() as critic:
-        assert critic.restore("good", files) == 0
+        assert critic.restore("test-step_000006", files) == 0
 
 
 def test_a_half_of_another_critic_is_refused_and_the_server_goes_on(shared_server: CriticServer, make_server) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
+from nemo_style_rlhf.checkpoint.names import checkpoint_id
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import CriticTrainBatch, LeaseLost, RemoteCritic, ServerRestarted, parse_json
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
@@ -63,7 +64,7 @@ def test_rule_1_handshake_refuses_another_protocol_version(
     with RemoteCritic(shared_server.config()) as critic:
         status = critic.status()
         monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 7)
-        with pytest.raises(UserError, match="protocol version 5, this client 7"):
+        with pytest.raises(UserError, match="protocol version 6, this client 7"):
             agree(critic, status)
 
 
@@ -112,17 +113,17 @@ def test_rule_1_status_answers_while_a_train_call_runs(critic: RemoteCritic) -> 
 
 
 def test_rule_2_a_new_lease_invalidates_the_old_one(shared_server: CriticServer, critic: RemoteCritic) -> None:
-    with shared_server.client("second actor") as second:
+    with shared_server.client("second") as second:
         for refused in (
             lambda: critic.train(train_batch(1), step=1).result(),
-            lambda: critic.save("stale").result(),
+            lambda: critic.save("test-step_000009").result(),
             lambda: critic.commit(START, keep=100),
             lambda: critic.restore(START, None),
             critic.shutdown,
         ):
-            with pytest.raises(LeaseLost, match="second actor"):
+            with pytest.raises(LeaseLost, match="second"):
                 refused()
-        assert second.status().lease_holder == "second actor"
+        assert second.status().lease_holder == "second"
         assert second.status().critic_step == 0
 
 
@@ -131,7 +132,7 @@ def test_rule_2_running_work_ends_before_the_new_holder_may_begin(
 ) -> None:
     training = critic.train(long_batch(), step=1)
     wait_until_busy(critic)
-    with shared_server.client("second actor") as second:  # acquire() returns only when the train call has ended
+    with shared_server.client("second") as second:  # acquire() returns only when the train call has ended
         status = second.status()
         assert status.busy is None
         assert status.critic_step == 1
@@ -180,12 +181,12 @@ def test_rule_3_a_step_in_parts_equals_a_step_in_one(shared_server: CriticServer
     """The same metrics and the same bits of weights and optimizer state."""
     batch = train_batch(4, count=100)
     whole = critic.train(batch, step=1).result()
-    critic.save("whole").result()
+    critic.save("test-step_000001").result()
     critic.restore(START, None)
     with shared_server.client(max_request_bytes=8192) as splitting:
         in_parts = splitting.train(batch, step=1).result()
-        splitting.save("parts").result()
-    assert shared_server.half("parts") == shared_server.half("whole")
+        splitting.save("test-step_000002").result()
+    assert shared_server.half("test-step_000002") == shared_server.half("test-step_000001")
     assert {**in_parts, "seconds": 0} == {**whole, "seconds": 0}
 
 
@@ -197,12 +198,12 @@ def test_rule_3_repeated_parts_return_the_stored_answer_and_train_nothing(
     assert send(critic, first) == {"staged": 1, "parts": 2}
     assert critic.status().critic_step == 0
     answer = send(critic, second)
-    critic.save("once").result()
+    critic.save("test-step_000001").result()
     assert send(critic, second) == answer
     assert send(critic, first) == answer
     assert critic.status().critic_step == 1
-    critic.save("twice").result()
-    assert shared_server.half("twice") == shared_server.half("once")
+    critic.save("test-step_000002").result()
+    assert shared_server.half("test-step_000002") == shared_server.half("test-step_000001")
 
 
 def test_rule_3_a_step_that_does_not_follow_is_refused_with_both_numbers(critic: RemoteCritic) -> None:
@@ -235,7 +236,7 @@ def test_rule_3_a_restarted_server_is_noticed(scratch_server: CriticServer) -> N
     with server.client(retries=20) as critic:
         step = critic.status().critic_step + 1
         critic.train(train_batch(6), step=step).result()
-        critic.save("trained").result()
+        critic.save("test-step_000001").result()
         expected = critic.infer(sequences(1)).result()
         server.kill()
         waiting = critic.infer(sequences(1))  # sent while nobody listens
@@ -244,8 +245,8 @@ def test_rule_3_a_restarted_server_is_noticed(scratch_server: CriticServer) -> N
             waiting.result()
         with pytest.raises(ServerRestarted):
             critic.train(train_batch(7), step=step + 1).result()
-        assert critic.acquire("again") == 0
-        assert critic.restore("trained", None) == step
+        assert critic.acquire("test") == 0
+        assert critic.restore("test-step_000001", None) == step
         restored = critic.infer(sequences(1)).result()
         np.testing.assert_array_equal(np.concatenate(restored.values), np.concatenate(expected.values))
         assert restored.critic_step == step
@@ -257,13 +258,17 @@ def test_rule_3_a_restarted_server_is_noticed(scratch_server: CriticServer) -> N
 def test_rule_4_restore_is_exact_to_the_last_bit(shared_server: CriticServer, critic: RemoteCritic) -> None:
     """Weights, optimizer and schedule: the steps after a restore equal the steps that were made before."""
     critic.train(train_batch(1), step=1).result()
-    saved = critic.save("one").result()
+    saved = critic.save("test-step_000001").result()
     then = [critic.train(train_batch(seed), step=seed).result() for seed in (2, 3)]
-    critic.save("three").result()
-    assert critic.restore("one", saved["files"]) == 1
+    critic.save("test-step_000003").result()
+    assert critic.restore("test-step_000001", saved["files"]) == 1
     again = [critic.train(train_batch(seed), step=seed).result() for seed in (2, 3)]
-    critic.save("three-again").result()
-    assert shared_server.half("three-again") == shared_server.half("three") != shared_server.half("one")
+    critic.save("test-step_000004").result()
+    assert (
+        shared_server.half("test-step_000004")
+        == shared_server.half("test-step_000003")
+        != shared_server.half("test-step_000001")
+    )
     assert [{**step, "seconds": 0} for step in again] == [{**step, "seconds": 0} for step in then]
 
 
@@ -274,64 +279,68 @@ def test_rule_4_training_waits_for_the_copy_and_not_for_the_disk(
     server = make_server(environment={"SLOW_DISK": str(slow), "SLOW_DISK_S": "2"}).start()
     with server.client() as critic:
         slow.touch()
-        before = critic.save("before", critic_step=0)
+        before = critic.save("test-step_000001", critic_step=0)
         critic.train(train_batch(1), step=1).result()
         assert not before.done()
         slow.unlink()
         assert before.result()["critic_step"] == 0
-        critic.save("after", critic_step=1).result()
-        assert server.half("before") != server.half("after")
-        assert critic.restore("before", before.result()["files"]) == 0
-        critic.save("again").result()
-        assert server.half("again") == server.half("before")
+        critic.save("test-step_000002", critic_step=1).result()
+        assert server.half("test-step_000001") != server.half("test-step_000002")
+        assert critic.restore("test-step_000001", before.result()["files"]) == 0
+        critic.save("test-step_000003").result()
+        assert server.half("test-step_000003") == server.half("test-step_000001")
 
 
 def test_rule_4_a_step_that_is_gone_cannot_be_saved(critic: RemoteCritic) -> None:
     critic.train(train_batch(1), step=1).result()
     with pytest.raises(ProtocolError, match="step 0 is to be saved but the critic is at step 1") as refusal:
-        critic.save("gone", critic_step=0).result()
+        critic.save("test-step_000001", critic_step=0).result()
     assert refusal.value.code is Code.CONFLICT
 
 
 def test_rule_4_a_run_may_leave_nothing_behind(scratch_server: CriticServer) -> None:
+    dry, other = {checkpoint_id("dry", step) for step in (1, 2)}, checkpoint_id("other", 1)
     with scratch_server.client() as critic:
-        for name in ("dry-1", "dry-2", "other-1"):
-            critic.save(name, export=True).result()
-            critic.commit(name, keep=2)
+        for run, names in (("other", [other]), ("dry", sorted(dry))):
+            critic.acquire(run)
+            for name in names:
+                critic.save(name, export=True).result()
+                critic.commit(name, keep=2)
         for _ in range(2):  # as its answer may get lost
-            critic.commit("dry-2", keep=0)
+            critic.commit(max(dry), keep=0)
     for folder in ("checkpoints", "exports"):
         names = {path.name for path in (scratch_server.output_dir / folder).iterdir()}
-        assert "other-1" in names and not {"dry-1", "dry-2"} & names
+        assert other in names and not dry & names
 
 
 def test_rule_4_commit_keeps_the_last_ones(scratch_server: CriticServer) -> None:
     server = scratch_server
     with server.client() as critic:
-        for name in ("a", "b", "crashed", "c"):
+        one, two, crashed, last = (checkpoint_id("test", step) for step in (11, 12, 13, 14))
+        for name in (one, two, crashed, last):
             critic.save(name).result()
-            if name != "crashed":
+            if name != crashed:
                 pruned = critic.commit(name, keep=2)
-        assert {"a", "crashed"} <= set(pruned)
-        assert critic.status().last_committed == "c"
-        assert critic.restore("b", None) == critic.status().critic_step
-        with pytest.raises(ProtocolError, match="no checkpoint a") as refusal:
-            critic.restore("a", None)
+        assert {one, crashed} <= set(pruned)
+        assert critic.status().last_committed == last
+        assert critic.restore(two, None) == critic.status().critic_step
+        with pytest.raises(ProtocolError, match=f"no checkpoint {one}") as refusal:
+            critic.restore(one, None)
         assert refusal.value.code is Code.NOT_FOUND
 
 
 def test_rule_4_a_half_that_is_not_the_manifests_is_refused(shared_server: CriticServer, critic: RemoteCritic) -> None:
-    files = critic.save("damaged").result()["files"]
+    files = critic.save("test-step_000005").result()["files"]
     name = next(iter(files))
     with pytest.raises(ProtocolError, match="not the one asked for"):
-        critic.restore("damaged", {**files, name: "0" * 64})
-    with (shared_server.output_dir / "checkpoints" / "damaged" / "critic" / name).open("ab") as file:
+        critic.restore("test-step_000005", {**files, name: "0" * 64})
+    with (shared_server.output_dir / "checkpoints" / "test-step_000005" / "critic" / name).open("ab") as file:
         file.write(b"x")
     with pytest.raises(ProtocolError, match="damaged"):
-        critic.restore("damaged", files)
-    (shared_server.output_dir / "checkpoints" / "damaged" / "critic" / "critic.json").write_text('{"critic_st')
-    with pytest.raises(ProtocolError, match=r"checkpoint damaged is damaged: critic.json"):
-        critic.restore("damaged", files)
+        critic.restore("test-step_000005", files)
+    (shared_server.output_dir / "checkpoints" / "test-step_000005" / "critic" / "critic.json").write_text('{"critic_st')
+    with pytest.raises(ProtocolError, match=r"checkpoint test-step_000005 is damaged: critic.json"):
+        critic.restore("test-step_000005", files)
     assert critic.restore(START, None) == 0
 
 
@@ -339,6 +348,7 @@ def test_rule_4_the_actor_falls_back_to_a_checkpoint_whose_critic_half_is_whole(
     shared_server: CriticServer, critic: RemoteCritic, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
+    critic.acquire("run")
     for step in (1, 2):
         store.begin(step)
         half = critic.save(checkpoint_id("run", step)).result()
@@ -356,27 +366,27 @@ def test_rule_4_the_actor_falls_back_to_a_checkpoint_whose_critic_half_is_whole(
 
 def test_rule_4_a_half_that_was_removed_is_saved_again(shared_server: CriticServer, critic: RemoteCritic) -> None:
     """A save that is repeated is not answered from memory then."""
+    critic.acquire("run")
     first = critic.save("run-step_000001").result()
     critic.commit("run-step_000001", 0)
     assert not (shared_server.output_dir / "checkpoints" / "run-step_000001").exists()
     assert critic.save("run-step_000001").result() == first
     assert critic.restore("run-step_000001", first["files"]) == first["critic_step"]
-    critic.restore(START, None)
 
 
 def test_rule_4_a_full_disk_spares_the_last_good_checkpoint(scratch_server: CriticServer) -> None:
     """A file-size limit on the live process stands in for the full disk."""
     server = scratch_server
     with server.client() as critic:
-        good = critic.save("good").result()
+        good = critic.save("test-step_000006").result()
         critic.train(train_batch(1), step=good["critic_step"] + 1).result()
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-        for name in ("good", "next"):
+        for name in ("test-step_000006", "test-step_000007"):
             with pytest.raises(UserError, match="could not be saved") as refusal:
                 critic.save(name).result()
             assert str(server.output_dir) not in str(refusal.value)
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert critic.restore("good", good["files"]) == good["critic_step"]
+        assert critic.restore("test-step_000006", good["files"]) == good["critic_step"]
 
 
 # --- rule 5: nothing is lost in silence -------------------------------------------------------------------------------

@@ -32,13 +32,13 @@ class Learned:
 
 
 def learn(critic: RemoteCritic, server: CriticServer) -> Learned:
-    """Three train steps from the untrained critic, and a checkpoint ``learned`` with an export."""
+    """Three train steps from the untrained critic, and a checkpoint with an export."""
     first = critic.infer(sequences(1)).result()
     metrics = [critic.train(train_batch(step, count=9), step=step).result() for step in range(1, STEPS + 1)]
     last = critic.infer(sequences(1)).result()
     assert first.rewards is not None
-    critic.save("learned", export=True).result()
-    weights = load_file(server.output_dir / "exports" / "learned" / "critic" / "model.safetensors")
+    critic.save("test-step_000001", export=True).result()
+    weights = load_file(server.output_dir / "exports" / "test-step_000001" / "critic" / "model.safetensors")
     return Learned([np.concatenate(answer.values) for answer in (first, last)], first.rewards, metrics, weights)
 
 
@@ -68,7 +68,7 @@ def test_two_ranks_learn_what_one_learns(make_server, alone: Learned, zero_stage
 
         critic.train(train_batch(7), step=STEPS + 1).result()
         further = critic.infer(sequences(2)).result().values
-        critic.restore("learned", None)
+        critic.restore("test-step_000001", None)
         critic.train(train_batch(7), step=STEPS + 1).result()
         for values, again in zip(further, critic.infer(sequences(2)).result().values, strict=True):
             np.testing.assert_array_equal(values, again)
@@ -87,9 +87,9 @@ def test_a_rank_survives_a_full_disk_and_its_death_ends_the_server(make_server) 
         follower = max(ranks, key=lambda rank: rank.pid)
         follower.rlimit(psutil.RLIMIT_FSIZE, (4096, psutil.RLIM_INFINITY))
         with pytest.raises(UserError, match="could not be saved"):
-            critic.save("full").result()
+            critic.save("test-step_000002").result()
         follower.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
-        critic.save("whole").result()
+        critic.save("test-step_000001").result()
         training = critic.train(long_batch(), step=1)
         wait_until_busy(critic)
         follower.send_signal(signal.SIGKILL)

@@ -29,7 +29,7 @@ def test_a_late_copy_of_an_acquire_does_not_take_the_lease(critic: RemoteCritic,
     lease = critic._lease
     assert parse_json(critic._connection.call(*acquire, timeout_s=60))["lease"] == lease
     critic.train(train_batch(1), step=1).result()
-    critic.acquire("yet again")
+    critic.acquire("yetagain")
     assert parse_json(critic._connection.call(*acquire, timeout_s=60))["lease"] == lease != critic._lease
     critic.train(train_batch(2), step=2).result()
 
@@ -46,14 +46,15 @@ def test_a_late_copy_of_a_restore_does_not_undo_what_was_trained_since(critic: R
 def test_a_late_copy_of_a_commit_does_not_prune_the_checkpoint_after_it(
     shared_server: CriticServer, critic: RemoteCritic, sent: list
 ) -> None:
-    for name in ("late-1", "late-2"):
+    critic.acquire("late")
+    for name in ("late-step_000001", "late-step_000002"):
         critic.save(name).result()
         critic.commit(name, keep=1)
     first, last = (request for request in sent if request[0] is protocol.COMMIT)
     parse_json(critic._connection.call(*first, timeout_s=60))
-    assert parse_json(critic._connection.call(*last, timeout_s=60)) == {"pruned": ["late-1"]}
-    assert critic.status().last_committed == "late-2"
-    assert (shared_server.output_dir / "checkpoints" / "late-2" / "critic").exists()
+    assert parse_json(critic._connection.call(*last, timeout_s=60)) == {"pruned": ["late-step_000001"]}
+    assert critic.status().last_committed == "late-step_000002"
+    assert (shared_server.output_dir / "checkpoints" / "late-step_000002" / "critic").exists()
 
 
 def test_a_request_id_belongs_to_one_request(critic: RemoteCritic) -> None:
@@ -73,15 +74,15 @@ def test_dropout_is_that_of_the_step_whoever_trains_it(make_server) -> None:
 
     with server.client() as critic:
         critic.train(train_batch(1), step=1).result()
-        critic.save("one").result()
+        critic.save("test-step_000001").result()
         values = next_step(critic)
-        critic.restore("one", None)
+        critic.restore("test-step_000001", None)
         np.testing.assert_array_equal(next_step(critic), values)
-        critic.restore("one", None)
+        critic.restore("test-step_000001", None)
         critic.train(train_batch(3), step=2).result()
         critic.shutdown()
     server.process.wait(60)
     server.start()
     with server.client() as critic:
-        critic.restore("one", None)
+        critic.restore("test-step_000001", None)
         np.testing.assert_array_equal(next_step(critic), values)

@@ -23,12 +23,24 @@ import requests
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import RemoteCritic
-from tests.integration.critic_server import TOKEN_ENV, CriticServer, sequences, train_batch
-from tests.integration.fuzzer import valid_infer, valid_train
+from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER
+from tests.integration.chaos import OWN_SHM
+from tests.integration.critic_server import (
+    KEPT_BYTES,
+    TOKEN_ENV,
+    CriticServer,
+    runs,
+    segments_of,
+    sequences,
+    train_batch,
+)
+from tests.integration.fuzzer import Raw, text, valid_infer, valid_train
+from tests.integration.http_faults import PATHS
+from tests.integration.kserve_faults import as_json
+from tests.integration.processes import start_server
+from tests.integration.warm import ROOT
 
 TOKEN = secrets.token_hex(16)
-KEPT_BYTES = 64 * 2**20
-"""What a stranger may make a server keep, in memory and /dev/shm together."""
 HEAD_S, BODY_S = 10, 30
 """The door's bounds, as docs/protocol.md states them."""
 INFER = "/v2/models/critic_infer/infer"
@@ -56,31 +68,19 @@ def critic(server: CriticServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
         yield client
 
 
-def tree(server: CriticServer) -> list[psutil.Process]:
-    parent = psutil.Process(server.process.pid)
-    return [parent, *parent.children(recursive=True)]
-
-
-def kept(server: CriticServer) -> int:
-    """Bytes of private memory of the server's processes, and of /dev/shm."""
-    private = sum(process.memory_full_info().uss for process in tree(server))
-    shm = os.statvfs("/dev/shm")
-    return private + (shm.f_blocks - shm.f_bfree) * shm.f_frsize
-
-
 @pytest.fixture
 def unharmed(server: CriticServer) -> Iterator[None]:
     """After the test the same processes live, nothing was kept, and a good request is answered at once."""
-    before, processes = kept(server), {process.pid for process in tree(server)}
+    before, processes = server.kept_bytes(), {process.pid for process in server.processes()}
     yield
     started = time.monotonic()
     ask_well(server)
     assert time.monotonic() - started < 5
-    assert {process.pid for process in tree(server)} == processes
+    assert {process.pid for process in server.processes()} == processes
     deadline = time.monotonic() + 10
-    while kept(server) - before > KEPT_BYTES and time.monotonic() < deadline:
+    while server.kept_bytes() - before > KEPT_BYTES and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert kept(server) - before <= KEPT_BYTES
+    assert server.kept_bytes() - before <= KEPT_BYTES
 
 
 def connect(server: CriticServer) -> socket.socket:
@@ -140,18 +140,10 @@ def test_nor_is_it_when_they_know_the_token(server: CriticServer, attack: str, u
     assert answer == "" or f"HTTP/1.1 {expected}" in answer, answer
 
 
-PATHS = (
-    "/", "/v2", "/v2/health/ready", "/v2/health/live", "/v2/models/critic_infer", "/v2/models/critic_infer/config", "/metrics",
-    "/v2/models/stats", "/v2/repository/index", "/v2/repository/models/critic_infer/unload", "/v2/systemsharedmemory/status",
-    "/v2/trace/setting", "/v2/logging", "/v2/models/critic_status/infer", "/v2/models/%63ritic_status/infer",
-    "//v2/models/critic_status/infer", "/v2/models/critic_status/versions/1/infer", "/v2/models/critic_status/generate",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PRI"])
 def test_only_our_endpoints_are_there(server: CriticServer, method: str) -> None:
     served = {("POST", "/v2/models/critic_status/infer"), ("GET", "/metrics")}
-    for path in PATHS:
+    for path in [*PATHS, "/metrics", "/v2/models/critic_status/infer"]:
 
         def ask(headers: dict[str, str]) -> int:
             connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
@@ -197,12 +189,33 @@ def test_slow_and_idle_connections_are_ended_and_hold_nobody_up(
 def test_a_body_must_arrive_in_time(server: CriticServer, unharmed: None) -> None:
     """Also of those who know the token. (The shipped bound, 30 s, is long enough to be waited for once.)"""
     head = f"Content-Length: 1000\r\nInference-Header-Content-Length: 100\r\n{protocol.TOKEN_HEADER}: {TOKEN}"
-    with connect(server) as link:
+    with connect(server) as link, connect(server) as other:
         link.sendall(f"POST {INFER} HTTP/1.1\r\nHost: critic\r\n{head}\r\n\r\n{{".encode())
+        other.sendall(f"GET /metrics HTTP/1.1\r\nHost: critic\r\n{head}\r\n\r\n{{".encode())
         began = time.monotonic()
         link.settimeout(BODY_S + 10)
         assert link.recv(1) == b""
         assert time.monotonic() - began > BODY_S - 1
+        other.settimeout(10)
+        assert other.recv(1) == b""
+
+
+@pytest.mark.parametrize("endpoint", ["acquire", "save", "commit", "restore", "shutdown"])
+def test_a_long_json_request_is_not_kept(server: CriticServer, endpoint: str, unharmed: None) -> None:
+    """Triton and both ends of its shared memory would keep 16 MiB each, for every endpoint."""
+    body, headers = Raw(f"critic_{endpoint}", {"request": text(b" " * 16 * 2**20)}).body()
+    lines = f"Content-Length: {len(body)}\r\n{HEAD_LENGTH_HEADER}: {headers[HEAD_LENGTH_HEADER]}"
+    answer = exchange(server, lines, body, path=f"/v2/models/critic_{endpoint}/infer", token=TOKEN)
+    assert answer == "" or "HTTP/1.1 413" in answer, answer
+
+
+@pytest.mark.parametrize("boot_id", [b"\xff\xfe", b"\xc3\xa9", b"\xe9"])
+def test_a_boot_id_that_is_none_is_refused(server: CriticServer, boot_id: bytes) -> None:
+    """Triton hands headers on as JSON, which not every byte fits into."""
+    body, headers = valid_infer().body()
+    headers |= {protocol.TOKEN_HEADER: TOKEN, protocol.BOOT_HEADER: boot_id.decode("latin1")}
+    answer = requests.post(f"http://127.0.0.1:{server.port}{INFER}", data=body, headers=headers, timeout=10)
+    assert (answer.status_code, answer.json()["error"]) == (400, "[invalid] the header x-critic-boot is no boot id")
 
 
 # --- hang-ups ---------------------------------------------------------------------------------------------------------
@@ -240,6 +253,29 @@ def test_clients_that_hang_up_are_not_noticed_behind_the_door(
     while critic.status().critic_step < step + 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert critic.status().critic_step == step + 2  # the first of the hung-up calls counted, once
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_refused_request_goes_no_further_when_its_client_hangs_up(server: CriticServer, token: str | None) -> None:
+    """It waits in the door's buffer, whole, while the refusal finds nobody to go to."""
+    body = json.dumps(as_json(valid_infer())).encode()
+    lines = f"{protocol.TOKEN_HEADER}: {token or 'wrong'}\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST {INFER} HTTP/1.1\r\n{lines}\r\n"
+    url = f"http://127.0.0.1:{server.port}/metrics"
+
+    def served() -> str:
+        answer = requests.get(url, headers={protocol.TOKEN_HEADER: TOKEN}, timeout=10).text
+        return re.search(r'nv_inference_request_success\{model="critic_infer".*', answer)[0]  # type: ignore[index]
+
+    before = served()
+    for _ in range(50):
+        with connect(server) as link:
+            link.sendall(head.encode() + body)
+            time.sleep(0.02)
+    time.sleep(2)
+    assert served() == before
+    log = server.log.read_text()
+    assert "Traceback" not in log, log[log.index("Traceback") :][:2000]
 
 
 # --- other users of the host ------------------------------------------------------------------------------------------
@@ -295,12 +331,12 @@ def test_another_user_of_the_host_reads_no_secret_and_gets_no_answer(
 
     def keep_busy() -> None:
         while not stop.is_set():
-            critic.commit("none", 0)  # its JSON, lease included, goes through shared memory
+            critic.commit("test-step_000001", 0)  # its JSON, lease included, goes through shared memory
 
     busy = threading.Thread(target=keep_busy)
     busy.start()
     try:
-        pids = [process.pid for process in tree(server)]
+        pids = [process.pid for process in server.processes()]
         known = {"token": TOKEN, "lease": lease}
         looked = subprocess.run(
             ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", STRANGER],
@@ -316,7 +352,7 @@ def test_another_user_of_the_host_reads_no_secret_and_gets_no_answer(
 
 
 def test_the_token_is_in_no_argument_environment_or_child(server: CriticServer) -> None:
-    for process in tree(server)[1:]:
+    for process in server.processes()[1:]:
         assert TOKEN not in " ".join(process.cmdline())
         assert TOKEN not in process.environ().values()
 
@@ -324,7 +360,7 @@ def test_the_token_is_in_no_argument_environment_or_child(server: CriticServer) 
 def test_one_door_listens_and_nothing_else(server: CriticServer) -> None:
     listening = {
         (process.pid, connection.laddr.port)
-        for process in tree(server)
+        for process in server.processes()
         for connection in process.net_connections("tcp")
         if connection.status == "LISTEN"
     }
@@ -345,23 +381,47 @@ def test_one_door_listens_and_nothing_else(server: CriticServer) -> None:
 
 def test_a_dead_door_ends_the_server(make_server) -> None:
     server = make_server().start()
-    door = next(process for process in tree(server) if "front_door" in " ".join(process.cmdline()))
+    door = next(process for process in server.processes() if "front_door" in " ".join(process.cmdline()))
     door.kill()
     assert server.process.wait(20) == 1
     assert "the front door" in server.log.read_text()
 
 
 def test_a_killed_server_takes_its_door_along_and_the_next_one_tidies_up(make_server) -> None:
+    """All but an endpoint that hangs are killed at once, the guardian too, as a batch system or nobody's luck may do it."""
     server = make_server().start()
-    pid = server.process.pid
-    for process in tree(server):  # the whole group at once, as an out-of-memory killer or a batch system does
-        process.send_signal(signal.SIGKILL)
+    pid, everyone = server.process.pid, server.processes()
+    left = [*segments_of(everyone), *Path("/tmp").glob(f"nsr{pid}-*")]
+    hanging = server.tritonserver().children()[-1]
+    hanging.suspend()
+    for process in everyone:
+        if process != hanging:
+            process.send_signal(signal.SIGKILL)
     server.process.wait()
-    left = [*Path("/dev/shm").glob(f"*{pid}-*"), *Path("/tmp").glob(f"nsr{pid}-*")]
-    assert left
+    assert runs(hanging) and any(path.exists() for path in left)
     server.port = 0
     server.start()
     assert not any(path.exists() for path in left)
+    assert not runs(hanging)
+
+
+def test_a_server_that_does_not_see_another_leaves_its_segments_alone(tmp_path, reward_model) -> None:
+    """As in two containers that share /dev/shm, but not their process ids."""
+    overrides = ["model.dtype=float32", f"model.path={reward_model}"]
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    first, _ = start_server(folders[0], *overrides, cold=OWN_SHM)
+    try:
+        shared_memory = Path(f"/proc/{first.pid}/root/dev/shm")
+        segments = {path.name for path in shared_memory.iterdir()}
+        inside = ["nsenter", "--target", str(first.pid), "--user", "--mount", "--preserve-credentials"]
+        apart = [*inside, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", f"--wd={ROOT}"]
+        second, _ = start_server(folders[1], *overrides, cold=apart)
+        second.kill()
+        assert segments and segments <= {path.name for path in shared_memory.iterdir()}
+    finally:
+        first.kill()
 
 
 def test_a_server_without_a_token_of_yours_makes_one(make_server, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from nemo_style_rlhf.launch.interrupt import INTERRUPTED_EXIT
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from tests.integration.critic_server import left_of
-from tests.integration.processes import wait_for_output
+from tests.integration.processes import start_server, wait_for_output
 from tests.integration.warm import ACTOR_PYTHON, ROOT, SERVER_PYTHON
 from tests.models import save_run_inputs
 
@@ -275,3 +275,79 @@ def test_a_server_ends_with_0_and_while_it_loads_as_others(inputs, program, tmp_
     server.wait_until_listening()
     server.ctrl_c()
     assert server.ended(INTERRUPTED_EXIT) == "stopped; the same command starts again"
+
+
+def waits(inputs: Path, *command: object) -> list[object]:
+    """An actor whose critic server is at ``remote_critic_rm.port``."""
+    return [*grpo(inputs), "algorithm=ppo", "reward=remote_critic_rm", "checkpoint.save_interval=1", *command]
+
+
+def test_sigusr1_ends_an_actor_that_waits_for_a_server_from_the_start(inputs, program):
+    actor = program(*waits(inputs, "remote_critic_rm.port=9"))
+    wait_for_output(actor, "waiting for")
+    started = time.monotonic()
+    os.kill(actor._child.pid, signal.SIGUSR1)
+    assert "told to end while no server answers; nothing is lost, the same command goes on" in actor.ended(
+        PREEMPTED_EXIT
+    )
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(("number", "ranks", "told"), [("SIGUSR1", 1, 0), ("SIGINT", 1, 0), ("SIGUSR1", 2, 1)])
+def test_so_does_one_that_has_lost_its_server(number, ranks, told, inputs, program, tmp_path):
+    """Also if only one of its ranks is told, and not the one that changes the server."""
+    (tmp_path / "critic").mkdir()
+    served = ["model.dtype=float32", "run.num_threads=1", f"model.path={inputs / 'reward'}"]
+    server, port = start_server(tmp_path / "critic", *served)
+    patience = ["remote_critic_rm.retries=0", "checkpoint.save_on_interrupt=true"]
+    actor = program(*waits(inputs, f"remote_critic_rm.port={port}", *patience), ranks=ranks)
+    try:
+        wait_for_output(actor, "PPO 1/400")
+    finally:
+        server.kill()
+    wait_for_output(actor, "waiting for")
+    processes = psutil.Process(actor._child.pid).children() if ranks > 1 else [psutil.Process(actor._child.pid)]
+    started = time.monotonic()
+    processes[told].send_signal(getattr(signal, number))
+    code = actor.wait(60)
+    assert time.monotonic() - started < 20
+    assert code == (PREEMPTED_EXIT if ranks == 1 else 1), actor.output()  # torchrun's own
+    step = committed(tmp_path / "run")
+    assert f"told to end while no server answers; step {step} is committed, the same command goes on" in actor.output()
+
+
+def test_an_actor_whose_server_does_not_come_back_says_how_it_was_lost(inputs, program, tmp_path):
+    (tmp_path / "critic").mkdir()
+    served = ["model.dtype=float32", "run.num_threads=1", f"model.path={inputs / 'reward'}"]
+    server, port = start_server(tmp_path / "critic", *served)
+    patience = ["remote_critic_rm.retries=0", "remote_critic_rm.wait_for_server_s=3"]
+    actor = program(*waits(inputs, f"remote_critic_rm.port={port}", *patience))
+    try:
+        wait_for_output(actor, "PPO 1/400")
+    finally:
+        server.kill()
+    waited = r"error: no critic server answers at .* \(waited \d+ s, remote_critic_rm\.wait_for_server_s\)"
+    assert re.fullmatch(waited + "; it was lost with: .*critic server.*", actor.ended(2)), actor.output()
+
+
+def test_ranks_go_on_together_when_a_disk_refuses_one_of_them_until_it_has_done_so_too_often(inputs, program, tmp_path):
+    command = [*grpo(inputs), "checkpoint.save_interval=1", "checkpoint.max_failed_saves=3"]
+    actor = program(*command, ranks=2)
+    wait_for_output(actor, "PPO 1/400")
+    follower = psutil.Process(actor._child.pid).children()[1]
+    for room in (2**10, psutil.RLIM_INFINITY, 2**10):
+        seen, before = len(actor.output()), committed(tmp_path / "run")
+        follower.rlimit(psutil.RLIMIT_FSIZE, (room, psutil.RLIM_INFINITY))
+        if room == 2**10:
+            wait_for_output(actor, "(failure 1,", after=seen)
+            continue
+        deadline = time.monotonic() + 60
+        while committed(tmp_path / "run") <= before + 1:
+            assert actor.poll() is None and time.monotonic() < deadline, actor.output()
+            time.sleep(0.05)
+    assert actor.wait(60) == 1, actor.output()
+    errors = [line for line in actor.output().splitlines() if line.startswith("error: ")]
+    last = committed(tmp_path / "run")
+    assert errors and f"started again, the run resumes from step {last}" in errors[0], actor.output()
+    again = program(*command, ranks=2)
+    wait_for_output(again, f"resumed from step {last}")

@@ -2,20 +2,25 @@
 
 import json
 import math
+import re
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
-from tests.integration.processes import proxy, run_pair, start_actor, start_server, wait_for_output
+from tests.integration.processes import Process, proxy, run_pair, start_actor, start_server, wait_for_output
 from tests.models import save_policy, save_reward_model
 
 STEPS = 6
+FULL_DISK_BYTES = 2**18
+"""A file may not grow beyond it; a model's does."""
 SERVER = [
     "model.dtype=float32", "run.num_threads=1", "engine.optim.lr=1e-3",
     "engine.scheduler.name=linear", "engine.scheduler.total_steps=24",
@@ -308,3 +313,54 @@ def test_sigusr1_ends_a_run_with_a_checkpoint_and_changes_nothing(finished, inpu
     assert (tmp_path / "actor/export/model.safetensors").read_bytes() == (
         finished / "actor/export/model.safetensors"
     ).read_bytes()
+
+
+def test_a_disk_that_is_full_for_a_while_costs_nothing(finished, inputs, tmp_path):
+    """The actor's refuses three checkpoints in a row, the server's one more: training goes on and nothing changes."""
+    (tmp_path / "critic").mkdir()
+    server, port = start_server(tmp_path / "critic", *server_overrides(inputs))
+    store = CheckpointStore(tmp_path / "actor" / "checkpoints", keep_last=2)
+    begun: list[int] = []
+    saves, meanwhile = 0, None
+
+    def limit_files(process: Process, size: int) -> None:
+        psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
+
+    def watch(direction: str, endpoint: str) -> None:
+        """At the first question of a step's rollout the checkpoint of the step before it is being written."""
+        nonlocal saves, meanwhile
+        saves += (direction, endpoint) == ("response", "critic_save")
+        if (direction, endpoint) != ("request", "critic_infer") or not (tmp_path / "actor/metrics.jsonl").exists():
+            return
+        step = len(metrics(tmp_path / "actor"))  # there is a row for step 0
+        if step in begun:
+            return
+        begun.append(step)
+        if step > 2:  # two answers for each of the steps 0, 2, 3, ...
+            deadline = time.monotonic() + 60
+            while saves < 2 * (step - 1) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(1)
+        if step == 2:
+            limit_files(actor, FULL_DISK_BYTES)
+        if step == 5:
+            meanwhile = store.latest()
+            limit_files(actor, psutil.RLIM_INFINITY)
+            limit_files(server, FULL_DISK_BYTES)
+        if step == 6:
+            limit_files(server, psutil.RLIM_INFINITY)
+
+    with proxy(lambda: port, watch) as proxy_port:
+        actor = start_actor(tmp_path / "actor", proxy_port, *actor_overrides(inputs))
+        try:
+            assert actor.wait(240) == 0, actor.output()
+        finally:
+            actor.kill()
+            assert server.terminate() == 0
+    told = re.findall(r"training goes on.*\(failure (\d)", actor.output())
+    assert told == ["1", "2", "3", "4"] and meanwhile.step == 0, actor.output()
+    assert [manifest.step for manifest in store.undamaged()] == [6, 0]
+    assert without_timers(metrics(tmp_path / "actor")) == without_timers(metrics(finished / "actor"))
+    for pattern in ("actor/export/model.safetensors", "critic/exports/*/critic/model.safetensors"):
+        (left,), (right,) = tmp_path.glob(pattern), finished.glob(pattern)
+        assert left.read_bytes() == right.read_bytes()

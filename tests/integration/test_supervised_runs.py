@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.attacks import Attack
 from tests.integration import warm
 from tests.models import WORDS, save_policy, save_reward_model
 
@@ -113,6 +114,27 @@ def test_adapters_resume_to_the_last_bit_and_merge(folder: Path) -> None:
     merged = load_file(folder / "merged" / "model.safetensors")
     assert_near(resumed, merged, 1e-6)
     assert (folder / "merged" / "prompt_template.json").is_file()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zero1", "zero3"])
+def test_a_pickle_in_a_checkpoint_is_not_run(folder: Path, tmp_path: Path, strategy: str) -> None:
+    """Put in the place of any of its files, one after another."""
+    run = f"attacked_{strategy}"
+    settings = [f"trainer.strategy={strategy}", "checkpoint.save_interval=2"]
+    train(folder, "train_sft", run, *settings, "trainer.max_steps=2")
+    (saved,) = (folder / run / "checkpoints").glob("*.ckpt")
+    files = [path for path in saved.rglob("*.pt")] if saved.is_dir() else [saved]
+    assert len(files) == (1 if strategy == "auto" else 3)
+    for path in files:
+        content = path.read_bytes()
+        torch.save({"module": Attack(tmp_path / "marker")}, path)
+        refused = warm.run(command(folder, "train_sft", run, *settings, "trainer.max_steps=4"), timeout=300)
+        assert refused.returncode == 2, refused.stderr[-3000:]
+        assert "Traceback" not in refused.stderr and not (tmp_path / "marker").exists()
+        (line,) = (line for line in refused.stderr.splitlines() if line.startswith("error: "))
+        assert f"{path} is damaged, or holds something else than tensors" in line
+        path.write_bytes(content)
+    train(folder, "train_sft", run, *settings, "trainer.max_steps=4")
 
 
 def test_another_run_is_not_resumed(folder: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_cache_without_room_for_one_sequence_is_refused_by_its_own_key(inputs,
 FULL_DISK = """
 set -eu
 mount -t tmpfs -o size={size} tmpfs {folder}/checkpoints
-{actor} checkpoint.save_interval=2 algorithm.max_steps=6 && exit 1 || echo "exit $?"
+{actor} checkpoint.save_interval=2 algorithm.max_steps=6 checkpoint.max_failed_saves=1 && exit 1 || echo "exit $?"
 cp {folder}/metrics.jsonl {folder}/metrics_of_the_first.jsonl
 ls {folder}/checkpoints
 mount --options-source=disable -o remount,size=64m {folder}/checkpoints
@@ -237,7 +237,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_good_checkpoint_survives(input
     folders = [line for line in after.splitlines() if line.startswith("step_")]
     assert folders == ["step_000000", "step_000002", "step_000004", "step_000006"]
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert re.search(r"step 4 could not be saved in .* make room and start again, it resumes from step 2", sentence)
+    assert re.search(r"step 4 could not be saved in .* make room; started again, the run resumes from step 2", sentence)
     assert "resumed from step 2" in done.stderr
     steps = (folder / "metrics_of_the_first.jsonl").read_text().splitlines()
     assert json.loads(steps[-1])["step"] == 5  # the step in which the disk refused, and none that would be lost as well

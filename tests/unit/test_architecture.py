@@ -20,7 +20,7 @@ ALLOWED = {
     "checkpoint": BASE,
     "models": BASE | {"checkpoint"},  # samples of files
     "data": BASE,
-    "engine": BASE | {"models", "distributed"},
+    "engine": BASE | {"models", "distributed", "checkpoint"},
     "generation": BASE | {"engine", "models"},
     "critic_service": BASE | {"engine", "models", "distributed", "algorithms", "checkpoint", "data", "launch"},
     "scoring": BASE | {"critic_service", "launch"},

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import time
 import pytest
 
 from nemo_style_rlhf.checkpoint.files import write_atomically
-from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
+from nemo_style_rlhf.checkpoint.names import checkpoint_id
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.errors import UserError
 
 
@@ -52,6 +54,13 @@ def test_an_attempt_that_died_before_its_manifest_does_not_count_and_can_be_repe
     assert store.latest().step == 2
 
 
+def resign(manifest, content):
+    """As somebody who may write there can."""
+    del content["digest"]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    manifest.write_text(json.dumps({**content, "digest": digest}))
+
+
 def make_unreadable(path):
     """Whoever reads the first byte is told of an input/output error."""
     path.unlink()
@@ -67,10 +76,66 @@ def test_a_damaged_one_falls_back_to_the_one_before_and_says_so(tmp_path, caplog
     folder = save(store, 2)
     damage(folder / "actor" / "w.bin")
     assert store.latest().step == 1
-    assert "step_000002 is damaged (w.bin)" in caplog.text
+    assert re.search(r"step_000002 is damaged \(w.bin( is no plain file)?\)", caplog.text)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"format": 1', b"[]", b'{"format": 1}', b"\xff\x00", None])
+@pytest.mark.parametrize("place", ["surplus.pt", "engine/state/surplus.pt"])
+def test_one_with_a_file_that_its_manifest_does_not_list_is_damaged(tmp_path, caplog, place):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 1)
+    surplus = save(store, 2) / "actor" / place
+    surplus.parent.mkdir(parents=True, exist_ok=True)
+    surplus.write_text("x")
+    assert store.latest().step == 1
+    assert f"step_000002 is damaged ({place} is none of its files)" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["actor", "actor/w.bin", "manifest.json"])
+def test_one_with_a_link_in_it_is_damaged_though_it_leads_to_the_same(tmp_path, caplog, place):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    save(store, 1)
+    linked = save(store, 2) / place
+    linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(tmp_path / "elsewhere")
+    assert store.latest().step == 1
+    assert re.search(rf"step_000002 is damaged \({linked.name}\b", caplog.text)
+
+
+def test_a_pipe_in_one_keeps_nobody_waiting(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 1)
+    path = save(store, 2) / "actor" / "w.bin"
+    path.unlink()
+    os.mkfifo(path)
+    assert store.latest().step == 1
+    assert "w.bin is no plain file" in caplog.text
+
+
+def test_names_that_lead_out_of_one_are_not_followed(tmp_path, caplog):
+    """The manifest's digest is right, and so is that of the file."""
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 1)
+    path = save(store, 2) / "manifest.json"
+    outside = tmp_path / "outside"
+    outside.write_text("x")
+    content = json.loads(path.read_text())
+    content["actor"]["../../outside"] = hashlib.sha256(b"x").hexdigest()
+    resign(path, content)
+    assert store.latest().step == 1
+    assert "step_000002 is damaged (../../outside)" in caplog.text
+
+
+@pytest.mark.parametrize("change", [{"run_id": "../x"}, {"run_id": 1}, {"step": 7}, {"actor": []}])
+def test_so_is_one_whose_manifest_is_of_something_else(tmp_path, caplog, change):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 1)
+    path = save(store, 2) / "manifest.json"
+    resign(path, {**json.loads(path.read_text()), **change})
+    assert store.latest().step == 1
+    assert "step_000002 is damaged (manifest.json)" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b'{"format": 1', b"[]", b"[" * 100_000, b'{"format": 1}', b"\xff\x00", None])
 def test_so_does_one_whose_manifest_is_damaged(tmp_path, caplog, content):
     store = CheckpointStore(tmp_path, keep_last=2)
     save(store, 1)

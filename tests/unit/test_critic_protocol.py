@@ -2,7 +2,10 @@
 
 import errno
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_style_rlhf.checkpoint.store import CheckpointStore, checkpoint_id
+from nemo_style_rlhf.checkpoint.names import checkpoint_id
+from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service import connection, protocol, validation
 from nemo_style_rlhf.critic_service.connection import Connection
 from nemo_style_rlhf.critic_service.kserve import decode_response, encode_request
@@ -111,7 +115,7 @@ def test_kserve_bodies_round_trip() -> None:
 
 
 def test_the_ledger_counts_every_step_once() -> None:
-    ledger = Ledger()
+    ledger = Ledger(max_staged_bytes=2**30)
     lease = ledger.acquire("run")
     one, two = (validation.read_train(train_inputs(lease, 1, part, 2), LIMITS) for part in (1, 2))
     assert ledger.stage(one) == ({"staged": 1, "parts": 2}, None)
@@ -125,9 +129,35 @@ def test_the_ledger_counts_every_step_once() -> None:
         ledger.stage(validation.read_train(train_inputs(lease, 3), LIMITS))
 
 
+def test_the_ledger_takes_so_many_bytes_of_a_step() -> None:
+    """A part here has 88: 5 tokens of 16 and 2 sequences of 4. One that is sent again counts once."""
+    ledger = Ledger(max_staged_bytes=2 * 88)
+    lease = ledger.acquire("run")
+    parts = [validation.read_train(train_inputs(lease, 1, part, 3), LIMITS) for part in (1, 2, 3)]
+    for part in (parts[0], parts[1], parts[1]):
+        ledger.stage(part)
+    with pytest.raises(
+        ProtocolError, match=r"step 1 comes to 264 bytes .* critic.max_staged_bytes is 176: "
+    ) as refusal:
+        ledger.stage(parts[2])
+    assert refusal.value.code is Code.INVALID
+    ledger.drop()
+    assert ledger.stage(parts[2]) == ({"staged": 1, "parts": 3}, None)
+
+
+def test_a_lease_is_for_the_checkpoints_of_its_run() -> None:
+    ledger = Ledger(max_staged_bytes=2**30)
+    lease = ledger.acquire("mine")
+    ledger.check_run(lease, "mine-step_000001")
+    with pytest.raises(ProtocolError, match=r"^\[conflict\] checkpoint theirs-step_000001 is of the run theirs"):
+        ledger.check_run(lease, "theirs-step_000001")
+    with pytest.raises(ProtocolError, match=r"^\[lease_lost\]"):
+        ledger.check_run("another", "mine-step_000001")
+
+
 def test_an_answer_of_a_lost_lease_is_nobodys() -> None:
     """The step ran while the lease was lost: it counts, but the new holder does not get the old one's answer."""
-    ledger = Ledger()
+    ledger = Ledger(max_staged_bytes=2**30)
     old = ledger.acquire("old")
     part = validation.read_train(train_inputs(old), LIMITS)
     ledger.stage(part)
@@ -141,28 +171,28 @@ def test_an_answer_of_a_lost_lease_is_nobodys() -> None:
 
 def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     store = HalfStore(tmp_path)
-    store.save("a", 3, lambda directory: (directory / "weights").write_text("old"))
-    (tmp_path / "checkpoints/a/critic").rename(tmp_path / "checkpoints/a/critic.old")
-    (tmp_path / "checkpoints/a/critic.tmp").mkdir()
-    directory, half = HalfStore(tmp_path).verified("a", None)
+    store.save("run-step_000001", 3, lambda directory: (directory / "weights").write_text("old"))
+    (tmp_path / "checkpoints/run-step_000001/critic").rename(tmp_path / "checkpoints/run-step_000001/critic.old")
+    (tmp_path / "checkpoints/run-step_000001/critic.tmp").mkdir()
+    directory, half = HalfStore(tmp_path).verified("run-step_000001", None)
     assert half.critic_step == 3
     assert (directory / "weights").read_text() == "old"
-    assert not (tmp_path / "checkpoints/a/critic.tmp").exists()
+    assert not (tmp_path / "checkpoints/run-step_000001/critic.tmp").exists()
 
 
 def test_a_half_of_another_dtype_is_not_restored_whatever_its_ranks(tmp_path: Path) -> None:
     store = HalfStore(tmp_path, {"model.dtype": "float32"})
-    store.save("a", 3, lambda directory: (directory / "weights").write_text("w"))
+    store.save("run-step_000001", 3, lambda directory: (directory / "weights").write_text("w"))
     with pytest.raises(ProtocolError, match=r"a critic with model\.dtype float32, this one has bfloat16"):
-        HalfStore(tmp_path, {"model.dtype": "bfloat16"}).verified("a", None)
-    record = tmp_path / "checkpoints/a/critic/critic.json"
+        HalfStore(tmp_path, {"model.dtype": "bfloat16"}).verified("run-step_000001", None)
+    record = tmp_path / "checkpoints/run-step_000001/critic/critic.json"
     half = json.loads(record.read_text())
     half.pop("critic")
     for earlier in ({}, {"shape": {"ranks": 2}}, {"shape": {"model.dtype": "float32"}}):
         record.write_text(json.dumps({**half, **earlier}))
-        assert store.verified("a", None)[1].critic_step == 3
+        assert store.verified("run-step_000001", None)[1].critic_step == 3
     with pytest.raises(ProtocolError, match=r"a critic with model\.dtype float32, this one has bfloat16"):
-        HalfStore(tmp_path, {"model.dtype": "bfloat16"}).verified("a", None)
+        HalfStore(tmp_path, {"model.dtype": "bfloat16"}).verified("run-step_000001", None)
 
 
 def test_after_a_fallback_both_sides_keep_the_same_checkpoints(tmp_path: Path) -> None:
@@ -191,7 +221,7 @@ def test_where_the_new_half_cannot_take_its_place_the_old_one_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = HalfStore(tmp_path)
-    store.save("a", 1, lambda directory: (directory / "weights").write_text("old"))
+    store.save("run-step_000001", 1, lambda directory: (directory / "weights").write_text("old"))
     rename = Path.rename
 
     def refused(path: Path, target: Path) -> Path:
@@ -201,20 +231,20 @@ def test_where_the_new_half_cannot_take_its_place_the_old_one_is_back(
 
     monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(ProtocolError, match="make room"):
-        store.save("a", 2, lambda directory: (directory / "weights").write_text("new"))
-    directory, half = store.verified("a", None)
+        store.save("run-step_000001", 2, lambda directory: (directory / "weights").write_text("new"))
+    directory, half = store.verified("run-step_000001", None)
     assert half.critic_step == 1 and (directory / "weights").read_text() == "old"
 
 
 def test_pruning_leaves_the_actors_half_alone(tmp_path: Path) -> None:
     store = HalfStore(tmp_path)
-    for name in ("a", "b"):
+    for name in ("run-step_000001", "run-step_000002"):
         store.save(name, 1, lambda directory: (directory / "weights").write_text("w"))
         (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
         pruned = store.commit(name, keep=1)
-    assert pruned == ["a"]
-    assert (tmp_path / "checkpoints/a/manifest.json").exists()
-    assert not (tmp_path / "checkpoints/a/critic").exists()
+    assert pruned == ["run-step_000001"]
+    assert (tmp_path / "checkpoints/run-step_000001/manifest.json").exists()
+    assert not (tmp_path / "checkpoints/run-step_000001/critic").exists()
 
 
 def test_pruning_leaves_other_runs_alone(tmp_path: Path) -> None:
@@ -261,6 +291,22 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypa
     config.token_file = str(tmp_path / "nowhere")
     with pytest.raises(UserError, match="does not exist"):
         read_token(config)
+
+
+def test_the_token_leaves_the_environment_that_the_kernel_shows() -> None:
+    """/proc/PID/environ shows what a process was started with, whatever it has unset since."""
+    program = """if True:
+        from pathlib import Path
+        from nemo_style_rlhf.critic_service.secret import read_token
+        from nemo_style_rlhf.schema.common import TokenConfig
+        shown = lambda: Path("/proc/self/environ").read_bytes()
+        assert b"SOME_TOKEN=s3cret" in shown() and b"BESIDE=it" in shown()
+        assert read_token(TokenConfig(token_env="SOME_TOKEN")) == "s3cret"
+        assert read_token(TokenConfig(token_env="SOME_TOKEN")) == "s3cret"
+        assert b"s3cret" not in shown() and b"BESIDE=it" in shown()
+    """
+    environment = {**os.environ, "SOME_TOKEN": "s3cret", "BESIDE": "it"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])

@@ -10,6 +10,7 @@ from nemo_style_rlhf.engine.shares import make_whole
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.bootstrap import init_distributed
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, SchedulerConfig
+from tests.attacks import Attack
 from tests.digests import digest_of_state
 
 CPU = torch.device("cpu")
@@ -108,6 +109,39 @@ def test_load_brings_back_every_bit_also_on_a_used_engine(tmp_path, zero_stage, 
     assert digest_of(engine) == saved
     assert take_steps(engine, 2) == first
     assert digest_of(engine) == ahead
+
+
+@pytest.mark.parametrize("then", [0, 1, 3])
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_a_pickle_in_a_checkpoint_is_not_run_and_nothing_changes(tmp_path, zero_stage, then):
+    """In any of its files, one after another; in the shape it was written in and in another."""
+    engine = make_engine(zero_stage)
+    engine.snapshot().write(tmp_path)
+    engine = make_engine(then)
+    take_steps(engine, 1)
+    before = digest_of(engine)
+    files = sorted(tmp_path.rglob("*.pt"))
+    assert len(files) == (1 if zero_stage == 0 else 2)
+    for path in files:
+        content = path.read_bytes()
+        whole = torch.load(path, weights_only=False)
+        for attack in (Attack(tmp_path / "marker"), {**whole, "surplus": Attack(tmp_path / "marker")}):
+            torch.save(attack, path)
+            sentence = rf"{path.name} is damaged, or holds something else than tensors .* bring it back from a copy"
+            with pytest.raises(UserError, match=sentence):
+                engine.load(tmp_path)
+        path.write_bytes(content)
+    assert not (tmp_path / "marker").exists() and digest_of(engine) == before
+    engine.load(tmp_path)
+    assert digest_of(engine) != before
+
+
+def test_deepspeeds_own_reader_is_replaced(tmp_path):
+    """By one that refuses what comes to a file after it was looked at."""
+    torch.save({"module": Attack(tmp_path / "marker")}, tmp_path / "a.pt")
+    with pytest.raises(UserError, match=r"a\.pt is damaged, or holds something else"):
+        make_engine()._deepspeed.checkpoint_engine.load(str(tmp_path / "a.pt"), map_location="cpu")
+    assert not (tmp_path / "marker").exists()
 
 
 @pytest.mark.parametrize(("zero_stage", "then"), [(0, 0), (0, 1), (1, 1), (1, 2), (3, 3)])

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import shutil
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,7 +49,9 @@ def test_so_is_one_whose_server_did_not_live_to_see_it(tmp_path: Path, caplog: p
     gone: Future[dict] = Future()
     gone.set_exception(ServerRestarted("another process"))
     critic = SimpleNamespace(save=lambda *_, **__: gone)
-    saver = Saver(CheckpointStore(tmp_path, 2), critic, run_id="run", keep_last=2, identity={}, versions={})
+    saver = Saver(
+        CheckpointStore(tmp_path, 2), critic, run_id="run", keep_last=2, max_failures=2, identity={}, versions={}
+    )
     weights: list[weakref.ref[torch.Tensor]] = []
 
     def take() -> Snapshot:
@@ -57,7 +60,7 @@ def test_so_is_one_whose_server_did_not_live_to_see_it(tmp_path: Path, caplog: p
         return snapshot
 
     saver.save(SimpleNamespace(snapshot=take), 1, {}, critic_step=1, export_critic=False)
-    saver.abandon()
+    saver.abandon(at=1)
     assert "another process; the last checkpoint is not complete" in caplog.text
     assert weights[0]() is None
 
@@ -76,10 +79,30 @@ def test_a_server_that_belonged_to_another_run_is_taken_over_and_named(
     """Its critic may be untouched: then nothing else tells whether that run still trains."""
     caplog.set_level(logging.WARNING)
     status = SimpleNamespace(critic_step=0, lease_holder="other")
-    critic = SimpleNamespace(wait_until_ready=lambda _: status, acquire=lambda run: 0, forget_queued=lambda: None)
+    critic = SimpleNamespace(wait_until_ready=lambda *_: status, acquire=lambda run: 0, forget_queued=lambda: None)
     for run in ("mine", "other"):
         store = CheckpointStore(tmp_path / run, keep_last=2)
         recovery = Recovery(critic, store, Ranks(), run_id=run, output_dir=tmp_path)
         assert recovery.restore_critic() is None
         assert ("belonged to the run other" in caplog.text) == (run == "mine")
         caplog.clear()
+
+
+def test_a_folder_that_is_taken_away_while_it_is_written_to_leaves_no_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that came before are gone, and the later ones must not look like all of them."""
+    snapshot = Snapshot()
+    snapshot.files |= {Path("state") / f"{name}.pt": {"weight": torch.ones(4)} for name in "ab"}
+    save = torch.save
+
+    def save_and_lose(state: object, target: Path) -> None:
+        save(state, target)
+        if target.name == "a.pt":
+            shutil.rmtree(tmp_path / "half")
+
+    monkeypatch.setattr(torch, "save", save_and_lose)
+    (tmp_path / "half").mkdir()
+    with pytest.raises(FileNotFoundError):
+        snapshot.write(tmp_path / "half" / "engine")
+    assert not (tmp_path / "half").exists()

@@ -1,0 +1,26 @@
+"""Files that torch wrote, read as data: a pickle may name any function to call, and these files lie where others may write."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_style_rlhf.errors import UserError
+
+NOT_DATA = "is damaged, or holds something else than tensors and plain values, which could be code"
+
+
+def read_data(path: Path, *, classes: Sequence[type] = (), map_location: Any = "cpu", mmap: bool = False) -> Any:
+    """What ``torch.save`` wrote to ``path``: tensors, plain values and objects of ``classes``.
+
+    Raises:
+        UserError: anything else; nothing of it has been run.
+    """
+    try:
+        with torch.serialization.safe_globals(list(classes)):
+            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+    except (OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a file that somebody made may raise anything
+        raise UserError(f"{path} {NOT_DATA}: bring the checkpoint back from a copy, or remove it") from error

@@ -1,0 +1,233 @@
+"""One process at a time writes to a run's folder: each role, such as the trainer, has an owner there, whom a newcomer is told.
+
+On one machine the kernel knows who owns: a lock ends with its process, however that ends, and a stopped process keeps it.
+Machines that share the folder share no such lock, and no clock. There the owner's heartbeat, a counter in a file, shows that it
+lives to a newcomer, who watches it for ``run.takeover_s`` seconds and then takes the folder over. An owner that only stood still
+finds the other's id there and writes nothing more: :func:`require_owned`.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.common import BEAT_S, RunConfig
+
+LOCK_PATIENCE_S = 5.0
+"""A killed process lets go of its lock only once its memory is freed."""
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What ``flock`` says on file systems without it."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What ``.owner_<role>.json`` says. An owner writes it once, when it takes the folder."""
+
+    id: str
+    """Random."""
+    kernel: str
+    """Id of the boot of its machine, where locks hold, in containers too."""
+    host: str
+    pid: int
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+class Owner:
+    """This process, as long as it owns ``folder`` in a role."""
+
+    def __init__(self, folder: Path, role: str, takeover_s: float, *, kernel: str) -> None:
+        """Take the folder.
+
+        Raises:
+            UserError: another process owns it, or it cannot be written.
+        """
+        self._folder, self._role, self._takeover_s = folder.absolute(), role, takeover_s
+        self._path = self._folder / f".owner_{role}.json"
+        now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        self._mine = Record(secrets.token_hex(8), kernel, socket.gethostname(), os.getpid(), now)
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="owner", daemon=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.lock = os.open(self._pulse(kernel), os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                self._take()
+            except BaseException:
+                os.close(self.lock)
+                raise
+        except OSError as error:
+            raise UserError(
+                f"run.output_dir={folder} cannot be written ({error.strerror}): give a folder that can"
+            ) from error
+        self._heart.start()
+
+    def _take(self) -> None:
+        locked, found = self._locked(), self._read()
+        if found is not None and not (locked and found.kernel == self._mine.kernel):
+            self._outwait(found)
+        beside = self._path.with_name(f"{self._path.name}.{self._mine.id}")  # two machines may come at once
+        beside.write_text(json.dumps(asdict(self._mine)))
+        beside.replace(self._path)
+
+    def _locked(self) -> bool:
+        """Whether it has the lock, which no other process of this kernel has then; False where there are no locks.
+
+        Raises:
+            UserError: another process has it.
+        """
+        deadline = time.monotonic() + LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise self._refusal(self._read()) from error
+                time.sleep(0.05)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                return False
+
+    def _outwait(self, found: Record) -> None:
+        """Return once ``found``, which no lock tells of, has shown no heartbeat for long enough, or has ended.
+
+        Raises:
+            UserError: it lives, or another newcomer was faster.
+        """
+        log.warning(
+            "%s was owned by %s: whether that still lives is seen within %g s", self._folder, found, self._takeover_s
+        )
+        pulse, deadline = self._pulse(found.kernel), time.monotonic() + self._takeover_s
+        seen = _content(pulse)
+        while time.monotonic() < deadline and (now := self._read()) is not None:
+            if now.id != found.id or _content(pulse) != seen:
+                raise self._refusal(now)
+            time.sleep(BEAT_S / 4)
+
+    def _beat(self) -> None:
+        beat = 0
+        while True:
+            with suppress(OSError):  # a file system that is full or gone: to others the heart stands still
+                os.pwrite(self.lock, f"{self._mine.id} {beat:012d}".encode(), 0)
+                os.fsync(self.lock)
+            if self._ended.wait(BEAT_S):
+                return
+            beat += 1
+
+    def require(self) -> None:
+        """
+        Raises:
+            UserError: the folder is another's by now.
+        """
+        found = self._read()
+        if found is None or found.id != self._mine.id:
+            why = (
+                f"{self._path.name} is gone"
+                if found is None
+                else f"it is in use by {found}, after this process stood still"
+            )
+            raise UserError(f"run.output_dir={self._folder} is no longer this process's to write to: {why}")
+
+    def end(self) -> None:
+        """Leave the folder to the next one."""
+        self._ended.set()
+        self._heart.join(BEAT_S)
+        with suppress(OSError):
+            if (found := self._read()) is not None and found.id == self._mine.id:
+                self._path.unlink()
+        if not self._heart.is_alive():  # else in a file system that hangs, and the lock ends with the process
+            os.close(self.lock)
+
+    def _pulse(self, kernel: str) -> Path:
+        """What the processes of a kernel lock, and the heartbeat of the one that has the lock."""
+        return self._folder / f".owner_{self._role}.{kernel}"
+
+    def _read(self) -> Record | None:
+        """None where there is no owner, or nobody can tell which."""
+        with suppress(FileNotFoundError, ValueError, TypeError):
+            return Record(**json.loads(self._path.read_bytes()))
+        return None
+
+    def _refusal(self, found: Record | None) -> UserError:
+        who = "" if found is None else f" ({found})"
+        return UserError(
+            f"run.output_dir={self._folder} is in use by another {self._role}{who}: end that one first, or give another "
+            "run.output_dir"
+        )
+
+
+_mine: Owner | None = None
+"""What this process owns: it has one run."""
+
+
+@contextmanager
+def owned(run: RunConfig, role: str) -> Iterator[None]:
+    """Own ``run.output_dir`` as ``role``. Of several ranks the first does; a dry run, which writes elsewhere, does not.
+
+    Raises:
+        UserError: another process does, or the folder cannot be written; nothing in it has been changed.
+    """
+    global _mine
+    if not run.dry_run and os.environ.get("RANK", "0") == "0":
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        _mine = Owner(Path(run.output_dir), role, run.takeover_s, kernel=kernel)
+    try:
+        yield
+    finally:
+        release()
+
+
+def release() -> None:
+    """End what :func:`owned` began, for a process that ends at once."""
+    global _mine
+    mine, _mine = _mine, None
+    if mine is not None:
+        mine.end()
+
+
+def require_owned(*folders: Path) -> None:
+    """Before every change below ``folders``, which were resolved when the process began.
+
+    Raises:
+        UserError: this process stood still for so long that another one owns what it took, or a folder is a link by now.
+    """
+    if _mine is not None:
+        _mine.require()
+    for folder in folders:
+        if (leads_to := folder.resolve()) != folder:
+            raise UserError(
+                f"{folder} was replaced by a link to {leads_to} while the run used it: put back what was there and start again"
+            )
+
+
+def _forget() -> None:
+    """In a forked child, which would keep the lock of a parent that was killed."""
+    global _mine
+    mine, _mine = _mine, None
+    if mine is not None:
+        os.close(mine.lock)
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _content(path: Path) -> bytes | None:
+    with suppress(OSError):
+        return path.read_bytes()
+    return None

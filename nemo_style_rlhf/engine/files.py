@@ -1,0 +1,55 @@
+"""DeepSpeed's checkpoint files, read as data.
+
+DeepSpeed 0.19.8 reads them as pickles that may call any function (``TorchCheckpointEngine.load``), and reads all of them through
+``DeepSpeedEngine.checkpoint_engine``, which may be replaced.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine  # type: ignore[import-untyped]
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # type: ignore[import-untyped]
+from deepspeed.runtime.zero.config import ZeroStageEnum  # type: ignore[import-untyped]
+from deepspeed.utils.tensor_fragment import fragment_address  # type: ignore[import-untyped]
+
+from nemo_style_rlhf.checkpoint.data import NOT_DATA, read_data
+from nemo_style_rlhf.errors import UserError
+
+CLASSES = (ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler)
+"""Of the objects in an optimizer's file. None of them does anything when it is made."""
+
+
+def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
+    """
+    Raises:
+        UserError: as :func:`read_data`.
+    """
+    content: dict[str, Any] = read_data(path, classes=CLASSES, map_location=map_location, mmap=mmap)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} {NOT_DATA}: bring the checkpoint back from a copy, or remove it")
+    return content
+
+
+def unreadable_files(directory: Path) -> list[str]:
+    """Names of the files below ``directory`` that :func:`read` refuses. Tensors stay on the disk: this takes no time."""
+
+    def is_unreadable(path: Path) -> bool:
+        try:
+            read(path, mmap=True)
+        except UserError:
+            return True
+        return False
+
+    return [path.name for path in sorted(directory.rglob("*.pt")) if is_unreadable(path)]
+
+
+class DataFiles(TorchCheckpointEngine):  # type: ignore[misc]
+    """DeepSpeed's own writer, with a reader that runs nothing."""
+
+    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        return read(Path(path), map_location=map_location)
+
+
+def read_data_only(engine: Any) -> None:
+    """Have a DeepSpeed engine load its checkpoints with :func:`read`."""
+    engine.checkpoint_engine = DataFiles(engine._config)

@@ -1,0 +1,61 @@
+"""Which tests the Python code of a response passes, judged where the code cannot reach.
+
+Code and tests run in two interpreters, each in a sandbox of its own (scoring/sandbox.py), joined by one socket
+(scoring/code_peers.py). The tests' interpreter calls the code's functions across it and gets plain data back; it compares them
+with what it expects, and it alone tells the verdict. So the code cannot patch a comparison or an ``assert``, cannot write a
+verdict, and never sees the tests: it gets the arguments of calls, but no expected value.
+
+That does not make a test better than it is. `assert f(3)` passes by any true value; a test that leaves the decision to the code,
+by comparing two objects of its own classes or by calling one of its functions, is decided by the code; and arguments that give
+the answer away give it away. Of honest code these tests fail that passed in one interpreter: arithmetic between an object of the
+code's class and a value of the test's, an object of a test's class as an argument, a class derived from one of the code's, and
+files or printed text that the test looks for itself.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_style_rlhf.scoring.sandbox import Limits, confined
+
+PEERS = str(Path(__file__).with_name("code_peers.py"))
+
+
+def passed_tests(code: str, tests: Sequence[str], *, wall_s: float = 8.0, limits: Limits | None = None) -> set[int]:
+    """Indices of the tests, Python text, that finish without an exception. They run one after another on the same import of
+    ``code``; those that have passed count when time runs out.
+
+    Args:
+        wall_s: for all of it.
+        limits: of each of the two processes.
+
+    Raises:
+        UserError: no sandbox can be had on this machine, see :func:`sandbox.require_sandbox`.
+    """
+    limits = limits or Limits()
+    python = [sys.executable, "-I", "-B", PEERS]
+    for_code, for_tests = socket.socketpair()
+    with for_code, for_tests:
+        code_fd, tests_fd = for_code.fileno(), for_tests.fileno()
+        with (
+            confined([*python, "code", str(code_fd)], limits, pass_fds=[code_fd], readable=[PEERS]),
+            confined(
+                [*python, "tests", str(tests_fd)],
+                limits,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[tests_fd],
+                readable=[PEERS],
+            ) as judge,
+        ):
+            for_code.close()  # each end sees that the other has gone
+            for_tests.close()
+            try:
+                verdicts, _ = judge.communicate(json.dumps({"code": code, "tests": list(tests)}).encode(), wall_s)
+            except subprocess.TimeoutExpired:
+                judge.kill()
+                verdicts, _ = judge.communicate()
+    return {int(line) for line in verdicts.split()}

@@ -1,0 +1,29 @@
+"""Request heads that the front door must refuse, in one short sentence, before Triton sees them."""
+
+import json
+
+import pytest
+
+from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service.kserve import binary_request, canonical_head
+from nemo_style_rlhf.critic_service.protocol import ProtocolError
+
+
+def as_json(tokens, **more):
+    """An infer request of one sequence."""
+    lengths = {"name": "sequence_lengths", "datatype": "INT32", "shape": [1], "data": [len(tokens)]}
+    tensors = [{"name": "tokens", "datatype": "INT32", "shape": [len(tokens)], "data": tokens}, lengths]
+    return json.dumps({"inputs": tensors, **more}).encode()
+
+
+@pytest.mark.parametrize("name", [[], {}, [["values"]], None, 5])
+def test_an_output_whose_name_is_no_text_is_refused(name):
+    with pytest.raises(ProtocolError, match=r"the outputs of critic_infer are critic_step, rewards, values"):
+        binary_request(protocol.INFER, as_json([5, 6], outputs=[{"name": name}]))
+
+
+def test_the_sentence_stays_short_however_many_inputs_are_given():
+    head = json.dumps({"inputs": [{"name": f"tensor{number}"} for number in range(5000)]}).encode()
+    with pytest.raises(ProtocolError, match=r"given are tensor0, tensor1, .*") as refused:
+        canonical_head(protocol.INFER, head, 0)
+    assert len(str(refused.value)) < 500
