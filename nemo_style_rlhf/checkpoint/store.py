@@ -44,7 +44,7 @@ class Manifest:
     state: dict[str, Any]
     """Counters of the training loop: data position, critic step, KL coefficient, ..."""
     versions: dict[str, str]
-    """Of the packages whose change may change results."""
+    """Versions of the packages whose change may change results."""
     digest: str = ""
     """SHA-256 of all of the above; those of earlier versions have none."""
 
@@ -189,6 +189,6 @@ class CheckpointStore:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Of a manifest, but for the digest it carries itself."""
+    """Digest of a manifest, without the digest that it carries itself."""
     rest = {name: value for name, value in content.items() if name != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

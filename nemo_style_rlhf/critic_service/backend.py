@@ -77,7 +77,7 @@ def error_tensor(code: Code, text: str):  # type: ignore[no-untyped-def]
 
 class _Model(Model):  # type: ignore[misc]
     servers_name: str
-    """Of the last backend that was made."""
+    """Name of the last backend that was made."""
 
     def generate_model(self, model_repository: Path) -> None:
         super().generate_model(model_repository)

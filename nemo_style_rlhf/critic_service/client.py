@@ -331,7 +331,7 @@ class RemoteCritic:
         return parse_json(self._connection.call(endpoint, inputs, timeout_s=self._train_timeout_s(0)))
 
     def _ask_once(self, endpoint: Endpoint, content: dict[str, Any]) -> dict[str, Any]:
-        """Of all attempts at it, the one that is delivered first counts."""
+        """Ask with an id: of all attempts, the one that is delivered first counts."""
         return self._ask(endpoint, content | {"request_id": secrets.token_hex(16)})
 
     def require_rewards(self, status: Status) -> None:

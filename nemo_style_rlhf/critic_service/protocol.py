@@ -271,7 +271,7 @@ class AcquireRequest:
     """1 to 40 letters a-z and digits. The lease changes the checkpoints of this run alone."""
     tokenizer_digest: str
     request_id: str | None = None
-    """Of the caller's choosing, another one for every request but its repetitions, which get the answer that it got."""
+    """Chosen by the caller, a new one for every request. A repeated request has the same, and gets the same answer."""
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class CriticWorker:
         self._snapshot = Snapshot()
 
     def wait_for_files(self) -> None:
-        """Of this rank."""
+        """Return when this rank has written."""
         wait([self._files])
 
     @on_all_ranks

@@ -41,7 +41,7 @@ class SFTExample:
         return len(self) - max(self.prompt_length, 1)
 
     def learned(self) -> list[bool]:
-        """Of each token; the first is never learned, since nothing before it predicts it."""
+        """Whether each token is learned; the first is never learned, since nothing before it predicts it."""
         return [position >= max(self.prompt_length, 1) for position in range(len(self))]
 
 
@@ -265,7 +265,7 @@ def _two_answers(record: Record, config: PairDataConfig, encoder: Encoder) -> tu
 def _last_answer(
     record: Record, key: str, setting: str, config: PairDataConfig, encoder: Encoder
 ) -> tuple[Prompt, str]:
-    """Of the messages under ``key``: the last one, and the conversation before it, which the prompt key may hold."""
+    """The last of the messages under ``key``, and the conversation before it, which the prompt key may hold."""
     messages = _messages(record, key, setting)
     if messages[0].get("role") == "assistant":
         before = record.get(config.prompt_key, "data.prompt_key")

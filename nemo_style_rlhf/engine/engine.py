@@ -88,7 +88,7 @@ class Engine:
         Raises:
             NonFiniteError: the loss is NaN or infinite; the weights have not changed.
         """
-        # Of several ranks one alone must not stop: there the gradient shows it to all.
+        # One of several ranks must not stop alone: there the gradient shows it to all.
         if self._deepspeed.dp_world_size == 1 and not math.isfinite(loss.item()):
             raise NonFiniteError(f"the loss is {loss.item()}")
         self._deepspeed.backward(loss * self._deepspeed.dp_world_size)

@@ -16,7 +16,7 @@ from nemo_style_rlhf.checkpoint.data import NOT_DATA, read_data
 from nemo_style_rlhf.errors import UserError
 
 CLASSES = (ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler)
-"""Of the objects in an optimizer's file. None of them does anything when it is made."""
+"""Classes of the objects in an optimizer's file. None of them does anything when it is made."""
 
 
 def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:

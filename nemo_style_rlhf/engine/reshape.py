@@ -20,7 +20,7 @@ from nemo_style_rlhf.errors import UserError
 
 WEIGHT, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""Of ZeRO 0 to 2, and of 3."""
+"""Names for ZeRO 0 to 2, and for 3."""
 ZERO12_KEYS = ds.SINGLE_PARTITION_OF_FP32_GROUPS, ds.BASE_OPTIMIZER_STATE
 SHARD_KEYS = {1: ZERO12_KEYS, 2: ZERO12_KEYS, 3: (ds.FP32_FLAT_GROUPS, ds.OPTIMIZER_STATE_DICT)}
 """By stage, where a shard has its flat weights and torch's optimizer state dict, which numbers them."""
@@ -125,7 +125,7 @@ class Whole:
                 self._found[piece.parameter].append((piece, flats))
 
     def _zero12_pieces(self, mappings: list[dict[str, Any]]) -> list[list[Piece]]:
-        """Of the next rank: where a parameter goes over the end of one it goes on in the next."""
+        """Pieces in the order of the ranks: where a parameter goes over the end of one it goes on in the next."""
         return [
             [
                 Piece(name, sum(piece.length for piece, _ in self._found[name]), address.numel, address.start)

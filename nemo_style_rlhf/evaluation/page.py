@@ -14,7 +14,7 @@ from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 
 FOLDER = Path(__file__).parent
 DIGITS = 6
-"""Of scores in the page; results.jsonl has them whole."""
+"""Digits of scores in the page; results.jsonl has them whole."""
 
 
 def render_page(

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def prompts_of(config: EvaluationConfig) -> dict[str, list[Prompt]]:
-    """Of each checkpoint by name: prompts with the same ids in the same order.
+    """The prompts of each checkpoint by name, with the same ids in the same order.
 
     A prompt that is too long for one checkpoint's tokenizer is left out for all of them.
 

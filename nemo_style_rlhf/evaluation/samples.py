@@ -28,7 +28,7 @@ class Sample:
     extra: dict[str, float] = field(default_factory=dict)
     """Further numbers of the reward sources."""
     token_ids: tuple[int, ...] = ()
-    """Of prompt and response, for reward sources."""
+    """Token ids of prompt and response, for reward sources."""
 
     @property
     def truncated(self) -> bool:

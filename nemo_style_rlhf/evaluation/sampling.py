@@ -43,7 +43,7 @@ def sample_in_child(checkpoint: Checkpoint, config: EvaluationConfig, prompts: S
 
 
 def sample(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[Prompt]) -> list[Sample]:
-    """Of every prompt ``config.samples_per_prompt`` samples, ordered by prompt and number."""
+    """``config.samples_per_prompt`` samples of every prompt, ordered by prompt and number."""
     device = setup(config.run)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=config.model.trust_remote_code)
     requests = requests_for(prompts, config)

@@ -15,7 +15,8 @@ class CheckpointSummary:
     mean_score: float | None
     """Mean over prompts of the mean score of a prompt's responses."""
     standard_error: float | None
-    """Of mean_score, over prompts: responses to one prompt are not independent. None with fewer than two scored prompts."""
+    """Standard error of mean_score, over prompts: responses to one prompt are not independent. None with fewer than two
+    scored prompts."""
     win_rate: float | None
     """Share of responses that score higher than the first checkpoint's to the same prompt with the same seed; a tie counts
     half. None for the first checkpoint itself."""
@@ -52,7 +53,7 @@ def summarize(name: str, path: str, samples: Sequence[Sample], first: Sequence[S
 
 
 def win_rate(samples: Sequence[Sample], opponents: Sequence[Sample]) -> float | None:
-    """Of responses to the same prompt with the same number, hence seed; None where no pair has two scores."""
+    """Win rate over responses to the same prompt with the same number, hence seed; None where no pair has two scores."""
     theirs = {(sample.prompt_id, sample.index): sample.score for sample in opponents}
     outcomes = []
     for sample in samples:

@@ -93,7 +93,7 @@ class WeightUpdate(Protocol):
     version: int
     probe: ProbeTarget
     digest: str
-    """Of all tensors, taken where they come from; known once the last bucket has been read."""
+    """Digest of all tensors, taken where they come from; known once the last bucket has been read."""
 
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Whole tensors under their Hugging Face names, to be read once. A bucket is reused after the next one was asked for."""

@@ -11,7 +11,7 @@ from nemo_style_rlhf.models.packing import is_packed, pack
 
 
 class ActionLogprobs(NamedTuple):
-    """Of the n actions that a mask selects, in row-major order. (A tuple, so that ZeRO-3's hooks see its tensors.)"""
+    """Log-probabilities of the n actions that a mask selects, row by row. (A tuple: ZeRO-3's hooks then see its tensors.)"""
 
     logprobs: Tensor
     """[n] float32, of logits divided by the temperature."""

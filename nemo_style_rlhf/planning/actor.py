@@ -109,7 +109,7 @@ def _generator(config: PlanConfig, policy: Blueprint, device: Device, samples: i
 
 
 def _decoding(config: PlanConfig, policy: Blueprint, device: Device, samples: int, prompt: int) -> Counter[str]:
-    """Of vLLM beside its weights and cache: a layer's activations for the tokens of one step, and the sampler's logits.
+    """Bytes of vLLM beside weights and cache: a layer's activations for the tokens of one step, and the sampler's logits.
 
     A layer holds the residual, its input, gate and up projection and their product. The sampler (``vllm/v1/sample``) holds
     logits in the model's dtype and in fp32 and log-probabilities in fp32; on a GPU also probabilities and noise in fp32. With

@@ -45,7 +45,7 @@ class Planner:
         self._blueprints: dict[tuple[str, bool], Blueprint] = {}
 
     def plan(self, config: PlanConfig, names: Collection[str] = (ACTOR, CRITIC)) -> list[ProcessPlan]:
-        """Of those processes in ``names`` that the run has."""
+        """The plans of those processes in ``names`` that the run has."""
         policy = self._blueprint(config.model, scalar=False)
         critic = self._blueprint(config.critic.model, scalar=True) if config.uses_critic_process else None
         prompt = self._prompt_length(config, policy, critic)
@@ -67,7 +67,7 @@ class Planner:
         return self._blueprints[key]
 
     def _prompt_length(self, config: PlanConfig, policy: Blueprint, critic: Blueprint | None) -> int:
-        """Of the longest prompt; without prompts, of the longest that the settings let in."""
+        """Tokens of the longest prompt; without prompts, of the longest that the settings let in."""
         response, longest = config.generation.max_length, self._longest_prompt
         limits = [(policy.max_positions, f"positions of {config.model.path}")]
         if critic is not None:

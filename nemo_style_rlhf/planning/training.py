@@ -33,7 +33,7 @@ def optimizer_states(trained: int, *, stage: int, ranks: int) -> int:
 
 
 def weights(trained: int, frozen: int, width: int, *, stage: int, ranks: int) -> int:
-    """Of the model in its dtype; ZeRO-3 holds a share, and as much of the whole as it keeps gathered."""
+    """Bytes of the model in its dtype; ZeRO-3 holds a shard, and as much of the whole as it keeps gathered."""
     if stage < 3:
         return (trained + frozen) * width
     return trained * width // ranks + min(trained, MAX_LIVE) * width

@@ -133,7 +133,7 @@ def count_distinct(hashes: Array) -> int:
 
 
 def _mean(values: Tensor) -> float:
-    """Of the samples that have a number."""
+    """Mean over the samples that have a number."""
     return float(values.nanmean())
 
 

@@ -73,7 +73,7 @@ class PPOTrainer:
         self._output_dir = Path(config.run.output_dir)
         self._untouched = parts.experience.state
         self._version = 0
-        """Of the weights that the generator holds."""
+        """Version of the weights that the generator holds."""
         self._probe_gap = 0.0
 
     def fit(self) -> bool:

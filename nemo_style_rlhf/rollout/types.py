@@ -142,7 +142,7 @@ class Experience:
     ref_logprobs: Tensor | None
     """Nats, of the frozen reference; None where nothing needs it."""
     scores: Scores
-    """Of the whole sequences, as their sources gave them, and the critic's values before its update."""
+    """Scores of the whole sequences, as their sources gave them, and the critic's values before its update."""
     kl: Tensor
     """Per-token estimate of KL(policy || reference), nats; 0 without a reference."""
     kl_coef: float

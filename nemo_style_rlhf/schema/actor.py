@@ -163,7 +163,10 @@ class PPOActorConfig:
             self._validate_sampler_logprobs()
 
     def _validate_sampler_logprobs(self) -> None:
-        """Of what needs the trainer's own beside them."""
+        """
+        Raises:
+            UserError: a setting needs the trainer's own log-probabilities beside the sampler's.
+        """
         if self.algorithm.correction.kind != "none":
             raise UserError(
                 f"algorithm.correction.kind={self.algorithm.correction.kind} weighs trainer against sampler, but "

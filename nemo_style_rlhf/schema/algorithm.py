@@ -118,8 +118,8 @@ class AlgorithmConfig:
     kl_estimator: str = "k1"
     """k1, k2, k3 or abs (NeMo-Aligner's default), for the penalty and for the metric it controls."""
     kl_gradient: str = "unbiased"
-    """Of kl_in=loss. unbiased: the estimator's value with k2's gradient, which is that of KL (verl's k3+); plain: the estimator's
-    own (TRL, OpenRLHF), for k1 zero in expectation and for k3 that of the reversed KL."""
+    """Gradient of the KL term with kl_in=loss. unbiased: the estimator's value with k2's gradient, which is that of KL (verl's
+    k3+); plain: the estimator's own (TRL, OpenRLHF), for k1 zero in expectation and for k3 that of the reversed KL."""
     kl_target: float = 0.0
     """KL per token the coefficient is steered to (arXiv 1909.08593, section 2.2); 0 keeps the coefficient."""
     kl_horizon: int = 10000

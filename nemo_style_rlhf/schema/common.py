@@ -47,7 +47,7 @@ class RunConfig:
 
 @dataclass
 class TrainerRunConfig(RunConfig):
-    """Of a run that writes checkpoints."""
+    """The settings of a run that writes checkpoints."""
 
     resume: str = "auto"
     """auto (from the last committed checkpoint, if there is one), never (refuse an output_dir with checkpoints), or must."""
@@ -62,7 +62,7 @@ class LoRAConfig:
     """Low-rank adapters (arXiv 2106.09685) instead of all weights; the model without them is its own reference."""
 
     rank: int = 0
-    """Of the adapters; 0 trains all weights."""
+    """Rank of the adapters; 0 trains all weights."""
     alpha: int = 16
     """The adapter's output is scaled by alpha / rank."""
     dropout: float = 0.0

@@ -15,9 +15,9 @@ class PlanConfig(PPOActorConfig):
     device_gib: float | None = None
     """Memory of one device in GiB; null: that of this machine's CUDA device, or of this host where there is none."""
     ranks: int = 1
-    """Of the actor, each with a device of its own; on a CPU they share the host."""
+    """Ranks of the actor, each with a device of its own; on a CPU they share the host."""
     critic_ranks: int = 1
-    """Of the critic server."""
+    """Ranks of the critic server."""
     together: bool = False
     """Both processes share the devices, so that the sum has to fit."""
 

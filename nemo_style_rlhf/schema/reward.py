@@ -117,7 +117,7 @@ class RewardConfig:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of the sources in use."""
+        """Weight by source, for the sources in use."""
         sources = {name: getattr(self, name).weight for name in ("critic", "server", "function", "endpoints")}
         return {name: weight for name, weight in sources.items() if weight != 0}
 

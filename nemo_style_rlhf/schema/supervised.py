@@ -67,7 +67,7 @@ class SFTDataConfig(SupervisedDataConfig):
     text_key: str = "text"
     messages_key: str = "messages"
     learn: str = "all_answers"
-    """Of messages: all_answers of the assistant, or the last_answer alone."""
+    """Turns of a conversation that are learned: all_answers of the assistant, or the last_answer alone."""
 
     def validate(self) -> None:
         super().validate()
@@ -127,7 +127,7 @@ class FitConfig:
     batch_size: int = 64
     """Rows (SFT, KTO) or pairs (reward model, DPO) per optimizer step."""
     micro_batch_size: int = 0
-    """Of these, so many in one forward and backward; 0 for all at once. The loss is normalised over the whole step."""
+    """Rows in one forward and backward; 0 for all at once. The loss is normalised over the whole step."""
     micro_batch_tokens: int = 0
     """Instead of micro_batch_size: tokens one forward and backward may hold, rows x longest row, or with model.packing their
     sum (of pairs, the longer text counts). A longer row goes alone."""

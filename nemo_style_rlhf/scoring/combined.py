@@ -103,7 +103,7 @@ def finite(scores: Scores, what: str, advice: str) -> Scores:
 
 
 def failure(count: int, reason: RewardError) -> Scores:
-    """Of ``count`` samples that have no score."""
+    """Scores of ``count`` samples that have none."""
     return Scores(
         rewards=torch.full((count,), torch.nan),
         failed=torch.ones(count, dtype=torch.bool),

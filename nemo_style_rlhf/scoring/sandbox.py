@@ -62,7 +62,7 @@ CLONE3 = 435
 @dataclass(frozen=True)
 class Limits:
     memory_bytes: int = 1 << 30
-    """Of addresses."""
+    """Address space of a process."""
     cpu_s: int = 5
     file_bytes: int = 1 << 20
     folder_bytes: int = 64 << 20

@@ -19,7 +19,7 @@ MODULE = "reward_function"
 
 
 def prepare(path: str, name: str) -> None:
-    """Of a fresh worker: imports what the function needs before its time counts, and ends with the trainer."""
+    """Import in a fresh worker what the function needs, before its time counts; the worker ends with the trainer."""
     end_with_parent()
     with contextlib.suppress(UserError):  # the call will meet it again, and report it
         load_function(path, name)

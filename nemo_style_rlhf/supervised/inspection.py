@@ -35,7 +35,7 @@ class Shown:
     heading: str
     token_ids: Sequence[int]
     learned: Sequence[bool]
-    """Of each token."""
+    """One entry for each token."""
 
 
 def inspect_data(config: InspectDataConfig) -> None:
@@ -114,7 +114,7 @@ def render(shown: Shown, tokens: TokenTexts) -> Text:
 
 
 def scored_token(token_ids: Sequence[int], pad_token_id: int | None) -> list[bool]:
-    """Of a text's tokens: the one at which a reward model is read."""
+    """Mark the token at which a reward model is read."""
     positions = torch.arange(len(token_ids), dtype=torch.float32)[None]
     where = sequence_scores(positions, torch.tensor([list(token_ids)]), torch.tensor([len(token_ids)]), pad_token_id)
     return [position == int(where) for position in range(len(token_ids))]

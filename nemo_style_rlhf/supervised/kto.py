@@ -36,7 +36,7 @@ class KTOModule(SupervisedModule):
         self.policy = PolicyModel(hf, temperature=1.0, compile_backbone=config.model.compile)
         self.reference = Reference(self.policy, compile_backbone=config.model.compile)
         self._kl: Tensor | None = None
-        """Of the optimizer step or validation under way; None outside of training: of the batch itself."""
+        """Estimate for the optimizer step or validation under way; None outside of training, where each batch has its own."""
         self._estimated_for = -1
         """The optimizer step that ``_kl`` is of."""
 

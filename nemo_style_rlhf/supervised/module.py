@@ -32,7 +32,7 @@ class SupervisedModule(pl.LightningModule, ABC):
         self.config = config
         self.total_steps = total_steps
         self.seed = 0
-        """Of dropout; the stage sets it."""
+        """Seed of dropout; the stage sets it."""
         self.identity: dict[str, Any] = {}
         """Noted in every checkpoint; the stage sets it."""
         self.validates = False
@@ -113,7 +113,7 @@ class SupervisedModule(pl.LightningModule, ABC):
             self.trainer.training = True
 
     def _means(self, tally: "Tally") -> dict[str, float]:
-        """Of all ranks, since the last call."""
+        """The metrics of all ranks since the last call."""
         totals = self.trainer.strategy.reduce(tally.totals().to(self.device), reduce_op="sum").tolist()
         means = {name: total / count for name, (total, count) in zip(tally.sums, totals, strict=True) if count}
         tally.clear()

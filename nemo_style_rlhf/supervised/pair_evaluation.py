@@ -13,7 +13,7 @@ BINS = 10
 
 @dataclass
 class PairStatistics:
-    """Of a set of pairs."""
+    """Figures for a set of pairs."""
 
     pairs: int
     accuracy: float
@@ -28,7 +28,7 @@ class PairStatistics:
 
 
 def pair_statistics(chosen: Tensor, rejected: Tensor) -> PairStatistics:
-    """Of rewards [pairs]."""
+    """Figures from rewards [pairs]."""
     margins = (chosen - rejected).double()
     right = (margins > 0).double()
     confidence = margins.abs().sigmoid()

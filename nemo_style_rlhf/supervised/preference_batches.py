@@ -89,7 +89,7 @@ class KTOBatch:
     desirable: Tensor
     """[B] bool."""
     mismatched: MismatchedPairs
-    """Of the whole optimizer step."""
+    """The pairs of the whole optimizer step."""
     step_count: int
     """Responses in the whole optimizer step."""
 

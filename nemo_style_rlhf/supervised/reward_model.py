@@ -76,7 +76,7 @@ def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
 def _rewards(
     module: RewardModelModule, stage: Stage, pairs: Sequence[PreferencePair]
 ) -> tuple[Tensor, Tensor, list[str]]:
-    """Of the chosen and of the rejected responses, float64 [pairs], and the subsets the pairs belong to."""
+    """Rewards of the chosen and of the rejected responses, float64 [pairs], and the subsets the pairs belong to."""
     module.to(stage.device).eval()  # after a fit Lightning leaves it on the CPU
     rows, scores = [], []
     with stage.autocast():
