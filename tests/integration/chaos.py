@@ -100,6 +100,11 @@ class Run:
     def over(self) -> bool:
         return self.actor is not None and self.actor.poll() == 0
 
+    def said(self) -> str:
+        """What the actor has printed since its last start."""
+        assert self.actor is not None
+        return self.actor.log.read_bytes()[self.actors_log :].decode(errors="replace")
+
     def actor_overrides(self) -> list[str]:
         patience = [f"remote_critic_rm.{name}={TIMEOUT_S}" for name in ("infer_timeout_s", "train_timeout_base_s")]
         return [*actor_overrides(self.inputs), DROPOUT, *patience]
@@ -195,7 +200,7 @@ def mend(run: Run) -> None:
     for half in ("actor", "critic"):
         if failure := put_back(run.folder / half / "checkpoints"):
             run.failures.append(failure)
-    sentence = run.actor.log.read_bytes()[run.actors_log :].decode(errors="replace").rpartition("error: ")[2]
+    sentence = run.said().rpartition("error: ")[2]
     if run.lost and "no checkpoint can be restored" in sentence:
         shutil.rmtree(run.folder / "actor" / "checkpoints")
         run.server.kill()

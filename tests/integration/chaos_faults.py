@@ -287,11 +287,15 @@ def replace_by_link(folder: Path) -> None:
 
 
 def link_actors_checkpoints(run: "Run") -> None:
-    replace_by_link(run.folder / "actor" / "checkpoints")
+    """While it runs: a link that it finds when it starts is where its user wants checkpoints."""
+    assert run.actor is not None
+    if run.actor.poll() is None and any(sign in run.said() for sign in ("resumed from step", "PPO 1/")):
+        replace_by_link(run.folder / "actor" / "checkpoints")
 
 
 def link_critics_checkpoints(run: "Run") -> None:
-    replace_by_link(run.folder / "critic" / "checkpoints")
+    if owner_of(run.folder / "critic") == run.server.pid:
+        replace_by_link(run.folder / "critic" / "checkpoints")
 
 
 def put_back(folder: Path) -> str | None:
