@@ -7,7 +7,7 @@ from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import CRITIC, Phase, ProcessPlan
 from nemo_style_rlhf.planning.training import checkpoint_copy, resting, trained_model, training_phases
-from nemo_style_rlhf.rollout.sampling import SCORING_GROUP
+from nemo_style_rlhf.rollout.producer import SCORING_GROUP
 from nemo_style_rlhf.schema.plan import PlanConfig
 
 

@@ -8,9 +8,8 @@ from omegaconf import OmegaConf
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.ppo.build import _found
+from nemo_style_rlhf.ppo.build import _found, run_identity
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE
-from nemo_style_rlhf.ppo.trainer import run_identity
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build
 

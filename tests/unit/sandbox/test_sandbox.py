@@ -181,7 +181,7 @@ from nemo_style_rlhf.scoring.interface import ScoringSample
 logging.basicConfig()
 if __name__ == "__main__":
     scorer = FunctionScorer(FunctionRewardConfig(path={str(REWARDS / "code_tests.py")!r}, weight=1.0, processes=1))
-    sample = ScoringSample(None, "", "def add(a, b): return a + b", "assert add(1, 2) == 3")
+    sample = ScoringSample.of_texts(None, "", "def add(a, b): return a + b", "assert add(1, 2) == 3")
     print(scorer.score([sample]).result(60).rewards.tolist())
     scorer.close()
 """
@@ -242,7 +242,7 @@ def test_code_ends_with_a_killed_worker(tmp_path):
     )
     scorer = FunctionScorer(FunctionRewardConfig(path=str(path), weight=1.0, timeout_s=2.0, processes=1))
     try:
-        sleeper = ScoringSample(None, "p", "import time; time.sleep(600)", "assert True")
+        sleeper = ScoringSample.of_texts(None, "p", "import time; time.sleep(600)", "assert True")
         with pytest.raises(Exception, match="ran longer than 2 s"):
             scorer.score([sleeper]).result(30)
     finally:
