@@ -81,13 +81,7 @@ def received(update: WeightUpdate, shapes: dict[str, tuple[int, ...]]) -> Iterat
     """
     missing, digest = set(shapes), StreamDigest()
     for bucket in update.buckets():
-        for name, tensor in bucket:
-            if name not in missing:
-                reason = "arrived twice" if name in shapes else "is unknown to the generator"
-                raise TransferError(f"weight transfer: {name} {reason}")
-            if tuple(tensor.shape) != shapes[name]:
-                raise TransferError(f"weight transfer: {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
-            missing.remove(name)
+        _count(bucket, missing, shapes)
         digest.update(bucket)
         yield bucket
     if missing:
@@ -96,6 +90,17 @@ def received(update: WeightUpdate, shapes: dict[str, tuple[int, ...]]) -> Iterat
         raise TransferError(
             f"weight transfer: sent {update.digest[:12]}, received {arrived[:12]}: a tensor is stale or damaged"
         )
+
+
+def _count(bucket: Sequence[tuple[str, Tensor]], missing: set[str], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Take the tensors of ``bucket`` off ``missing``. A function of its own, which keeps none of them."""
+    for name, tensor in bucket:
+        if name not in missing:
+            reason = "arrived twice" if name in shapes else "is unknown to the generator"
+            raise TransferError(f"weight transfer: {name} {reason}")
+        if tuple(tensor.shape) != shapes[name]:
+            raise TransferError(f"weight transfer: {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+        missing.remove(name)
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], enough: int) -> Iterator[list[tuple[str, Tensor]]]:

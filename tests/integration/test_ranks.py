@@ -54,7 +54,7 @@ def test_a_vllm_that_starts_before_deepspeed_is_noticed(inputs, tmp_path):
         "from nemo_style_rlhf.schema.common import RunConfig\n"
         "from nemo_style_rlhf.schema.generation import GenerationConfig\n"
         "device = setup(RunConfig(output_dir='unused', device='cpu', num_threads=1))\n"
-        "VLLMGenerator(sys.argv[1], GenerationConfig(kv_cache_gib=0.1), dtype='float32', seed=0, max_model_len=40,\n"
+        "generator = VLLMGenerator(sys.argv[1], GenerationConfig(kv_cache_gib=0.1), dtype='float32', seed=0, max_model_len=40,\n"
         "              eos_token_ids=[0], weight_shapes={})\n"
         "init_distributed(device)\n"
         "require_all_ranks()\n"
@@ -132,8 +132,27 @@ def test_an_actor_of_two_ranks_ends_where_one_does(inputs, alone, tmp_path, zero
             finally:
                 actor.kill()
     assert server.terminate() == 0
-    assert ("both halves go back" in actor.output()) == server_dies
+    assert ("both processes go back" in actor.output()) == server_dies
     assert_same_run(alone, tmp_path)
+
+
+def test_the_same_start_on_two_ranks_ends_with_the_same_bits(inputs, tmp_path):
+    """Samples are dealt by their place, not by who is free."""
+    server_overrides, actor_overrides = overrides(inputs)
+    for run in ("first", "second"):
+        (tmp_path / run / "critic").mkdir(parents=True)
+        server, port = start_server(tmp_path / run / "critic", *server_overrides)
+        actor = start_actor(tmp_path / run / "actor", port, *actor_overrides, ranks=2)
+        try:
+            assert actor.wait(240) == 0, actor.output()
+        finally:
+            actor.kill()
+            server.terminate()
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert without_timers(metrics(first / "actor")) == without_timers(metrics(second / "actor"))
+    for pattern in ("actor/export/model.safetensors", "critic/exports/*/critic/model.safetensors", "actor/rollouts/*"):
+        files = [sorted(run.glob(pattern)) for run in (first, second)]
+        assert files[0] and [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
 
 
 def test_four_ranks_with_two_vllms_end_where_one_does(inputs, alone, tmp_path):
