@@ -255,7 +255,7 @@ def test_clients_that_hang_up_are_not_noticed_behind_the_door(
     assert critic.status().critic_step == step + 2  # the first of the hung-up calls counted, once
 
 
-@pytest.mark.parametrize("token", [None, TOKEN])
+@pytest.mark.parametrize("token", [None, TOKEN], ids=["stranger", "known"])
 def test_a_refused_request_goes_no_further_when_its_client_hangs_up(server: CriticServer, token: str | None) -> None:
     """It waits in the door's buffer, whole, while the refusal finds nobody to go to."""
     body = json.dumps(as_json(valid_infer())).encode()
