@@ -432,6 +432,7 @@ def test_a_server_without_a_token_of_yours_makes_one(make_server, tmp_path: Path
     assert requests.post(url, json={"inputs": []}, timeout=10).status_code == 401
     headers = {protocol.TOKEN_HEADER: token.read_text()}
     assert requests.post(url, json={"inputs": []}, headers=headers, timeout=10).status_code == 200
+    server.terminate()  # its folder has one server at a time
     token.chmod(0o644)
     server.port = 0
     refused = subprocess.run(
