@@ -11,7 +11,7 @@ from nemo_style_rlhf.errors import UserError
 NOT_DATA = "is damaged, or holds something else than tensors and plain values, which could be code"
 
 
-def read_data(path: Path, *, classes: Sequence[type] = (), map_location: Any = "cpu", mmap: bool = False) -> Any:
+def read_data(path: Path, *, classes: Sequence[Any] = (), map_location: Any = "cpu", mmap: bool = False) -> Any:
     """What ``torch.save`` wrote to ``path``: tensors, plain values and objects of ``classes``.
 
     Raises:

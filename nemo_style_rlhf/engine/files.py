@@ -15,8 +15,23 @@ from deepspeed.utils.tensor_fragment import fragment_address  # type: ignore[imp
 from nemo_style_rlhf.checkpoint.data import NOT_DATA, read_data
 from nemo_style_rlhf.errors import UserError
 
-CLASSES = (ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler)
-"""Classes of the objects in an optimizer's file. None of them does anything when it is made."""
+
+def zero_stage(enum: Any, name: Any) -> Any:
+    """Stands in for ``getattr``, by which Python 3.11.0 to 3.11.3, Debian 12's among them, pickle a member of an enumeration.
+
+    Raises:
+        ValueError: anything else is asked of it.
+    """
+    if enum is not ZeroStageEnum or not isinstance(name, str) or name not in ZeroStageEnum.__members__:
+        raise ValueError("a checkpoint asks for an attribute of something else than DeepSpeed's ZeRO stages")
+    return ZeroStageEnum[name]
+
+
+CLASSES = (
+    ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler,
+    (zero_stage, "builtins.getattr"), (zero_stage, "__builtin__.getattr"),
+)  # fmt: skip
+"""Classes of the objects in an optimizer's file, and what makes them. None does anything else."""
 
 
 def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:

@@ -125,8 +125,10 @@ def own_shm() -> Iterator[int]:
     command = [*OWN_SHM, "sh", "-c", "echo mounted && exec sleep infinity"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"mounted\n"
-        yield holder.pid
-        holder.kill()
+        try:
+            yield holder.pid
+        finally:
+            holder.kill()
 
 
 def start_chaos_server(folder: Path, inputs: Path, shm: int) -> tuple[Process, int]:

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import nn
 
 from nemo_style_rlhf.engine.engine import Engine, NonFiniteError
+from nemo_style_rlhf.engine.files import read
 from nemo_style_rlhf.engine.schedule import lr_factor
 from nemo_style_rlhf.engine.shares import make_whole
 from nemo_style_rlhf.errors import UserError
@@ -134,6 +137,25 @@ def test_a_pickle_in_a_checkpoint_is_not_run_and_nothing_changes(tmp_path, zero_
     assert not (tmp_path / "marker").exists() and digest_of(engine) == before
     engine.load(tmp_path)
     assert digest_of(engine) != before
+
+
+class Attribute:
+    """Pickled as Python 3.11.2 pickles the member of an enumeration."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self._of = owner, name
+
+    def __reduce__(self) -> tuple:
+        return getattr, self._of
+
+
+def test_a_zero_stage_as_some_pythons_pickle_it_is_read_and_no_other_attribute(tmp_path):
+    torch.save({"zero_stage": Attribute(ZeroStageEnum, "weights")}, tmp_path / "old.pt")
+    assert read(tmp_path / "old.pt") == {"zero_stage": ZeroStageEnum.weights}
+    for owner, name in ((LossScaler, "backward"), (ZeroStageEnum, "mro")):
+        torch.save({"zero_stage": Attribute(owner, name)}, tmp_path / "attack.pt")
+        with pytest.raises(UserError, match=r"attack\.pt is damaged, or holds something else"):
+            read(tmp_path / "attack.pt")
 
 
 def test_deepspeeds_own_reader_is_replaced(tmp_path):
