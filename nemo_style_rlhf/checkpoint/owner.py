@@ -64,12 +64,7 @@ class Owner:
         self._heart = threading.Thread(target=self._beat, name="owner", daemon=True)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self.lock = os.open(self._pulse(kernel), os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                self._take()
-            except BaseException:
-                os.close(self.lock)
-                raise
+            self._take()
         except OSError as error:
             raise UserError(
                 f"run.output_dir={folder} cannot be written ({error.strerror}): give a folder that can"
@@ -77,7 +72,21 @@ class Owner:
         self._heart.start()
 
     def _take(self) -> None:
-        locked, found = self._locked(), self._read()
+        pulse = self._pulse(self._mine.kernel)
+        while True:
+            self.lock = os.open(pulse, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                locked = self._locked()
+                if _is_open_as(self.lock, pulse):
+                    self._enter(locked)
+                    return
+            except BaseException:
+                os.close(self.lock)
+                raise
+            os.close(self.lock)  # its last owner has removed the file meanwhile
+
+    def _enter(self, locked: bool) -> None:
+        found = self._read()
         if found is not None and not (locked and found.kernel == self._mine.kernel):
             self._outwait(found)
         beside = self._path.with_name(f"{self._path.name}.{self._mine.id}")  # two machines may come at once
@@ -151,6 +160,7 @@ class Owner:
         with suppress(OSError):
             if (found := self._read()) is not None and found.id == self._mine.id:
                 self._path.unlink()
+                self._pulse(self._mine.kernel).unlink()
         if not self._heart.is_alive():  # else in a file system that hangs, and the lock ends with the process
             os.close(self.lock)
 
@@ -225,6 +235,12 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
 
 
 def _content(path: Path) -> bytes | None:

@@ -10,7 +10,7 @@ _received = False
 
 
 class Preempted(Exception):
-    """The run was told to end and has nothing to do before it does."""
+    """The run was told to end, has said so, and has nothing to do before it does."""
 
 
 def hold_stop_signal() -> None:

@@ -98,7 +98,9 @@ def end_if_told(store: CheckpointStore, told: Callable[[], bool] = stop_requeste
     if told():
         committed = store.committed_steps()
         saved = f"step {committed[-1]} is committed" if committed else "nothing is lost"
-        raise Preempted(f"told to end while no server answers; {saved}, the same command goes on")
+        # Before the other ranks hear of it: launchers may kill every rank as soon as one exits.
+        log.info("told to end while no server answers; %s, the same command goes on", saved)
+        raise Preempted
 
 
 def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | None:

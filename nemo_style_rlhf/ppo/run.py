@@ -28,7 +28,6 @@ def run(config: PPOActorConfig) -> None:
     try:
         _run(config)
     except Preempted as told:
-        log.info("%s", told)
         raise SystemExit(PREEMPTED_EXIT) from told
 
 

@@ -221,7 +221,7 @@ def hang_up(run: "Run") -> None:
 
 def fill_shared_memory(run: "Run") -> None:
     """For a while."""
-    filler = Path(f"/proc/{run.server.pid}/root/dev/shm/filler")
+    filler = Path(f"/proc/{run.shm}/root/dev/shm/filler")  # a server may be gone when the time is up
     with contextlib.suppress(OSError), filler.open("wb") as file:
         while True:
             file.write(bytes(2**20))

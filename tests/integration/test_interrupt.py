@@ -164,7 +164,7 @@ def test_a_dry_run_is_undone_at_once_also_while_it_waits(inputs, program, tmp_pa
 
 def test_save_on_interrupt_commits_the_running_step_and_a_second_one_ends_at_once(inputs, program, tmp_path):
     slow = tmp_path / "slow.py"
-    slow.write_text(REWARD.replace("0.2", "2"))
+    slow.write_text(REWARD.replace("0.2", "8"))
     command = [*grpo(inputs), "checkpoint.save_on_interrupt=true", "checkpoint.save_interval=100"]
     actor = program(*command)
     wait_for_output(actor, "PPO 2/400")

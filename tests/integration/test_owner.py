@@ -116,17 +116,20 @@ def contents(folder: Path) -> dict[Path, tuple[int, int]]:
 def test_a_second_one_is_refused_before_it_touches_anything(
     start: Start, tmp_path: Path, kind: str, role: str, under_way: str
 ) -> None:
-    """The first is stopped meanwhile, which makes it no less the owner, and goes on to its end."""
+    """The first is stopped meanwhile with its children, which makes it no less the owner, and goes on to its end."""
     first = start(kind)
     wait_for_output(first, under_way)
-    first.signal(signal.SIGSTOP)
+    stopped = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+    for each in stopped:
+        each.suspend()
     before = contents(tmp_path / "run")
     second = start(kind)
     assert second.wait(60) == 2, second.output()
     (sentence,) = [line for line in second.output().splitlines() if "error: " in line]
     assert f"run.output_dir={tmp_path / 'run'} is in use by another {role} (process {first.pid} on " in sentence
     assert contents(tmp_path / "run") == before
-    first.signal(signal.SIGCONT)
+    for each in stopped:
+        each.resume()
     if kind == "server":
         assert first.terminate() == 0, first.output()
     else:

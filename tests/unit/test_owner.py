@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,26 @@ def test_a_second_process_of_one_machine_is_told_of_the_first_even_of_a_stopped_
     assert time.monotonic() - began < LOCK_PATIENCE_S + 2
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.suffix == ".json"} == before
     Owner(tmp_path, "server", TAKEOVER_S, kernel=OURS).end()  # another role may share the folder
+
+
+def test_one_at_a_time_owns_a_folder_that_many_take_and_leave_as_they_found_it(tmp_path: Path) -> None:
+    inside: list[int] = []
+
+    def come_and_go(_: int) -> int:
+        for _ in range(20):
+            mine = Owner(tmp_path, "trainer", TAKEOVER_S, kernel=OURS)
+            inside.append(1)
+            alone = len(inside)
+            time.sleep(0.002)
+            inside.pop()
+            mine.end()
+            if alone > 1:
+                return alone
+        return 1
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(come_and_go, range(4))) == [1] * 4
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_next_one_need_not_wait_for_the_killed_ones_children(start: Start, tmp_path: Path) -> None:
