@@ -1,6 +1,7 @@
 """`sbatch slurm/ppo_hetjob.sh` on a real Slurm: it completes, dies as one, and goes on after the time limit."""
 
 import contextlib
+import re
 import signal
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from tests.cluster.jobs import Job, Overrides, of_quickstart, submit, tiny
-from tests.cluster.slurm import Cluster
+from tests.cluster.slurm import Cluster, wait_until
 
 CRITIC_RANKS = "2"
 RUN_S = 300.0
@@ -38,6 +39,12 @@ def processes(job: Job, script: str = "") -> list[psutil.Process]:
         if ours and script in " ".join(words) and Path(words[0]).name.startswith("python"):
             found.append(process)
     return found
+
+
+def told_to_end(process: psutil.Process) -> bool:
+    """Whether SIGUSR1, the tenth of the signals in the kernel's masks, waits for it."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return any(int(mask, 16) & 1 << signal.SIGUSR1 - 1 for mask in re.findall(r"(?:SigPnd|ShdPnd):\s+(\w+)", status))
 
 
 def token_of(process: psutil.Process) -> str:
@@ -122,18 +129,23 @@ def test_the_end_of_one_component_ends_both(cluster, inputs, tmp_path, end_one: 
 
 
 def test_a_time_limit_requeues_and_the_resumed_job_ends_with_the_same_weights(completed, cluster, inputs, tmp_path):
-    """The signal comes when slurmctld next looks at time limits, twice a minute: while the first start still loads, or in
-    its first steps."""
-    slow_start = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || sleep 8'  # twice; or the run might be over before
-    job = submit(cluster, inputs, tmp_path / "run", "--time=5", CRITIC_RANKS=CRITIC_RANKS, CRITIC_SETUP=slow_start)
+    """The actor stands still until Slurm's signal has come: slurmctld looks at time limits twice a minute."""
+    job = submit(cluster, inputs, tmp_path / "run", "--time=60", CRITIC_RANKS=CRITIC_RANKS)
+    job.wait_for_step(1)
+    (actor,) = processes(job, "train_ppo_actor.py")
+    actor.suspend()
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")  # the signal comes ten minutes before
+    wait_until(lambda: told_to_end(actor), "the actor has SIGUSR1", RUN_S)
+    actor.resume()
     job.wait_for_requeue(RUN_S)
-    steps = len(job.rows())  # 0 where the server was not there yet
-    assert steps < len(completed[0].rows()), job.report()
+    steps = len(job.rows())
+    assert 0 < steps < len(completed[0].rows()), job.report()
     assert not (job.output_dir / "actor" / "export").exists()
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     cluster.start_soon(job.number)
     job.wait_for_end(RUN_S)
     assert job.state == "COMPLETED", job.report()
-    assert steps == 0 or f"resumed from step {steps}" in (job.output_dir / "actor.log").read_text()
+    assert f"resumed from step {steps}" in (job.output_dir / "actor.log").read_text()
     weights = [run.output_dir / "actor" / "export" / "model.safetensors" for run in (job, completed[0])]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     rewards = [[row["train_rollouts/rewards"] for row in run.rows()] for run in (job, completed[0])]
