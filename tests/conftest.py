@@ -18,16 +18,24 @@ from tests.integration.processes import ROOT
 settings.register_profile("busy", deadline=None)  # a machine that does other things, too, is no fault of a test's
 settings.load_profile("busy")
 HERE = Path(__file__).parent
+
+
+def why_not_root() -> str | None:
+    user = os.geteuid()
+    return None if user == 0 else f"only root can look as another user does, this is user {user}: run the tests as root"
+
+
 PARTS = {
+    HERE / "integration" / "test_other_users.py": ("NSR_DEMAND_ROOT", why_not_root),
     HERE / "cluster": ("NSR_DEMAND_CLUSTER", why_no_cluster),
     HERE / "unit" / "sandbox": ("NSR_DEMAND_SANDBOX", functools.cache(sandbox.why_no_sandbox)),
 }
-"""Folders whose tests need a machine of their own kind: a variable that is set where they have to run, so that what they lack is
-an error, and what tells why they cannot."""
+"""Folders and files whose tests need a machine of their own kind, each with a variable that is set where they have to run, so
+that what they lack is an error, and with a function that tells why they cannot."""
 
 
-def why_left_out(folder: Path) -> str | None:
-    demanded, why = PARTS[folder]
+def why_left_out(part: Path) -> str | None:
+    demanded, why = PARTS[part]
     return None if demanded in os.environ else why()
 
 
@@ -37,9 +45,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     given = [Path(path).resolve() for path in terminalreporter.config.args]
-    for folder in PARTS:
-        if any(folder.is_relative_to(path) for path in given) and (reason := why_left_out(folder)):
-            terminalreporter.write_line(f"{folder.relative_to(ROOT)} did not run, {reason}")
+    for part in PARTS:
+        if any(part.is_relative_to(path) for path in given) and (reason := why_left_out(part)):
+            terminalreporter.write_line(f"{part.relative_to(ROOT)} did not run, {reason}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,7 +204,7 @@ def test_rule_8_an_endpoint_and_a_door_that_hang_do_not_outlive_both_parents_and
     """These are killed at once, before either could notice that the other has gone."""
     server = make_server().start()
     everyone = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-    segments, folders = segments_of(everyone), list(Path("/tmp").glob(f"nsr{server.process.pid}-*"))
+    segments, folders = segments_of(everyone), list(Path(tempfile.gettempdir()).glob(f"nsr{server.process.pid}-*"))
     assert segments and folders
     tritonserver = server.tritonserver()
     door = next(process for process in everyone if "front_door" in " ".join(process.cmdline()))
