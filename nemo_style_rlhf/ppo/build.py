@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.starts import log_differences, record_start, require_reachable, require_same
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest
-from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.data.encoding import decode_response
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
 from nemo_style_rlhf.data.sampling import PromptSampler

@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_style_rlhf.critic_service.client import CriticInference, RemoteCritic, ServerUnreachable, wait_for_any
+from nemo_style_rlhf.critic_service.client import wait_for_any
+from nemo_style_rlhf.critic_service.connection import ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import Array, ProtocolError, Status
+from nemo_style_rlhf.critic_service.remote_critic import CriticInference, RemoteCritic
+from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.schema.templates import unrendered
@@ -69,7 +72,7 @@ class RewardServerScorer:
         self._model = model
         self._prompt_template = prompt_template
         self._rendered = rendered
-        self._servers = [RemoteCritic(server) for server in config.servers]
+        self._servers = [RemoteRewardModel(server) for server in config.servers]
         self._replicas = LeastBusy(self._servers, rest_s=config.cooldown_s, first=rank)
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(THREADS_PER_REPLICA * len(self._servers), thread_name_prefix="reward-server")
@@ -135,7 +138,7 @@ def served_by(
             rendered prompts with another tokenizer.
     """
     with ExitStack() as connections:
-        servers = [connections.enter_context(RemoteCritic(server)) for server in config.servers]
+        servers = [connections.enter_context(RemoteRewardModel(server)) for server in config.servers]
         answers = wait_for_any(servers, progress, heed)
         model = _model(next(iter(answers.values())))
         for server in servers:
@@ -150,7 +153,7 @@ def served_by(
     return model
 
 
-def _require_same(server: RemoteCritic, status: Status, model: Model) -> None:
+def _require_same(server: RemoteRewardModel, status: Status, model: Model) -> None:
     if (served := _model(status)) != model:
         raise UserError(
             f"the reward server at {server.address} serves the model {served[0][:16]}, the run began with "

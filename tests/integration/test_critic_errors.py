@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from tests.integration.critic_server import TOKEN_ENV, CriticServer
 from tests.integration.fuzzer import (
     MAX_REQUEST_BYTES,

@@ -12,8 +12,10 @@ import psutil
 import pytest
 import requests
 
-from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.critic_service.connection import ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
+from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
 from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, left_of, segments_of, sequences, train_batch
 from tests.integration.test_critic_protocol import long_batch, wait_until_busy
@@ -100,8 +102,9 @@ def test_critic_only_serves_no_rewards(open_server: CriticServer, monkeypatch: p
         assert status.roles == ["critic"]
         with pytest.raises(UserError, match="serves critic, the actor needs reward too"):
             critic.handshake(tokenizer_digest=status.tokenizer_digest, vocab_size=status.vocab_size, needs_rewards=True)
+    with RemoteRewardModel(open_server.config()) as client:
         with pytest.raises(UserError, match="serves critic, the actor needs reward too"):
-            critic.score_text(["w1"], ["w2"]).result()
+            client.score_text(["w1"], ["w2"]).result()
 
 
 def test_rule_7_refuses_to_open_wider_without_a_token(make_server) -> None:

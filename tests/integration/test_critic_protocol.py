@@ -15,8 +15,10 @@ import pytest
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.client import CriticTrainBatch, LeaseLost, RemoteCritic, ServerRestarted, parse_json
+from nemo_style_rlhf.critic_service.client import parse_json
+from nemo_style_rlhf.critic_service.connection import LeaseLost, ServerRestarted
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.ppo.recovery import restore_newest
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig

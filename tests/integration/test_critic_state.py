@@ -15,8 +15,9 @@ import torch
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.client import RemoteCritic, parse_json
+from nemo_style_rlhf.critic_service.client import parse_json
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
 from tests.attacks import Attack
 from tests.integration.critic_server import START, CriticServer, sequences, train_batch
