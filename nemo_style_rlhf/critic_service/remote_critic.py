@@ -12,7 +12,7 @@ import numpy as np
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import ServerClient, infer_pool, parse_json, split
-from nemo_style_rlhf.critic_service.protocol import Array, Status
+from nemo_style_rlhf.critic_service.protocol import Array, Status, Want, Wanted
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 
@@ -25,12 +25,13 @@ BYTES_PER_SEQUENCE = 4
 class CriticInference:
     """Answers for sequences, in the order they were given."""
 
-    values: list[Array]
-    """float32 [T] per sequence, indexed by state: values[t] is V after tokens 0..t."""
+    values: list[Array] | None
+    """float32 [T] per sequence, indexed by state: values[t] is V after tokens 0..t. None if only rewards were wanted."""
     rewards: Array | None
-    """float32 [B]; None from a server without a reward model."""
-    critic_step: int
-    """Train calls the critic had seen."""
+    """float32 [B]; None if only values were wanted."""
+    critic_steps: frozenset[int]
+    """Train calls the critic had seen at each request that the sequences were split into. One number, unless the critic was
+    trained or restored between them."""
 
 
 @dataclass(frozen=True)
@@ -123,33 +124,38 @@ class RemoteCritic(ServerClient):
 
     # --- compute ------------------------------------------------------------------------------------------------------
 
-    def infer(self, sequences: Sequence[Array]) -> "Future[CriticInference]":
-        """Values and rewards of int32 [T] sequences; big batches are split, a pure function of their lengths."""
-        return self._infer_pool.submit(self._infer, list(sequences))
+    def infer(
+        self, sequences: Sequence[Array], *, want: Want = "both", expect_critic_step: int | None = None
+    ) -> "Future[CriticInference]":
+        """Values and rewards of int32 [T] sequences; big batches are split, a pure function of their lengths.
+
+        Args:
+            want: the server computes nothing else.
+            expect_critic_step: the server refuses with the code CONFLICT if its critic stands at another step; None takes any.
+        """
+        return self._infer_pool.submit(self._infer, list(sequences), Wanted(want, expect_critic_step))
 
     def train(self, batch: CriticTrainBatch, *, step: int) -> "Future[dict[str, float]]":
         """Train the critic, exactly once, as its step number ``step`` (the server's critic_step + 1); resolves to metrics."""
         return self._train_pool.submit(self._train, batch, step)
 
-    def _infer(self, sequences: list[Array]) -> CriticInference:
+    def _infer(self, sequences: list[Array], wanted: Wanted) -> CriticInference:
         values: list[Array] = []
         rewards: list[Array] = []
         steps: set[int] = set()
         lengths = [len(sequence) for sequence in sequences]
         for rows in split(_request_bytes(lengths, INFER_BYTES_PER_TOKEN), self._max_request_bytes):
             chunk = [sequences[row] for row in rows]
-            answer = self._connection.call(
-                protocol.INFER, protocol.ragged(chunk), timeout_s=self._config.infer_timeout_s
-            )
-            values += protocol.unragged(answer[protocol.VALUES.name], [len(sequence) for sequence in chunk])
-            if protocol.REWARDS.name in answer:
+            inputs = protocol.infer_tensors(chunk, wanted)
+            answer = self._connection.call(protocol.INFER, inputs, timeout_s=self._config.infer_timeout_s)
+            if wanted.values:
+                values += protocol.unragged(answer[protocol.VALUES.name], [len(sequence) for sequence in chunk])
+            if wanted.rewards:
                 rewards.append(answer[protocol.REWARDS.name])
             steps.add(int(answer[protocol.CRITIC_STEP.name][0]))
-        if len(steps) > 1:
-            raise RuntimeError(
-                f"the critic was trained while it was asked for values: steps {sorted(steps)} in one answer"
-            )
-        return CriticInference(values, np.concatenate(rewards) if rewards else None, steps.pop())
+        return CriticInference(
+            values if wanted.values else None, np.concatenate(rewards) if wanted.rewards else None, frozenset(steps)
+        )
 
     def _train(self, batch: CriticTrainBatch, step: int) -> dict[str, float]:
         lengths = [len(sequence) for sequence in batch.sequences]

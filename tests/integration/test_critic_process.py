@@ -89,7 +89,7 @@ def test_rule_7_a_token_is_wanted_before_anything_else(
             critic.wait_until_ready(lambda line: None)
     monkeypatch.setenv(TOKEN_ENV, TOKEN)
     with open_server.client() as critic:
-        critic.infer(sequences(1)).result()
+        critic.infer(sequences(1), want="values").result()
     for process in psutil.Process(open_server.process.pid).children(recursive=True):
         assert TOKEN not in " ".join(process.cmdline())
 
@@ -97,7 +97,11 @@ def test_rule_7_a_token_is_wanted_before_anything_else(
 def test_critic_only_serves_no_rewards(open_server: CriticServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_ENV, TOKEN)
     with open_server.client() as critic:
-        assert critic.infer(sequences(1)).result().rewards is None
+        assert critic.infer(sequences(1), want="values").result().rewards is None
+        with pytest.raises(
+            ProtocolError, match=r"request\.want is both but this server has no reward model: ask for values"
+        ):
+            critic.infer(sequences(1)).result()
         status = critic.status()
         assert status.roles == ["critic"]
         with pytest.raises(UserError, match="serves critic, the actor needs reward too"):
