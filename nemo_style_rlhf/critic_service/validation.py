@@ -186,9 +186,9 @@ def check_plan(plan: TrainPlan, masks: Sequence[Array]) -> None:
 
 
 def _check_tensors(inputs: Mapping[str, Array], specs: tuple[TensorSpec, ...], limits: Limits) -> None:
-    _check_size(
-        sum(array.nbytes for array in inputs.values() if array.dtype != np.object_), limits
-    )  # those bound themselves
+    # Texts and JSON have bounds of their own.
+    numbers = [array for array in inputs.values() if array.dtype != np.object_]
+    _check_size(sum(array.nbytes for array in numbers), limits)
     for spec in specs:
         if spec.name not in inputs:
             _refuse(f"tensor {spec.name} is missing")
