@@ -40,6 +40,7 @@ ECHO = Endpoint("echo", (TensorSpec("x", "INT32"),), (TensorSpec("y", "FP32"),))
 SINK = Endpoint("sink", (TensorSpec("x", "INT32"),), (TensorSpec("size", "INT64", 1),))
 TOKEN = "benchmark"
 VOCABULARY = 32000
+WANTED = {protocol.REQUEST.name: protocol.json_tensor({"want": "values"})}
 KINDS = ("door", "tls", "straight", "bare")
 MAX_REQUEST_BYTES = 2**30
 
@@ -149,7 +150,7 @@ def print_table(port: dict[str, int], scratch: Path, rounds: int) -> None:
         ragged = protocol.ragged([np.full(length, row % VOCABULARY, dtype=np.int32) for row in range(count)])
         trains = {kind: train_inputs(ragged, lease) for kind, lease in leases.items()}
         for endpoint, inputs, echo in (
-            (INFER, dict.fromkeys(leases, ragged), ECHO),
+            (INFER, dict.fromkeys(leases, ragged | WANTED), ECHO),
             (TRAIN, trains, SINK),
         ):
             sent = sum(tensor.nbytes for tensor in inputs["door"].values())
@@ -183,7 +184,7 @@ def print_load(port: int, server: int, requests: int) -> None:
 
     def ask(_: int) -> float:
         started = time.perf_counter()
-        connection.call(INFER, ragged, timeout_s=60)
+        connection.call(INFER, ragged | WANTED, timeout_s=60)
         return time.perf_counter() - started
 
     def kept_mib() -> float:
@@ -242,7 +243,7 @@ def serve_critic(kind: str, ready_file: Path) -> None:
         if endpoint == ACQUIRE.name:
             return {protocol.RESPONSE.name: protocol.json_tensor({"lease": ledger.acquire("benchmark")})}
         if endpoint == INFER.name:
-            request = validation.read_infer(inputs, limits)
+            request, _ = validation.read_infer(inputs, limits)
             return {"values": request.tokens.astype(np.float32), "critic_step": np.array([0])}
         answer, _ = ledger.stage(validation.read_train(inputs, limits))
         ledger.drop()

@@ -159,7 +159,8 @@ def _rehearse_critic(service: Service) -> float:
     lease = _ask(service, protocol.ACQUIRE, run_id=DRY_RUN, tokenizer_digest=status.tokenizer_digest)["lease"]
     length = min(4, status.max_length)
     ragged = protocol.ragged([np.arange(length, dtype=np.int32) % status.vocab_size] * 2)
-    values = service.handle(protocol.INFER.name, ragged)[protocol.VALUES.name]
+    wanted = {REQUEST.name: json_tensor({"want": "values"})}
+    values = service.handle(protocol.INFER.name, ragged | wanted)[protocol.VALUES.name]
     mask = np.array(([1.0] * (length - 1) + [0.0]) * 2, dtype=np.float32)
     arrays = (*ragged.values(), np.zeros_like(values), values, mask)
     plan = protocol.part_plan(

@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 HEADER_PATTERN = "(?i)x-critic-.*"
 """Headers that Triton forwards to the service."""
@@ -131,7 +131,7 @@ def _json_endpoint(name: str) -> Endpoint:
 
 
 STATUS = Endpoint("critic_status", (), (RESPONSE,))
-INFER = Endpoint("critic_infer", (TOKENS, SEQUENCE_LENGTHS), (VALUES, REWARDS, CRITIC_STEP), role="critic")
+INFER = Endpoint("critic_infer", (TOKENS, SEQUENCE_LENGTHS, REQUEST), (VALUES, REWARDS, CRITIC_STEP), role="critic")
 TRAIN = Endpoint(
     "critic_train", (TOKENS, SEQUENCE_LENGTHS, RETURNS, OLD_VALUES, MASK, PLAN), (RESPONSE,), role="critic"
 )
@@ -204,6 +204,27 @@ class InferRequest:
     @property
     def offsets(self) -> list[int]:
         return [0, *np.cumsum(self.lengths).tolist()]
+
+
+Want = Literal["rewards", "values", "both"]
+WANTS: tuple[str, ...] = get_args(Want)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The JSON ``request`` of ``critic_infer``: what to compute for its sequences, and with which critic."""
+
+    want: Want
+    expect_critic_step: int | None = None
+    """The request is refused if the critic stands at another step. None: it may stand at any."""
+
+    @property
+    def values(self) -> bool:
+        return self.want != "rewards"
+
+    @property
+    def rewards(self) -> bool:
+        return self.want != "values"
 
 
 @dataclass(frozen=True)
@@ -353,6 +374,11 @@ def ragged(sequences: Sequence[Array] | Sequence[list[int]]) -> dict[str, Array]
         TOKENS.name: np.concatenate(sequences).astype(np.int32, copy=False),
         SEQUENCE_LENGTHS.name: np.array([len(sequence) for sequence in sequences], dtype=np.int32),
     }
+
+
+def infer_tensors(sequences: Sequence[Array] | Sequence[list[int]], wanted: Wanted) -> dict[str, Array]:
+    """The inputs of ``critic_infer``."""
+    return ragged(sequences) | {REQUEST.name: json_tensor(asdict(wanted))}
 
 
 def unragged(flat: Array, lengths: Sequence[int] | Array) -> list[Array]:

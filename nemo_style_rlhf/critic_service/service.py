@@ -69,12 +69,23 @@ class CriticService(Service):
     # --- endpoints ----------------------------------------------------------------------------------------------------
 
     def _infer(self, inputs: Mapping[str, Array]) -> Tensors:
-        request = validation.read_infer(inputs, self._limits)
+        request, wanted = validation.read_infer(inputs, self._limits)
+        reward, expected = self._worker.reward, wanted.expect_critic_step
+        if wanted.rewards and reward is None:
+            raise ProtocolError(
+                Code.INVALID, f"request.want is {wanted.want} but this server has no reward model: ask for values"
+            )
         with self._models(f"infer of {len(request.lengths)} sequences"):
-            step = np.array([self._ledger.step], dtype=np.int64)
-            answer = {protocol.VALUES.name: self._worker.infer(request), protocol.CRITIC_STEP.name: step}
-            if self._worker.reward is not None:
-                answer[protocol.REWARDS.name] = self._worker.reward.score(request)
+            if expected not in (None, self._ledger.step):
+                raise ProtocolError(
+                    Code.CONFLICT,
+                    f"request.expect_critic_step is {expected} but the critic is at step {self._ledger.step}",
+                )
+            answer = {protocol.CRITIC_STEP.name: np.array([self._ledger.step], dtype=np.int64)}
+            if wanted.values:
+                answer[protocol.VALUES.name] = self._worker.infer(request)
+            if wanted.rewards and reward is not None:
+                answer[protocol.REWARDS.name] = reward.score(request)
         return answer
 
     def _train(self, inputs: Mapping[str, Array]) -> Tensors:

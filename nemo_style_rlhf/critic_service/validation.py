@@ -12,17 +12,20 @@ import numpy as np
 
 from nemo_style_rlhf.checkpoint.names import is_checkpoint_id, is_run_id
 from nemo_style_rlhf.critic_service.protocol import (
+    INFER,
     MASK,
     OLD_VALUES,
     PLAN,
     PROMPTS,
     RENDERED,
+    REQUEST,
     RESPONSES,
     RETURNS,
     REWARD_INFER,
     SEQUENCE_LENGTHS,
     TOKENS,
     TRAIN,
+    WANTS,
     Array,
     Code,
     InferRequest,
@@ -32,6 +35,7 @@ from nemo_style_rlhf.critic_service.protocol import (
     TensorSpec,
     TrainPart,
     TrainPlan,
+    Wanted,
     ragged,
     text_nbytes,
 )
@@ -42,13 +46,17 @@ MAX_PARTS = 1024
 MAX_JSON_BYTES = 16 * 2**20
 
 
-def read_infer(inputs: Mapping[str, Array], limits: Limits) -> InferRequest:
-    """The sequences of a request.
+def read_infer(inputs: Mapping[str, Array], limits: Limits) -> tuple[InferRequest, Wanted]:
+    """The sequences of a request, and what is wanted of them.
 
     Raises:
-        ProtocolError: INVALID, naming the tensor and the rule.
+        ProtocolError: INVALID, naming the tensor or field and the rule.
     """
-    _check_tensors(inputs, (TOKENS, SEQUENCE_LENGTHS), limits)
+    _check_tensors(inputs, INFER.inputs, limits)
+    return _read_sequences(inputs, limits), read_json(inputs[REQUEST.name], Wanted)
+
+
+def _read_sequences(inputs: Mapping[str, Array], limits: Limits) -> InferRequest:
     tokens, lengths = inputs[TOKENS.name], inputs[SEQUENCE_LENGTHS.name]
     if lengths.size == 0:
         _refuse("sequence_lengths is empty: send at least one sequence")
@@ -106,7 +114,7 @@ def read_train(inputs: Mapping[str, Array], limits: Limits) -> TrainPart:
         ProtocolError: INVALID, naming the tensor or field and the rule.
     """
     _check_tensors(inputs, TRAIN.inputs, limits)
-    sequences = read_infer(inputs, limits)
+    sequences = _read_sequences(inputs, limits)
     returns, old_values, mask = (inputs[spec.name] for spec in (RETURNS, OLD_VALUES, MASK))
     for name, array in (("returns", returns), ("old_values", old_values), ("mask", mask)):
         if array.size != sequences.tokens.size:
@@ -178,7 +186,9 @@ def check_plan(plan: TrainPlan, masks: Sequence[Array]) -> None:
 
 
 def _check_tensors(inputs: Mapping[str, Array], specs: tuple[TensorSpec, ...], limits: Limits) -> None:
-    _check_size(sum(array.nbytes for array in inputs.values()), limits)
+    # Texts and JSON have bounds of their own.
+    numbers = [array for array in inputs.values() if array.dtype != np.object_]
+    _check_size(sum(array.nbytes for array in numbers), limits)
     for spec in specs:
         if spec.name not in inputs:
             _refuse(f"tensor {spec.name} is missing")
@@ -243,6 +253,10 @@ def _is_int(value: object) -> bool:
     return type(value) is int and abs(value) < 2**53
 
 
+def _is_step_or_none(value: object) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 2**53)
+
+
 def _is_name(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
 
@@ -255,6 +269,8 @@ _EXPECTED = {
     "checkpoint_id": "<run_id>-step_NNNNNN, with a run_id of 1 to 40 letters a-z and digits, and a step of six or more digits",
     "keep": "a number from 0 up",
     "critic_step": "a number from 0 up, or null",
+    "want": f"{', '.join(WANTS[:-1])} or {WANTS[-1]}",
+    "expect_critic_step": "a number from 0 up, or null",
     "copy_only": "true or false",
     "export": "true or false",
     "digests": "an object of file names and SHA-256 digests",
@@ -272,7 +288,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "tokenizer_digest": _is_name,
     "checkpoint_id": is_checkpoint_id,
     "keep": lambda value: _is_int(value) and value >= 0,
-    "critic_step": lambda value: value is None or (_is_int(value) and value >= 0),
+    "critic_step": _is_step_or_none,
+    "want": lambda value: isinstance(value, str) and value in WANTS,
+    "expect_critic_step": _is_step_or_none,
     "copy_only": lambda value: isinstance(value, bool),
     "export": lambda value: isinstance(value, bool),
     "digests": lambda value: (

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.starts import log_differences, record_start, require_reachable, require_same
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest
-from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.protocol import Want
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.data.encoding import decode_response
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
 from nemo_style_rlhf.data.sampling import PromptSampler
@@ -229,7 +230,8 @@ def _scorer(
     sources: dict[str, tuple[Scorer, float]] = {}
     if critic is not None:
         weight = reward.critic.weight
-        sources["critic"] = RemoteCriticScorer(critic, with_rewards=weight != 0), weight
+        want: Want = "rewards" if not config.algorithm.uses_critic else "both" if weight != 0 else "values"
+        sources["critic"] = RemoteCriticScorer(critic, want=want), weight
     if reward.server.weight != 0:
         rendered = config.data.format == "messages"
         digest = tokenizer_digest(tokenizer) if rendered else None

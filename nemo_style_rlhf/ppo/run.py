@@ -7,7 +7,7 @@ import shutil
 from contextlib import closing, suppress
 from pathlib import Path
 
-from nemo_style_rlhf.critic_service.client import ServerRestarted
+from nemo_style_rlhf.critic_service.connection import ServerRestarted
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt

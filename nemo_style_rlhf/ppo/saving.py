@@ -12,7 +12,8 @@ from typing import Any
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.critic_service.connection import ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.snapshot import Snapshot

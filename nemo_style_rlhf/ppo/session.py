@@ -8,7 +8,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.critic_service.client import ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.critic_service.connection import ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError

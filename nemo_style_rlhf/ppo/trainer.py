@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import record_end
-from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
+from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.sampling import PromptSampler, mixed_seed
 from nemo_style_rlhf.distributed.ranks import Ranks

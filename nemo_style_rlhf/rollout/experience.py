@@ -74,6 +74,7 @@ class ExperienceBuilder:
 
         Raises:
             NothingToLearnError: no sample has an action to learn from.
+            UserError: the critic's values are not finite, or come from more than one of its steps.
         """
         algorithm, rollouts = self.algorithm, batch.rollouts
         lengths = [len(rollout.tokens) for rollout in rollouts]
@@ -104,6 +105,7 @@ class ExperienceBuilder:
                 f"{len(lengths)} failed, reward.on_error=mask): nothing would be learned"
             )
         if algorithm.uses_critic:
+            require_one_critic_step(scores.critic_steps)
             require_finite_values(scores.values, mask, lengths)
         signal = self._signal(rollouts, scores, kl, lengths, compared=actions * scored, learned=mask)
         equal = {} if signal.equal_groups is None else {"frac_reward_zero_std": signal.equal_groups}
@@ -177,6 +179,23 @@ class ExperienceBuilder:
         padded = (pad(flat, lengths) for flat in (trainer, sampler, mask))
         weights = importance_weights(*padded, kind=correction.kind, low=correction.low, high=correction.high)
         return unpad(weights, lengths)
+
+
+def require_one_critic_step(steps: frozenset[int]) -> None:
+    """Advantages compare values with each other, so all of a rollout must be those of one critic.
+
+    They cannot differ while this run has the lease. Going back to a checkpoint, as after a lost server, would take the lease
+    from the run that has it now, and that run would take it back: so this run ends, as it does when it finds its lease lost.
+
+    Raises:
+        UserError: the values of the rollout are from more than one of the critic's steps.
+    """
+    if len(steps) > 1:
+        raise UserError(
+            f"the critic's values of one rollout are from its steps {', '.join(map(str, sorted(steps)))}: another run trains or "
+            "restores the same critic; this run learned nothing from them and its last checkpoint is whole: stop the other "
+            "run and start this one again"
+        )
 
 
 def require_finite_values(values: Tensor | None, mask: Tensor, lengths: Sequence[int]) -> None:

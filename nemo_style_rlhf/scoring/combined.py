@@ -77,6 +77,7 @@ class CombinedScorer:
             if filter_scores
             else None,
             values=values[0] if values else None,
+            critic_steps=frozenset().union(*(part.critic_steps for part in parts)),
             extra=extra,
             failed=failed,
         )

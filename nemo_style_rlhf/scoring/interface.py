@@ -61,6 +61,8 @@ class Scores:
     """[B] float32: what algorithm.filter looks at, where that is not the reward; NaN where ``failed``."""
     values: Tensor | None = None
     """[N] float32, action-aligned: of the critic process."""
+    critic_steps: frozenset[int] = frozenset()
+    """Train steps that the critic had seen when it gave ``values``; more than one if it changed between its answers."""
     extra: dict[str, Tensor] = field(default_factory=dict)
     """More metrics, [B] each."""
     failed: Tensor | None = None
@@ -83,6 +85,7 @@ class Scores:
             rewards=torch.cat([group.rewards for group in groups]),
             filter_scores=torch.cat(filtered_by) if with_filter else None,
             values=torch.cat(values) if len(values) == len(groups) else None,
+            critic_steps=frozenset().union(*(group.critic_steps for group in groups)),
             extra={
                 name: torch.cat([g.extra.get(name, torch.full_like(g.rewards, torch.nan)) for g in groups])
                 for name in names
@@ -99,6 +102,7 @@ class Scores:
             rewards=self.rewards[picked],
             filter_scores=None if self.filter_scores is None else self.filter_scores[picked],
             values=None if parts is None else torch.cat([parts[row] for row in rows]),
+            critic_steps=self.critic_steps,
             extra={name: value[picked] for name, value in self.extra.items()},
             failed=self.failures[picked],
         )

@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_style_rlhf.critic_service.client import CriticInference, RemoteCritic, ServerUnreachable, wait_for_any
-from nemo_style_rlhf.critic_service.protocol import Array, ProtocolError, Status
+from nemo_style_rlhf.critic_service.client import wait_for_any
+from nemo_style_rlhf.critic_service.connection import ServerUnreachable
+from nemo_style_rlhf.critic_service.protocol import Array, ProtocolError, Status, Want
+from nemo_style_rlhf.critic_service.remote_critic import CriticInference, RemoteCritic
+from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.schema.templates import unrendered
@@ -28,23 +31,25 @@ Model = tuple[str, str]
 class RemoteCriticScorer:
     """Values, and the rewards of the reward model beside the critic."""
 
-    def __init__(self, critic: RemoteCritic, *, with_rewards: bool = True) -> None:
-        """``with_rewards=False`` leaves the reward at 0: another source gives it."""
+    def __init__(self, critic: RemoteCritic, *, want: Want = "both") -> None:
+        """``want="values"`` leaves the reward at 0: another source gives it."""
         self._critic = critic
-        self._with_rewards = with_rewards
+        self._want = want
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
-        return mapped(self._critic.infer([sample.tokens.numpy().astype(np.int32) for sample in samples]), self._scores)
+        sequences = [sample.tokens.numpy().astype(np.int32) for sample in samples]
+        return mapped(self._critic.infer(sequences, want=self._want), self._scores)
 
     def close(self) -> None:
         """The connection belongs to the trainer."""
 
-    def _scores(self, result: CriticInference) -> Scores:
+    @staticmethod
+    def _scores(result: CriticInference) -> Scores:
+        if result.values is None:  # the reward model is frozen: its rewards are the same at every critic step
+            return Scores(rewards=torch.tensor(result.rewards, dtype=torch.float32))
         values = torch.cat([torch.tensor(values, dtype=torch.float32) for values in result.values])
-        if not self._with_rewards:
-            return Scores(rewards=torch.zeros(len(result.values)), values=values)
-        assert result.rewards is not None  # the handshake demanded a reward model
-        return Scores(rewards=torch.tensor(result.rewards, dtype=torch.float32), values=values)
+        rewards = torch.zeros(len(result.values)) if result.rewards is None else torch.tensor(result.rewards)
+        return Scores(rewards=rewards, values=values, critic_steps=result.critic_steps)
 
 
 class RewardServerScorer:
@@ -69,7 +74,7 @@ class RewardServerScorer:
         self._model = model
         self._prompt_template = prompt_template
         self._rendered = rendered
-        self._servers = [RemoteCritic(server) for server in config.servers]
+        self._servers = [RemoteRewardModel(server) for server in config.servers]
         self._replicas = LeastBusy(self._servers, rest_s=config.cooldown_s, first=rank)
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(THREADS_PER_REPLICA * len(self._servers), thread_name_prefix="reward-server")
@@ -135,7 +140,7 @@ def served_by(
             rendered prompts with another tokenizer.
     """
     with ExitStack() as connections:
-        servers = [connections.enter_context(RemoteCritic(server)) for server in config.servers]
+        servers = [connections.enter_context(RemoteRewardModel(server)) for server in config.servers]
         answers = wait_for_any(servers, progress, heed)
         model = _model(next(iter(answers.values())))
         for server in servers:
@@ -150,7 +155,7 @@ def served_by(
     return model
 
 
-def _require_same(server: RemoteCritic, status: Status, model: Model) -> None:
+def _require_same(server: RemoteRewardModel, status: Status, model: Model) -> None:
     if (served := _model(status)) != model:
         raise UserError(
             f"the reward server at {server.address} serves the model {served[0][:16]}, the run began with "

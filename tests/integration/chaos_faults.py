@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
+from nemo_style_rlhf.critic_service.connection import ServerUnreachable
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.critic_service.secret import own_token
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.integration.fuzzer import JSON_CALLS, valid_infer, valid_json, valid_train

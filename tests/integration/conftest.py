@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from tests.integration.critic_server import START, CriticServer
 from tests.models import save_reward_model
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import Array, Status
+from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.digests import digest_of_files
 from tests.integration import warm

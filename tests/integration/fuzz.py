@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.schema.common import TokenConfig
 from tests.integration.critic_server import KEPT_BYTES, TOKEN_ENV, CriticServer
 from tests.integration.fuzzer import (

@@ -76,9 +76,12 @@ def valid_status() -> Raw:
     return Raw("critic_status", {})
 
 
+def valid_sequences() -> dict[str, tuple[str, list[int], bytes]]:
+    return {"tokens": tensor(np.array([5, 6, 7, 8]), "INT32"), "sequence_lengths": tensor(np.array([1, 3]), "INT32")}
+
+
 def valid_infer() -> Raw:
-    tensors = {"tokens": tensor(np.array([5, 6, 7, 8]), "INT32"), "sequence_lengths": tensor(np.array([1, 3]), "INT32")}
-    return Raw("critic_infer", tensors)
+    return Raw("critic_infer", valid_sequences() | {"request": text(json.dumps({"want": "both"}))})
 
 
 def valid_reward() -> Raw:
@@ -87,8 +90,7 @@ def valid_reward() -> Raw:
 
 
 def valid_train(lease: str, step: int = 1) -> Raw:
-    raw = valid_infer()
-    raw.model = "critic_train"
+    raw = Raw("critic_train", valid_sequences())
     arrays = (
         np.array([5, 6, 7, 8], np.int32),
         np.array([1, 3], np.int32),

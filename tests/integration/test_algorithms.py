@@ -112,21 +112,24 @@ def test_a_rollout_of_many_different_prompts_at_vllms_own_settings(inputs, tmp_p
     assert all(row["train_rollouts/distinct_fraction"] > 0.8 for row in metrics)
 
 
-def test_ppo_takes_values_from_the_critic_and_rewards_from_two_sources(inputs, tmp_path):
+def test_the_critic_server_gives_values_to_ppo_and_rewards_to_every_algorithm(inputs, tmp_path):
     (tmp_path / "critic").mkdir()
     server, port = start_server(
         tmp_path / "critic", "model.dtype=float32", "run.num_threads=1", f"model.path={inputs / 'reward'}"
     )
     try:
-        rows = run(
-            inputs, tmp_path / "actor", "reward.critic.weight=0.5", "reward.function.weight=2", port=port
-        )  # fmt: skip
+        weights = ["reward.critic.weight=0.5", "reward.function.weight=2"]
+        without_values = run(inputs, tmp_path / "rloo", "algorithm=rloo", *weights, port=port)
+        rows = run(inputs, tmp_path / "actor", *weights, port=port)
     finally:
         assert server.terminate() == 0
+    for row in without_values:  # the server is asked for rewards only
+        assert "train_rollouts/values" not in row and "critic/loss" not in row
     for row in rows:
+        assert "train_rollouts/values" in row and row["critic/loss"] > 0
+    for row in without_values + rows:
         parts = 0.5 * row["train_rollouts/critic/reward"] + 2 * row["train_rollouts/function/reward"]
         assert row["train_rollouts/rewards"] == pytest.approx(parts, abs=1e-5)
-        assert row["critic/loss"] > 0
 
 
 @pytest.mark.parametrize("on_error", ["stop", "mask"])

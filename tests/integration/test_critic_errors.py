@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from tests.integration.critic_server import TOKEN_ENV, CriticServer
 from tests.integration.fuzzer import (
     MAX_REQUEST_BYTES,
@@ -76,7 +76,7 @@ def test_an_integer_that_does_not_fit_is_refused_and_not_wrapped(guarded_server:
         ({"mask": tensor(np.array([0, 0, 0, 0]), "FP32")}, "[invalid] plan.digest does not fit"),
         (
             {"tokens": tensor(np.full(20000, 3), "INT32")},
-            "[invalid] the request has 80064 bytes of tensors, expected at most",
+            "[invalid] the request has 80056 bytes of tensors, expected at most",
         ),
         ({"plan": text("{")}, "[invalid] plan is not valid JSON"),
     ],
@@ -86,6 +86,38 @@ def test_rule_6_the_answer_names_the_tensor_and_the_rule(
 ) -> None:
     raw = valid_train(critic._require_lease(), critic.status().critic_step + 1)
     raw.tensors |= change
+    response = post(guarded_server, raw)
+    assert response.status_code == 400
+    assert sentence in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "request_json, sentence",
+    [
+        ("{}", "[invalid] request.want is missing"),
+        ('{"want": "reward"}', '[invalid] request.want is "reward", expected rewards, values or both'),
+        ('{"want": ["values"]}', '[invalid] request.want is ["values"], expected rewards, values or both'),
+        ('{"want": null}', "[invalid] request.want is null, expected rewards, values or both"),
+        (
+            '{"want": "both", "expect_critic_step": -1}',
+            "request.expect_critic_step is -1, expected a number from 0 up, or",
+        ),
+        (
+            '{"want": "both", "expect_critic_step": true}',
+            "request.expect_critic_step is true, expected a number from 0",
+        ),
+        (
+            '{"want": "both", "step": 1}',
+            "[invalid] request has the unknown field 'step', expected want, expect_critic_st",
+        ),
+        ("[]", "[invalid] request is not a JSON object"),
+    ],
+)
+def test_rule_6_an_infer_request_says_what_it_wants(
+    guarded_server: CriticServer, request_json: str, sentence: str
+) -> None:
+    raw = valid_infer()
+    raw.tensors["request"] = text(request_json)
     response = post(guarded_server, raw)
     assert response.status_code == 400
     assert sentence in response.json()["error"]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from nemo_style_rlhf.critic_service.client import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import Array
+from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, RemoteCritic
+from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.data.supervised import load_pairs
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig
@@ -47,7 +48,7 @@ def texts(seed: int, count: int) -> tuple[list[str], list[str]]:
 
 
 def test_rewards_of_texts_are_the_logits_of_what_the_trainer_reads(
-    critic: RemoteCritic, reward_model: Path, tmp_path: Path
+    shared_server: CriticServer, critic: RemoteCritic, reward_model: Path, tmp_path: Path
 ) -> None:
     """Also the very bits of critic_infer's rewards on these tokens."""
     prompts, responses = texts(21, count=12)
@@ -56,7 +57,8 @@ def test_rewards_of_texts_are_the_logits_of_what_the_trainer_reads(
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     config = PreferenceDataConfig(train_path=str(tmp_path / "pairs.jsonl"))
     pairs, _ = load_pairs(config.train_path, config, load_tokenizer(str(reward_model)))
-    rewards = critic.score_text(prompts, responses).result()
+    with RemoteRewardModel(shared_server.config()) as client:
+        rewards = client.score_text(prompts, responses).result()
     model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
     with torch.no_grad():
         expected = [float(model(torch.tensor([pair.chosen])).logits[0, 0]) for pair in pairs]
@@ -69,10 +71,10 @@ def test_rewards_of_texts_are_the_logits_of_what_the_trainer_reads(
 def test_split_texts_keep_their_order_and_need_no_lease(shared_server: CriticServer) -> None:
     prompts, responses = texts(22, count=200)
     with (
-        RemoteCritic(shared_server.config()) as whole,
-        RemoteCritic(shared_server.config(max_request_bytes=4096)) as split,
+        RemoteRewardModel(shared_server.config()) as whole,
+        RemoteRewardModel(shared_server.config(max_request_bytes=4096)) as split,
     ):
-        expected, rewards = (critic.score_text(prompts, responses).result() for critic in (whole, split))
+        expected, rewards = (client.score_text(prompts, responses).result() for client in (whole, split))
         assert whole.score_text([], []).result().shape == (0,)
     np.testing.assert_allclose(rewards, expected, atol=2e-6)
     assert len(np.unique(rewards)) > 190

@@ -13,8 +13,10 @@ import psutil
 import pytest
 import requests
 
-from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.critic_service.connection import ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
+from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
 from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, left_of, segments_of, sequences, train_batch
 from tests.integration.test_critic_protocol import long_batch, wait_until_busy
@@ -88,7 +90,7 @@ def test_rule_7_a_token_is_wanted_before_anything_else(
             critic.wait_until_ready(lambda line: None)
     monkeypatch.setenv(TOKEN_ENV, TOKEN)
     with open_server.client() as critic:
-        critic.infer(sequences(1)).result()
+        critic.infer(sequences(1), want="values").result()
     for process in psutil.Process(open_server.process.pid).children(recursive=True):
         assert TOKEN not in " ".join(process.cmdline())
 
@@ -96,13 +98,18 @@ def test_rule_7_a_token_is_wanted_before_anything_else(
 def test_critic_only_serves_no_rewards(open_server: CriticServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_ENV, TOKEN)
     with open_server.client() as critic:
-        assert critic.infer(sequences(1)).result().rewards is None
+        assert critic.infer(sequences(1), want="values").result().rewards is None
+        with pytest.raises(
+            ProtocolError, match=r"request\.want is both but this server has no reward model: ask for values"
+        ):
+            critic.infer(sequences(1)).result()
         status = critic.status()
         assert status.roles == ["critic"]
         with pytest.raises(UserError, match="serves critic, the actor needs reward too"):
             critic.handshake(tokenizer_digest=status.tokenizer_digest, vocab_size=status.vocab_size, needs_rewards=True)
+    with RemoteRewardModel(open_server.config()) as client:
         with pytest.raises(UserError, match="serves critic, the actor needs reward too"):
-            critic.score_text(["w1"], ["w2"]).result()
+            client.score_text(["w1"], ["w2"]).result()
 
 
 def test_rule_7_refuses_to_open_wider_without_a_token(make_server) -> None:

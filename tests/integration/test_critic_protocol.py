@@ -11,15 +11,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.client import CriticTrainBatch, LeaseLost, RemoteCritic, ServerRestarted, parse_json
+from nemo_style_rlhf.critic_service.client import parse_json
+from nemo_style_rlhf.critic_service.connection import LeaseLost, ServerRestarted
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.ppo.recovery import restore_newest
+from nemo_style_rlhf.rollout.experience import require_one_critic_step
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
+from nemo_style_rlhf.scoring.remote import RemoteCriticScorer
 from tests.integration.critic_server import START, CriticServer, agree, sequences, train_batch
 
 
@@ -63,8 +69,8 @@ def test_rule_1_handshake_refuses_another_protocol_version(
 ) -> None:
     with RemoteCritic(shared_server.config()) as critic:
         status = critic.status()
-        monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 7)
-        with pytest.raises(UserError, match="protocol version 6, this client 7"):
+        monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 8)
+        with pytest.raises(UserError, match="protocol version 7, this client 8"):
             agree(critic, status)
 
 
@@ -107,6 +113,58 @@ def test_rule_1_status_answers_while_a_train_call_runs(critic: RemoteCritic) -> 
     assert "train step 1" in busy
     training.result()
     assert critic.status().critic_step == 1
+
+
+# --- what critic_infer computes ---------------------------------------------------------------------------------------
+
+
+def test_an_answer_holds_what_was_wanted_and_nothing_else(critic: RemoteCritic) -> None:
+    """The bits of values and rewards do not depend on whether the others were asked for."""
+    both = critic.infer(sequences(1)).result()
+    for want, names in (("values", {"values", "critic_step"}), ("rewards", {"rewards", "critic_step"})):
+        answer = critic.infer(sequences(1), want=want).result()
+        assert (answer.values is None, answer.rewards is None) == (want == "rewards", want == "values")
+        if answer.values is not None:
+            np.testing.assert_array_equal(np.concatenate(answer.values), np.concatenate(both.values))
+        if answer.rewards is not None:
+            np.testing.assert_array_equal(answer.rewards, both.rewards)
+        inputs = protocol.infer_tensors(sequences(1), protocol.Wanted(want))
+        assert set(critic._connection.call(protocol.INFER, inputs, timeout_s=60)) == names
+
+
+def test_an_answer_comes_from_the_critic_step_that_is_expected(critic: RemoteCritic) -> None:
+    critic.train(train_batch(1), step=1).result()
+    expected = critic.infer(sequences(1), expect_critic_step=1).result()
+    assert expected.critic_steps == {1}
+    anyway = critic.infer(sequences(1)).result()
+    np.testing.assert_array_equal(np.concatenate(anyway.values), np.concatenate(expected.values))
+    for step, want in ((0, "both"), (2, "values"), (2, "rewards")):
+        sentence = rf"request\.expect_critic_step is {step} but the critic is at step 1"
+        with pytest.raises(ProtocolError, match=sentence) as refusal:
+            critic.infer(sequences(1), want=want, expect_critic_step=step).result()
+        assert refusal.value.code is Code.CONFLICT
+    assert critic.status().critic_step == 1
+
+
+def test_values_of_groups_that_two_critics_gave_are_no_rollout(critic: RemoteCritic) -> None:
+    """A request each, with a train step between them."""
+
+    def group(seed: int, scorer: RemoteCriticScorer) -> Scores:
+        tokens = [torch.from_numpy(sequence.astype(np.int64)) for sequence in sequences(seed)]
+        return scorer.score([ScoringSample.of_texts(row, "", "") for row in tokens]).result(60)
+
+    both, rewards = RemoteCriticScorer(critic), RemoteCriticScorer(critic, want="rewards")
+    before = [group(seed, scorer) for seed in (1, 2) for scorer in (both, rewards)]
+    critic.train(train_batch(1), step=1).result()
+    after = [group(1, both), group(1, rewards)]
+    require_one_critic_step(Scores.joined([before[0], before[2]]).critic_steps)
+    assert after[0].critic_steps == {1}
+    with pytest.raises(UserError, match="the critic's values of one rollout are from its steps 0, 1: another run"):
+        require_one_critic_step(Scores.joined([before[0], before[2], after[0]]).critic_steps)
+    # The reward model is frozen: rewards alone are the same at any step.
+    assert Scores.joined([before[1], after[1]]).critic_steps == frozenset()
+    assert torch.equal(before[1].rewards, after[1].rewards) and torch.equal(before[0].rewards, after[1].rewards)
+    assert after[1].values is None
 
 
 # --- rule 2: one writer -----------------------------------------------------------------------------------------------
@@ -249,7 +307,7 @@ def test_rule_3_a_restarted_server_is_noticed(scratch_server: CriticServer) -> N
         assert critic.restore("test-step_000001", None) == step
         restored = critic.infer(sequences(1)).result()
         np.testing.assert_array_equal(np.concatenate(restored.values), np.concatenate(expected.values))
-        assert restored.critic_step == step
+        assert restored.critic_steps == {step}
 
 
 # --- rule 4: paired commits -------------------------------------------------------------------------------------------

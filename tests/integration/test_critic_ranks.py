@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
+from nemo_style_rlhf.critic_service.connection import ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import Array
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
 from tests.integration.critic_server import CriticServer, left_of, sequences, train_batch
 from tests.integration.test_critic_protocol import long_batch, wait_until_busy

@@ -15,8 +15,9 @@ import torch
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.client import RemoteCritic, parse_json
+from nemo_style_rlhf.critic_service.client import parse_json
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
 from tests.attacks import Attack
 from tests.integration.critic_server import START, CriticServer, sequences, train_batch
@@ -101,7 +102,7 @@ def test_a_refused_restore_changes_nothing(half: Path, critic: RemoteCritic, tmp
     refusal(lambda: critic.restore(ATTACK, None))
     after = critic.infer(sequences(1)).result()
     np.testing.assert_array_equal(np.concatenate(after.values), np.concatenate(before.values))
-    assert after.critic_step == 1
+    assert after.critic_steps == {1}
 
 
 def test_a_file_that_the_record_does_not_list_is_refused_by_name(half: Path, critic: RemoteCritic) -> None:

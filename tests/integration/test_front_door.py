@@ -22,8 +22,8 @@ import pytest
 import requests
 
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from tests.integration.chaos import OWN_SHM
 from tests.integration.critic_server import (
     KEPT_BYTES,

@@ -18,8 +18,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.client import RemoteCritic
 from nemo_style_rlhf.critic_service.protocol import Array, ProtocolError
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
+from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.critic_service.secret import own_token
 from nemo_style_rlhf.data.templates import write_template
 from nemo_style_rlhf.errors import UserError
@@ -96,7 +97,7 @@ def test_rewards_are_those_of_the_critic_server_and_of_transformers(
     server: RewardServer, shared_server: CriticServer
 ) -> None:
     prompts, responses = texts(31, count=20)
-    with RemoteCritic(server.config()) as alone, RemoteCritic(shared_server.config()) as beside_a_critic:
+    with RemoteRewardModel(server.config()) as alone, RemoteRewardModel(shared_server.config()) as beside_a_critic:
         rewards = alone.score_text(prompts, responses).result()
         np.testing.assert_array_equal(rewards, beside_a_critic.score_text(prompts, responses).result())
     np.testing.assert_allclose(rewards, plain_rewards(server.model, prompts, responses), atol=1e-5)
@@ -105,14 +106,14 @@ def test_rewards_are_those_of_the_critic_server_and_of_transformers(
 
 def test_split_requests_keep_their_order(server: RewardServer) -> None:
     prompts, responses = texts(32, count=200)
-    with RemoteCritic(server.config(max_request_bytes=4096)) as split:
+    with RemoteRewardModel(server.config(max_request_bytes=4096)) as split:
         rewards = split.score_text(prompts, responses).result()
     np.testing.assert_allclose(rewards, plain_rewards(server.model, prompts, responses), atol=1e-5)
 
 
 def test_a_text_that_is_too_long_is_refused_with_its_row(server: RewardServer) -> None:
     with (
-        RemoteCritic(server.config()) as client,
+        RemoteRewardModel(server.config()) as client,
         pytest.raises(ProtocolError, match=r"responses\[1\] make a sequence of"),
     ):
         client.score_text(["w1", "w1"], ["w2", "w2 " * 200]).result()
@@ -122,7 +123,7 @@ def test_a_text_that_is_too_long_is_refused_with_its_row(server: RewardServer) -
 
 
 def test_the_status_says_that_there_is_no_critic(server: RewardServer, shared_server: CriticServer) -> None:
-    with RemoteCritic(server.config()) as alone, RemoteCritic(shared_server.config()) as beside_a_critic:
+    with RemoteRewardModel(server.config()) as alone, RemoteRewardModel(shared_server.config()) as beside_a_critic:
         status, other = alone.status(), beside_a_critic.status()
     assert status.roles == ["reward"]
     assert (status.critic_step, status.last_committed, status.lease_holder) == (0, None, None)
@@ -150,7 +151,7 @@ def test_a_handshake_needs_a_critic(server: RewardServer, shared_server: CriticS
 
 def test_a_token_is_wanted(letters: RewardServer) -> None:
     for token in (TokenConfig(), TokenConfig(token_file=f"{letters.output_dir}/wrong")):
-        with RemoteCritic(letters.config(token=token)) as client:
+        with RemoteRewardModel(letters.config(token=token)) as client:
             with pytest.raises(UserError, match=r"refused the token .* in reward\.server\.token\.token_file or"):
                 client.score_text(["w1"], ["w2"]).result()
 
@@ -354,7 +355,7 @@ def test_rendered_prompts_are_read_as_they_stand_and_a_beginning_of_text_stands_
     save_chat_tokenizer(save_reward_model(tmp_path / "model", seed=7))
     server = RewardServer(tmp_path / "server", tmp_path / "model", []).start()
     try:
-        with RemoteCritic(server.config()) as client:
+        with RemoteRewardModel(server.config()) as client:
             prompts, responses = ["<unk> w60 w1 w61", "w60 w1 w61"], [" w2 w3"] * 2
             (rendered, bare), (text, opened) = (
                 client.score_text(prompts, responses, rendered=flag).result().tolist() for flag in (True, False)
@@ -376,7 +377,7 @@ def test_a_critic_server_whose_reward_model_had_another_template_is_refused(
     model = shutil.copytree(reward_model, tmp_path / "model")
     write_template(model, "{prompt} w9", AutoTokenizer.from_pretrained(model), append_eos=True)
     server = make_server(f"model.path={model}").start()
-    with RemoteCritic(server.config()) as client:
+    with RemoteRewardModel(server.config()) as client:
         rewards = client.score_text(["w1", "w1 w9"], [" w2"] * 2).result()
     np.testing.assert_allclose(rewards, plain_rewards(model, ["w1 w9", "w1 w9 w9"], ["w2"] * 2), atol=1e-5)
     assert abs(rewards[0] - rewards[1]) > 1e-3

@@ -10,14 +10,14 @@ import time
 import pytest
 
 from nemo_style_rlhf.critic_service import client
-from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from tests.integration.warm import ACTOR_PYTHON, ROOT
 
 PROGRAM = """
 import sys
-from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 try:
@@ -58,8 +58,8 @@ def test_a_log_file_is_told_at_the_start_and_then_rarely(monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     config = RewardServerConfig(port=9, wait_for_server_s=1.9)
     started = time.monotonic()
-    with RemoteCritic(config) as critic, pytest.raises(UserError, match="no reward server answers at 127"):
-        critic.wait_until_ready(lines.append)
+    with RemoteRewardModel(config) as server, pytest.raises(UserError, match="no reward server answers at 127"):
+        server.wait_until_ready(lines.append)
     assert time.monotonic() - started >= 1.9
     first, second = lines
     assert first.startswith("waiting for the reward server at 127.0.0.1:9, 2 s left; start it with ")

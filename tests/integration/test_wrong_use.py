@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.critic_service.client import RemoteCritic
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.integration.processes import ROOT, start_actor, start_server
 from tests.models import save_policy, save_reward_model

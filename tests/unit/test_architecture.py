@@ -42,7 +42,7 @@ OWNERS = {
     "hydra": {"launch"},
     "jinja2": {"evaluation", "data", "schema"},
 }
-CLIENT_SIDE = {"protocol", "kserve", "connection", "client", "secret"}
+CLIENT_SIDE = {"protocol", "kserve", "connection", "client", "remote_critic", "remote_reward", "secret"}
 
 
 def imports(path: Path) -> set[str]:

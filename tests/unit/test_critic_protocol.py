@@ -87,6 +87,22 @@ def test_a_bad_part_is_refused_with_the_tensor_and_the_rule(changes: dict, sente
     assert refusal.value.code is Code.INVALID
 
 
+def test_a_request_may_be_as_long_as_the_limit_says() -> None:
+    """JSON beside the tensors does not count: the client that splits a batch does not count it."""
+
+    def ragged(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return np.ones(sum(lengths), np.int32), np.array(lengths, np.int32)
+
+    tokens, lengths = ragged([8] * 113 + [6])  # 4 bytes for each of 910 tokens and 114 lengths
+    wanted = protocol.json_tensor({"want": "values"})
+    inputs = {"tokens": tokens, "sequence_lengths": lengths, "request": wanted}
+    assert len(validation.read_infer(inputs, LIMITS)[0].lengths) == 114
+    tokens, lengths = ragged([8] * 30 + [4, 4])  # 16 bytes for each of 248 tokens, 4 for each of 32 lengths
+    numbers = np.zeros(248, np.float32)
+    part = train_inputs(tokens=tokens, sequence_lengths=lengths, returns=numbers, old_values=numbers, mask=numbers)
+    assert validation.read_train(part, LIMITS).nbytes == LIMITS.max_request_bytes
+
+
 def test_errors_survive_the_wire() -> None:
     for code in Code:
         parsed = ProtocolError.parse(str(ProtocolError(code, "a sentence")))
@@ -332,5 +348,5 @@ def test_a_body_may_take_longer_to_send_than_a_connection_to_make(monkeypatch: p
         threading.Thread(target=server.handle_request, daemon=True).start()
         client = Connection("127.0.0.1", server.server_port, token=None, retries=0)
         with pytest.raises(ProtocolError, match=r"conflict.* 16\d{6} bytes"):
-            client.call(protocol.INFER, protocol.ragged([tokens]), timeout_s=30)
+            client.call(protocol.INFER, protocol.infer_tensors([tokens], protocol.Wanted("both")), timeout_s=30)
         client.close()

@@ -12,7 +12,8 @@ from nemo_style_rlhf.critic_service.protocol import ProtocolError
 def as_json(tokens, **more):
     """An infer request of one sequence."""
     lengths = {"name": "sequence_lengths", "datatype": "INT32", "shape": [1], "data": [len(tokens)]}
-    tensors = [{"name": "tokens", "datatype": "INT32", "shape": [len(tokens)], "data": tokens}, lengths]
+    wanted = {"name": "request", "datatype": "BYTES", "shape": [1], "data": ['{"want": "both"}']}
+    tensors = [{"name": "tokens", "datatype": "INT32", "shape": [len(tokens)], "data": tokens}, lengths, wanted]
     return json.dumps({"inputs": tensors, **more}).encode()
 
 

@@ -119,6 +119,20 @@ class UnluckyScorer(LengthScorer):
         return future
 
 
+class TrainedBetween(LengthScorer):
+    """Its critic is trained after the first group."""
+
+    def __init__(self):
+        self.groups = 0
+
+    def score(self, samples):
+        scores = super().score(samples).result()
+        scores.critic_steps, self.groups = frozenset({min(self.groups, 1)}), self.groups + 1
+        future = Future()
+        future.set_result(scores)
+        return future
+
+
 class Rollouts:
     """A producer and what makes experience of its batches."""
 
@@ -202,6 +216,16 @@ def test_an_experience_lists_samples_in_the_order_of_their_requests():
     counted = experience.mask.bool()
     assert experience.advantages[counted].mean().abs() < 1e-5
     assert experience.advantages[counted].std() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"filter": FilterConfig(low=-1.0, high=100.0)}])
+def test_values_of_one_rollout_that_two_critic_steps_gave_are_refused(settings):
+    """40 samples are two scoring requests."""
+    with pytest.raises(
+        UserError, match="values of one rollout are from its steps 0, 1: another run trains or restores"
+    ):
+        collect(scorer=TrainedBetween(), **settings)
+    assert collect(scorer=TrainedBetween(), advantage_estimator="grpo", **settings).returns is None
 
 
 def test_without_whitening_returns_are_the_scores_where_gamma_and_lambda_are_one():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.critic_service.client import ServerRestarted
+from nemo_style_rlhf.critic_service.connection import ServerRestarted
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.errors import UserError

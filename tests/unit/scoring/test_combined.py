@@ -6,7 +6,8 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from nemo_style_rlhf.critic_service.client import RemoteCritic, ServerUnreachable
+from nemo_style_rlhf.critic_service.connection import ServerUnreachable
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from nemo_style_rlhf.schema.reward import CriticRewardConfig, EndpointRewardConfig, FunctionRewardConfig, RewardConfig
