@@ -14,10 +14,10 @@ import torch
 
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.batches import Batches
-from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.protocol import Array, Code, ProtocolError
-from nemo_style_rlhf.critic_service.reward_model import RewardModel
+from nemo_style_rlhf.critic_service.reward_model import RewardModel, Score
+from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.templates import read_template
 from nemo_style_rlhf.errors import UserError
@@ -34,17 +34,21 @@ class Service:
     reward-only server; ``CriticService`` adds the critic's endpoints.
     """
 
-    def __init__(self, identity: Identity, reward: RewardModel | None, *, max_request_bytes: int) -> None:
+    def __init__(
+        self, identity: Identity, reward: RewardModel | None, group: WorkerGroup, *, max_request_bytes: int
+    ) -> None:
         self.boot_id = secrets.token_hex(8)
         self.shutdown_requested = threading.Event()
         self.dismiss: Callable[[], None] = lambda: None
         """Lets other ranks end, too; nothing is computed after it."""
+        self.abandon: Callable[[], None] = lambda: None
+        """Lets the running call end before it is done."""
         self.roles: list[str] = []
         self._handlers: dict[str, Callable[[Mapping[str, Array]], Tensors]] = {protocol.STATUS.name: self._status}
         self._limits = protocol.Limits(identity.vocab_size, identity.max_length, max_request_bytes)
         self._identity = identity
+        self._group = group
         self._refusing = threading.Event()
-        self._abandoning = threading.Event()
         self._model_lock = threading.Lock()
         self._working = [self._model_lock]
         """Held while a call must not be cut off, in the order in which calls take them."""
@@ -88,7 +92,7 @@ class Service:
         sequences = [token_ids(prompt, response) for prompt, response in texts]
         tokenised = validation.read_tokenised(sequences, self._limits)
         with self._models(f"scoring of {len(sequences)} texts"):
-            return {protocol.REWARDS.name: self._reward.score(tokenised)}
+            return {protocol.REWARDS.name: self._group.run(Score(tokenised))}
 
     # --- who may touch the models -------------------------------------------------------------------------------------
 
@@ -117,7 +121,7 @@ class Service:
         self._refusing.set()
         deadline = time.monotonic() + grace_s
         finished = all([lock.acquire(timeout=max(0.0, deadline - time.monotonic())) for lock in self._working])
-        self._abandoning.set()
+        self.abandon()
         return finished
 
 
@@ -149,6 +153,6 @@ def load_reward_service(config: RewardServerProcessConfig, device: torch.device,
         device=device,
     )
     text = RewardText(config.model.path, tokenizer, append_eos=config.reward.append_eos)
-    return Service(
-        identity, RewardModel(model, text, batches, Crew()), max_request_bytes=config.server.max_request_bytes
-    )
+    group = WorkerGroup()
+    reward = RewardModel(model, text, batches, group)
+    return Service(identity, reward, group, max_request_bytes=config.server.max_request_bytes)

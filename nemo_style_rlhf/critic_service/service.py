@@ -16,11 +16,22 @@ from nemo_style_rlhf.checkpoint.data import NOT_DATA
 from nemo_style_rlhf.checkpoint.starts import log_differences, record_start
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.base import Service, Tensors
-from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.ledger import Ledger
 from nemo_style_rlhf.critic_service.protocol import Array, Code, InferRequest, ProtocolError, TrainPart
+from nemo_style_rlhf.critic_service.reward_model import Score
 from nemo_style_rlhf.critic_service.store import HalfStore
-from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker
+from nemo_style_rlhf.critic_service.worker import (
+    Abandoned,
+    BeginFiles,
+    CriticWorker,
+    EndFiles,
+    Export,
+    Infer,
+    Load,
+    TakeSnapshot,
+    Train,
+)
+from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.engine.engine import NonFiniteError
 from nemo_style_rlhf.engine.files import unreadable_files
 from nemo_style_rlhf.launch import bootstrap, malloc
@@ -37,7 +48,7 @@ class CriticService(Service):
     def __init__(
         self, worker: CriticWorker, store: HalfStore, *, max_request_bytes: int, max_staged_bytes: int
     ) -> None:
-        super().__init__(worker.identity, worker.reward, max_request_bytes=max_request_bytes)
+        super().__init__(worker.identity, worker.reward, worker.group, max_request_bytes=max_request_bytes)
         self._worker = worker
         self._store = store
         self._ledger = Ledger(max_staged_bytes=max_staged_bytes)
@@ -45,7 +56,7 @@ class CriticService(Service):
         self._working.insert(0, self._storing)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._last_save: tuple[protocol.SaveRequest, Future[dict[str, Any]]] | None = None
-        self.dismiss = worker.crew.dismiss
+        self.dismiss = worker.group.dismiss
         self.roles.insert(0, "critic")
         self._handlers |= {
             protocol.INFER.name: self._infer,
@@ -72,9 +83,9 @@ class CriticService(Service):
         request = validation.read_infer(inputs, self._limits)
         with self._models(f"infer of {len(request.lengths)} sequences"):
             step = np.array([self._ledger.step], dtype=np.int64)
-            answer = {protocol.VALUES.name: self._worker.infer(request), protocol.CRITIC_STEP.name: step}
+            answer = {protocol.VALUES.name: self._group.run(Infer(request)), protocol.CRITIC_STEP.name: step}
             if self._worker.reward is not None:
-                answer[protocol.REWARDS.name] = self._worker.reward.score(request)
+                answer[protocol.REWARDS.name] = self._group.run(Score(request))
         return answer
 
     def _train(self, inputs: Mapping[str, Array]) -> Tensors:
@@ -103,15 +114,7 @@ class CriticService(Service):
             self._ledger.drop()
             raise
         try:
-            metrics = self._worker.train(
-                InferRequest(tokens, lengths),
-                returns,
-                old_values,
-                mask,
-                plan,
-                step,
-                should_stop=self._abandoning.is_set,
-            )
+            metrics = self._group.run(Train(InferRequest(tokens, lengths), returns, old_values, mask, plan, step))
         except NonFiniteError as error:
             raise ProtocolError(
                 Code.NON_FINITE,
@@ -189,8 +192,9 @@ class CriticService(Service):
                     )
                 exported = {}
                 if request.export:
-                    exported["export"] = str(self._store.export(request.checkpoint_id, self._worker.export))
-                self._worker.snapshot()
+                    export = self._store.export(request.checkpoint_id, lambda folder: self._group.run(Export(folder)))
+                    exported["export"] = str(export)
+                self._group.run(TakeSnapshot())
             answer = self._saver.submit(self._written, request.checkpoint_id, step, exported)
             self._last_save = key, answer
             held = until_written.pop_all()
@@ -203,10 +207,10 @@ class CriticService(Service):
 
     def _write_half(self, directory: Path) -> None:
         with self._model_lock:
-            self._worker.begin_files(directory)
+            self._group.run(BeginFiles(directory))
         self._worker.wait_for_files()
         with self._model_lock:
-            if error := self._worker.end_files():
+            if error := self._group.run(EndFiles()):
                 raise error
 
     def _commit(self, request: protocol.CommitRequest) -> dict[str, Any]:
@@ -223,7 +227,7 @@ class CriticService(Service):
                 raise ProtocolError(
                     Code.CONFLICT, f"checkpoint {request.checkpoint_id} is damaged: {unreadable[0]} {NOT_DATA}"
                 )
-            self._worker.load(directory)
+            self._group.run(Load(directory))
             self._ledger.restored(half.critic_step)
             self._last_save = None
             self._store.commit(request.checkpoint_id, keep=None)  # a manifest names it, so the pair is whole
@@ -252,7 +256,7 @@ class CriticService(Service):
             yield
 
 
-def load_critic_service(config: PPOCriticConfig, device: torch.device, output_dir: Path) -> CriticService | Crew:
+def load_critic_service(config: PPOCriticConfig, device: torch.device, output_dir: Path) -> CriticService | WorkerGroup:
     """The critic process's service, which on other ranks than the first is to follow that; checkpoints go below ``output_dir``.
 
     Raises:
@@ -261,11 +265,12 @@ def load_critic_service(config: PPOCriticConfig, device: torch.device, output_di
     if os.environ.get("RANK", "0") == "0":
         log_differences(output_dir, config)
     bootstrap.init_distributed(device)
-    worker = CriticWorker(config, device)
+    abandoning = threading.Event()
+    worker = CriticWorker(config, device, should_stop=abandoning.is_set)
     if not config.run.dry_run:  # whose folders are each rank's own
-        worker.crew.require_shared(output_dir)
-    if not worker.crew.is_first:
-        return worker.crew
+        worker.group.require_shared(output_dir)
+    if not worker.group.is_first:
+        return worker.group
     described = {
         "model.dtype": config.model.dtype,
         "model.lora.rank": config.model.lora.rank,
@@ -276,12 +281,14 @@ def load_critic_service(config: PPOCriticConfig, device: torch.device, output_di
     }
     store = HalfStore(output_dir, described)
     record_start(output_dir, config, after=store.last_committed or "step_000000")
-    return CriticService(
+    service = CriticService(
         worker,
         store,
         max_request_bytes=config.server.max_request_bytes,
         max_staged_bytes=config.critic.max_staged_bytes,
     )
+    service.abandon = abandoning.set
+    return service
 
 
 def _json(answer: Mapping[str, Any]) -> Tensors:
