@@ -46,7 +46,7 @@ IMPORTS = {
     ),
     "critic server": (
         SERVER_PYTHON,
-        "nemo_style_rlhf.critic_service.process, nemo_style_rlhf.critic_service.service, "
+        "nemo_style_rlhf.critic_service.process, nemo_style_rlhf.critic_service.critic_server, "
         "transformers.models.qwen2.modeling_qwen2, transformers.models.llama.modeling_llama, peft",
     ),
 }

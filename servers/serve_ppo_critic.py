@@ -19,10 +19,10 @@ def main(config: PPOCriticConfig) -> None:
         from nemo_style_rlhf.critic_service.triton import preflight
 
         address = preflight(config.server)
+        from nemo_style_rlhf.critic_service.critic_server import load_critic_server
         from nemo_style_rlhf.critic_service.process import serve
-        from nemo_style_rlhf.critic_service.service import load_critic_service
 
-        serve(config.run, config.server, address, partial(load_critic_service, config))
+        serve(config.run, config.server, address, partial(load_critic_server, config))
 
 
 if __name__ == "__main__":

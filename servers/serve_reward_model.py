@@ -16,10 +16,10 @@ def main(config: RewardServerProcessConfig) -> None:
     from nemo_style_rlhf.critic_service.triton import preflight
 
     address = preflight(config.server)
-    from nemo_style_rlhf.critic_service.base import load_reward_service
     from nemo_style_rlhf.critic_service.process import serve
+    from nemo_style_rlhf.critic_service.reward_server import load_reward_server
 
-    serve(config.run, config.server, address, partial(load_reward_service, config))
+    serve(config.run, config.server, address, partial(load_reward_server, config))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_style_rlhf.critic_service.protocol import Limits
 from nemo_style_rlhf.data.templates import read_template
 from nemo_style_rlhf.models.digests import module_digest, tokenizer_digest
 from nemo_style_rlhf.models.scalar import ScalarModel
@@ -51,3 +52,7 @@ class Identity:
             max_length=min(limits, default=MAX_LENGTH_WITHOUT_A_LIMIT),
             templates=read_template(path),
         )
+
+    def limits(self, max_request_bytes: int) -> Limits:
+        """The bounds of a request to the served model."""
+        return Limits(self.vocab_size, self.max_length, max_request_bytes)

@@ -21,10 +21,10 @@ from nemo_style_rlhf.checkpoint import owner
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.base import Service
-from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.protocol import REQUEST, RESPONSE, Array, json_tensor
+from nemo_style_rlhf.critic_service.service import Service
 from nemo_style_rlhf.critic_service.triton import Address, Binding
+from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import bootstrap, interrupt
 from nemo_style_rlhf.schema.common import RunConfig
@@ -37,7 +37,7 @@ ANSWER_DELIVERY_S = 1.0
 CLOSE_TIMEOUT_S = 2.0
 DRY_RUN = "dryrun"
 """The run id of a rehearsal."""
-Loader = Callable[[torch.device, Path], Service | Crew]
+Loader = Callable[[torch.device, Path], Service | WorkerGroup]
 
 
 def serve(run: RunConfig, server: ServerConfig, address: Address, load: Loader) -> None:
@@ -46,7 +46,7 @@ def serve(run: RunConfig, server: ServerConfig, address: Address, load: Loader) 
     The exit code is 0 after ``critic_shutdown``, SIGTERM or SIGINT, 1 after a fatal error or the death of tritonserver.
 
     Args:
-        load: the service, or whom to follow, given the device and the folder that it may write to.
+        load: the service, or on ranks after the first the worker group, given the device and the folder that it may write to.
     """
     device = bootstrap.setup(run)
     # Its put may come in the middle of its get, of the same thread; an Event's set would wait for that for ever.
@@ -65,7 +65,7 @@ def serve(run: RunConfig, server: ServerConfig, address: Address, load: Loader) 
     if run.dry_run:
         with tempfile.TemporaryDirectory(prefix="critic_dry_run_") as scratch:
             loaded = load(device, Path(scratch))
-            if isinstance(loaded, Crew):
+            if isinstance(loaded, WorkerGroup):
                 loaded.follow()
             else:
                 rehearse(loaded)
@@ -73,7 +73,7 @@ def serve(run: RunConfig, server: ServerConfig, address: Address, load: Loader) 
         return
     loaded = load(device, Path(run.output_dir))
     loading = False
-    if isinstance(loaded, Crew):
+    if isinstance(loaded, WorkerGroup):
         loaded.follow()
         _flush_and_exit(0)
     else:
@@ -85,16 +85,16 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
     logging.getLogger("pytriton").setLevel(logging.INFO if config.verbose else logging.ERROR)
-    door = Binding(config, service.handle, address, roles=service.roles, boot_id=service.boot_id)
-    described = {"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": service.boot_id}
+    door = Binding(config, service.handle, address, roles=service.roles, boot_id=service.gate.boot_id)
+    described = {"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": service.gate.boot_id}
     where = json.dumps(described).encode()
     try:
         if ready_file is not None:
             write_atomically(ready_file, where)
-        LOGGER.info("serving %s at %s, boot id %s", " and ".join(service.roles), door.url, service.boot_id)
+        LOGGER.info("serving %s at %s, boot id %s", " and ".join(service.roles), door.url, service.gate.boot_id)
         code = _supervise(service, door, signals)
         grace_s = config.shutdown_grace_s if door.alive else 0.0  # else nobody would hear how a call ended
-        finished = service.stop(grace_s)
+        finished = service.gate.close(grace_s)
         if code != 0:
             time.sleep(ANSWER_DELIVERY_S)
         elif finished:
@@ -123,7 +123,7 @@ def _supervise(service: Service, door: Binding, signals: SimpleQueue[int]) -> in
             return 1
         if told:
             return 0
-        if service.shutdown_requested.is_set():
+        if service.gate.shutdown_requested.is_set():
             LOGGER.info("asked to stop by a client")
             return 0
         if not door.alive:

@@ -1,45 +1,53 @@
 """The frozen reward model, alone or beside a critic."""
 
+from dataclasses import dataclass
+
 import torch
 
 from nemo_style_rlhf.critic_service.batches import Batches
-from nemo_style_rlhf.critic_service.crew import Crew, on_all_ranks
 from nemo_style_rlhf.critic_service.protocol import Array, InferRequest
+from nemo_style_rlhf.critic_service.worker_group import Message, WorkerGroup
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.models.host_copy import HostCopy
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores
 
 
+@dataclass(frozen=True)
+class Score(Message[Array]):
+    """Compute rewards float32 [B]."""
+
+    request: InferRequest
+
+
 class RewardModel:
-    """Rewards of sequences. Not thread-safe: one caller at a time."""
+    """Handles :class:`Score`. Not thread-safe: one message at a time."""
 
     def __init__(
-        self, model: ScalarModel, text: RewardText, batches: Batches, crew: Crew, *, offload: bool = False
+        self, model: ScalarModel, text: RewardText, batches: Batches, group: WorkerGroup, *, offload: bool = False
     ) -> None:
         """
         Args:
             text: forms the sequences of texts.
-            crew: the ranks that share the sequences; each has the whole model.
+            group: the ranks that share the sequences; each has the whole model.
             offload: keep the weights in host memory from :meth:`rest` to the next score.
         """
-        self.crew = crew
-        crew.join(self)
+        group.join({Score: self._score})
         self.text = text
+        self._group = group
         self._model = model.requires_grad_(False).eval()
         self._batches = batches
         self._host_copy = HostCopy(self._model, batches.device) if offload else None
         if self._host_copy is None:
             self._model.to(batches.device)
 
-    @on_all_ranks
     @torch.no_grad()
-    def score(self, request: InferRequest) -> Array:
-        """Rewards float32 [B]; on the first rank."""
+    def _score(self, message: Score) -> Array:
+        request = message.request
         lengths = request.lengths.tolist()
         rewards = torch.zeros(len(lengths))
         if self._host_copy is not None:
             self._host_copy.load()
-        for rows, counts in self.crew.shard(self._batches.split(lengths)):
+        for rows, counts in self._group.shard(self._batches.split(lengths)):
             if not counts:
                 continue
             token_ids, attention_mask = self._batches.inputs(request, rows)
@@ -47,7 +55,7 @@ class RewardModel:
             row_lengths = torch.tensor([lengths[row] for row in rows], device=scores.device)
             pooled = sequence_scores(scores, token_ids[: len(rows)], row_lengths, self._batches.pad_token_id)
             rewards[rows] = pooled.float().cpu()
-        return self.crew.sum(rewards).numpy()
+        return self._group.sum(rewards).numpy()
 
     def rest(self) -> None:
         """Free the device's memory, where the weights are offloaded."""

@@ -1,299 +1,74 @@
-"""What a request to the critic process does."""
+"""What a server answers: its status, and the endpoints that it is given. No network."""
 
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
 
-import numpy as np
-import torch
+from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service.gate import Gate
+from nemo_style_rlhf.critic_service.identity import Identity
+from nemo_style_rlhf.critic_service.protocol import Array, Endpoint, Limits, Status
 
-from nemo_style_rlhf.checkpoint.data import NOT_DATA
-from nemo_style_rlhf.checkpoint.starts import log_differences, record_start
-from nemo_style_rlhf.critic_service import protocol, validation
-from nemo_style_rlhf.critic_service.base import Service, Tensors
-from nemo_style_rlhf.critic_service.crew import Crew
-from nemo_style_rlhf.critic_service.ledger import Ledger
-from nemo_style_rlhf.critic_service.protocol import Array, Code, InferRequest, ProtocolError, TrainPart
-from nemo_style_rlhf.critic_service.store import HalfStore
-from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker
-from nemo_style_rlhf.engine.engine import NonFiniteError
-from nemo_style_rlhf.engine.files import unreadable_files
-from nemo_style_rlhf.launch import bootstrap, malloc
-from nemo_style_rlhf.schema.critic import PPOCriticConfig
-
-Changing = TypeVar("Changing", protocol.AcquireRequest, protocol.CommitRequest, protocol.RestoreRequest)
-REMEMBERED = 100
-"""Answers that each of these endpoints can give again."""
+Tensors = dict[str, Array]
+Handler = Callable[[Mapping[str, Array]], Tensors]
 
 
-class CriticService(Service):
-    """The endpoints of the critic process."""
+class Service:
+    """:meth:`handle` takes named arrays and returns named arrays; it may be called from many threads."""
 
     def __init__(
-        self, worker: CriticWorker, store: HalfStore, *, max_request_bytes: int, max_staged_bytes: int
+        self,
+        identity: Identity,
+        limits: Limits,
+        handlers: Mapping[Endpoint, Handler],
+        gate: Gate,
+        *,
+        extended: Callable[[Status], Status] = lambda status: status,
+        dismiss: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(worker.identity, worker.reward, max_request_bytes=max_request_bytes)
-        self._worker = worker
-        self._store = store
-        self._ledger = Ledger(max_staged_bytes=max_staged_bytes)
-        self._storing = threading.Lock()  # one save, commit or restore at a time; taken before the models'
-        self._working.insert(0, self._storing)
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._last_save: tuple[protocol.SaveRequest, Future[dict[str, Any]]] | None = None
-        self.dismiss = worker.crew.dismiss
-        self.roles.insert(0, "critic")
-        self._handlers |= {
-            protocol.INFER.name: self._infer,
-            protocol.TRAIN.name: self._train,
-            protocol.SAVE.name: self._save,
-            protocol.COMMIT.name: self._once(protocol.CommitRequest, self._commit),
-            protocol.RESTORE.name: self._once(protocol.RestoreRequest, self._restore),
-            protocol.ACQUIRE.name: self._once(protocol.AcquireRequest, self._acquire),
-            protocol.SHUTDOWN.name: self._shutdown,
-        }
-
-    def status(self) -> protocol.Status:
-        return replace(
-            super().status(),
-            max_staged_bytes=self._ledger.max_staged_bytes,
-            critic_step=self._ledger.step,
-            last_committed=self._store.last_committed,
-            lease_holder=self._ledger.holder,
-        )
-
-    # --- endpoints ----------------------------------------------------------------------------------------------------
-
-    def _infer(self, inputs: Mapping[str, Array]) -> Tensors:
-        request, wanted = validation.read_infer(inputs, self._limits)
-        reward, expected = self._worker.reward, wanted.expect_critic_step
-        if wanted.rewards and reward is None:
-            raise ProtocolError(
-                Code.INVALID, f"request.want is {wanted.want} but this server has no reward model: ask for values"
-            )
-        with self._models(f"infer of {len(request.lengths)} sequences"):
-            if expected not in (None, self._ledger.step):
-                raise ProtocolError(
-                    Code.CONFLICT,
-                    f"request.expect_critic_step is {expected} but the critic is at step {self._ledger.step}",
-                )
-            answer = {protocol.CRITIC_STEP.name: np.array([self._ledger.step], dtype=np.int64)}
-            if wanted.values:
-                answer[protocol.VALUES.name] = self._worker.infer(request)
-            if wanted.rewards and reward is not None:
-                answer[protocol.REWARDS.name] = reward.score(request)
-        return answer
-
-    def _train(self, inputs: Mapping[str, Array]) -> Tensors:
-        part = validation.read_train(inputs, self._limits)
-        with self._models(f"train step {part.step}, part {part.part} of {part.parts}"):
-            answer, parts = self._ledger.stage(part)
-            if parts is not None:
-                answer = self._apply(parts)
-        return _json(answer)
-
-    def _apply(self, parts: list[TrainPart]) -> dict[str, Any]:
-        """Train on a complete step; a step that is refused leaves neither weights nor staged parts changed."""
-        step, plan = parts[0].step, parts[-1].plan
-        assert plan is not None  # read_train: the last part has one
-        tokens, lengths, returns, old_values, mask = (
-            np.concatenate(arrays) for arrays in zip(*(p.arrays() for p in parts))
-        )
-        try:
-            if plan.digest != protocol.train_digest([p.arrays() for p in parts], plan.mini_batches, plan.normalizers):
-                raise ProtocolError(
-                    Code.INVALID,
-                    f"plan.digest does not fit the {len(parts)} parts of step {step}: send all of them again",
-                )
-            validation.check_plan(plan, protocol.unragged(mask, lengths))
-        except ProtocolError:
-            self._ledger.drop()
-            raise
-        try:
-            metrics = self._worker.train(
-                InferRequest(tokens, lengths),
-                returns,
-                old_values,
-                mask,
-                plan,
-                step,
-                should_stop=self._abandoning.is_set,
-            )
-        except NonFiniteError as error:
-            raise ProtocolError(
-                Code.NON_FINITE,
-                f"train step {step} failed because {error}; the server ends, restart it and resume from the last checkpoint",
-            ) from error
-        except Abandoned as error:
-            raise ProtocolError(Code.STOPPING, f"train step {step} was abandoned because the server stops") from error
-        answer = {"critic_step": step, "metrics": metrics}
-        self._ledger.applied(parts, answer)
-        return answer
-
-    def _once(
-        self, message: type[Changing], change: Callable[[Changing], dict[str, Any]]
-    ) -> Callable[[Mapping[str, Array]], Tensors]:
-        """An endpoint for which a request that it has answered, however late a copy of it comes, changes nothing.
-
-        Triton hands an endpoint one request at a time.
         """
-        answered: dict[str, tuple[Changing, dict[str, Any]]] = {}
+        Args:
+            handlers: of all endpoints but ``critic_status``, which needs no lock.
+            extended: the status with what the critic has to add.
+            dismiss: lets other ranks end, too; nothing is computed after it.
+        """
+        self.gate = gate
+        self.dismiss = dismiss
+        self.roles = list(dict.fromkeys(each.role for each in protocol.ENDPOINTS if each in handlers and each.role))
+        self._handlers = {endpoint.name: handler for endpoint, handler in handlers.items()}
+        self._handlers[protocol.STATUS.name] = lambda _: {
+            protocol.RESPONSE.name: protocol.bytes_tensor(self.status().to_json())
+        }
+        self._identity = identity
+        self._limits = limits
+        self._extended = extended
 
-        def endpoint(inputs: Mapping[str, Array]) -> Tensors:
-            request = validation.read_json(inputs[protocol.REQUEST.name], message)
-            if request.request_id is None:
-                return _json(change(request))
-            if request.request_id not in answered:
-                answered[request.request_id] = request, change(request)
-                if len(answered) > REMEMBERED:
-                    del answered[next(iter(answered))]
-            first, answer = answered[request.request_id]
-            if first != request:
-                raise ProtocolError(
-                    Code.CONFLICT, f"request_id {request.request_id} was used before, with other content"
-                )
-            return _json(answer)
+    def handle(self, endpoint: str, inputs: Mapping[str, Array]) -> Tensors:
+        """Answer one request to an endpoint of :attr:`roles`.
 
-        return endpoint
+        Raises:
+            ProtocolError: the request was refused and changed nothing.
+            Exception: anything else is a fault of this process, which must not go on.
+        """
+        return self._handlers[endpoint](inputs)
 
-    def _acquire(self, request: protocol.AcquireRequest) -> dict[str, Any]:
-        served = self._identity.tokenizer_digest
-        if request.tokenizer_digest != served:
-            raise ProtocolError(
-                Code.CONFLICT,
-                f"tokenizer_digest is {request.tokenizer_digest[:16]}, the served model's is {served[:16]}: "
-                "policy and reward model need the same tokenizer",
+    def status(self) -> Status:
+        return self._extended(
+            Status(
+                protocol_version=protocol.PROTOCOL_VERSION,
+                boot_id=self.gate.boot_id,
+                roles=self.roles,
+                **asdict(self._identity),
+                max_request_bytes=self._limits.max_request_bytes,
+                max_staged_bytes=0,
+                critic_step=0,
+                last_committed=None,
+                lease_holder=None,
+                busy=self.gate.busy,
             )
-        self._require_open()
-        lease = self._ledger.acquire(request.run_id)  # at once, so that work queued under the old lease is refused
-        with self._stored(), self._models(f"acquire by {request.run_id}"):  # work running under it is finished first
-            malloc.trim()  # what was staged is gone, and may be much
-            return {"lease": lease, "boot_id": self.boot_id, "critic_step": self._ledger.step}
-
-    def _save(self, inputs: Mapping[str, Array]) -> Tensors:
-        """Only the copy holds the models: others are answered while it is written."""
-        request = validation.read_json(inputs[protocol.REQUEST.name], protocol.SaveRequest)
-        self._ledger.check_run(request.lease, request.checkpoint_id)
-        last = self._last_save
-        if not request.copy_only and last is not None and last[0] == request:
-            return _json(last[1].result())  # also of a server that is told to stop meanwhile
-        step, answer = self._copied(request)
-        return _json({"critic_step": step} if request.copy_only else answer.result())
-
-    def _copied(self, request: protocol.SaveRequest) -> "tuple[int, Future[dict[str, Any]]]":
-        """The step that is copied, and the answer to come once it is written; the checkpoints are held until then."""
-        with ExitStack() as until_written:
-            until_written.enter_context(self._stored())
-            with self._leased(request, "save"):
-                step = self._ledger.step if request.critic_step is None else request.critic_step
-                key = replace(request, critic_step=step, copy_only=False)
-                last = self._last_save
-                if last is not None and last[0] == key and last[1].exception() is None:
-                    return step, last[1]
-                if step != self._ledger.step:
-                    raise ProtocolError(
-                        Code.CONFLICT, f"step {step} is to be saved but the critic is at step {self._ledger.step}"
-                    )
-                exported = {}
-                if request.export:
-                    exported["export"] = str(self._store.export(request.checkpoint_id, self._worker.export))
-                self._worker.snapshot()
-            answer = self._saver.submit(self._written, request.checkpoint_id, step, exported)
-            self._last_save = key, answer
-            held = until_written.pop_all()
-            answer.add_done_callback(lambda _: held.close())
-            return step, answer
-
-    def _written(self, checkpoint_id: str, step: int, exported: dict[str, Any]) -> dict[str, Any]:
-        files = self._store.save(checkpoint_id, step, self._write_half).digests
-        return {"critic_step": step, "files": files, **exported}
-
-    def _write_half(self, directory: Path) -> None:
-        with self._model_lock:
-            self._worker.begin_files(directory)
-        self._worker.wait_for_files()
-        with self._model_lock:
-            if error := self._worker.end_files():
-                raise error
-
-    def _commit(self, request: protocol.CommitRequest) -> dict[str, Any]:
-        with self._stored(), self._leased(request, "commit"):
-            pruned = self._store.commit(request.checkpoint_id, request.keep)
-            if self._last_save is not None and self._last_save[0].checkpoint_id in pruned:
-                self._last_save = None
-            return {"pruned": pruned}
-
-    def _restore(self, request: protocol.RestoreRequest) -> dict[str, Any]:
-        with self._stored(), self._leased(request, "restore"):
-            directory, half = self._store.verified(request.checkpoint_id, request.digests)
-            if unreadable := unreadable_files(directory):  # before anything changes, on any rank
-                raise ProtocolError(
-                    Code.CONFLICT, f"checkpoint {request.checkpoint_id} is damaged: {unreadable[0]} {NOT_DATA}"
-                )
-            self._worker.load(directory)
-            self._ledger.restored(half.critic_step)
-            self._last_save = None
-            self._store.commit(request.checkpoint_id, keep=None)  # a manifest names it, so the pair is whole
-            return {"critic_step": half.critic_step}
-
-    def _shutdown(self, inputs: Mapping[str, Array]) -> Tensors:
-        request = validation.read_json(inputs[protocol.REQUEST.name], protocol.ShutdownRequest)
-        self._ledger.check(request.lease)
-        self.shutdown_requested.set()
-        return _json({"stopping": True})
-
-    @contextmanager
-    def _stored(self) -> Iterator[None]:
-        """Hold the checkpoints; refused once the server is stopping."""
-        self._require_open()
-        with self._storing:
-            yield
-
-    @contextmanager
-    def _leased(
-        self, request: protocol.SaveRequest | protocol.CommitRequest | protocol.RestoreRequest, what: str
-    ) -> Iterator[None]:
-        """Hold the models for what the request's lease may do to its checkpoint."""
-        with self._models(f"{what} of {request.checkpoint_id}"):
-            self._ledger.check_run(request.lease, request.checkpoint_id)
-            yield
+        )
 
 
-def load_critic_service(config: PPOCriticConfig, device: torch.device, output_dir: Path) -> CriticService | Crew:
-    """The critic process's service, which on other ranks than the first is to follow that; checkpoints go below ``output_dir``.
-
-    Raises:
-        UserError: the checkpoint is missing or is no reward model with one label.
-    """
-    if os.environ.get("RANK", "0") == "0":
-        log_differences(output_dir, config)
-    bootstrap.init_distributed(device)
-    worker = CriticWorker(config, device)
-    if not config.run.dry_run:  # whose folders are each rank's own
-        worker.crew.require_shared(output_dir)
-    if not worker.crew.is_first:
-        return worker.crew
-    described = {
-        "model.dtype": config.model.dtype,
-        "model.lora.rank": config.model.lora.rank,
-        "model.lora.alpha": config.model.lora.alpha,
-        "critic.normalize_rewards": config.critic.normalize_rewards,  # its values are on the rewards' scale
-        "trained parameters": worker.trained,
-        "reward model": worker.identity.model_digest,
-    }
-    store = HalfStore(output_dir, described)
-    record_start(output_dir, config, after=store.last_committed or "step_000000")
-    return CriticService(
-        worker,
-        store,
-        max_request_bytes=config.server.max_request_bytes,
-        max_staged_bytes=config.critic.max_staged_bytes,
-    )
-
-
-def _json(answer: Mapping[str, Any]) -> Tensors:
+def response(answer: Mapping[str, Any]) -> Tensors:
+    """The one output of most endpoints."""
     return {protocol.RESPONSE.name: protocol.json_tensor(answer)}

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from nemo_style_rlhf.algorithms.value_loss import ValueLoss, value_loss
 from nemo_style_rlhf.critic_service.batches import Batches
-from nemo_style_rlhf.critic_service.crew import Crew, on_all_ranks
 from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.protocol import Array, InferRequest, TrainPlan
 from nemo_style_rlhf.critic_service.reward_model import RewardModel
+from nemo_style_rlhf.critic_service.worker_group import Message, WorkerGroup
 from nemo_style_rlhf.data.ragged import unpad
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.sampling import mixed_seed
@@ -29,25 +29,98 @@ from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
 
+@dataclass(frozen=True)
+class Infer(Message[Array]):
+    """Compute values float32 [N] per state."""
+
+    request: InferRequest
+
+
+@dataclass(frozen=True)
+class Train(Message[dict[str, float]]):
+    """Take one train step: an optimizer step with the clipped value loss for every mini-batch of ``plan``.
+
+    The result is metrics, means over the optimizer steps; ``tokens`` counts unmasked tokens, ``explained_variance`` is that of
+    the values each token had just before the optimizer step that used it.
+
+    Raises:
+        NonFiniteError: the loss or gradient is NaN or infinite: the weights in memory are lost, checkpoints are not.
+        Abandoned: ``should_stop`` of the first rank said so.
+    """
+
+    request: InferRequest
+    returns: Array
+    """float32 [N], aligned with ``request.tokens``, as are the next two."""
+    old_values: Array
+    mask: Array
+    plan: TrainPlan
+    step: int
+    """Its number; dropout is a function of it, so that a critic that was restored needs no generator's state."""
+
+
+@dataclass(frozen=True)
+class TakeSnapshot(Message[None]):
+    """Copy the critic's state in memory, for the files of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class BeginFiles(Message[None]):
+    """Have each rank's files of the snapshot written; meanwhile other messages may come."""
+
+    directory: Path
+    """One that all ranks see."""
+
+
+@dataclass(frozen=True)
+class EndFiles(Message[BaseException | None]):
+    """Wait until every rank has written; the result says why the first that could not has not."""
+
+
+@dataclass(frozen=True)
+class Load(Message[None]):
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Export(Message[None]):
+    """Write the critic as a Hugging Face directory that AutoModelForSequenceClassification loads."""
+
+    directory: Path
+
+
 class Abandoned(Exception):
     """The process was told to stop in the middle of a train step; the step counts as not applied."""
 
 
 class CriticWorker:
-    """The trained critic, and the frozen reward model beside it. Not thread-safe: one caller at a time.
+    """The trained critic, and the frozen reward model beside it. Not thread-safe: one message at a time.
 
-    With several ranks the first calls, and all share the micro-batches, which are those of one rank.
+    All ranks of :attr:`group` share the micro-batches, which are those of one rank.
     """
 
-    def __init__(self, config: PPOCriticConfig, device: torch.device) -> None:
+    def __init__(self, config: PPOCriticConfig, device: torch.device, *, should_stop: Callable[[], bool]) -> None:
         """Load the reward model as the critic, and once more as itself.
+
+        Args:
+            should_stop: asked between the micro-batches of a train step. No message carries it: each rank has its own, and
+                only the one of the first rank ever says yes.
 
         Raises:
             UserError: the checkpoint is missing or is no reward model with one label.
         """
         self.config = config
-        self.crew = Crew()
-        self.crew.join(self)
+        self.group = WorkerGroup()
+        self.group.join(
+            {
+                Infer: self._infer,
+                Train: self._train,
+                TakeSnapshot: self._take_snapshot,
+                BeginFiles: self._begin_files,
+                EndFiles: self._end_files,
+                Load: self._load,
+                Export: self._export,
+            }
+        )
         self.tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         critic = load_reward_model(config.model, normalize=config.critic.normalize_rewards)
         self.identity = Identity.of(
@@ -68,7 +141,7 @@ class CriticWorker:
             text = RewardText(config.model.path, self.tokenizer, append_eos=config.critic.append_eos)
             offload = config.critic.offload_reward_model
             model = load_reward_model(config.model, normalize=config.critic.normalize_rewards)
-            self.reward = RewardModel(model, text, self.batches, self.crew, offload=offload)
+            self.reward = RewardModel(model, text, self.batches, self.group, offload=offload)
         add_lora(critic.hf, config.model)
         self.trained = sum(parameter.numel() for parameter in critic.parameters() if parameter.requires_grad)
         """Parameters that learn."""
@@ -80,61 +153,37 @@ class CriticWorker:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._snapshot = Snapshot()
         self._files: Future[None] = Future()
+        self._should_stop = should_stop
         self.engine.eval()
 
-    @on_all_ranks
     @torch.no_grad()
-    def infer(self, request: InferRequest) -> Array:
-        """Values float32 [N] per state; on the first rank."""
+    def _infer(self, message: Infer) -> Array:
+        request = message.request
         self.engine.eval()
         lengths = request.lengths.tolist()
         offsets = request.offsets
         values = torch.zeros(len(request.tokens))
-        for rows, counts in self.crew.shard(self.batches.split(lengths)):
+        for rows, counts in self.group.shard(self.batches.split(lengths)):
             token_values = self.engine(*self.batches.inputs(request, rows)).cpu()
             if counts:
                 places = [torch.arange(offsets[row], offsets[row + 1]) for row in rows]
                 values[torch.cat(places)] = unpad(token_values, [lengths[row] for row in rows])
-        return self.crew.sum(values).numpy()
+        return self.group.sum(values).numpy()
 
-    @on_all_ranks
-    def train(
-        self,
-        request: InferRequest,
-        returns: Array,
-        old_values: Array,
-        mask: Array,
-        plan: TrainPlan,
-        step: int,
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> dict[str, float]:
-        """One train step: an optimizer step with the clipped value loss for every mini-batch of ``plan``.
-
-        Args:
-            returns, old_values, mask: float32 [N], aligned with ``request.tokens``.
-            step: its number; dropout is a function of it, so that a critic that was restored needs no generator's state.
-            should_stop: asked between micro-batches.
-
-        Returns:
-            On the first rank metrics, means over the optimizer steps; ``tokens`` counts unmasked tokens,
-            ``explained_variance`` is that of the values each token had just before the optimizer step that used it.
-
-        Raises:
-            NonFiniteError: the loss or gradient is NaN or infinite: the weights in memory are lost, checkpoints are not.
-            Abandoned: ``should_stop`` said so.
-        """
+    def _train(self, message: Train) -> dict[str, float]:
         started = time.monotonic()
         if self.reward is not None:
             self.reward.rest()
+        request, plan = message.request, message.plan
+        arrays = message.old_values, message.returns, message.mask
         lengths = request.lengths.tolist()
         totals = _Totals()
 
         def loss(number: int, rows: list[int], counts: bool) -> Tensor:
-            if should_stop():
+            if self._should_stop():
                 raise Abandoned
             values = self.engine(*self.batches.inputs(request, rows))
-            old, target, weight = (self.batches.padded(array, request, rows) for array in (old_values, returns, mask))
+            old, target, weight = (self.batches.padded(array, request, rows) for array in arrays)
             if not counts:
                 weight = torch.zeros_like(weight)
             result = value_loss(
@@ -148,39 +197,30 @@ class CriticWorker:
             [[rows[pick] for pick in picks] for picks in self.batches.split([lengths[row] for row in rows])]
             for rows in plan.mini_batches
         )
-        seed = mixed_seed(self.config.run.seed, step, self.crew.rank)
-        totals.steps = optimizer_steps(self.engine, self.crew, micro_batches, loss, seed=seed)
-        return _Totals.of(self.crew.all_gather(totals)).metrics(seconds=time.monotonic() - started)
+        seed = mixed_seed(self.config.run.seed, message.step, self.group.rank)
+        totals.steps = optimizer_steps(self.engine, self.group, micro_batches, loss, seed=seed)
+        return _Totals.of(self.group.all_gather(totals)).metrics(seconds=time.monotonic() - started)
 
-    @on_all_ranks
-    def snapshot(self) -> None:
-        """Copy the critic's state in memory, for the files of a checkpoint."""
+    def _take_snapshot(self, _: TakeSnapshot) -> None:
         self._snapshot = Snapshot()  # of a save that never came to its files
         self._snapshot = self.engine.snapshot()
 
-    @on_all_ranks
-    def begin_files(self, directory: Path) -> None:
-        """Have each rank's files of the snapshot written to ``directory``, which all ranks see; meanwhile others may call."""
-        self._files = self._writer.submit(self._snapshot.write, directory)
+    def _begin_files(self, message: BeginFiles) -> None:
+        self._files = self._writer.submit(self._snapshot.write, message.directory)
         self._snapshot = Snapshot()
 
     def wait_for_files(self) -> None:
         """Return when this rank has written."""
         wait([self._files])
 
-    @on_all_ranks
-    def end_files(self) -> BaseException | None:
-        """Return when every rank has written, or why the first that could not has not."""
-        return next(filter(None, self.crew.all_gather(self._files.exception())), None)
+    def _end_files(self, _: EndFiles) -> BaseException | None:
+        return next(filter(None, self.group.all_gather(self._files.exception())), None)
 
-    @on_all_ranks
-    def load(self, directory: Path) -> None:
-        self.engine.load(directory)
+    def _load(self, message: Load) -> None:
+        self.engine.load(message.directory)
 
-    @on_all_ranks
-    def export(self, directory: Path) -> None:
-        """Write the critic as a Hugging Face directory that AutoModelForSequenceClassification loads."""
-        export_engine(self.engine, self.crew, directory, self.config.model)
+    def _export(self, message: Export) -> None:
+        export_engine(self.engine, self.group, message.directory, self.config.model)
 
 
 class _Totals:

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from nemo_style_rlhf.algorithms.value_loss import value_loss
 from nemo_style_rlhf.critic_service.batches import Batches
-from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.protocol import InferRequest
+from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.launch.bootstrap import init_distributed
@@ -85,13 +85,13 @@ def critic_loss_without_deepspeed() -> float:
     request = InferRequest(draw.integers(1, 60, sum(lengths)).astype(np.int32), np.array(lengths, dtype=np.int32))
     arrays = [draw.normal(size=sum(lengths)), draw.normal(size=sum(lengths)), draw.integers(0, 2, sum(lengths)) * 1.0]
     batches = Batches(micro_batch_tokens=48, row_multiple=1, pad_token_id=0, device=torch.device("cpu"))
-    crew, loss = Crew(), 0.0
-    for rows, counts in crew.shard(batches.split(lengths)):
+    group, loss = WorkerGroup(), 0.0
+    for rows, counts in group.shard(batches.split(lengths)):
         old_values, returns, mask = (batches.padded(array, request, rows) for array in arrays)
         values = model(*batches.inputs(request, rows)).double()
         result = value_loss(values, old_values, returns, mask, clip=0.2, normalizer=float(arrays[2].sum()))
         loss += float(result.loss) * counts
-    return sum(crew.all_gather(loss))
+    return sum(group.all_gather(loss))
 
 
 if __name__ == "__main__":

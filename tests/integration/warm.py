@@ -22,7 +22,7 @@ LIBRARIES = {
         "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.llama", "nemo_style_rlhf.ppo.run",
     ],
     SERVER_PYTHON: [
-        "hydra", "nemo_style_rlhf.critic_service.process", "nemo_style_rlhf.critic_service.service",
+        "hydra", "nemo_style_rlhf.critic_service.process", "nemo_style_rlhf.critic_service.critic_server",
         "transformers.models.llama.modeling_llama",
     ],
 }  # fmt: skip

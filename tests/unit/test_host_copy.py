@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from nemo_style_rlhf.critic_service.batches import Batches
-from nemo_style_rlhf.critic_service.crew import Crew
 from nemo_style_rlhf.critic_service.protocol import InferRequest
-from nemo_style_rlhf.critic_service.reward_model import RewardModel
+from nemo_style_rlhf.critic_service.reward_model import RewardModel, Score
+from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.models.host_copy import HostCopy
 from nemo_style_rlhf.models.policy import PolicyModel
@@ -76,11 +76,12 @@ def test_an_offloaded_reward_model_is_on_the_device_until_it_rests():
     model = ScalarModel(LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1)))
     host, used = addresses(model), addresses_in_use(model)
     batches = Batches(micro_batch_tokens=64, row_multiple=1, pad_token_id=None, device=CPU)
-    reward = RewardModel(model, None, batches, Crew(), offload=True)
+    group = WorkerGroup()
+    reward = RewardModel(model, None, batches, group, offload=True)
     assert addresses(model) == host
     request = InferRequest(TOKENS.numpy(), np.array(LENGTHS))
-    first = reward.score(request)
+    first = group.run(Score(request))
     assert not set(used[0]) & set(host)
     reward.rest()
     assert addresses(model) == host
-    assert np.array_equal(reward.score(request), first)
+    assert np.array_equal(group.run(Score(request)), first)

@@ -1,0 +1,176 @@
+"""The critic server: values, training, the lease, and how its endpoints come together."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_style_rlhf.checkpoint.starts import log_differences, record_start
+from nemo_style_rlhf.critic_service import protocol, validation
+from nemo_style_rlhf.critic_service.checkpoints import Checkpoints
+from nemo_style_rlhf.critic_service.gate import Gate
+from nemo_style_rlhf.critic_service.ledger import Ledger
+from nemo_style_rlhf.critic_service.once import once
+from nemo_style_rlhf.critic_service.protocol import Array, Code, InferRequest, ProtocolError, TrainPart
+from nemo_style_rlhf.critic_service.reward_model import Score
+from nemo_style_rlhf.critic_service.reward_server import reward_handler
+from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors, response
+from nemo_style_rlhf.critic_service.store import HalfStore
+from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker, Infer, Train
+from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
+from nemo_style_rlhf.engine.engine import NonFiniteError
+from nemo_style_rlhf.launch import bootstrap, malloc
+from nemo_style_rlhf.schema.critic import PPOCriticConfig
+
+
+class Critic:
+    """The endpoints that concern the critic in memory."""
+
+    def __init__(self, worker: CriticWorker, ledger: Ledger, limits: protocol.Limits, gate: Gate) -> None:
+        self._worker = worker
+        self._group = worker.group
+        self._ledger = ledger
+        self._limits = limits
+        self._gate = gate
+
+    def infer(self, inputs: Mapping[str, Array]) -> Tensors:
+        request, wanted = validation.read_infer(inputs, self._limits)
+        expected = wanted.expect_critic_step
+        if wanted.rewards and self._worker.reward is None:
+            raise ProtocolError(
+                Code.INVALID, f"request.want is {wanted.want} but this server has no reward model: ask for values"
+            )
+        with self._gate.models(f"infer of {len(request.lengths)} sequences"):
+            if expected not in (None, self._ledger.step):
+                raise ProtocolError(
+                    Code.CONFLICT,
+                    f"request.expect_critic_step is {expected} but the critic is at step {self._ledger.step}",
+                )
+            answer = {protocol.CRITIC_STEP.name: np.array([self._ledger.step], dtype=np.int64)}
+            if wanted.values:
+                answer[protocol.VALUES.name] = self._group.run(Infer(request))
+            if wanted.rewards:
+                answer[protocol.REWARDS.name] = self._group.run(Score(request))
+        return answer
+
+    def train(self, inputs: Mapping[str, Array]) -> Tensors:
+        part = validation.read_train(inputs, self._limits)
+        with self._gate.models(f"train step {part.step}, part {part.part} of {part.parts}"):
+            answer, parts = self._ledger.stage(part)
+            if parts is not None:
+                answer = self._apply(parts)
+        return response(answer)
+
+    def _apply(self, parts: list[TrainPart]) -> dict[str, Any]:
+        """Train on a complete step; a step that is refused leaves neither weights nor staged parts changed."""
+        step, plan = parts[0].step, parts[-1].plan
+        assert plan is not None  # read_train: the last part has one
+        tokens, lengths, returns, old_values, mask = (
+            np.concatenate(arrays) for arrays in zip(*(p.arrays() for p in parts))
+        )
+        try:
+            if plan.digest != protocol.train_digest([p.arrays() for p in parts], plan.mini_batches, plan.normalizers):
+                raise ProtocolError(
+                    Code.INVALID,
+                    f"plan.digest does not fit the {len(parts)} parts of step {step}: send all of them again",
+                )
+            validation.check_plan(plan, protocol.unragged(mask, lengths))
+        except ProtocolError:
+            self._ledger.drop()
+            raise
+        try:
+            metrics = self._group.run(Train(InferRequest(tokens, lengths), returns, old_values, mask, plan, step))
+        except NonFiniteError as error:
+            raise ProtocolError(
+                Code.NON_FINITE,
+                f"train step {step} failed because {error}; the server ends, restart it and resume from the last checkpoint",
+            ) from error
+        except Abandoned as error:
+            raise ProtocolError(Code.STOPPING, f"train step {step} was abandoned because the server stops") from error
+        answer = {"critic_step": step, "metrics": metrics}
+        self._ledger.applied(parts, answer)
+        return answer
+
+    def acquire(self, request: protocol.AcquireRequest) -> dict[str, Any]:
+        served = self._worker.identity.tokenizer_digest
+        if request.tokenizer_digest != served:
+            raise ProtocolError(
+                Code.CONFLICT,
+                f"tokenizer_digest is {request.tokenizer_digest[:16]}, the served model's is {served[:16]}: "
+                "policy and reward model need the same tokenizer",
+            )
+        self._gate.require_open()
+        lease = self._ledger.acquire(request.run_id)  # at once, so that work queued under the old lease is refused
+        # Work that runs under it is finished first.
+        with self._gate.checkpoints(), self._gate.models(f"acquire by {request.run_id}"):
+            malloc.trim()  # what was staged is gone, and may be much
+            return {"lease": lease, "boot_id": self._gate.boot_id, "critic_step": self._ledger.step}
+
+    def shutdown(self, inputs: Mapping[str, Array]) -> Tensors:
+        request = validation.read_json(inputs[protocol.REQUEST.name], protocol.ShutdownRequest)
+        self._ledger.check(request.lease)
+        self._gate.shutdown_requested.set()
+        return response({"stopping": True})
+
+
+def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir: Path) -> Service | WorkerGroup:
+    """The critic process's service, or on ranks after the first the group that they follow; checkpoints go below ``output_dir``.
+
+    Raises:
+        UserError: the checkpoint is missing or is no reward model with one label.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        log_differences(output_dir, config)
+    bootstrap.init_distributed(device)
+    gate = Gate()
+    worker = CriticWorker(config, device, should_stop=gate.abandoning.is_set)
+    if not config.run.dry_run:  # whose folders are each rank's own
+        worker.group.require_shared(output_dir)
+    if not worker.group.is_first:
+        return worker.group
+    described = {
+        "model.dtype": config.model.dtype,
+        "model.lora.rank": config.model.lora.rank,
+        "model.lora.alpha": config.model.lora.alpha,
+        "critic.normalize_rewards": config.critic.normalize_rewards,  # its values are on the rewards' scale
+        "trained parameters": worker.trained,
+        "reward model": worker.identity.model_digest,
+    }
+    store = HalfStore(output_dir, described)
+    record_start(output_dir, config, after=store.last_committed or "step_000000")
+    return _composed(config, worker, store, gate)
+
+
+def _composed(config: PPOCriticConfig, worker: CriticWorker, store: HalfStore, gate: Gate) -> Service:
+    ledger = Ledger(max_staged_bytes=config.critic.max_staged_bytes)
+    limits = worker.identity.limits(config.server.max_request_bytes)
+    critic, checkpoints = Critic(worker, ledger, limits, gate), Checkpoints(worker, store, ledger, gate)
+    handlers: dict[protocol.Endpoint, Handler] = {
+        protocol.INFER: critic.infer,
+        protocol.TRAIN: critic.train,
+        protocol.SAVE: checkpoints.save,
+        protocol.COMMIT: once(protocol.CommitRequest, checkpoints.commit),
+        protocol.RESTORE: once(protocol.RestoreRequest, checkpoints.restore),
+        protocol.ACQUIRE: once(protocol.AcquireRequest, critic.acquire),
+        protocol.SHUTDOWN: critic.shutdown,
+    }
+    if worker.reward is not None:
+        handlers[protocol.REWARD_INFER] = reward_handler(worker.reward.text, worker.group, limits, gate)
+    return Service(
+        worker.identity,
+        limits,
+        handlers,
+        gate,
+        extended=lambda status: replace(
+            status,
+            max_staged_bytes=ledger.max_staged_bytes,
+            critic_step=ledger.step,
+            last_committed=store.last_committed,
+            lease_holder=ledger.holder,
+        ),
+        dismiss=worker.group.dismiss,
+    )

@@ -1,0 +1,75 @@
+"""Who may compute, and until when."""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+
+
+class Gate:
+    """Lets one call at a time to the checkpoints, one to the models, and none once the server stops.
+
+    A call that needs both takes the checkpoints first.
+    """
+
+    def __init__(self) -> None:
+        self.boot_id = secrets.token_hex(8)
+        """Of this start of the process."""
+        self.shutdown_requested = threading.Event()
+        """A client wants the process to end."""
+        self.abandoning = threading.Event()
+        """The running call has had its time."""
+        self.model_lock = threading.Lock()
+        """Held by :meth:`models`. A save that was let in takes it alone, because it goes on while the server stops."""
+        self._checkpoint_lock = threading.Lock()
+        self._refusing = threading.Event()
+        self._busy: tuple[str, float] | None = None
+
+    @property
+    def busy(self) -> str | None:
+        """As :attr:`protocol.Status.busy`."""
+        busy = self._busy
+        return f"{busy[0]} for {time.monotonic() - busy[1]:.1f} s" if busy else None
+
+    def require_open(self) -> None:
+        """
+        Raises:
+            ProtocolError: STOPPING.
+        """
+        if self._refusing.is_set():
+            raise ProtocolError(Code.STOPPING, "the server is stopping")
+
+    @contextmanager
+    def checkpoints(self) -> Iterator[None]:
+        """Hold the checkpoints; refused once the server is stopping."""
+        self.require_open()
+        with self._checkpoint_lock:
+            yield
+
+    @contextmanager
+    def models(self, what: str) -> Iterator[None]:
+        """Hold the models for a call that ``what`` describes; refused once the server is stopping, or after a fault."""
+        self.require_open()
+        with self.model_lock:
+            self.require_open()
+            self._busy = what, time.monotonic()
+            try:
+                yield
+            except Exception as error:
+                if not isinstance(error, ProtocolError) or error.fatal:
+                    self._refusing.set()  # what waits must not compute with models that are half way through a step
+                raise
+            finally:
+                self._busy = None
+
+    def close(self, grace_s: float) -> bool:
+        """Refuse new work and wait for the running call; False when it had to be abandoned after ``grace_s`` seconds."""
+        self._refusing.set()
+        deadline = time.monotonic() + grace_s
+        locks = self._checkpoint_lock, self.model_lock
+        finished = all([lock.acquire(timeout=max(0.0, deadline - time.monotonic())) for lock in locks])
+        self.abandoning.set()
+        return finished

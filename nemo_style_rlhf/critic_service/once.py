@@ -1,0 +1,32 @@
+"""Endpoints for which a copy of a request changes nothing, however late it comes."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from nemo_style_rlhf.critic_service import protocol, validation
+from nemo_style_rlhf.critic_service.protocol import Array, Code, ProtocolError
+from nemo_style_rlhf.critic_service.service import Handler, Tensors, response
+
+Changing = TypeVar("Changing", protocol.AcquireRequest, protocol.CommitRequest, protocol.RestoreRequest)
+REMEMBERED = 100
+"""Answers that each of these endpoints can give again."""
+
+
+def once(message: type[Changing], change: Callable[[Changing], dict[str, Any]]) -> Handler:
+    """Calls ``change`` for a request that it has not answered yet. Triton hands an endpoint one request at a time."""
+    answered: dict[str, tuple[Changing, dict[str, Any]]] = {}
+
+    def endpoint(inputs: Mapping[str, Array]) -> Tensors:
+        request = validation.read_json(inputs[protocol.REQUEST.name], message)
+        if request.request_id is None:
+            return response(change(request))
+        if request.request_id not in answered:
+            answered[request.request_id] = request, change(request)
+            if len(answered) > REMEMBERED:
+                del answered[next(iter(answered))]
+        first, answer = answered[request.request_id]
+        if first != request:
+            raise ProtocolError(Code.CONFLICT, f"request_id {request.request_id} was used before, with other content")
+        return response(answer)
+
+    return endpoint

@@ -1,0 +1,69 @@
+"""The reward-only server: rewards of texts."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from nemo_style_rlhf.critic_service import protocol, validation
+from nemo_style_rlhf.critic_service.batches import Batches
+from nemo_style_rlhf.critic_service.gate import Gate
+from nemo_style_rlhf.critic_service.identity import Identity
+from nemo_style_rlhf.critic_service.protocol import Array
+from nemo_style_rlhf.critic_service.reward_model import RewardModel, Score
+from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors
+from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
+from nemo_style_rlhf.data.reward_text import RewardText
+from nemo_style_rlhf.data.templates import read_template
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
+from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
+
+
+def reward_handler(text: RewardText, group: WorkerGroup, limits: protocol.Limits, gate: Gate) -> Handler:
+    """``reward_infer`` of a group that has a reward model, whose sequences ``text`` forms."""
+
+    def infer(inputs: Mapping[str, Array]) -> Tensors:
+        request = validation.read_reward(inputs, limits)
+        texts = zip(request.prompts, request.responses, strict=True)
+        sequences = [text.token_ids(prompt, answer, rendered=request.rendered) for prompt, answer in texts]
+        tokenised = validation.read_tokenised(sequences, limits)
+        with gate.models(f"scoring of {len(sequences)} texts"):
+            return {protocol.REWARDS.name: group.run(Score(tokenised))}
+
+    return infer
+
+
+def load_reward_server(config: RewardServerProcessConfig, device: torch.device, _: Path) -> Service:
+    """
+    Raises:
+        UserError: the checkpoint is missing or is no reward model with one label, or there are several ranks.
+    """
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UserError(f"a reward server is one rank, WORLD_SIZE is {ranks}: start several servers instead")
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    model = load_reward_model(config.model, normalize=config.reward.normalize_rewards)
+    identity = Identity.of(
+        model,
+        tokenizer,
+        path=config.model.path,
+        max_length=config.reward.max_length,
+        decisive={
+            "reward": asdict(config.reward),
+            "dtype": config.model.dtype,
+            "templates": read_template(config.model.path),
+        },
+    )
+    batches = Batches(
+        micro_batch_tokens=config.reward.micro_batch_tokens,
+        row_multiple=config.reward.row_multiple,
+        pad_token_id=model.hf.config.pad_token_id,
+        device=device,
+    )
+    text = RewardText(config.model.path, tokenizer, append_eos=config.reward.append_eos)
+    group, gate, limits = WorkerGroup(), Gate(), identity.limits(config.server.max_request_bytes)
+    reward = RewardModel(model, text, batches, group)
+    handlers = {protocol.REWARD_INFER: reward_handler(reward.text, group, limits, gate)}
+    return Service(identity, limits, handlers, gate)

@@ -1,0 +1,70 @@
+"""One service over several ranks: the first answers requests, and every rank handles the messages that it sends.
+
+A message is a frozen dataclass that holds everything the other ranks need; nothing else reaches them.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure
+from nemo_style_rlhf.distributed.ranks import Ranks
+from nemo_style_rlhf.engine.engine import NonFiniteError
+
+LOGGER = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class OutOfStep(Exception):
+    """This rank has left a message that the others still handle: the process cannot go on."""
+
+
+class Message(Generic[Result]):
+    """Base of the messages; ``Result`` is the type that a handler returns on the first rank."""
+
+
+class WorkerGroup(Ranks):
+    """Ranks that handle the messages of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handlers: dict[type[Message[Any]], Callable[[Any], Any]] = {}
+
+    def join(self, handlers: Mapping[type[Message[Any]], Callable[[Any], Any]]) -> None:
+        """Add a member, which handles messages of these types. Every rank has the same members."""
+        self._handlers |= handlers
+
+    def run(self, message: Message[Result]) -> Result:
+        """On the first rank: have every rank handle ``message``; returns the result of this rank.
+
+        Raises:
+            TypeError: no member handles such a message; it was not sent.
+            OutOfStep: the disk refused while other ranks handle the message, too.
+        """
+        if type(message) not in self._handlers:
+            raise TypeError(f"no member of the worker group handles {type(message).__name__}")
+        self.from_first(message)
+        try:
+            result: Result = self._handlers[type(message)](message)
+        except STORAGE_ERRORS as error:
+            if self.size > 1 and (reason := storage_failure(error)):
+                raise OutOfStep(f"the disk refused ({reason}) in the middle of a call of {self.size} ranks") from error
+            raise
+        return result
+
+    def dismiss(self) -> None:
+        """On the first rank: let :meth:`follow` return."""
+        self.from_first(None)
+
+    def follow(self) -> None:
+        """On the others: handle what the first rank sends, until it dismisses them.
+
+        Raises:
+            RuntimeError: the first rank is gone.
+        """
+        while (message := self.from_first(None)) is not None:
+            try:
+                self._handlers[type(message)](message)
+            except NonFiniteError as error:  # the first rank has it, too: it answers, and ends all
+                LOGGER.error("%s", error)
