@@ -65,6 +65,12 @@ def test_the_wheel_holds_the_whole_configuration_tree(wheel: Path) -> None:
     assert packed == {f"nemo_style_rlhf/{path}" for path in files}
 
 
+def test_nothing_of_the_repository_is_used(commands: Path, tmp_path: Path) -> None:
+    code = "from nemo_style_rlhf.launch.entry import CONF_DIR; print(CONF_DIR)"
+    shown = run([commands / "python", "-c", code], tmp_path, ".venv-actor")
+    assert Path(shown.stdout).is_relative_to(commands.parent), shown.stderr
+
+
 @pytest.mark.parametrize("script", ENTRY_POINTS, ids=lambda script: script.name)
 def test_every_script_has_a_command(script: Path, commands: Path, tmp_path: Path) -> None:
     libraries, other = sorted([".venv-actor", ".venv-server"], reverse=script.parent.name == "servers")
