@@ -5,20 +5,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
 
-from nemo_style_rlhf.launch.entry import entry_point
-from nemo_style_rlhf.schema.evaluation import EvaluationConfig
-
-
-@entry_point(EvaluationConfig, config_name="evaluate")
-def main(config: EvaluationConfig) -> None:
-    """Everything else is in evaluation/run.py."""
-    from nemo_style_rlhf.checkpoint.owner import owned
-
-    with owned(config.run, "evaluation"):
-        from nemo_style_rlhf.evaluation.run import evaluate
-
-        evaluate(config)
-
+from nemo_style_rlhf.programs import evaluate
 
 if __name__ == "__main__":
-    main()
+    evaluate()

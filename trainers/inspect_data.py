@@ -5,17 +5,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
 
-from nemo_style_rlhf.launch.entry import entry_point
-from nemo_style_rlhf.schema.inspection import InspectDataConfig
-
-
-@entry_point(InspectDataConfig, config_name="inspect_data")
-def main(config: InspectDataConfig) -> None:
-    """Everything else is in supervised/inspection.py."""
-    from nemo_style_rlhf.supervised.inspection import inspect_data
-
-    inspect_data(config)
-
+from nemo_style_rlhf.programs import inspect_data
 
 if __name__ == "__main__":
-    main()
+    inspect_data()

@@ -5,24 +5,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
 
-from nemo_style_rlhf.launch.entry import entry_point
-from nemo_style_rlhf.launch.preemption import hold_stop_signal
-from nemo_style_rlhf.schema.actor import PPOActorConfig
-
-
-@entry_point(PPOActorConfig, config_name="ppo_actor")
-def main(config: PPOActorConfig) -> None:
-    hold_stop_signal()
-    from nemo_style_rlhf.checkpoint.owner import owned
-    from nemo_style_rlhf.checkpoint.starts import is_done
-
-    if is_done(config, longer="algorithm.max_steps"):
-        return
-    with owned(config.run, "trainer"):
-        from nemo_style_rlhf.ppo.run import run  # loads torch; --help and what is refused should not wait for it
-
-        run(config)
-
+from nemo_style_rlhf.programs import train_ppo_actor
 
 if __name__ == "__main__":
-    main()
+    train_ppo_actor()

@@ -25,7 +25,9 @@ from nemo_style_rlhf.launch.malloc import without_thread_caches
 from nemo_style_rlhf.schema.base import build, one_sentence
 from nemo_style_rlhf.schema.paths import require_paths
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+PACKAGE = Path(__file__).resolve().parents[1]
+CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
+"""Inside an installed package (package_dir in setup.py), beside the package in the repository."""
 NVIDIA = Path("/dev/nvidiactl")
 USER_ERROR_EXIT = 2
 Schema = TypeVar("Schema")
@@ -38,11 +40,11 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
     or a wrong type is refused before anything loads. A :class:`UserError` is printed as one line and exits with 2; every
     other exception propagates with its traceback.
     """
-    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
 
     def decorate(main: Callable[[Schema], None]) -> Callable[[], None]:
         @functools.wraps(main)
         def command_line() -> None:
+            ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
             composed: list[DictConfig] = []
             # Hydra only composes: what fails in our own work must not come out wrapped in its messages.
             compose = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(

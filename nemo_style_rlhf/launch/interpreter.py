@@ -1,13 +1,15 @@
-"""Whether an entry script runs in its own environment. Standard library only: another Python may lack everything else."""
+"""Whether a program runs in its own environment. Standard library only: another Python may lack everything else."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "nsr-"
+"""The names of installed commands (setup.py) begin so: nsr-train-sft is trainers/train_sft.py."""
 NEEDS = {
-    "trainers": (".venv-actor", ("hydra", "torch", "requests", "pytorch_lightning")),
-    "servers": (".venv-server", ("hydra", "torch", "pytriton")),
+    "trainers": ("actor", ("hydra", "torch", "requests", "pytorch_lightning")),
+    "servers": ("server", ("hydra", "torch", "pytriton")),
 }
 """By the script's folder: its environment, and packages of it that the other one or a plain Python lacks."""
 
@@ -19,15 +21,22 @@ def require_own_interpreter() -> bool:
         SystemExit: it is in another one; the sentence that names the right one has been printed.
     """
     path = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
-    if path.parent.parent != ROOT or path.parent.name not in NEEDS:
+    if installed := path.name.startswith(COMMAND):
+        folder, program = "servers" if path.name.startswith(f"{COMMAND}serve-") else "trainers", path.name
+    else:
+        folder, program = path.parent.name, f"{path.parent.name}/{path.name}"
+    if folder not in NEEDS or not (installed or path.parent.parent == ROOT):
         return False
-    script = f"{path.parent.name}/{path.name}"
-    environment, packages = NEEDS[path.parent.name]
+    name, packages = NEEDS[folder]
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
+        right = (
+            f"use the {program} of an environment with nemo_style_rlhf[{name}]"
+            if installed
+            else f"use .venv-{name}/bin/python {program}"
+        )
         print(
-            f"error: {sys.executable} has no {missing[0]}, which {script} needs: use {environment}/bin/python {script} "
-            f"(`make envs` builds {environment})",
+            f"error: {sys.executable} has no {missing[0]}, which {program} needs: {right} (`make envs` builds .venv-{name})",
             file=sys.stderr,
         )
         raise SystemExit(2)

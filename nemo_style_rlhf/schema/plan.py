@@ -24,7 +24,7 @@ class PlanConfig(PPOActorConfig):
     @property
     def unread(self) -> tuple[str, ...]:
         """As :attr:`PPOActorConfig.unread`: models and prompts are all that a plan looks at."""
-        return ("reward", "remote_critic_rm", "critic.server")
+        return ("reward", "remote_critic_rm", "critic.server", "generation.backend")
 
     def validate(self) -> None:
         super().validate()

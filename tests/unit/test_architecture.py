@@ -31,6 +31,8 @@ ALLOWED = {
     "planning": BASE | {"models", "data", "generation", "rollout", "distributed"},  # numbers of what it plans
     "evaluation": BASE | {"rollout", "generation", "scoring", "models", "data", "checkpoint", "launch"},
     "supervised": BASE | {"models", "data", "algorithms", "tracking", "launch", "engine", "checkpoint"},
+    "programs": BASE
+    | {"launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"},
 }
 OWNERS = {
     "vllm": {"generation"},

@@ -120,6 +120,27 @@ def test_a_plan_for_another_machine_needs_models_and_prompts_only() -> None:
     ]  # fmt: skip
 
 
+def test_a_missing_vllm_is_named_with_the_commands_of_the_readme() -> None:
+    """The server's Python has none. A plan and generation=hf do not need it."""
+    code = (
+        "from omegaconf import OmegaConf\n"
+        "from nemo_style_rlhf.errors import UserError\n"
+        "from nemo_style_rlhf.schema import actor, plan; from nemo_style_rlhf.schema.base import build\n"
+        "from nemo_style_rlhf.schema.paths import require_paths\n"
+        "words = ['run.output_dir=out', 'model.path=gpt2', 'data.train_path=owner/rows']\n"
+        "critic = ['critic.run.output_dir=out', 'critic.model.path=gpt2']\n"
+        "require_paths(build(plan.PlanConfig, OmegaConf.from_dotlist([*words, *critic])))\n"
+        "require_paths(build(actor.PPOActorConfig, OmegaConf.from_dotlist([*words, 'generation.backend=hf'])))\n"
+        "try:\n    require_paths(build(actor.PPOActorConfig, OmegaConf.from_dotlist(words)))\n"
+        "except UserError as error:\n    print(error)"
+    )
+    python = ROOT / ".venv-server/bin/python"
+    done = subprocess.run([python, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.stdout.startswith(f"generation.backend=vllm: {python} has no vllm: "), done.stderr
+    commands = re.findall("`(.*?)`", done.stdout)
+    assert len(commands) == 2 and all(command in (ROOT / "README.md").read_text() for command in commands)
+
+
 MISSING = {
     "trainers/train_ppo_actor.py": ["run.output_dir=out", "model.path=./none", "data.train_path=none.jsonl"],
     "trainers/train_sft.py": ["run.output_dir=out", "model.path=./none", "data.train_path=none.jsonl"],

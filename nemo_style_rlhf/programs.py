@@ -1,0 +1,165 @@
+"""The programs: one function for each script in ``servers/`` and ``trainers/`` and for the command that setup.py names after it.
+
+Each imports what it needs once its configuration is checked: a mistake is reported, and refused folders and ports are named,
+before torch is loaded. Reward functions' processes, too, import the script that started them and must not wait for torch.
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.entry import entry_point, refuse
+from nemo_style_rlhf.launch.preemption import hold_stop_signal
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from nemo_style_rlhf.schema.evaluation import EvaluationConfig
+from nemo_style_rlhf.schema.inspection import InspectDataConfig
+from nemo_style_rlhf.schema.plan import PlanConfig
+from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
+from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
+
+
+@entry_point(PPOCriticConfig, config_name="ppo_critic")
+def serve_ppo_critic(config: PPOCriticConfig) -> None:
+    """The critic process."""
+    from nemo_style_rlhf.checkpoint.owner import owned
+
+    with owned(config.run, "server"):
+        from nemo_style_rlhf.critic_service.triton import preflight
+
+        address = preflight(config.server)
+        from nemo_style_rlhf.critic_service.critic_server import load_critic_server
+        from nemo_style_rlhf.critic_service.process import serve
+
+        serve(config.run, config.server, address, partial(load_critic_server, config))
+
+
+@entry_point(RewardServerProcessConfig, config_name="reward_server")
+def serve_reward_model(config: RewardServerProcessConfig) -> None:
+    """A reward model alone."""
+    from nemo_style_rlhf.critic_service.triton import preflight
+
+    address = preflight(config.server)
+    from nemo_style_rlhf.critic_service.process import serve
+    from nemo_style_rlhf.critic_service.reward_server import load_reward_server
+
+    serve(config.run, config.server, address, partial(load_reward_server, config))
+
+
+@entry_point(PPOActorConfig, config_name="ppo_actor")
+def train_ppo_actor(config: PPOActorConfig) -> None:
+    """The actor process: PPO on a policy, against a running critic server."""
+    hold_stop_signal()
+    from nemo_style_rlhf.checkpoint.owner import owned
+    from nemo_style_rlhf.checkpoint.starts import is_done
+
+    if is_done(config, longer="algorithm.max_steps"):
+        return
+    with owned(config.run, "trainer"):
+        from nemo_style_rlhf.ppo.run import run
+
+        run(config)
+
+
+@entry_point(SFTConfig, config_name="sft")
+def train_sft(config: SFTConfig) -> None:
+    """Supervised fine-tuning."""
+    from nemo_style_rlhf.checkpoint.owner import owned
+    from nemo_style_rlhf.checkpoint.starts import is_done
+
+    if is_done(config, longer="trainer.max_steps"):
+        return
+    with owned(config.run, "trainer"):
+        from nemo_style_rlhf.supervised.sft import train_sft
+
+        train_sft(config)
+
+
+@entry_point(RewardModelConfig, config_name="reward_model")
+def train_reward_model(config: RewardModelConfig) -> None:
+    """A reward model from preference pairs."""
+    from nemo_style_rlhf.checkpoint.owner import owned
+    from nemo_style_rlhf.checkpoint.starts import is_done
+
+    if is_done(config, longer="trainer.max_steps"):
+        return
+    with owned(config.run, "trainer"):
+        from nemo_style_rlhf.supervised.reward_model import train_reward_model
+
+        train_reward_model(config)
+
+
+@entry_point(DPOConfig, config_name="dpo")
+def train_dpo(config: DPOConfig) -> None:
+    """DPO, IPO and cDPO on preference pairs."""
+    from nemo_style_rlhf.checkpoint.owner import owned
+    from nemo_style_rlhf.checkpoint.starts import is_done
+
+    if is_done(config, longer="trainer.max_steps"):
+        return
+    with owned(config.run, "trainer"):
+        from nemo_style_rlhf.supervised.dpo import train_dpo
+
+        train_dpo(config)
+
+
+@entry_point(KTOConfig, config_name="kto")
+def train_kto(config: KTOConfig) -> None:
+    """KTO on judged responses."""
+    from nemo_style_rlhf.checkpoint.owner import owned
+    from nemo_style_rlhf.checkpoint.starts import is_done
+
+    if is_done(config, longer="trainer.max_steps"):
+        return
+    with owned(config.run, "trainer"):
+        from nemo_style_rlhf.supervised.kto import train_kto
+
+        train_kto(config)
+
+
+@entry_point(EvaluationConfig, config_name="evaluate")
+def evaluate(config: EvaluationConfig) -> None:
+    """Compare checkpoints on the same prompts."""
+    from nemo_style_rlhf.checkpoint.owner import owned
+
+    with owned(config.run, "evaluation"):
+        from nemo_style_rlhf.evaluation.run import evaluate
+
+        evaluate(config)
+
+
+@entry_point(InspectDataConfig, config_name="inspect_data")
+def inspect_data(config: InspectDataConfig) -> None:
+    """Show tokenised training samples."""
+    from nemo_style_rlhf.supervised.inspection import inspect_data
+
+    inspect_data(config)
+
+
+@entry_point(PlanConfig, config_name="plan")
+def plan(config: PlanConfig) -> None:
+    """The memory of both processes before they start."""
+    from nemo_style_rlhf.planning.run import plan
+
+    plan(config)
+
+
+def merge_lora() -> None:
+    """Merge a LoRA adapter into its base model."""
+    parser = argparse.ArgumentParser(
+        description="Merge a LoRA adapter into the model it was trained from: a plain Hugging Face directory."
+    )
+    parser.add_argument("adapter", help="a folder with adapter_config.json, such as <run.output_dir>/export_adapter")
+    parser.add_argument("target", type=Path, help="where the merged model goes")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with the base model"
+    )
+    arguments = parser.parse_args()
+
+    from nemo_style_rlhf.models.lora import merge_adapter
+
+    try:
+        merge_adapter(arguments.adapter, arguments.target, trust_remote_code=arguments.trust_remote_code)
+    except UserError as error:
+        refuse(str(error))

@@ -1,0 +1,116 @@
+"""The package as a wheel installs it: its commands run in any folder, without the repository."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_entry_points import ENTRY_POINTS, ROOT, own_python
+
+SOURCES = [
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "requirements",
+    "nemo_style_rlhf",
+    "conf",
+    "servers",
+    "trainers",
+]
+OFFLINE = ["--no-deps", "--no-index", "--disable-pip-version-check"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # the build leaves folders of its own
+    source.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    build = [sys.executable, "-m", "pip", "wheel", ".", "--no-build-isolation", *OFFLINE, "--wheel-dir", folder]
+    subprocess.run(build, cwd=source, check=True, stdout=subprocess.DEVNULL)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def commands(wheel: Path) -> Path:
+    """The folder of commands of a virtual environment that holds nothing but the wheel."""
+    environment = wheel.parent / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    install = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python", "install", *OFFLINE, wheel]
+    subprocess.run(install, check=True, stdout=subprocess.DEVNULL)
+    return environment / "bin"
+
+
+def run(command: list, folder: Path, libraries: str) -> subprocess.CompletedProcess[str]:
+    """With the libraries of one of the repository's environments. Their link to the repository is a .pth file, which Python
+    heeds in its own site-packages alone."""
+    (site_packages,) = (ROOT / libraries).glob("lib/python3.*/site-packages")
+    return subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(site_packages)}, capture_output=True, text=True)
+
+
+def command_of(script: Path) -> str:
+    return f"nsr-{script.stem.replace('_', '-')}"
+
+
+def test_the_wheel_holds_the_whole_configuration_tree(wheel: Path) -> None:
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("nemo_style_rlhf/conf/")}
+    files = (path.relative_to(ROOT) for path in (ROOT / "conf").rglob("*") if path.is_file())
+    assert packed == {f"nemo_style_rlhf/{path}" for path in files}
+
+
+def test_nothing_of_the_repository_is_used(commands: Path, tmp_path: Path) -> None:
+    code = "from nemo_style_rlhf.launch.entry import CONF_DIR; print(CONF_DIR)"
+    shown = run([commands / "python", "-c", code], tmp_path, ".venv-actor")
+    assert Path(shown.stdout).is_relative_to(commands.parent), shown.stderr
+
+
+@pytest.mark.parametrize("script", ENTRY_POINTS, ids=lambda script: script.name)
+def test_every_script_has_a_command(script: Path, commands: Path, tmp_path: Path) -> None:
+    libraries, other = sorted([".venv-actor", ".venv-server"], reverse=script.parent.name == "servers")
+    command = command_of(script)
+    shown = run([commands / command, "--help"], tmp_path, libraries)
+    assert shown.returncode == 0 and command in shown.stdout, shown.stderr
+    refused = run([commands / command, "--help"], tmp_path, other)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith(f"error: {commands / 'python'} has no ") and f", which {command} needs: " in line
+    assert f"nemo_style_rlhf[{libraries.removeprefix('.venv-')}]" in line
+
+
+@pytest.mark.parametrize(
+    ("script", "preset"),
+    [("trainers/train_ppo_actor.py", ["algorithm=grpo"]), ("servers/serve_ppo_critic.py", [])],
+)
+def test_a_command_composes_what_its_script_does(
+    script: str, preset: list[str], commands: Path, tmp_path: Path
+) -> None:
+    words = ["run.seed=7", *preset, "--cfg", "job"]
+    python = own_python(ROOT / script)
+    libraries = python.partition("/")[0]
+    composed = run([commands / command_of(Path(script)), *words], tmp_path, libraries)
+    assert composed.returncode == 0 and "  seed: 7\n" in composed.stdout, composed.stderr
+    assert composed.stdout == run([ROOT / python, ROOT / script, *words], tmp_path, libraries).stdout
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        (["model.path=./none"], "error: model.path=./none: there is no such folder"),
+        (["trainer.max_step=3"], "error: configuration key trainer.max_step: Key 'max_step' not in"),
+    ],
+)
+def test_a_mistake_gets_its_sentence(mistake: list[str], sentence: str, commands: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    words = ["run.output_dir=out", "model.path=gpt2", "data.train_path=rows.jsonl", *mistake]
+    done = run([commands / "nsr-train-sft", *words], tmp_path, ".venv-actor")
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(sentence)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
