@@ -58,6 +58,6 @@ class RewardModel:
         return self._group.sum(rewards).numpy()
 
     def rest(self) -> None:
-        """Free the device's memory, where the weights are offloaded."""
+        """Free the device's memory if weights are offloaded."""
         if self._host_copy is not None:
             self._host_copy.rest()
