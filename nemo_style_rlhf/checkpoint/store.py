@@ -105,7 +105,7 @@ class CheckpointStore:
         self._left_behind = [later for later in self.committed_steps() if later > step]
 
     def prune(self, newest: int) -> None:
-        """Delete all checkpoints older than the last ``keep_last`` committed ones up to step ``newest``, the last committed one."""
+        """Delete all checkpoints older than the last ``keep_last`` committed ones, which end with step ``newest``."""
         require_owned(self._root)
         for step in self._left_behind:
             if step < newest:
