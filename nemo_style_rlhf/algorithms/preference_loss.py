@@ -56,7 +56,7 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     kind: str = "sigmoid",
 ) -> Tensor:
-    """Direct preference optimisation, mean over pairs.
+    """Direct preference optimization, mean over pairs.
 
     With h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected):
 
@@ -105,7 +105,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Kahneman-Tversky optimisation (arXiv 2402.01306, eq. 7), mean over responses.
+    """Kahneman-Tversky optimization (arXiv 2402.01306, eq. 7), mean over responses.
 
     With the reward r = policy_logps - ref_logps and z = max(kl, 0): desirable responses cost
     ``desirable_weight * (1 - sigmoid(beta (r - z)))``, undesirable ones ``undesirable_weight * (1 - sigmoid(beta (z - r)))``.

@@ -23,7 +23,7 @@ class RunConfig:
     """If the last user of output_dir ran on another machine, a start considers it dead after this time without a heartbeat.
     No wait is needed after a process that ended by itself."""
     seed: int = 1234
-    """Seeds data order, sampling and initialisation; two runs with one seed are equal to the last bit on CPU in fp32."""
+    """Seed of data order, sampling and initialization; two runs with the same seed are equal to the last bit on CPU in fp32."""
     num_threads: int = 0
     """torch intra-op threads; 0 leaves torch's default. Part of the result's bits: keep it when resuming."""
     device: str = "auto"

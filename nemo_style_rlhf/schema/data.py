@@ -14,7 +14,7 @@ PROMPT_FORMATS = ("text", "messages", "hh")
 
 @dataclass
 class PromptTemplateConfig:
-    """How the text of a prompt is wrapped before it is tokenised."""
+    """How the text of a prompt is wrapped before it is tokenized."""
 
     prompt_template: str | None = None
     """Text around the prompt, e.g. "Question: {prompt}\\nAnswer:", or @file; null leaves prompts as they are."""

@@ -38,7 +38,7 @@ class Checkpoint:
 
 @dataclass
 class EvaluationModelConfig:
-    """How the checkpoints are computed with."""
+    """Settings for the computation with the checkpoints."""
 
     dtype: str = "bfloat16"
     """bfloat16 or float32."""
