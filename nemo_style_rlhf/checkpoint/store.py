@@ -61,19 +61,19 @@ class CheckpointStore:
         """An empty folder for the actor checkpoint, which counts once it is committed."""
         require_owned(self._root)
         shutil.rmtree(self._folder(step), ignore_errors=True)  # left by an attempt that ended early, or damaged
-        half = self.actor_half(step)
-        half.mkdir(parents=True)
-        return half
+        folder = self.actor_half(step)
+        folder.mkdir(parents=True)
+        return folder
 
     def commit(
         self, step: int, run_id: str, *, critic: dict[str, Any], state: dict[str, Any], versions: dict[str, str]
     ) -> None:
         """Turn the files of the actor checkpoint and the description ``critic`` into a checkpoint: the manifest, which names
         both, appears last, by rename."""
-        folder, half = self._folder(step), self.actor_half(step)
+        folder, actor_folder = self._folder(step), self.actor_half(step)
         fsync_tree(folder)
         require_owned(self._root)
-        manifest = Manifest(FORMAT, step, run_id, file_digests(half), critic, state, versions)
+        manifest = Manifest(FORMAT, step, run_id, file_digests(actor_folder), critic, state, versions)
         content = asdict(manifest)
         content["digest"] = _digest(content)
         write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())

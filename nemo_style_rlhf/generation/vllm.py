@@ -251,11 +251,11 @@ def explain(error: Exception, model_path: str, config: GenerationConfig, max_mod
     )
 
 
-def _unlink_segment(team: int) -> None:
+def _unlink_segment(group_size: int) -> None:
     """Remove a killed run's segment of shared memory: vLLM on CPUs names it after the ranks alone, so it would be in the way."""
     rank = torch.distributed.get_rank()
-    place = rank % team
-    ranks = "-".join(str(neighbour) for neighbour in range(rank - place, rank - place + team))
+    place = rank % group_size
+    ranks = "-".join(str(neighbor) for neighbor in range(rank - place, rank - place + group_size))
     for segment in Path("/dev/shm").glob(f"*tp:0-[[]{ranks}]-cpushm_{place}"):
         segment.unlink()
 

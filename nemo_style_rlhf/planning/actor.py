@@ -87,9 +87,9 @@ def _generator(config: PlanConfig, policy: Blueprint, device: Device, samples: i
         tokens = min(samples, generation.max_num_seqs) * (prompt + generation.max_length)
         return Counter({"vLLM weights": policy.weights, "KV cache": tokens * policy.kv_bytes_per_token})
     emulated = CPU_EMULATES_BF16 and not device.cuda and policy.width == 2
-    team, length = generation.tensor_parallel_size, prompt + generation.max_length
-    weights = policy.base_weights * (2 if emulated else 1) // team
-    sequence = length * policy.kv_bytes_per_token * (2 if emulated else 1) // team
+    group_size, length = generation.tensor_parallel_size, prompt + generation.max_length
+    weights = policy.base_weights * (2 if emulated else 1) // group_size
+    sequence = length * policy.kv_bytes_per_token * (2 if emulated else 1) // group_size
     one = f"one sequence of {length} tokens takes {sequence / GIB:.2f} GiB"
     remedy = "raise it or generation.tensor_parallel_size, or lower data.max_prompt_length or generation.max_length"
     if device.cuda and generation.kv_cache_gib is None:

@@ -53,13 +53,13 @@ def step_buffers(trained: int, width: int, *, stage: int, ranks: int) -> dict[st
     """
     if stage == 0:
         return {"reduction": trained * width}
-    share = trained * width // ranks
+    shard = trained * width // ranks
     bucket = min(trained, BUCKET_ELEMENTS) * width
     return {
         "bucket": bucket,
         "reduction": bucket if ranks > 1 else 0,
-        "share": share,
-        "flat": share,
+        "shard": shard,
+        "flat": shard,
         "fp32": MASTER * trained // ranks if width < MASTER else 0,
     }
 
@@ -98,10 +98,10 @@ def optimizer_step_buffers(trained: int, largest: int, width: int, *, stage: int
     if stage == 0:
         return whole + bucket
     mine = 0 if offload else trained // ranks
-    share = mine * width if stage < 3 else 0
+    shard = mine * width if stage < 3 else 0
     copies = min(mine, SUB_GROUP if stage == 3 else mine) * (width + (MASTER if width < MASTER else 0))
     norm = NORM * largest  # tensors are copied to fp64 one by one (get_norm_dtype)
-    return max(whole + max(bucket, share) if stage == 1 else 0, share + max(copies, norm))
+    return max(whole + max(bucket, shard) if stage == 1 else 0, shard + max(copies, norm))
 
 
 def checkpoint_copy(trained: int, width: int, *, stage: int, ranks: int) -> int:
@@ -114,11 +114,11 @@ def trained_model(
     model: Blueprint, engine: EngineConfig, device: Device, *, ranks: int, libraries: int
 ) -> Counter[str]:
     """Bytes of ``model`` that one rank holds from start to end."""
-    share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
+    sharding: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
     held = Counter(
         {
             "libraries": libraries,
-            "weights": weights(model.trained, model.elements - model.trained, model.width, **share),
+            "weights": weights(model.trained, model.elements - model.trained, model.width, **sharding),
         }
     )
     if engine.offload_parameters and device.cuda:
@@ -128,8 +128,8 @@ def trained_model(
             model.trained, model.width, ranks=ranks, offload=engine.offload_optimizer
         )
     if not (engine.offload_optimizer and device.cuda):
-        held["fp32 masters"] = masters(model.trained, **share)
-        held["optimizer states"] = optimizer_states(model.trained, **share)
+        held["fp32 masters"] = masters(model.trained, **sharding)
+        held["optimizer states"] = optimizer_states(model.trained, **sharding)
     return held
 
 
@@ -158,18 +158,18 @@ def training_phases(
     large blocks, fits into the adjacent freed buffers of the optimizer step; any excess comes on top. Without ZeRO the blocks of
     the checkpoint's copy hold one tensor each, too.
     """
-    share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
-    learned = Counter({"gradients": gradients(model.trained, model.width, **share)})
-    buffers = step_buffers(model.trained, model.width, **share)
+    sharding: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
+    accumulated = Counter({"gradients": gradients(model.trained, model.width, **sharding)})
+    buffers = step_buffers(model.trained, model.width, **sharding)
     if not device.cuda:
         kept = sum(inference.values(), start=update)
         room = sum(buffers.values()) + (0 if engine.zero_stage else kept.total())
-        copied = checkpoint_copy(model.trained, model.width, **share) - room
+        copied = checkpoint_copy(model.trained, model.width, **sharding) - room
         step = Counter({"optimizer step": sum(buffers.values()), "checkpoint": max(0, copied)})
-        return [Phase("update", held + learned + kept + step)]
+        return [Phase("update", held + accumulated + kept + step)]
     sizes = (model.trained, model.largest, model.width)
-    backward = backward_buffers(*sizes, **share, offload=engine.offload_optimizer)
-    step_peak = optimizer_step_buffers(*sizes, **share, offload=engine.offload_optimizer)
+    backward = backward_buffers(*sizes, **sharding, offload=engine.offload_optimizer)
+    step_peak = optimizer_step_buffers(*sizes, **sharding, offload=engine.offload_optimizer)
     loading = Counter({"libraries": held["libraries"], "weights": model.elements * model.width})
     return [
         *([Phase("loading", loading)] if engine.zero_stage == 3 else []),  # sharded once it is on the device

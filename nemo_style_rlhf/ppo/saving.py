@@ -122,7 +122,7 @@ class Saver:
         rows: "Future[None] | None",
     ) -> None:
         """Write the critic checkpoint, then the actor's, then the manifest that names both; then both sides prune."""
-        half, whole_or_absent = self._store.actor_half(step), partial(self._store.whole_or_absent, step)
+        folder, whole_or_absent = self._store.actor_half(step), partial(self._store.whole_or_absent, step)
 
         def begin() -> dict[str, Any]:
             described = {} if critic_half is None else critic_half.result()
@@ -134,7 +134,7 @@ class Saver:
             with whole_or_absent():
                 if rows is not None:
                     rows.result()  # a resumed run does not generate these rollouts again
-                (half / IDENTITY_FILE).write_text(json.dumps(self._identity))
+                (folder / IDENTITY_FILE).write_text(json.dumps(self._identity))
                 self._store.commit(step, self._run_id, critic=described, state=state, versions=self._versions)
             if self._critic is not None:
                 self._uncommitted.append(checkpoint_id(self._run_id, step))
@@ -146,7 +146,7 @@ class Saver:
         try:
             described = self._ranks.on_first(begin)
             with whole_or_absent():  # deletes only after every rank has ended: none may still be writing
-                self._ranks.everyone(lambda: copy.write(half / "engine"))
+                self._ranks.everyone(lambda: copy.write(folder / "engine"))
         finally:
             copy.drop()  # an error's traceback would keep the copy alive
         self._ranks.on_first(commit)

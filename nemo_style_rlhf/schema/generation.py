@@ -118,8 +118,8 @@ class GenerationConfig:
             budget,
             f"at least max_num_seqs={self.max_num_seqs}, which decode at a time, or null",
         )
-        team = self.tensor_parallel_size
-        require(team >= 1, "generation.tensor_parallel_size", team, "a number of ranks from 1 up")
+        size = self.tensor_parallel_size
+        require(size >= 1, "generation.tensor_parallel_size", size, "a number of ranks from 1 up")
         if self.backend == "hf" and (self.stop or self.tensor_parallel_size > 1):
             raise UserError(
                 "generation.backend=hf knows neither generation.stop nor tensor_parallel_size: use stop_token_ids, or vllm"

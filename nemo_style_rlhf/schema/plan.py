@@ -31,6 +31,6 @@ class PlanConfig(PPOActorConfig):
         gib = self.device_gib
         require(gib is None or gib > 0, "device_gib", gib, "the GiB of one device")
         require(self.ranks > 0, "ranks", self.ranks, "a number of ranks above 0")
-        team = self.generation.tensor_parallel_size
-        require(self.ranks % team == 0, "ranks", self.ranks, f"a multiple of generation.tensor_parallel_size={team}")
+        size = self.generation.tensor_parallel_size
+        require(self.ranks % size == 0, "ranks", self.ranks, f"a multiple of generation.tensor_parallel_size={size}")
         require(self.critic_ranks > 0, "critic_ranks", self.critic_ranks, "a number of ranks above 0")
