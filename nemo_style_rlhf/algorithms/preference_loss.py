@@ -29,7 +29,7 @@ def reward_model_loss(
         centring: coefficient of the centering term; 0.01 in the paper.
 
     Returns:
-        A scalar, fp32 for half-precision scores.
+        A scalar; fp32 if scores are in half precision.
 
     Raises:
         ValueError: ``kind`` is unknown.

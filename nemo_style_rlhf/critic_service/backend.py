@@ -33,7 +33,7 @@ from nemo_style_rlhf.critic_service.protocol import ERROR, Code, bytes_tensor
 START_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 20
 EXIT_TIMEOUT_S = 12
-"""Seconds for which a stopping tritonserver waits for running calls."""
+"""Seconds for which a stopping tritonserver waits for running calls, unless it is killed."""
 
 _APPENDIX = f'''
 

@@ -26,7 +26,7 @@ class Sample:
     score: float | None = None
     """None if no source gives scores, or the sources failed on this sample."""
     extra: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the reward sources."""
+    """Further metrics from the reward sources."""
     token_ids: tuple[int, ...] = ()
     """Token ids of prompt and response, for reward sources."""
 

@@ -1,4 +1,4 @@
-"""The numbers of each checkpoint."""
+"""Summarizes the samples of each checkpoint."""
 
 import math
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ import torch
 
 
 class _Unneeded(torch.Generator):
-    """Draws the tokens that are thrown away, and ignores vLLM's rewinding."""
+    """Draws random numbers for tokens that are thrown away, and ignores vLLM's rewinding."""
 
     def get_offset(self) -> int:
         return 0

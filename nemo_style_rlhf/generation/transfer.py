@@ -67,7 +67,7 @@ class OwnWeights:
         for bucket in buckets(self._weights, BUCKET_BYTES):
             digest.update(bucket)  # before the bucket is sent
             yield bucket
-            bucket.clear()  # before the next one is put together
+            bucket.clear()  # before the next bucket is filled
         self.digest = digest.hexdigest()
 
 

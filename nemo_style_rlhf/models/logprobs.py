@@ -54,7 +54,7 @@ def logits_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float | T
     """Log-probabilities and entropies from logits [..., V], for models whose head is more than one matrix product."""
     scale = temperature[..., None] if isinstance(temperature, Tensor) else temperature
     logprobs = (logits.to(_accumulator(logits)) / scale).log_softmax(-1)
-    finite = logprobs.clamp(min=-1e3)  # far below what exp can hold: 0 log 0 = 0, in the gradient too
+    finite = logprobs.clamp(min=-1e3)  # exp(-1e3) is 0, so that 0 log 0 = 0, also in the gradient
     return logprobs.gather(-1, token_ids[..., None]).squeeze(-1), -(logprobs.exp() * finite).sum(-1)
 
 

@@ -88,5 +88,5 @@ def _has_plain_head(hf: PreTrainedModel) -> bool:
     hidden = hf.base_model(input_ids=probe, use_cache=False).last_hidden_state
     logits = hf(input_ids=probe, use_cache=False).logits
     hf.set_attn_implementation(attention)
-    # The head's own product: in bf16 a bare one may be rounded otherwise (models/cpu_linear.py).
+    # Compute with the head itself: in bf16, a plain product may round differently (models/cpu_linear.py).
     return torch.allclose(head(hidden), logits, rtol=1e-3, atol=1e-3)

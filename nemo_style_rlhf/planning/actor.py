@@ -38,7 +38,7 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
             loading["free for vLLM"] = max(0, _share(config, device) - generator.total())
     else:
         loading = held + Counter({"weights in transit": policy.on_disk})
-    samples = algorithm.num_rollout_samples  # ranks share micro-batches, each of which fits one rank
+    samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
     scoring = policy.inference(_batch(config, samples, prompt_length, response))
     if config.needs_reference and offloaded:
         scoring["reference"] = policy.weights

@@ -23,7 +23,7 @@ def plan_critic(config: PlanConfig, critic: Blueprint, device: Device, *, prompt
     if server.critic.combine_rm_and_critic_server:
         offloaded = server.critic.offload_reward_model and device.cuda
         (scoring if offloaded else held)["reward model"] = critic.base_weights
-    samples = algorithm.num_rollout_samples  # ranks share micro-batches, each of which fits one rank
+    samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
     scoring += critic.inference(_batch(config, min(samples, SCORING_GROUP), length))
     if not algorithm.uses_critic:  # served and saved, but never stepped, and the first step makes Adam's states
         copied = checkpoint_copy(critic.trained, critic.width, stage=server.engine.zero_stage, ranks=ranks)

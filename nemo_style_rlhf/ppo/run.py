@@ -62,7 +62,7 @@ def _clear(config: PPOActorConfig) -> None:
 
 
 def tiny_run(config: PPOActorConfig) -> PPOActorConfig:
-    """One small PPO step with validation, checkpoint and export, in a folder of its own."""
+    """A copy of ``config`` for one small PPO step with validation, checkpoint and export, in a separate folder."""
     tiny = copy.deepcopy(config)
     tiny.run.output_dir = str(Path(config.run.output_dir) / "dry_run")
     tiny.algorithm.max_steps = 1

@@ -62,7 +62,7 @@ class SignsConfig:
     """Mean length in tokens."""
     min_response_lengths: float | None = None
     max_repetition: float | None = None
-    """Share of a response's 4-grams that occurred before in it."""
+    """Share of a response's 4-grams that occurred in it before."""
     min_distinct_2: float | None = None
     """Distinct bigrams divided by all bigrams of the rollout."""
     min_entropy: float | None = None

@@ -28,7 +28,7 @@ class InspectedDataConfig(SFTDataConfig, UnpairedDataConfig, PreferenceDataConfi
     """The `data` keys of every stage."""
 
     format: str = "auto"
-    """As in the stage."""
+    """Same values as in the stage."""
 
     def validate(self) -> None:
         """Do nothing: the class of the stage validates, and shares these templates."""

@@ -40,7 +40,7 @@ def _problems(node: Any, prefix: str, unread: tuple[str, ...]) -> Iterator[str]:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Whether a model or data set of that name cannot be meant to come from the hub."""
+    """Whether ``name`` is clearly a path, not the name of a model or data set on the hub."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
 
 

@@ -1,4 +1,4 @@
-"""How the actor reaches the critic process."""
+"""Configuration of the actor's connection to the critic process."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar

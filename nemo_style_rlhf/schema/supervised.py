@@ -118,7 +118,7 @@ class UnpairedDataConfig(PairDataConfig):
 
 @dataclass
 class FitConfig:
-    """How long and in which batches (carried out by Lightning's Trainer)."""
+    """Length of training and size of batches; Lightning's Trainer does the training."""
 
     max_epochs: float = 1
     """Passes over the training rows; fractions are possible."""

@@ -153,7 +153,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {}
-        """By metric: [sum, count]."""
+        """[sum, count] by metric."""
 
     def add(self, sums: Sums, count: int) -> None:
         for name, value in sums.items():

@@ -44,7 +44,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return self._device
 
     def setup_environment(self) -> None:
-        DDPStrategy.setup_environment(self)  # Lightning's own refuses CPUs, which DeepSpeed does not
+        DDPStrategy.setup_environment(self)  # Lightning's own method refuses CPUs, which DeepSpeed supports
 
     def setup_distributed(self) -> None:
         reset_seed()
