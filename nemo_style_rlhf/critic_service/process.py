@@ -36,7 +36,7 @@ ANSWER_DELIVERY_S = 1.0
 """Seconds for which the process still delivers answers after a fatal error, so that the client learns of it."""
 CLOSE_TIMEOUT_S = 2.0
 DRY_RUN = "dryrun"
-"""The run id of a rehearsal."""
+"""Run id of a rehearsal."""
 Loader = Callable[[torch.device, Path], Service | WorkerGroup]
 
 
@@ -46,7 +46,7 @@ def serve(run: RunConfig, server: ServerConfig, address: Address, load: Loader) 
     The exit code is 0 after ``critic_shutdown``, SIGTERM or SIGINT, 1 after a fatal error or the death of tritonserver.
 
     Args:
-        load: the service, or on ranks after the first the worker group, given the device and the folder that it may write to.
+        load: returns the service, or the worker group on ranks after the first; takes the device and the folder to write to.
     """
     device = bootstrap.setup(run)
     # The signal handler may put while the same thread is in get; with an Event, its set would then deadlock.
@@ -93,7 +93,7 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
             write_atomically(ready_file, where)
         LOGGER.info("serving %s at %s, boot id %s", " and ".join(service.roles), door.url, service.gate.boot_id)
         code = _supervise(service, door, signals)
-        grace_s = config.shutdown_grace_s if door.alive else 0.0  # else nobody would hear how a call ended
+        grace_s = config.shutdown_grace_s if door.alive else 0.0  # else no client would get the answer of a call
         finished = service.gate.close(grace_s)
         if code != 0:
             time.sleep(ANSWER_DELIVERY_S)

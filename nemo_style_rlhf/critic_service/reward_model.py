@@ -27,8 +27,8 @@ class RewardModel:
     ) -> None:
         """
         Args:
-            text: forms the sequences of texts.
-            group: the ranks that share the sequences; each has the whole model.
+            text: turns texts into sequences.
+            group: worker group whose ranks share the sequences; each has the whole model.
             offload: keep the weights in host memory from :meth:`rest` to the next score.
         """
         group.join({Score: self._score})

@@ -47,7 +47,7 @@ MAX_JSON_BYTES = 16 * 2**20
 
 
 def read_infer(inputs: Mapping[str, Array], limits: Limits) -> tuple[InferRequest, Wanted]:
-    """The sequences of a request, and what is wanted of them.
+    """Read the sequences of a request, and the results that it asks for.
 
     Raises:
         ProtocolError: INVALID, naming the tensor or field and the rule.

@@ -47,7 +47,7 @@ class Recovery:
         critic.forget_queued()
         status = self._wait(critic, cause)
         manifest = self._ranks.on_first(lambda: self._restore_critic(critic, status))
-        self._ranks.everyone(lambda: None if self._ranks.is_first else critic.shake_hands_again())  # a new server process
+        self._ranks.everyone(lambda: None if self._ranks.is_first else critic.shake_hands_again())  # new process
         return manifest
 
     def _wait(self, critic: RemoteCritic, cause: Exception | None) -> Status:

@@ -60,7 +60,7 @@ class Scores:
     filter_scores: Tensor | None = None
     """[B] float32: scores for algorithm.filter, which uses ``rewards`` if this is None; NaN where ``failed``."""
     values: Tensor | None = None
-    """[N] float32, action-aligned: of the critic process."""
+    """[N] float32, action-aligned values from the critic process."""
     critic_steps: frozenset[int] = frozenset()
     """Train steps that the critic had seen when it gave ``values``; more than one if it changed between its answers."""
     extra: dict[str, Tensor] = field(default_factory=dict)

@@ -32,7 +32,7 @@ class RemoteCriticScorer:
     """Values from the critic, and rewards from the reward model beside it."""
 
     def __init__(self, critic: RemoteCritic, *, want: Want = "both") -> None:
-        """``want="values"`` leaves the reward at 0: another source gives it."""
+        """``want="values"`` leaves the rewards at 0, for runs that get them from another source."""
         self._critic = critic
         self._want = want
 
