@@ -84,7 +84,7 @@ class Batch:
 def generation(
     generator: VLLMGenerator, prompts: Sequence[Sequence[int]], arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """vLLM's own `generate` without seeds and log-probabilities, against our stream of requests with both."""
+    """Compare vLLM's own `generate`, without seeds and log-probabilities, with our stream of requests, which has both."""
     from vllm import SamplingParams, TokensPrompt
 
     params = SamplingParams(max_tokens=arguments.response_length, ignore_eos=True, detokenize=False)
@@ -109,7 +109,7 @@ def generation(
 
 
 def transfer(generator: VLLMGenerator, policy: PolicyModel, repeats: int) -> dict[str, float]:
-    """vLLM's own `reload_weights` against the transfer that is verified by digest."""
+    """Compare vLLM's own `reload_weights` with our transfer, which verifies a digest."""
     versions = iter(range(1, 10**6))
 
     def weights() -> Iterator[tuple[str, Tensor]]:
@@ -131,7 +131,7 @@ def compute(
     output: Callable[[Any], Tensor],
     repeats: int,
 ) -> dict[str, float]:
-    """Forward of the whole rollout without a gradient; forward and backward of all its mini-batches."""
+    """Measure the forward of the whole rollout without gradient, and forward and backward of all its mini-batches."""
 
     @torch.no_grad()
     def forward() -> None:

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 class Meter:
-    """The most memory held since it was made, above what was held then."""
+    """Measures the peak memory since its creation, above the memory held at that moment."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -69,7 +69,7 @@ class Meter:
             return torch.cuda.max_memory_allocated() - self._before
         self._running = False
         self._thread.join()
-        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # misses nothing between two looks
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # includes peaks between two samples
         return max(self._peak, highest) - self._before
 
 

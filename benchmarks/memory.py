@@ -36,7 +36,7 @@ from nemo_style_rlhf.schema.plan import PlanConfig
 
 PROMPTS = 64
 APART = 200e6
-"""Parameters from which the two processes are measured one after the other."""
+"""Number of parameters from which the two processes are measured one after the other."""
 IMPORTS = {
     "actor": (
         ACTOR_PYTHON,
@@ -135,7 +135,7 @@ def imported(process: str, work_dir: Path) -> int:
 
 
 def make(shape: Shape, folder: Path) -> dict[str, int]:
-    """Models and prompts of ``shape``, and a tiny partner for each side; the parameters of both."""
+    """Make models and prompts of ``shape``, and a tiny partner for each side; returns the numbers of parameters of both."""
     rng = random.Random(0)
     torch.manual_seed(0)
     tokenizer = pseudo_word_tokenizer(rng)
@@ -162,7 +162,7 @@ def make(shape: Shape, folder: Path) -> dict[str, int]:
 
 
 def measure(shape: Shape, folder: Path, *, apart: bool) -> dict[str, tuple[int, int]]:
-    """Bytes predicted above the imports, and VmHWM, of each process."""
+    """Predicted bytes above the imports, and VmHWM, of each process."""
     actor = [
         f"data.train_path={folder / 'prompts.jsonl'}", f"generation.max_length={shape.response}", "generation.ignore_eos=true",
         "generation.kv_cache_gib=0.25", "algorithm.num_rollout_samples=32", "algorithm.mini_batches=2", *shape.both,

@@ -69,7 +69,7 @@ def make(model: str, output_dir: Path, shared_data: Path = SHARED_DATA) -> None:
 
 
 def qwen2_config(tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:
-    """19.07 M parameters, embeddings tied."""
+    """Config of a model with 19.07 M parameters and tied embeddings."""
     return Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=384,
@@ -100,7 +100,7 @@ def sentence(rng: random.Random) -> str:
 
 
 def beginnings(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """The first ``PROMPT_TOKENS`` tokens of each text, where that text has as many tokens again."""
+    """The first ``PROMPT_TOKENS`` tokens of each text that has at least twice that many."""
     for text in texts:
         beginning = tokenizer.decode(tokenizer(text)["input_ids"][:PROMPT_TOKENS], skip_special_tokens=True)
         if len(tokenizer(beginning)["input_ids"]) == PROMPT_TOKENS:

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def examples(arguments: argparse.Namespace) -> list[SFTExample]:
-    """In a random order, with random tokens."""
+    """Examples in a random order, with random tokens."""
     generator = random.Random(0)
     counts = [len(str(record.fields["chosen"]).split()) for record in read_records(arguments.data)]
     lengths = [min(max(2, round(TOKENS_PER_WORD * count)), arguments.max_length) for count in counts]
@@ -80,7 +80,7 @@ def batches(
 ) -> list[list[SFTExample]]:
     """The micro-batches of the first optimizer step, as a stage would form them."""
     step = rows[: arguments.rows]
-    if packed:  # as much as the padded micro-batches hold on average
+    if packed:  # the average content of the padded micro-batches
         budget = arguments.micro_batch_size * statistics.fmean(len(row) for row in step)
         parts = parts_within([len(row) for row in step], round(1.2 * budget), packed=True)
     formed = TrainingBatches(

@@ -61,7 +61,7 @@ class StepClock(TrainerCallback):
 
 
 def distinct_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Any cheap reward: what is measured is the trainer."""
+    """A cheap reward, since only the trainer is measured."""
     return [float(len(set(ids))) for ids in completion_ids]
 
 

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 class PhaseClock(TrainerCallback):
-    """Seconds of every step, and of its three phases; two of PPOTrainer's own functions mark the borders."""
+    """Measures seconds of every step and of its three phases; two of PPOTrainer's own functions mark the borders."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -123,7 +123,7 @@ def build_trainer(arguments: argparse.Namespace, output_dir: str, clock: PhaseCl
         bf16=False,  # the weights are bf16 already
         gradient_checkpointing=False,
         # PPOTrainer's batch is per_device_train_batch_size x gradient_accumulation_steps, and its optimizer steps once per
-        # accumulation: this is how num_mini_batches optimizer steps come about.
+        # accumulation. These sizes give num_mini_batches optimizer steps.
         per_device_train_batch_size=arguments.samples,
         gradient_accumulation_steps=1,
         num_mini_batches=arguments.mini_batches,

@@ -1,4 +1,4 @@
-"""The two processes of a PPO run and the peer's one, as children, with their peak memory."""
+"""Runs the two processes of a PPO run, and the peer's single process, as children, and records their peak memory."""
 
 import json
 import os
@@ -22,14 +22,14 @@ READY_TIMEOUT_S = 300.0
 
 
 class Child:
-    """A child process in a group of its own; remembers the most memory its process tree held at one time."""
+    """A child process in its own process group; records the peak memory of its process tree."""
 
     def __init__(self, command: Sequence[object], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         self.peak_rss_bytes = 0
         self.own_peak_rss_bytes = 0
-        """Of the child alone, as the kernel counts it (VmHWM)."""
+        """Peak memory of the child alone, as counted by the kernel (VmHWM)."""
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [str(word) for word in command],
@@ -45,7 +45,7 @@ class Child:
         return self._process.poll()
 
     def sample(self) -> None:
-        """Note the memory in use: RSS of the child and all its descendants."""
+        """Record the memory in use: RSS of the child and all its descendants."""
         resident = 0
         for process in [self._tree, *self._tree.children(recursive=True)]:
             try:
@@ -77,10 +77,10 @@ class ChildFailed(RuntimeError):
 
 
 def wait(child: Child, *others: Child) -> None:
-    """Until ``child`` has ended with 0, sampling everyone's memory.
+    """Wait until ``child`` has ended with 0, and sample the memory of all children meanwhile.
 
     Raises:
-        ChildFailed: it failed, or one of the others, which should outlive it, ended.
+        ChildFailed: ``child`` failed, or one of the others, which should outlive it, ended.
     """
     while child.exit_code is None:
         for each in (child, *others):
@@ -115,7 +115,7 @@ def critic_server(directory: Path, overrides: Sequence[str]) -> Iterator[tuple[C
 def run_actor(
     directory: Path, overrides: Sequence[str], server: tuple[Child, int] | None = None
 ) -> tuple[Child, list[dict[str, Any]]]:
-    """Train to the end, against a critic server and its port if there is one; the child and its metrics.jsonl."""
+    """Train to the end, with the critic server at a port if given; returns the child and its metrics.jsonl."""
     where = [f"run.output_dir={directory}", *([f"remote_critic_rm.port={server[1]}"] if server else [])]
     actor = Child([ACTOR_PYTHON, "trainers/train_ppo_actor.py", *where, *overrides], directory / "actor.log")
     try:
@@ -126,7 +126,7 @@ def run_actor(
 
 
 def run_json(command: Sequence[object], log: Path) -> dict[str, Any]:
-    """Run a script whose last line of output is a JSON object."""
+    """Run a script whose last line of output is a JSON object, and return that object."""
     child = Child(command, log)
     try:
         wait(child)

@@ -176,7 +176,7 @@ def print_table(port: dict[str, int], scratch: Path, rounds: int) -> None:
 
 
 def print_load(port: int, server: int, requests: int) -> None:
-    """Round trips of many clients, and how much memory the server's processes keep per 1,000 requests, and /dev/shm."""
+    """Print round trips of many clients, and the memory that the server's processes and /dev/shm keep per 1,000 requests."""
     from nemo_style_rlhf.critic_service.connection import Connection
 
     ragged = protocol.ragged([np.full(128, row, dtype=np.int32) for row in range(32)])
@@ -211,7 +211,7 @@ def print_load(port: int, server: int, requests: int) -> None:
 
 
 def train_inputs(ragged: dict[str, Any], lease: str) -> dict[str, Any]:
-    """The first part of two, repeated for ever: validated, digested and staged, never applied."""
+    """The first of two parts, repeated forever: it is validated, digested and staged, but never applied."""
     floats = np.ones(ragged["tokens"].size, dtype=np.float32)
     mask = floats.copy()
     mask[np.cumsum(ragged["sequence_lengths"]) - 1] = 0
@@ -231,7 +231,7 @@ def serve(kind: str, ready_file: Path) -> None:
 
 
 def serve_critic(kind: str, ready_file: Path) -> None:
-    """The real binding and the real validation around no model at all."""
+    """Serve with the real binding and the real validation, but without a model."""
     from nemo_style_rlhf.critic_service.ledger import Ledger
     from nemo_style_rlhf.critic_service.triton import Address, Binding, take_port
     from nemo_style_rlhf.schema.critic import ServerConfig, ServerTlsConfig
@@ -264,7 +264,7 @@ def serve_critic(kind: str, ready_file: Path) -> None:
 
 
 def listen_on_tcp() -> int:
-    """From now on Triton listens on this port of loopback, as it did before there was a door."""
+    """Make Triton listen on a TCP port of loopback, as it did before the front door existed; returns the port."""
     from nemo_style_rlhf.critic_service.backend import Backend
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -21,7 +21,7 @@ PHASES = {
     ),
     "weight_transfer": ("reload_weights_bare", "vLLM's reload_weights"),
 }
-"""The bare compute that belongs to each phase, and what it is."""
+"""The bare compute that belongs to each phase, and its description."""
 
 
 def markdown(
@@ -44,7 +44,7 @@ def markdown(
 
 
 def phase_rows(ours: "Measured", bare: "dict[str, Any] | None") -> tuple[list[str], list[list[str]]]:
-    """Phases in the order of a step; ``critic_train`` runs beside the actor's update and is no part of the sum."""
+    """Phases in the order of a step. ``critic_train`` runs in parallel with the actor's update and is not part of the sum."""
     total = median(ours.step_seconds)
     rows = []
     for name, seconds in ours.phases.items():

@@ -1,4 +1,4 @@
-"""Two sides measured in turn, and what came of it."""
+"""Measures two sides in turn, and keeps the results."""
 
 import argparse
 import sys
@@ -11,15 +11,15 @@ import report
 
 @dataclass
 class Measured:
-    """Of one side, over all rounds."""
+    """Measurements of one side, over all rounds."""
 
     step_seconds: list[float] = field(default_factory=list)
-    """Of every counted step."""
+    """Seconds of every counted step."""
     round_medians: list[float] = field(default_factory=list)
     phases: dict[str, list[float]] = field(default_factory=dict)
     """Seconds of each counted step, by phase."""
     peak_rss_bytes: dict[str, int] = field(default_factory=dict)
-    """By process."""
+    """Peak memory by process."""
 
     def add_round(self, steps: list[float], phases: dict[str, list[float]], peak_rss_bytes: dict[str, int]) -> None:
         self.step_seconds += steps
@@ -31,7 +31,7 @@ class Measured:
 
 
 Side = Callable[[argparse.Namespace, Measured], None]
-"""Runs one side once and adds what it measured."""
+"""Runs one side once and adds its measurements."""
 
 
 def alternate(

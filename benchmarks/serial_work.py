@@ -42,7 +42,7 @@ VOCABULARY = 8192
 
 
 class Instant:
-    """Stands in for the generator, its stream, the reward source and the policy: answers at once."""
+    """Replaces the generator, its stream, the reward source and the policy, and answers at once."""
 
     def __init__(self, responses: dict[SampleId, tuple[list[int], Tensor]]) -> None:
         self._responses = responses
@@ -72,7 +72,7 @@ class Instant:
 
 
 def one_step(producer: Producer, builder: ExperienceBuilder, writer: RolloutWriter, step: int) -> dict[str, float]:
-    """Seconds by part."""
+    """Do one step, and return seconds by part."""
     timers = Timers()
     batch = producer.batch(step, 0, 0, timers)
     experience = builder.build(batch, timers)
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of each sample, prompt and response")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    malloc.keep_freed_memory()  # as every process of ours
+    malloc.keep_freed_memory()  # as all our processes do
     prompts = [
         Prompt(number, torch.randint(VOCABULARY, (PROMPT_TOKENS,)).tolist(), "") for number in range(arguments.samples)
     ]

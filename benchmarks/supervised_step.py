@@ -60,7 +60,7 @@ def rows_path(arguments: argparse.Namespace) -> Path:
 
 
 def write_rows(arguments: argparse.Namespace) -> None:
-    """Made-up sentences; their lengths differ as those of real rows do."""
+    """Write made-up sentences, whose lengths vary like those of real rows."""
     generator = random.Random(0)
 
     def text() -> str:

@@ -36,13 +36,13 @@ MIB = 2**20
 
 
 def gathered(engine: Engine, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Receive the weights and keep none of them; bytes of the largest bucket."""
+    """Receive the weights, keep none of them, and return the bytes of the largest bucket."""
     buckets = transfer.received(update(engine), shapes)
     return max(sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets)
 
 
 def update(engine: Engine) -> transfer.OwnWeights:
-    logprobs = torch.zeros(1)  # what vLLM computes is not compared
+    logprobs = torch.zeros(1)  # vLLM's log-probabilities are not compared
     return transfer.OwnWeights(1, engine.hf_weights(), ProbeTarget(((0, 1),), (logprobs,), max_gap=float("inf")))
 
 
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def peak(compute: Callable[[], object], device: torch.device) -> int:
-    """Bytes above those before, when ``compute`` does what it has done before."""
+    """Peak bytes of a second run of ``compute``, above those before it."""
     if device.type == "cuda":
         compute()
         torch.cuda.synchronize()
@@ -87,7 +87,7 @@ def peak(compute: Callable[[], object], device: torch.device) -> int:
         compute()
         return torch.cuda.max_memory_allocated() - before
     with LiveBytes(lambda tensor: "all") as live:
-        compute()  # what it replaces is known from here on, so that its end counts, too
+        compute()  # the tensors that a second run replaces are now known, so that their end counts, too
         before = live.live.total()
         live.peak = live.live.copy()
         compute()

@@ -1,9 +1,9 @@
-"""The exception type that is shown to users without a traceback."""
+"""Exceptions that are shown to users without a traceback."""
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: one sentence with what was given, what is expected and what to change."""
+    """A user's mistake, as one sentence that says what was given, what is expected and what to change."""
 
 
 class StorageError(UserError):
-    """A disk refused to write: once there is room, the same succeeds."""
+    """A disk refused to write; the same write succeeds once there is room."""

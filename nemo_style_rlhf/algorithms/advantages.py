@@ -33,7 +33,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 
 def _next_unmasked(values: Tensor, active: Tensor) -> Tensor:
-    """At each entry of [batch, time] the value of the next active entry behind it; 0 if there is none."""
+    """At each entry of [batch, time] the value of the next active entry after it; 0 if there is none."""
     end = values.shape[1]
     places = torch.where(active, torch.arange(end, device=values.device), end)
     following = places.flip(-1).cummin(-1).values.flip(-1)
@@ -50,7 +50,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
 def group_advantages(
     scores: Tensor, group_size: int, *, kind: str, eps: float = 1e-6, keep: Tensor | None = None
 ) -> Tensor:
-    """Each score against those of the other responses to the same prompt, neighbours in ``scores`` [n].
+    """Compare each score with those of the other responses to the same prompt, which are consecutive in ``scores`` [n].
 
     ``grpo``: (r - mean) / (std + eps) with the unbiased standard deviation (arXiv 2402.03300, section 4.1.2); eps is
     1e-6 in verl and slime, 1e-4 in TRL, 1e-9 in OpenRLHF. ``dr_grpo`` (arXiv 2503.20783, eq. 4) and
@@ -58,7 +58,7 @@ def group_advantages(
     (arXiv 2402.14740, eq. 6). Computed in float64; equal scores give exactly 0.
 
     Args:
-        keep: [n], 0 for a sample that has no score: it gets 0 and is no part of its group. A sample left alone gets 0.
+        keep: [n], 0 for a sample without a score: it gets 0 and is left out of its group. A sample left alone gets 0.
 
     Returns:
         [n].
@@ -82,12 +82,12 @@ def group_advantages(
 
 
 def equal_share(scores: Tensor, group_size: int, *, keep: Tensor) -> float:
-    """Share of the groups of ``scores`` [n] whose kept scores are all equal, of those that keep any; 0 if none does.
+    """Share of the non-empty groups of ``scores`` [n] whose kept scores are all equal; 0 if every group is empty.
 
-    :func:`group_advantages` gives them 0. TRL's ``frac_reward_zero_std``, for groups in place of samples.
+    :func:`group_advantages` gives these groups 0. This is TRL's ``frac_reward_zero_std``, but over groups, not samples.
 
     Args:
-        keep: [n], 0 for a sample that is no part of its group.
+        keep: [n], 0 for a sample that is left out of its group.
     """
     kept = keep.bool().view(-1, group_size)
     differ = deviations(scores.view(-1, group_size), kept).bool().any(-1)

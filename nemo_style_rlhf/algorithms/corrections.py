@@ -1,4 +1,4 @@
-"""Importance weights for what separates the sampler's distribution from the trainer's: other kernels, other precision."""
+"""Importance weights that correct for the sampler's other kernels and precision, which make its distribution differ."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def importance_weights(
     low: float,
     high: float,
 ) -> Tensor:
-    """w = exp(trainer - sampler) per token [batch, time], bounded; to multiply the policy loss with. No gradient.
+    """w = exp(trainer - sampler) per token [batch, time], bounded: factors of the policy loss, without gradient.
 
     ``tis``: w clamped to low..high, truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly
     Brings You Off-Policy RL Training"). ``icepop``: w inside low..high, else 0 (the Ling team 2025, "Small Leak Can Sink a
@@ -27,13 +27,13 @@ def importance_weights(
     their per-token w.
 
     Args:
-        trainer_logprobs: of the policy before its update, nats.
+        trainer_logprobs: log-probabilities under the policy before its update, nats.
 
     Returns:
         [batch, time]; 0 under mask 0.
 
     Raises:
-        ValueError: another kind.
+        ValueError: unknown kind.
     """
     log_weights = zero_masked(trainer_logprobs, mask) - zero_masked(sampler_logprobs, mask)
     weights = zero_masked(log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), mask)

@@ -7,19 +7,19 @@ from torch import Tensor
 
 from nemo_style_rlhf.algorithms.names import KL_KINDS
 
-MAX_LOG_RATIO = 20.0  # of k3's exponential, so that one token cannot make it infinite
+MAX_LOG_RATIO = 20.0  # bounds k3's exponent, so that one token cannot make it infinite
 MAX_WEIGHT = 10.0
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
-    """With x = logprobs - ref_logprobs, of any one shape:
+    """Estimate KL per token with x = logprobs - ref_logprobs, both of the same shape:
 
     ``k1`` is x (unbiased), ``k2`` x^2 / 2, ``k3`` exp(-x) - 1 + x (unbiased, never negative), ``abs`` |x|
     (NeMo-Aligner's default). Below x = -20 k3 goes on as its tangent there: finite, convex, and still pulling towards the
     reference.
 
     Raises:
-        ValueError: another kind.
+        ValueError: unknown kind.
     """
     x = logprobs - ref_logprobs
     if kind == "k1":
@@ -38,15 +38,16 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
 def kl_loss(
     logprobs: Tensor, ref_logprobs: Tensor, *, kind: str, unbiased: bool, old_logprobs: Tensor | None = None
 ) -> Tensor:
-    """The estimate as a term of the loss, of any one shape; of unmasked tokens only, since a NaN would reach the gradient.
+    """The estimate as a term of the loss, in the shape of the inputs. Pass unmasked tokens only: a NaN would reach the gradient.
 
     Differentiating an estimator is not estimating the derivative: k1's gradient is zero in expectation, k3's is that of
     KL(reference || policy). With ``unbiased`` the value is ``kind``'s and the gradient k2's, x * grad(logprobs), whose
     expectation under the policy is the gradient of KL(policy || reference) (verl's ``k3+``; Tang and Munos, arXiv 2506.09477).
 
     Args:
-        old_logprobs: of the policy that sampled the tokens: the unbiased gradient is weighted with policy / old policy, at
-            most ``MAX_WEIGHT``, and so stays unbiased after the first optimizer step (DeepSeek-V3.2, arXiv 2512.02556).
+        old_logprobs: log-probabilities under the policy that sampled the tokens. With them, the unbiased gradient is weighted
+            by policy / old policy, at most ``MAX_WEIGHT``, so that it stays unbiased after the first optimizer step
+            (DeepSeek-V3.2, arXiv 2512.02556).
     """
     value = kl_estimate(logprobs, ref_logprobs, kind=kind)
     if not unbiased:
@@ -58,7 +59,7 @@ def kl_loss(
 
 
 class FixedKLController:
-    """A KL coefficient that stays."""
+    """A constant KL coefficient."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -73,7 +74,7 @@ class AdaptiveKLController:
     def __init__(self, coef: float, target: float, horizon: float, min_multiplier: float = 0.5) -> None:
         """
         Args:
-            target: KL wanted, in the unit that :meth:`update` is given.
+            target: desired KL, in the unit passed to :meth:`update`.
             horizon: samples over which a constant error of 20 % or more changes the coefficient by about 20 %.
             min_multiplier: smallest factor of one update, above 0: the published one turns negative once a rollout has more than
                 5 x horizon samples.
@@ -84,7 +85,7 @@ class AdaptiveKLController:
         self.min_multiplier = min_multiplier
 
     def update(self, kl: float, num_samples: int) -> None:
-        """coef <- coef * max(1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon, min_multiplier); none for NaN."""
+        """coef <- coef * max(1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon, min_multiplier); NaN is ignored."""
         if math.isnan(kl):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)

@@ -1,7 +1,7 @@
 """Means, whitening and loss aggregation over masked tensors.
 
-``mask`` is [batch, time], 1 where an element counts. Masks may have gaps and ragged ends; what lies under mask 0 is
-arbitrary, NaN included, and never reaches a result or a gradient.
+``mask`` is [batch, time], 1 where an element counts. Masks may have gaps and ragged ends; elements under mask 0 may have any
+value, NaN included, and never reach a result or a gradient.
 """
 
 import torch
@@ -11,20 +11,20 @@ from nemo_style_rlhf.algorithms.names import AGGREGATIONS
 
 
 def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
-    """``x`` with zeros under mask 0; unlike ``x * mask`` it stops NaN, in the gradient too."""
+    """``x`` with zeros under mask 0; unlike ``x * mask`` this stops NaN, also in the gradient."""
     return torch.where(mask.bool(), x, torch.zeros_like(x))
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the unmasked elements, a scalar; 0 where there is none."""
+    """Mean of the unmasked elements, a scalar; 0 if there are none."""
     return zero_masked(x, mask).sum() / mask.bool().sum().clamp(min=1)
 
 
 def deviations(x: Tensor, mask: Tensor) -> Tensor:
     """Each unmasked element of a row [..., n] minus the mean of the row's unmasked elements, in float64; 0 under mask 0.
 
-    The first of them is subtracted before the mean is taken, so that equal elements deviate by exactly 0: the rounding of
-    their mean would otherwise be scaled up to unit variance.
+    The first unmasked element is subtracted before the mean is taken, so that equal elements deviate by exactly 0. Otherwise,
+    whitening would scale the rounding error of their mean up to unit variance.
     """
     kept = mask.bool()
     first = kept & (kept.cumsum(-1) == 1)
@@ -36,8 +36,8 @@ def deviations(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     """Scale the unmasked elements to unit variance (Bessel-corrected) and zero mean.
 
-    ``(x - mean) * rsqrt(var + eps)`` over all unmasked elements of the batch, as TRL and verl do, computed in float64. With
-    fewer than two of them the variance is 0; equal ones give exactly 0.
+    Computes ``(x - mean) * rsqrt(var + eps)`` over all unmasked elements of the batch, as TRL and verl do, in float64. With
+    fewer than two unmasked elements the variance is 0; equal elements give exactly 0.
 
     Returns:
         [batch, time]; 0 under mask 0.
@@ -50,8 +50,8 @@ def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float | Tensor | None = None) -> Tensor:
     """Reduce per-token losses [batch, time] to a scalar.
 
-    With ``normalizer``, the count of tokens or sequences of the whole optimizer step, the results of its micro-batches
-    add up to the loss of the step, however it was split.
+    If ``normalizer`` is the count of tokens or sequences of the whole optimizer step, the results of its micro-batches add up
+    to the loss of the step, however it was split.
 
     Args:
         mode: ``token_mean`` divides by tokens (DAPO, arXiv 2503.14476, eq. 8); ``seq_mean_token_mean`` averages each
@@ -63,7 +63,7 @@ def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float |
     Sequences without an unmasked token do not count as sequences.
 
     Raises:
-        ValueError: another mode.
+        ValueError: unknown mode.
     """
     masked = zero_masked(per_token, mask)
     tokens = mask.bool().sum(-1)

@@ -1,4 +1,4 @@
-"""Kinds of everything here, for configurations: this module alone imports no torch, so that a wrong key is refused at once."""
+"""Names of the kinds in this package, for configurations. This module imports no torch, so that a wrong key fails at once."""
 
 GROUP_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 KL_KINDS = ("k1", "k2", "k3", "abs")

@@ -8,7 +8,8 @@ from torch import Tensor
 from nemo_style_rlhf.algorithms.masking import aggregate, masked_mean, zero_masked
 
 MAX_LOG_RATIO = 20.0
-"""exp(20) is finite in fp32. A token above it has no gradient: for A > 0 the objective clips it anyway, for A < 0 not."""
+"""exp(20) is finite in fp32. A token above this bound has no gradient; for A > 0 the objective clips it anyway, for A < 0 it
+would not."""
 
 
 @dataclass
@@ -17,11 +18,11 @@ class PolicyLoss:
 
     loss: Tensor
     ratio: Tensor
-    """Mean importance ratio over the unmasked tokens, of the kind that ``level`` takes."""
+    """Mean importance ratio over the unmasked tokens, as defined by ``level``."""
     clip_fraction: Tensor
-    """Share of tokens whose gradient the clipping removed."""
+    """Share of tokens whose gradient was removed by clipping."""
     approx_kl: Tensor
-    """Mean of (r - 1) - log(r) over the ratios of tokens, whatever ``level``: KL(old || new), never negative."""
+    """Mean of (r - 1) - log(r) over token ratios, at either ``level``: estimates KL(old || new), never negative."""
 
 
 def policy_loss(
@@ -45,13 +46,13 @@ def policy_loss(
         dual_clip: for A < 0 the loss is at most ``-dual_clip * A`` (arXiv 1912.09729, eq. 5); above 1.
         level: ``token`` takes r = exp(log ratio) of each token; ``sequence`` s = the exponential of its mean over the
             sequence (GSPO, arXiv 2507.18071, eq. 7) as GSPO-token (section 4.3): s_t = sg[s] pi_t / sg[pi_t], whose value is s
-            and whose gradient s grad log pi_t meets the token's own weight and advantage. Where these are the same w A for
-            all T tokens it is GSPO: sum_t w A s grad log pi_t = T w A grad s. Any aggregation may be paired with either level.
+            and whose gradient s grad log pi_t is multiplied by the token's own weight and advantage. If w A is the same for
+            all T tokens, this is GSPO: sum_t w A s grad log pi_t = T w A grad s. Either level works with any aggregation.
         aggregation, normalizer: see :func:`masking.aggregate`.
-        weights: [batch, time] on every token's loss, see :func:`corrections.importance_weights`.
+        weights: [batch, time] factors of every token's loss, see :func:`corrections.importance_weights`.
 
     Raises:
-        ValueError: another level or aggregation.
+        ValueError: unknown level or aggregation.
     """
     log_ratio = zero_masked(logprobs, mask) - zero_masked(old_logprobs, mask)
     token_log_ratio = log_ratio.detach()

@@ -18,18 +18,18 @@ def reward_model_loss(
     """Negative log-likelihood of the preferences under Bradley-Terry, mean over pairs.
 
     ``-log sigmoid(chosen - rejected - margin)`` (InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, arXiv 2307.09288,
-    eq. 2), plus ``centring * (chosen + rejected)^2``: differences leave the level of the scores open, and this holds it at 0
-    (arXiv 2312.09244).
+    eq. 2), plus ``centring * (chosen + rejected)^2``: differences do not determine the level of the scores, and this term
+    holds it at 0 (arXiv 2312.09244).
 
     Args:
         chosen: [B] scores of the preferred responses.
         rejected: [B] scores of the others.
-        margin: [B] or a number, by how much the scores should differ.
-        kind: ``sigmoid``, or ``logexp``: log(1 + exp(rejected - chosen + margin)), the same number written as OpenRLHF does.
-        centring: coefficient of the centring term; 0.01 in the paper.
+        margin: [B] or a number, the difference that the scores should have.
+        kind: ``sigmoid``, or ``logexp``: log(1 + exp(rejected - chosen + margin)), the same number in OpenRLHF's notation.
+        centring: coefficient of the centering term; 0.01 in the paper.
 
     Returns:
-        A scalar, fp32 for half-precision scores.
+        A scalar; fp32 if scores are in half precision.
 
     Raises:
         ValueError: ``kind`` is unknown.
@@ -56,19 +56,19 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     kind: str = "sigmoid",
 ) -> Tensor:
-    """Direct preference optimisation, mean over pairs.
+    """Direct preference optimization, mean over pairs.
 
     With h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected):
 
     - ``sigmoid``: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h). e = 0 is DPO (arXiv 2305.18290, eq. 7); e > 0 is
-      conservative DPO (cDPO), where a share e of the pairs is believed to be labelled the wrong way round. Projects differ:
-      what TRL calls ``robust`` divides by 1 - 2e after subtracting instead of adding the second term (arXiv 2403.00409).
+      conservative DPO (cDPO), which assumes that a share e of the pairs is labeled the wrong way round. Projects differ:
+      TRL's ``robust`` subtracts the second term instead of adding it and divides by 1 - 2e (arXiv 2403.00409).
     - ``ipo``: (h - 1 / (2 beta))^2 (arXiv 2310.12036, eq. 17, where beta is called tau).
 
     Args:
         policy_chosen, policy_rejected: [B] log-probabilities of whole responses in nats: the sum over their tokens. For
             ``ipo`` projects differ: TRL takes the mean over tokens, since the square of a sum grows with length; OpenRLHF and
-            the paper take the sum. This function takes what it is given.
+            the paper take the sum. This function works with either.
         ref_chosen, ref_rejected: [B], the same under the reference policy.
         beta: strength of the pull towards the reference.
         label_smoothing: e, from 0 to below 0.5; ``sigmoid`` only.
@@ -81,7 +81,7 @@ def dpo_loss(
         ValueError: ``kind`` is unknown, or ``label_smoothing`` is set for ``ipo``, which has none.
     """
     _require_kind(kind, DPO_LOSSES)
-    # Both log-ratios first: they are small where the log-probabilities of long responses are not.
+    # Take both log-ratios first: they are small even if the log-probabilities of long responses are large.
     chosen = _accurate(policy_chosen) - _accurate(ref_chosen)
     rejected = _accurate(policy_rejected) - _accurate(ref_rejected)
     difference = chosen - rejected
@@ -105,7 +105,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Kahneman-Tversky optimisation (arXiv 2402.01306, eq. 7), mean over responses.
+    """Kahneman-Tversky optimization (arXiv 2402.01306, eq. 7), mean over responses.
 
     With the reward r = policy_logps - ref_logps and z = max(kl, 0): desirable responses cost
     ``desirable_weight * (1 - sigmoid(beta (r - z)))``, undesirable ones ``undesirable_weight * (1 - sigmoid(beta (z - r)))``.
@@ -115,8 +115,8 @@ def kto_loss(
         policy_logps: [B] log-probabilities of whole responses in nats: the sum over their tokens.
         ref_logps: [B], the same under the reference policy.
         kl: a number or scalar tensor, in nats: the estimate of KL(policy || reference), the mean of r over responses that
-            belong to other prompts. Projects differ in how many rows they estimate it from (TRL: one micro-batch); that it is
-            clamped at 0 they share.
+            belong to other prompts. Projects differ in the number of rows they estimate it from (TRL: one micro-batch); all
+            clamp it at 0.
         labels: [B] bool, true for desirable.
         beta: how fast the value of a gain or loss saturates: the larger, the more averse to risk.
 
@@ -132,7 +132,7 @@ def kto_loss(
 
 
 def _accurate(values: Tensor) -> Tensor:
-    """fp32 in place of half precision: differences of large numbers."""
+    """Cast half precision to fp32, since differences of large numbers follow."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 

@@ -1,4 +1,4 @@
-"""From sequence scores and per-token KL to per-token rewards."""
+"""Turns sequence scores and per-token KL into per-token rewards."""
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ def place_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
 
 
 def truncation_penalty(scores: Tensor, truncated: Tensor, *, coef: float) -> Tensor:
-    """Scores [batch] with ``coef`` added where ``truncated`` [batch] bool, as TRL's ``missing_eos_penalty`` does."""
+    """Add ``coef`` to scores [batch] where ``truncated`` [batch] bool is set, as TRL's ``missing_eos_penalty`` does."""
     return scores + coef * truncated.to(scores.dtype)
 
 
 def clip_scores(scores: Tensor, *, low: float | None, high: float | None) -> Tensor:
-    """Scores [batch] clamped to low..high; null leaves a side open."""
+    """Clamp scores [batch] to low..high; None leaves a side open."""
     return scores if low is None and high is None else scores.clamp(low, high)
 
 
@@ -35,7 +35,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: Tensor | int, buffer: Tenso
 
     Args:
         lengths: [batch] response tokens.
-        max_length, buffer: of all, or [batch].
+        max_length, buffer: tokens, one number for all or [batch].
 
     Returns:
         [batch] float32, to add to the scores.
@@ -45,7 +45,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: Tensor | int, buffer: Tenso
 
 
 class RunningNormalizer:
-    """Mean and variance of every score seen so far (Welford, merged batch by batch), to normalise scores with."""
+    """Normalizes scores by the mean and variance of every score seen so far (Welford, merged batch by batch)."""
 
     def __init__(self, eps: float = 1e-8) -> None:
         self.eps = eps
@@ -60,7 +60,7 @@ class RunningNormalizer:
         return self._squares / (self.count - 1) if self.count > 1 else 1.0
 
     def update(self, scores: Tensor) -> None:
-        """Take the scores [batch] in."""
+        """Add the scores [batch] to the statistics."""
         batch = scores.double()
         if len(batch) == 0:
             return

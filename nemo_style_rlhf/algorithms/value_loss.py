@@ -14,9 +14,9 @@ class ValueLoss:
 
     loss: Tensor
     clip_fraction: Tensor
-    """Share of tokens where the clipped error is the larger one."""
+    """Share of tokens whose clipped error is the larger one."""
     explained_variance: Tensor
-    """1 - Var(returns - values) / Var(returns) over the unmasked tokens of this call, in float64; 0 where returns are equal."""
+    """1 - Var(returns - values) / Var(returns) over the unmasked tokens of this call, in float64; 0 if all returns are equal."""
 
 
 def value_loss(
@@ -30,14 +30,14 @@ def value_loss(
 ) -> ValueLoss:
     """0.5 * mean(max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2)), all tensors [batch, time].
 
-    PPO's value clipping (arXiv 2005.12729, section 3; arXiv 2403.17031, detail 12). ``clip=None`` leaves it out;
+    This is PPO's value clipping (arXiv 2005.12729, section 3; arXiv 2403.17031, detail 12); ``clip=None`` turns it off.
     ``normalizer`` is the token count of the whole optimizer step (see :func:`masking.aggregate`).
     """
     values, old_values, returns = (zero_masked(x, mask) for x in (values, old_values, returns))
     squared = (values - returns).square()
     clipped = squared
     if clip is not None:
-        # Not old + clamp(V - old): its rounding would count as clipping.
+        # Not old + clamp(V - old), whose rounding would count as clipping.
         clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     per_token = 0.5 * torch.maximum(squared, clipped)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Files that torch wrote, read as data: a pickle may name any function to call, and these files lie where others may write."""
+"""Reads torch's files as plain data: a pickle may call any function, and other users may write to the folder of these files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +12,15 @@ NOT_DATA = "is damaged, or holds something else than tensors and plain values, w
 
 
 def read_data(path: Path, *, classes: Sequence[Any] = (), map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """What ``torch.save`` wrote to ``path``: tensors, plain values and objects of ``classes``.
+    """Read the file that ``torch.save`` wrote to ``path``: tensors, plain values and objects of ``classes``.
 
     Raises:
-        UserError: anything else; nothing of it has been run.
+        UserError: the file holds anything else; no code in it has run.
     """
     try:
         with torch.serialization.safe_globals(list(classes)):
             return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except (OSError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a file that somebody made may raise anything
+    except Exception as error:  # a crafted file may raise anything
         raise UserError(f"{path} {NOT_DATA}: bring the checkpoint back from a copy, or remove it") from error

@@ -1,4 +1,4 @@
-"""Durable files: written beside, flushed to disk, renamed; digests that prove they are whole."""
+"""Durable files: written to a temporary name, flushed to disk, renamed; and digests that prove them undamaged."""
 
 import hashlib
 import os
@@ -9,15 +9,16 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 STORAGE_ERRORS = (OSError, RuntimeError, SafetensorError)
-"""Among them are those of a disk that refuses: :func:`storage_failure` tells."""
+"""Errors that a refusing disk may cause; :func:`storage_failure` tells whether one did."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Read of a file of weights to know it again: training moves nearly all of them, and reading it whole takes minutes."""
+"""Number and size in bytes of the samples that identify a file of weights: training changes nearly all weights, and reading the
+whole file takes minutes."""
 
 
 def storage_failure(error: BaseException) -> str | None:
-    """Why the disk refused, in the system's words; None where the error is another fault.
+    """The reason for which the disk refused, in the system's words; None if the error has another cause.
 
-    torch's file writer tells of a full disk in one of several RuntimeErrors, safetensors in an error of its own.
+    torch's file writer reports a full disk as one of several RuntimeErrors, safetensors as its own error class.
     """
     if isinstance(error, OSError):
         return error.strerror or str(error)
@@ -28,7 +29,7 @@ def storage_failure(error: BaseException) -> str | None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content`` so that a crash leaves the old or the new file, never half of one."""
+    """Replace ``path`` by ``content`` so that a crash leaves either the whole old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
     with beside.open("wb") as file:
@@ -55,7 +56,7 @@ def sha256(path: Path) -> str:
 
 
 def sampled_sha256(path: Path) -> str:
-    """Digest of the size of a file and of its :func:`samples`."""
+    """Digest of a file's size and its :func:`samples`."""
     digest = hashlib.sha256(f"{path.stat().st_size} ".encode())
     for sample in samples(path):
         digest.update(sample)
@@ -63,7 +64,7 @@ def sampled_sha256(path: Path) -> str:
 
 
 def samples(path: Path) -> Iterator[bytes]:
-    """``SAMPLES`` pieces of ``SAMPLE_BYTES``, evenly spread over a file; a small file whole."""
+    """``SAMPLES`` pieces of ``SAMPLE_BYTES``, evenly spread over a file; the whole content of a small file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= SAMPLES * SAMPLE_BYTES:
@@ -94,9 +95,10 @@ def damaged_files(directory: Path, digests: dict[str, str], digest: Callable[[Pa
 
 
 def deviations(directory: Path, digests: dict[str, str], *, besides: Collection[str] = ()) -> list[str]:
-    """What makes ``directory`` another one than ``digests`` and the files ``besides`` say, by name; empty where nothing does.
+    """Names or descriptions of files by which ``directory`` differs from ``digests`` plus the files ``besides``; empty if none
+    does.
 
-    Only plain files that lie below it are read: no link is followed, and no name leads out of it.
+    Only plain files below the directory are read: no link is followed, and no name leads out of it.
     """
     if directory.is_symlink() or not directory.is_dir():
         return [f"{directory.name} is no plain folder"]

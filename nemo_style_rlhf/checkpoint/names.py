@@ -1,4 +1,4 @@
-"""The one form of a run's name and of a checkpoint's, which both processes use in file names."""
+"""Names of runs and checkpoints, in the form that both processes use in file names."""
 
 import re
 
@@ -7,7 +7,7 @@ CHECKPOINT_ID = re.compile(f"({RUN_ID.pattern})-step_([0-9]{{6}}|[1-9][0-9]{{6,1
 
 
 def checkpoint_id(run_id: str, step: int) -> str:
-    """The name both halves of a checkpoint go by."""
+    """The name that actor checkpoint and critic checkpoint share."""
     return f"{run_id}-step_{step:06d}"
 
 

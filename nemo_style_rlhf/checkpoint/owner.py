@@ -1,9 +1,9 @@
-"""One process at a time writes to a run's folder: each role, such as the trainer, has an owner there, whom a newcomer is told.
+"""Lets one process per role, such as the trainer, write to a run's folder. An error tells a newcomer who owns the folder.
 
-On one machine the kernel knows who owns: a lock ends with its process, however that ends, and a stopped process keeps it.
-Machines that share the folder share no such lock, and no clock. There the owner's heartbeat, a counter in a file, shows that it
-lives to a newcomer, who watches it for ``run.takeover_s`` seconds and then takes the folder over. An owner that only stood still
-finds the other's id there and writes nothing more: :func:`require_owned`.
+On one machine the kernel keeps the lock of the owner: it is released when its process ends, in any way, and a stopped process
+keeps it. Machines that share the folder share neither this lock nor a clock. There the owner's heartbeat, a counter in a file,
+shows that it lives: a newcomer watches it for ``run.takeover_s`` seconds, and takes the folder over if it stands still. An owner
+that was only stopped then finds the newcomer's id in the folder and writes nothing more: :func:`require_owned`.
 """
 
 import errno
@@ -25,20 +25,20 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import BEAT_S, RunConfig
 
 LOCK_PATIENCE_S = 5.0
-"""A killed process lets go of its lock only once its memory is freed."""
+"""Seconds to wait for a lock: a killed process releases it only once its memory is freed."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What ``flock`` says on file systems without it."""
+"""Errors of ``flock`` on file systems without locks."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What ``.owner_<role>.json`` says. An owner writes it once, when it takes the folder."""
+    """Content of ``.owner_<role>.json``. An owner writes it once, when it takes the folder."""
 
     id: str
-    """Random."""
+    """Random id of the owner."""
     kernel: str
-    """Id of the boot of its machine, where locks hold, in containers too."""
+    """Boot id of the owner's machine. Locks hold among all processes with this boot id, containers included."""
     host: str
     pid: int
     since: str
@@ -48,13 +48,13 @@ class Record:
 
 
 class Owner:
-    """This process, as long as it owns ``folder`` in a role."""
+    """This process as the owner of ``folder`` in a role."""
 
     def __init__(self, folder: Path, role: str, takeover_s: float, *, kernel: str) -> None:
         """Take the folder.
 
         Raises:
-            UserError: another process owns it, or it cannot be written.
+            UserError: another process owns the folder, or it cannot be written.
         """
         self._folder, self._role, self._takeover_s = folder.absolute(), role, takeover_s
         self._path = self._folder / f".owner_{role}.json"
@@ -83,21 +83,21 @@ class Owner:
             except BaseException:
                 os.close(self.lock)
                 raise
-            os.close(self.lock)  # its last owner has removed the file meanwhile
+            os.close(self.lock)  # the last owner has removed the file meanwhile
 
     def _enter(self, locked: bool) -> None:
         found = self._read()
         if found is not None and not (locked and found.kernel == self._mine.kernel):
             self._outwait(found)
-        beside = self._path.with_name(f"{self._path.name}.{self._mine.id}")  # two machines may come at once
+        beside = self._path.with_name(f"{self._path.name}.{self._mine.id}")  # two machines may start at once
         beside.write_text(json.dumps(asdict(self._mine)))
         beside.replace(self._path)
 
     def _locked(self) -> bool:
-        """Whether it has the lock, which no other process of this kernel has then; False where there are no locks.
+        """Take the lock, which excludes all other processes of this kernel. Returns False if the file system has no locks.
 
         Raises:
-            UserError: another process has it.
+            UserError: another process has the lock.
         """
         deadline = time.monotonic() + LOCK_PATIENCE_S
         while True:
@@ -114,10 +114,10 @@ class Owner:
                 return False
 
     def _outwait(self, found: Record) -> None:
-        """Return once ``found``, which no lock tells of, has shown no heartbeat for long enough, or has ended.
+        """Return once ``found``, an owner whose lock this process cannot see, has ended or shown no heartbeat for long enough.
 
         Raises:
-            UserError: it lives, or another newcomer was faster.
+            UserError: the owner lives, or another newcomer was faster.
         """
         log.warning(
             "%s was owned by %s: whether that still lives is seen within %g s", self._folder, found, self._takeover_s
@@ -132,7 +132,7 @@ class Owner:
     def _beat(self) -> None:
         beat = 0
         while True:
-            with suppress(OSError):  # a file system that is full or gone: to others the heart stands still
+            with suppress(OSError):  # a file system that is full or gone: others see no heartbeat
                 os.pwrite(self.lock, f"{self._mine.id} {beat:012d}".encode(), 0)
                 os.fsync(self.lock)
             if self._ended.wait(BEAT_S):
@@ -142,7 +142,7 @@ class Owner:
     def require(self) -> None:
         """
         Raises:
-            UserError: the folder is another's by now.
+            UserError: another process owns the folder now.
         """
         found = self._read()
         if found is None or found.id != self._mine.id:
@@ -154,22 +154,22 @@ class Owner:
             raise UserError(f"run.output_dir={self._folder} is no longer this process's to write to: {why}")
 
     def end(self) -> None:
-        """Leave the folder to the next one."""
+        """Release the folder for the next owner."""
         self._ended.set()
         self._heart.join(BEAT_S)
         with suppress(OSError):
             if (found := self._read()) is not None and found.id == self._mine.id:
                 self._path.unlink()
                 self._pulse(self._mine.kernel).unlink()
-        if not self._heart.is_alive():  # else in a file system that hangs, and the lock ends with the process
+        if not self._heart.is_alive():  # else the file system hangs, and the lock ends with the process
             os.close(self.lock)
 
     def _pulse(self, kernel: str) -> Path:
-        """What the processes of a kernel lock, and the heartbeat of the one that has the lock."""
+        """Path of the file that the processes of a kernel lock, and in which the owner of the lock writes its heartbeat."""
         return self._folder / f".owner_{self._role}.{kernel}"
 
     def _read(self) -> Record | None:
-        """None where there is no owner, or nobody can tell which."""
+        """The owner's record; None if there is no owner or the record is unreadable."""
         with suppress(FileNotFoundError, ValueError, TypeError):
             return Record(**json.loads(self._path.read_bytes()))
         return None
@@ -183,15 +183,15 @@ class Owner:
 
 
 _mine: Owner | None = None
-"""What this process owns: it has one run."""
+"""The ownership that this process holds: it has one run."""
 
 
 @contextmanager
 def owned(run: RunConfig, role: str) -> Iterator[None]:
-    """Own ``run.output_dir`` as ``role``. Of several ranks the first does; a dry run, which writes elsewhere, does not.
+    """Own ``run.output_dir`` as ``role``. Only the first rank owns it; a dry run, which writes elsewhere, does not.
 
     Raises:
-        UserError: another process does, or the folder cannot be written; nothing in it has been changed.
+        UserError: another process owns the folder, or it cannot be written; nothing in it has been changed.
     """
     global _mine
     if not run.dry_run and os.environ.get("RANK", "0") == "0":
@@ -204,7 +204,7 @@ def owned(run: RunConfig, role: str) -> Iterator[None]:
 
 
 def release() -> None:
-    """End what :func:`owned` began, for a process that ends at once."""
+    """End the ownership that :func:`owned` began, for a process that ends at once."""
     global _mine
     mine, _mine = _mine, None
     if mine is not None:
@@ -212,10 +212,10 @@ def release() -> None:
 
 
 def require_owned(*folders: Path) -> None:
-    """Before every change below ``folders``, which were resolved when the process began.
+    """Check ownership; call this before every change below ``folders``, whose paths were resolved when the process began.
 
     Raises:
-        UserError: this process stood still for so long that another one owns what it took, or a folder is a link by now.
+        UserError: this process was stopped for so long that another took its folder over, or a folder has become a link.
     """
     if _mine is not None:
         _mine.require()
@@ -227,7 +227,7 @@ def require_owned(*folders: Path) -> None:
 
 
 def _forget() -> None:
-    """In a forked child, which would keep the lock of a parent that was killed."""
+    """Close the lock in a forked child, which would keep it after the parent was killed."""
     global _mine
     mine, _mine = _mine, None
     if mine is not None:

@@ -1,7 +1,7 @@
-"""The starts of a run: what each changes about the configuration of the one before, and what no start may change.
+"""The starts of a run: records each start's changes to the configuration, and refuses changes that no start may make.
 
-``config.yaml`` is the newest start's configuration; ``configs/002_step_000040.yaml`` that of the second start, which went on
-from the checkpoint of step 40. A start with the configuration of the one before adds no file.
+``config.yaml`` holds the configuration of the newest start, ``configs/002_step_000040.yaml`` that of the second start, which
+resumed from the checkpoint of step 40. A start with the configuration of the one before adds no file.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ from nemo_style_rlhf.errors import UserError
 NEWEST = "config.yaml"
 ALL = "configs"
 DONE = "done.json"
-"""Lists the exported files with digests of samples of them. It exists only between the end of a run and its next start."""
+"""File that lists the exported files with sampled digests. It exists only between the end of a run and its next start."""
 PLACES = ("host", "port", "ready_file", "replicas", "resume", "dry_run", "takeover_s")
-"""Last names of keys that say where or how a process is started, as each job of a cluster anew; no configuration of a run."""
+"""Last parts of keys that say where or how a process starts. They may change with every job, so they are not compared."""
 LONGEST_VALUE = 80
 log = logging.getLogger(__name__)
 
 
 def differences(output_dir: Path, config: Any) -> list[str] | None:
-    """``key: old -> new`` for each key that the last start in ``output_dir`` had otherwise; None where there was none.
+    """``key: old -> new`` for each key whose value differs from the last start in ``output_dir``; None before the first start.
 
     Args:
         config: a checked dataclass.
@@ -50,7 +50,7 @@ def differences(output_dir: Path, config: Any) -> list[str] | None:
 
 
 def log_differences(output_dir: Path, config: Any) -> None:
-    """A line for each key in which ``config`` is not what the last start in ``output_dir`` had."""
+    """Log a line for each key whose value differs from the last start in ``output_dir``."""
     if changed := differences(output_dir, config):
         log.warning("the last start in %s had another configuration; from here on:", output_dir)
         for line in changed:
@@ -58,17 +58,17 @@ def log_differences(output_dir: Path, config: Any) -> None:
 
 
 def record_start(output_dir: Path, config: Any, *, after: str) -> None:
-    """Keep ``config``, from which the run in ``output_dir`` now goes on.
+    """Record ``config``, with which the run in ``output_dir`` now continues.
 
     Args:
-        after: the name of the checkpoint that it starts from, ``step_000000`` at the beginning.
+        after: name of the checkpoint that it resumes from, ``step_000000`` at the beginning.
     """
     require_owned()
     (output_dir / DONE).unlink(missing_ok=True)
     if differences(output_dir, config) == []:
         return
     newest, kept = output_dir / NEWEST, output_dir / ALL
-    if newest.is_file() and not kept.exists():  # of a version that kept the newest alone
+    if newest.is_file() and not kept.exists():  # an earlier version kept only the newest
         write_atomically(kept / "001_unknown.yaml", newest.read_bytes())
     text = _text(config).encode()
     write_atomically(kept / f"{len(list(kept.glob('*.yaml'))) + 1:03d}_{after}.yaml", text)
@@ -76,14 +76,14 @@ def record_start(output_dir: Path, config: Any, *, after: str) -> None:
 
 
 def require_same(saved: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
-    """Refuse to go on from a checkpoint whose meaning depends on something that is not as it was.
+    """Refuse to resume from a checkpoint if a setting that gives the checkpoint its meaning has changed.
 
     Args:
-        saved: noted in the checkpoint; what it lacks, since an earlier version wrote it, is not compared.
-        where: what names the checkpoint.
+        saved: settings in the checkpoint; those that it lacks, since an earlier version wrote it, are not compared.
+        where: name of the checkpoint, for the error.
 
     Raises:
-        UserError: they differ.
+        UserError: a setting differs.
     """
     for name, value in given.items():
         if name in saved and saved[name] != value:
@@ -96,8 +96,8 @@ def require_same(saved: Mapping[str, Any], given: Mapping[str, Any], where: str)
 def require_reachable(step: int, total_steps: int, key: str, where: str) -> None:
     """
     Args:
-        key: what makes the run longer.
-        where: what names the checkpoint.
+        key: configuration key that makes the run longer.
+        where: name of the checkpoint, for the error.
 
     Raises:
         UserError: the checkpoint's ``step`` is beyond ``total_steps``: its weights would be exported as those of a shorter run.
@@ -110,19 +110,19 @@ def require_reachable(step: int, total_steps: int, key: str, where: str) -> None
 
 
 def record_end(output_dir: Path, exports: Iterable[Path]) -> None:
-    """Note that the run has come to its end and left ``exports``, folders."""
+    """Record that the run has ended, with the folders ``exports``."""
     files = {str(folder.resolve()): file_digests(folder, sampled_sha256) for folder in exports}
     write_atomically(output_dir / DONE, json.dumps(files, indent=1).encode())
 
 
 def is_done(config: Any, *, longer: str) -> bool:
-    """Whether the run of exactly this configuration has ended and its exports are all there, undamaged; then that is printed.
+    """Whether the run of exactly this configuration has ended and its exports are complete and undamaged; if so, print that.
 
-    Every rank asks, before any can tell another, and reads a quarter of a mebibyte of each exported file.
+    Every rank calls this, before ranks can communicate, and reads a quarter of a mebibyte of each exported file.
 
     Args:
         config: a checked dataclass with ``run``, a :class:`TrainerRunConfig`.
-        longer: the key that makes the run longer.
+        longer: configuration key that makes the run longer.
     """
     output_dir = Path(config.run.output_dir)
     done = output_dir / DONE
@@ -164,5 +164,5 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
     text = json.dumps(value, ensure_ascii=False)
     if len(text) <= LONGEST_VALUE:
         return text
-    whole = value if isinstance(value, str) else text  # as sha256sum sees a template's file
+    whole = value if isinstance(value, str) else text  # the digest that sha256sum gives for a template's file
     return f"{text[:LONGEST_VALUE]}... (sha256 {hashlib.sha256(whole.encode()).hexdigest()[:12]})"

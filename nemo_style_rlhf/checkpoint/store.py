@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders that count only once a manifest, written last, names every file of both halves."""
+"""Checkpoints of a run: folders that count only once a manifest, written last, names every file of actor and critic."""
 
 import hashlib
 import json
@@ -31,22 +31,22 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Manifest:
-    """What ``step_XXXXXX/manifest.json`` says."""
+    """Content of ``step_XXXXXX/manifest.json``."""
 
     format: int
     step: int
-    """PPO steps done."""
+    """Number of finished PPO steps."""
     run_id: str
     actor: dict[str, str]
     """SHA-256 of the actor's files, by path below ``actor/`` (``rng.pt`` holds the RNG states)."""
     critic: dict[str, Any]
-    """The critic's half as the server described it: its step, files and their digests."""
+    """The critic checkpoint as the server described it: its step, files and their digests."""
     state: dict[str, Any]
     """Counters of the training loop: data position, critic step, KL coefficient, ..."""
     versions: dict[str, str]
-    """Versions of the packages whose change may change results."""
+    """Versions of packages on which results may depend."""
     digest: str = ""
-    """SHA-256 of all of the above; those of earlier versions have none."""
+    """SHA-256 of all fields above; empty in manifests of earlier versions."""
 
 
 class CheckpointStore:
@@ -58,32 +58,32 @@ class CheckpointStore:
         self._left_behind: list[int] = []
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the actor's half; its checkpoint counts once it is committed."""
+        """An empty folder for the actor checkpoint, which counts once it is committed."""
         require_owned(self._root)
-        shutil.rmtree(self._folder(step), ignore_errors=True)  # of an attempt that ended early, or damaged
-        half = self.actor_half(step)
-        half.mkdir(parents=True)
-        return half
+        shutil.rmtree(self._folder(step), ignore_errors=True)  # left by an attempt that ended early, or damaged
+        folder = self.actor_half(step)
+        folder.mkdir(parents=True)
+        return folder
 
     def commit(
         self, step: int, run_id: str, *, critic: dict[str, Any], state: dict[str, Any], versions: dict[str, str]
     ) -> None:
-        """Make the files in the actor's half, and what describes the critic's, a checkpoint: the manifest that names both appears
-        last, by rename."""
-        folder, half = self._folder(step), self.actor_half(step)
+        """Turn the files of the actor checkpoint and the description ``critic`` into a checkpoint: the manifest, which names
+        both, appears last, by rename."""
+        folder, actor_folder = self._folder(step), self.actor_half(step)
         fsync_tree(folder)
         require_owned(self._root)
-        manifest = Manifest(FORMAT, step, run_id, file_digests(half), critic, state, versions)
+        manifest = Manifest(FORMAT, step, run_id, file_digests(actor_folder), critic, state, versions)
         content = asdict(manifest)
         content["digest"] = _digest(content)
         write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
 
     @contextmanager
     def whole_or_absent(self, step: int) -> Iterator[None]:
-        """Around all that writes a checkpoint.
+        """Context for everything that writes a checkpoint. If the disk refuses, the incomplete checkpoint is removed.
 
         Raises:
-            StorageError: the disk refused; checkpoints committed before are whole.
+            StorageError: the disk refused; earlier committed checkpoints are whole.
         """
         try:
             yield
@@ -101,11 +101,11 @@ class CheckpointStore:
             ) from error
 
     def resume_from(self, step: int) -> None:
-        """Later checkpoints, which could not be restored, are of no use: they go once the run has passed them again."""
+        """Note that later checkpoints, which could not be restored, are useless: delete each once the run has passed it again."""
         self._left_behind = [later for later in self.committed_steps() if later > step]
 
     def prune(self, newest: int) -> None:
-        """Delete what is older than the last ``keep_last`` committed checkpoints up to that of step ``newest``, now committed."""
+        """Delete all checkpoints older than the last ``keep_last`` committed ones, which end with step ``newest``."""
         require_owned(self._root)
         for step in self._left_behind:
             if step < newest:
@@ -120,16 +120,16 @@ class CheckpointStore:
     def _delete(self, step: int) -> None:
         folder = self._folder(step)
         try:
-            (folder / MANIFEST).unlink(missing_ok=True)  # first: half a folder is no checkpoint
+            (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a partly deleted folder is no checkpoint
             shutil.rmtree(folder)
         except OSError as error:  # another process may be reading it; the next commit tries again
             log.warning("the old checkpoint %s cannot be deleted now: %s", folder, error)
 
     def latest(self) -> Manifest | None:
-        """The newest checkpoint that is whole and undamaged; None where none was ever committed.
+        """The newest undamaged checkpoint; None if none was ever committed.
 
         Raises:
-            UserError: all are damaged: a run that started over here would take their place.
+            UserError: every checkpoint is damaged. Starting over in this folder would replace them.
         """
         newest = next(self.undamaged(), None)
         if newest is None and (steps := self.committed_steps()):
@@ -140,7 +140,7 @@ class CheckpointStore:
         return newest
 
     def undamaged(self) -> Iterator[Manifest]:
-        """Newest first, the committed checkpoints whose files are all there, as they were written, and the only ones."""
+        """The committed checkpoints whose files are exactly those written, complete and unchanged; newest first."""
         for step in reversed(self.committed_steps()):
             manifest = self._read(step)
             damaged = [MANIFEST] if manifest is None else deviations(self.actor_half(step), manifest.actor)
@@ -150,10 +150,10 @@ class CheckpointStore:
                 yield manifest
 
     def _read(self, step: int) -> Manifest | None:
-        """None where the manifest cannot be read.
+        """The manifest of ``step``; None if it cannot be read.
 
         Raises:
-            UserError: it is of another format.
+            UserError: the manifest has another format.
         """
         path = self._folder(step) / MANIFEST
         if path.is_symlink():
@@ -189,6 +189,6 @@ class CheckpointStore:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Digest of a manifest, without the digest that it carries itself."""
+    """Digest of a manifest without its field ``digest``."""
     rest = {name: value for name, value in content.items() if name != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

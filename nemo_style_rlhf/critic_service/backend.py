@@ -1,12 +1,12 @@
-"""PyTriton 0.7 behind a Unix socket: the one file that knows its privates.
+"""PyTriton 0.7 behind a Unix socket. No other file uses PyTriton's private members.
 
-Three things stand in the way of PyTriton as it is, and each is replaced here. Its server listens on TCP and puts the secret
-of its admin interface into tritonserver's arguments: here it listens on a Unix socket in a folder of this user's, has its
-models before it starts, refuses to load others, and needs no secret. Its segments in /dev/shm are everybody's to read, some have
-names that say nothing, and what hangs outlives it: ``confine.py`` starts tritonserver, ``guardian.py`` ends it, and every segment
-is named by ``belongings.py``. Its models answer every exception with HTTP 500 and the traceback, paths included: a few
-lines are appended to the code that it sends into Triton's Python backend. The pin in requirements/server.txt names 0.7.0;
-tests/integration/test_critic_errors.py and test_front_door.py hold this to it.
+Three properties of PyTriton are replaced here. Its server listens on TCP and puts the secret of its admin interface into
+tritonserver's arguments: here it listens on a Unix socket in a folder of this user, has its models before it starts, refuses to
+load others, and needs no secret. Everybody can read its segments in /dev/shm, some of which have meaningless names, and hanging
+processes outlive it: here ``confine.py`` starts tritonserver, ``guardian.py`` ends it, and ``belongings.py`` names every segment.
+Its models answer every exception with HTTP 500 and the traceback, paths included: here a few lines are appended to the code that
+it sends into Triton's Python backend. requirements/server.txt pins PyTriton to 0.7.0; tests/integration/test_critic_errors.py and
+test_front_door.py check this file against it.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from nemo_style_rlhf.critic_service.protocol import ERROR, Code, bytes_tensor
 START_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 20
 EXIT_TIMEOUT_S = 12
-"""tritonserver that is told to end waits so long for calls, unless it is killed."""
+"""Seconds for which a stopping tritonserver waits for running calls, unless it is killed."""
 
 _APPENDIX = f'''
 
@@ -71,13 +71,13 @@ class TritonPythonModel(TritonPythonModel):
 
 
 def error_tensor(code: Code, text: str):  # type: ignore[no-untyped-def]
-    """The ``error`` output that the appended lines understand."""
+    """The ``error`` output that the appended lines read."""
     return bytes_tensor(f"{code.triton_kind} {text}".encode())
 
 
 class _Model(Model):  # type: ignore[misc]
     servers_name: str
-    """Name of the last backend that was made."""
+    """Name of the last backend created."""
 
     def generate_model(self, model_repository: Path) -> None:
         super().generate_model(model_repository)
@@ -86,7 +86,7 @@ class _Model(Model):  # type: ignore[misc]
 
 
 class _Server(TritonServer):  # type: ignore[misc]
-    """tritonserver and its guardian, in place of PyTriton's launch, which splits arguments at spaces."""
+    """Starts tritonserver under its guardian. PyTriton's own launch splits arguments at spaces."""
 
     name: str
     log: Path | None = None
@@ -96,7 +96,7 @@ class _Server(TritonServer):  # type: ignore[misc]
         for name, given in self._server_config.server_args().items():
             for value in given if isinstance(given, list | tuple) else [given]:
                 arguments += [] if value is None else [f"--{name}", str(value)]
-        # Several at a time have crashed on a busy machine, with Boost's lock_exception.
+        # Loading several models at a time crashed on a busy machine, with Boost's lock_exception.
         arguments += ["--model-load-thread-count", "1"]
         command = [sys.executable, "-m", guardian.__name__, self.name, str(self._server_path), *arguments]
         with contextlib.ExitStack() as opened:
@@ -107,7 +107,7 @@ class _Server(TritonServer):  # type: ignore[misc]
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
-                start_new_session=True,  # a terminal's Ctrl-C is not for it: a running call may finish
+                start_new_session=True,  # a terminal's Ctrl-C must not reach it: a running call may finish
             )
 
     def is_alive(self) -> bool:
@@ -115,7 +115,7 @@ class _Server(TritonServer):  # type: ignore[misc]
 
 
 class Backend(Triton):  # type: ignore[misc]
-    """One Triton, which only processes of this user reach: bind endpoints, :meth:`start`, send requests to :attr:`socket`."""
+    """A Triton that only processes of this user can reach: bind endpoints, :meth:`start`, send requests to :attr:`socket`."""
 
     def __init__(self, *, metrics: bool, verbose: bool) -> None:
         remove_those_of_dead_servers()
@@ -129,7 +129,7 @@ class Backend(Triton):  # type: ignore[misc]
         let_stub_find_libpython()
         config = TritonConfig(
             http_address=f"unix:{self.socket}",
-            http_port=1,  # of no meaning beside a Unix socket, but demanded
+            http_port=1,  # required, but without meaning beside a Unix socket
             http_header_forward_pattern=protocol.HEADER_PATTERN,
             allow_grpc=False,
             exit_timeout_secs=EXIT_TIMEOUT_S,
@@ -144,17 +144,17 @@ class Backend(Triton):  # type: ignore[misc]
             triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=True, local_model_store=True),
             security_config=TritonSecurityConfig(restricted_endpoints=[]),
         )
-        # Nobody can load a model, so nobody needs the right to; and no model is started twice to ask for its configuration.
+        # No client can load a model, so no right to do so is needed; and no model starts twice to report its configuration.
         self._triton_server_config["model_control_mode"] = "none"
         self._triton_server_config["load-model"] = None
         self._triton_server_config["strict_model_config"] = True
         self._processes: list[psutil.Process] = []
 
     def start(self) -> None:
-        """Launch Triton and serve what was bound.
+        """Launch Triton and serve the bound endpoints.
 
         Raises:
-            TimeoutError: it does not answer within ``START_TIMEOUT_S``, or died; :meth:`log_tail` says more.
+            TimeoutError: Triton does not answer within ``START_TIMEOUT_S``, or died; :meth:`log_tail` says more.
         """
         self._initialize_server()
         self._triton_server.name, self._triton_server.log = self._belongings.name, self._log
@@ -167,7 +167,7 @@ class Backend(Triton):  # type: ignore[misc]
         self._processes = psutil.Process(self._triton_server.process.pid).children(recursive=True)
 
     def is_alive(self) -> bool:
-        """False once tritonserver, a process that an endpoint has in it or a thread that answers requests has died."""
+        """False once tritonserver, one of its endpoint processes or a thread that answers requests has died."""
         return super().is_alive() and all(map(_runs, self._processes))
 
     def log_tail(self) -> str:
@@ -177,17 +177,17 @@ class Backend(Triton):  # type: ignore[misc]
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
     def close(self) -> None:
-        """Take Triton down, by force after ``GRACE_S`` seconds, and remove what it left on disk and in shared memory.
+        """Stop Triton, by force after ``GRACE_S`` seconds, and remove its files on disk and in shared memory.
 
-        PyTriton's threads, which have nobody to serve any more, are daemons and end with this process.
+        PyTriton's threads, which have no more requests to serve, are daemons and end with this process.
         """
-        # Not Triton.stop: it waits for clients to hang up, and takes half a second per endpoint, one after the other.
+        # Not Triton.stop, which waits for clients to hang up and takes half a second per endpoint, one after the other.
         if self._triton_server is not None:
             process = self._triton_server.process
             process.stdin.close()
             try:
                 process.wait(3 * guardian.GRACE_S)
-            except subprocess.TimeoutExpired:  # it is stopped, or hangs
+            except subprocess.TimeoutExpired:  # the guardian is stopped, or hangs
                 process.kill()
                 process.wait()
         self._belongings.remove()
@@ -224,7 +224,7 @@ def within(timeout_s: float, condition: Callable[[], bool]) -> bool:
 
 
 def let_stub_find_libpython() -> None:
-    """Triton's Python stub loads libpython; with a pyenv or conda interpreter only this variable leads it to the right one."""
+    """Set LD_LIBRARY_PATH for Triton's Python stub: with a pyenv or conda interpreter, only this leads to the right libpython."""
     libdir = sysconfig.get_config_var("LIBDIR")
     known = os.environ.get("LD_LIBRARY_PATH", "")
     if libdir and sysconfig.get_config_var("Py_ENABLE_SHARED") and known.split(":")[0] != libdir:

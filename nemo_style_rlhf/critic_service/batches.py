@@ -1,4 +1,4 @@
-"""The sequences of a request as padded micro-batches on the device; which ones depends on their lengths only."""
+"""Splits the sequences of a request into padded micro-batches on the device. The split depends on their lengths only."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class Batches:
     def __init__(
         self, *, micro_batch_tokens: int, row_multiple: int, pad_token_id: int | None, device: torch.device
     ) -> None:
-        """``pad_token_id`` is that of the model's config."""
+        """``pad_token_id`` comes from the model's config."""
         self.device = device
         self.pad_token_id = pad_token_id
         self._micro_batch_tokens = micro_batch_tokens
@@ -31,13 +31,13 @@ class Batches:
         flat = torch.from_numpy(_pick(request.tokens, request, rows).astype(np.int64))
         fill = self.pad_token_id if self.pad_token_id is not None else 0
         token_ids = pad(flat, lengths, value=fill, rows=padded)
-        # A row without any attended token would be NaN in some attention kernels: added rows attend to their first.
+        # Some attention kernels give NaN for a row without an attended token, so added rows attend to their first token.
         visible = torch.tensor(lengths + [1] * (padded - len(rows)))
         attention_mask = (torch.arange(token_ids.shape[1]) < visible[:, None]).long()
         return token_ids.to(self.device), attention_mask.to(self.device)
 
     def padded(self, array: Array, request: InferRequest, rows: Sequence[int]) -> Tensor:
-        """float32 [rows rounded up, T] of the per-token ``array`` [N], 0 where there is no token."""
+        """float32 [rows rounded up, T] from the per-token ``array`` [N]; 0 in padding."""
         lengths = request.lengths[rows].tolist()
         flat = torch.from_numpy(_pick(array, request, rows))
         return pad(flat, lengths, rows=self._padded(lengths)).to(self.device)

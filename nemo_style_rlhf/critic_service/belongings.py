@@ -1,10 +1,10 @@
-"""What a server has on its host outside its own memory, and how the next one tells whether its owner lives.
+"""A server's files and shared memory on its host, and a lock that tells the next server whether their owner lives.
 
-Its segments in /dev/shm and its folder for sockets begin with the server's name. A file of that name in /dev/shm, the mark, holds
-the folder's path and is locked while the server lives: the kernel lets go of the lock with the process, however that ends. A
-process id alone would not do: another process may have it by now, and containers may share /dev/shm but not their process ids.
+The names of its segments in /dev/shm and of its folder for sockets begin with the server's name. A file of that name in /dev/shm,
+the mark, holds the folder's path and is locked while the server lives: the kernel releases the lock when its process ends, in any
+way. A process id would not do: it may belong to another process later, and containers may share /dev/shm but not process ids.
 
-Needs the standard library only: the guardian, which imports it, is there in a moment.
+This module imports only the standard library, so that the guardian, which imports it, starts in a moment.
 """
 
 import fcntl
@@ -23,19 +23,19 @@ ROUNDS = 100
 
 
 class Belongings:
-    """Those of a living server, which is this process."""
+    """The belongings of this process, a living server."""
 
     def __init__(self) -> None:
         self.name = f"nsr{os.getpid()}-{secrets.token_hex(4)}"
-        # 0700; and short, because socket paths end at 107 characters.
+        # Mode 0700; and a short path, because socket paths end at 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
         self._lock, unlocked = tempfile.mkstemp(prefix="nsr-", dir=SHARED_MEMORY)
         os.write(self._lock, str(self.folder).encode())
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.rename(unlocked, _mark(self.name))  # nobody sees it without its lock
+        os.rename(unlocked, _mark(self.name))  # the mark appears only once it is locked
 
     def remove(self) -> None:
-        """All of it, and end the processes that still use it."""
+        """Remove all belongings, and kill the processes that still use them."""
         _kill_users(self.name)
         remove(self.name)
         os.close(self._lock)
@@ -52,9 +52,9 @@ def remove(name: str) -> None:
 
 
 def remove_those_of_dead_servers() -> None:
-    """As far as they are this user's; 50 MB each, and processes that hang."""
+    """Free the 50 MB of each dead server of this user, and kill its processes that hang."""
     for mark in SHARED_MEMORY.glob("nsr*.lock"):
-        with suppress(OSError):  # another user's, gone by now, or locked: its server lives
+        with suppress(OSError):  # another user's, already gone, or locked, as its server lives
             descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,23 +66,23 @@ def remove_those_of_dead_servers() -> None:
 
 
 def kill_session() -> None:
-    """SIGKILL every other process of the session that this process leads; it ends those, too, that are stopped or hang."""
-    for _ in range(ROUNDS):  # one may have forked meanwhile
+    """SIGKILL every other process of the session that this process leads, also those that are stopped or hang."""
+    for _ in range(ROUNDS):  # a process may have forked meanwhile
         if not _kill(lambda pid: os.getsid(pid) == os.getpid() and not _is_zombie(pid)):
             return
         time.sleep(0.05)
 
 
 def _kill_users(name: str) -> None:
-    """SIGKILL every other process that has a file of the server ``name`` in its memory, be it a program or a segment."""
+    """SIGKILL every other process that has mapped a file of the server ``name``, be it a program or a segment."""
     _kill(lambda pid: name in Path(f"/proc/{pid}/maps").read_text())
 
 
 def _kill(which: Callable[[int], bool]) -> int:
-    """How many there were."""
+    """SIGKILL every other process for which ``which`` holds, and return their number."""
     found = 0
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with suppress(OSError):  # gone by now, or another user's
+        with suppress(OSError):  # already gone, or another user's
             if pid != os.getpid() and which(pid):
                 os.kill(pid, signal.SIGKILL)
                 found += 1

@@ -1,9 +1,9 @@
-"""Runs a program whose files and shared memory no other user can open: ``python confine.py PROGRAM ARGUMENTS``.
+"""Runs a program so that no other user can open its files and shared memory: ``python confine.py PROGRAM ARGUMENTS``.
 
 Triton's Python backend creates its segments in /dev/shm with the umask applied and then makes them readable for everybody with
 ``fchmod`` (Boost's ``shared_memory_object``), whose failure it ignores. A seccomp filter lets that call fail with EPERM.
 
-Imports the standard library only: it is run by its path.
+This file imports only the standard library, since it is run by its path.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ import sys
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""By machine, from linux/audit.h."""
+"""AUDIT_ARCH constant by machine, from linux/audit.h."""
 FCHMOD = {"x86_64": 91, "aarch64": 52}
 # From linux/bpf_common.h and linux/seccomp.h.
 LOAD_WORD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER_OFFSET, ARCHITECTURE_OFFSET, FIRST_ARGUMENT_OFFSET = 0, 4, 16
 ALLOW, FAIL_WITH, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 X32_CALLS = 0x40000000
-"""From here on numbers are those of x86_64's second set of system calls."""
+"""System call numbers from here on belong to x86_64's second set of calls (x32)."""
 
 
 class _Program(ctypes.Structure):
@@ -37,9 +37,9 @@ def refusing(machine: str, calls: dict[int, int], *, without_flag: tuple[int, in
     """A seccomp filter, as an array of ``struct sock_filter``.
 
     Args:
-        machine: a key of ``ARCHITECTURE``. System calls of another architecture, as a 64-bit kernel has them, kill the process.
-        calls: the number of a system call to the errno with which it fails.
-        without_flag: a call's number and a bit: without this bit in its first argument the call fails with EPERM.
+        machine: a key of ``ARCHITECTURE``. System calls of another architecture, which a 64-bit kernel offers, kill the process.
+        calls: errno with which a system call fails, by its number.
+        without_flag: number of a system call and a bit. The call fails with EPERM if its first argument lacks this bit.
     """
     instructions = [
         (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
@@ -60,7 +60,7 @@ def refusing(machine: str, calls: dict[int, int], *, without_flag: tuple[int, in
 
 
 def refuse_fchmod() -> bool:
-    """From now on ``fchmod`` fails with EPERM in this process and its children; False where that cannot be had."""
+    """Make ``fchmod`` fail with EPERM in this process and its children from now on. Returns False if that is impossible."""
     if platform.machine() not in FCHMOD or sys.maxsize < 2**32:
         return False
     instructions = refusing(platform.machine(), {FCHMOD[platform.machine()]: errno.EPERM})
@@ -71,7 +71,7 @@ def refuse_fchmod() -> bool:
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """This process, or the program that it becomes, gets that signal once the thread that started it has ended."""
+    """Have the kernel send this process, or the program that it becomes, a signal when the thread that started it ends."""
     _prctl(PR_SET_PDEATHSIG, number)
 
 

@@ -1,4 +1,4 @@
-"""One request to a server: sessions per thread, finite timeouts, bounded retries, errors that say where and what."""
+"""Requests to a server: sessions per thread, finite timeouts, bounded retries, errors that name the address and the cause."""
 
 import logging
 import re
@@ -22,24 +22,25 @@ from nemo_style_rlhf.schema.remote_critic import SYSTEM, ClientTlsConfig, Peer, 
 LOGGER = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
 SLOWEST_LINK = 2**20
-"""Bytes per second: urllib3 wants a body sent within the timeout of the connection that was made for it."""
+"""Bytes per second. urllib3 demands that a body is sent within the timeout of its connection, so the timeout counts on this
+rate."""
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_WAIT_S = 10.0
 PLAIN_HTTP = ClientTlsConfig()
 PROXYS_OWN = (502, 503, 504)
-"""HTTP statuses of a proxy whose server is away or starts again."""
+"""HTTP statuses of a proxy whose server is away or restarting."""
 
 
 class ServerRestarted(Exception):
-    """The server process is another one than before: its critic is back at the start until a checkpoint is restored."""
+    """A new server process answers: its critic is in the initial state until a checkpoint is restored."""
 
 
 class LeaseLost(UserError):
-    """Another actor acquired the lease: this one may not change the critic any more."""
+    """Another actor acquired the lease: this actor may no longer change the critic."""
 
 
 class ServerUnreachable(UserError):
-    """No answer came, after all retries, or that of a server which ends for a fault of its own."""
+    """No answer came after all retries, or the server answered that it ends because of an internal error."""
 
 
 class ServerAbsent(UserError):
@@ -47,17 +48,17 @@ class ServerAbsent(UserError):
 
 
 class _NotReady(Exception):
-    """A server answers at the address, but the endpoint is not loaded yet, or not served any more: the server is stopping."""
+    """A server answers at the address, but the endpoint is not loaded yet, or the server is stopping and no longer serves it."""
 
 
 _TRANSIENT = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError, _NotReady)
 TLS_REFUSAL = re.compile(r"certificate|unknown[ _]ca|wrong[ _]version|mismatch|alert|handshake", re.IGNORECASE)
-"""In OpenSSL's words; what else goes wrong in TLS is a connection that broke."""
+"""Matches OpenSSL's words for a refusal; every other TLS error is a broken connection."""
 PROBE_S = 3.0
 
 
 class Connection:
-    """``call`` one endpoint after the other at ``host:port``; thread-safe."""
+    """Calls endpoints at ``host:port``. Thread-safe."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Connection:
     ) -> None:
         self.address = f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
         self.boot_id: str | None = None
-        """Once set, requests to another process are refused with :class:`ServerRestarted`."""
+        """Id of the server process. Once this is set, another process refuses requests with :class:`ServerRestarted`."""
         self._token = token
         self._peer = peer
         self._tls = tls
@@ -82,7 +83,7 @@ class Connection:
         self._sessions_lock = threading.Lock()
 
     def stop_retrying(self) -> None:
-        """From now on a failed attempt is the last one."""
+        """Make no further attempt after one that fails from now on."""
         self._closing.set()
 
     def close(self) -> None:
@@ -94,14 +95,15 @@ class Connection:
     def call(
         self, endpoint: Endpoint, inputs: Mapping[str, Array], *, timeout_s: float, retry: bool = True
     ) -> dict[str, Array]:
-        """The outputs of one request. Every endpoint may be repeated safely, so a broken connection or a timeout is retried.
+        """The outputs of one request. Requests to every endpoint are safe to repeat, so broken connections and timeouts are
+        retried.
 
         Raises:
-            ProtocolError: the server refused.
-            ServerRestarted, LeaseLost: see there.
-            ServerUnreachable: no connection, no answer in time, or a server that is stopping, ``retries`` times; one that failed.
+            ProtocolError: the server refused the request.
+            ServerRestarted, LeaseLost: see these classes.
+            ServerUnreachable: ``retries`` times no connection, no answer in time or a stopping server; or the server failed.
             StorageError: the server's disk is full.
-            UserError: a wrong token, or no critic server at this address.
+            UserError: the token is wrong, or no critic server is at this address.
         """
         body, head_length = encode_request(endpoint, inputs)
         attempts = Retrying(
@@ -185,12 +187,12 @@ class Connection:
             )
         if (
             refusal.code is Code.INVALID and "is not healthy" in text
-        ):  # in Triton's words, of a process of its that died
+        ):  # Triton says so of an endpoint whose process died
             raise _NotReady(f"the {self._peer.name} at {self.address} is ending for a fault of its own: start it again")
         raise ProtocolError(refusal.code, f"{endpoint.name} at {self.address}: {refusal.message}")
 
     def _tls_refusal(self, error: BaseException) -> str | None:
-        """Why the two sides cannot speak TLS with each other; None where something else went wrong."""
+        """The reason why the two sides cannot speak TLS with each other; None if something else went wrong."""
         text = str(error)
         if self._tls.ca is not None and "SSL" in text and TLS_REFUSAL.search(text):
             return re.sub(r"^.*?\] |\(_ssl\.c.*$", "", text.rpartition("SSL")[2]).strip()
@@ -203,7 +205,7 @@ class Connection:
             return None
         if self._answers(tls=False):
             return "it speaks plain HTTP, this process TLS"
-        # Nothing but its end tells of a server's refusal, if this side has sent its request already.
+        # If this side has already sent its request, the server's refusal shows only as the end of the connection.
         return "it ended the connection, as if it wanted another certificate of yours" if "SSL" in text else None
 
     def _no_tls(self, reason: str) -> UserError:
@@ -213,7 +215,7 @@ class Connection:
         )
 
     def _answers(self, *, tls: bool) -> bool:
-        """Whether the server understands a first word in TLS, or in plain HTTP."""
+        """Whether the server answers a first message in TLS, or in plain HTTP."""
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         host, _, port = self.address.rpartition(":")

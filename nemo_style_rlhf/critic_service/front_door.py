@@ -1,11 +1,11 @@
-"""The front door: a process of its own that owns the public port, and the only one that strangers reach.
+"""The front door: a separate process that owns the public port, the only process that strangers reach.
 
-Tornado's HTTP server reads what comes, within its bounds on heads, bodies and time. The door compares the token before it reads
-a body, writes the head of every request anew (``kserve.canonical_head``) and passes the tensors on to Triton, which listens on
-a Unix socket behind it. Once Triton has a whole request its answer is read to the end, whether or not the client still waits:
-Triton never sees a client hang up. The token stays in this process.
+Tornado's HTTP server reads requests, within bounds on heads, bodies and time. The door compares the token before it reads a body,
+writes the head of every request anew (``kserve.canonical_head``) and passes the tensors on to Triton, which listens on a Unix
+socket behind it. Once Triton has a whole request, the door reads the answer to its end, whether or not the client still waits, so
+that Triton never sees a client hang up. The token stays in this process.
 
-    python -m nemo_style_rlhf.critic_service.front_door    # its Settings come as JSON on standard input, which stays open
+    python -m nemo_style_rlhf.critic_service.front_door    # reads its Settings as JSON from standard input, which stays open
 """
 
 import asyncio
@@ -40,26 +40,26 @@ from nemo_style_rlhf.launch.malloc import return_freed_memory
 
 HTTP_HEAD_BYTES = 16 * 2**10
 HTTP_HEAD_S = 10.0
-"""A stranger's connection brings a whole head, TLS handshake included, or ends."""
+"""Seconds within which a stranger's connection must bring a whole head, TLS handshake included."""
 IDLE_S = 600.0
-"""A connection that has shown the token may rest between requests."""
+"""Seconds for which a connection that has shown the token may rest between requests."""
 BODY_S = 30.0
 SLOWEST_LINK = 2**18
-"""Bytes per second: a body has BODY_S and the time that it takes at this rate."""
+"""Bytes per second. A body may take BODY_S seconds plus its transfer time at this rate."""
 TENSOR_HEAD_BYTES = 64 * 2**10
 JSON_BODY_BYTES = 2**20
-"""Longest request without binary tensors, or to an endpoint that takes JSON only."""
+"""Largest request without binary tensors, or to an endpoint that takes only JSON."""
 PLAN_BYTES = 17 * 2**20
-"""The JSON of a train plan, which max_request_bytes does not count."""
+"""Largest JSON of a train plan, which max_request_bytes does not count."""
 UNREAD_BYTES, UNREAD_S = 2**20, 1.0
-"""So much of a refused body is read, and for so long, that the client may read the answer."""
+"""Limits on reading a refused body. The door reads some of it so that the client can read the answer."""
 CHUNK_BYTES = 2**18
 SOCKET_BUFFER_BYTES = 4 * 2**20
 STRANGERS = 256
 STRANGERS_PER_ADDRESS = 64
-"""Connections that have not shown the token; the oldest one makes room for a new one."""
+"""Maximum number of connections that have not shown the token; a new one replaces the oldest."""
 CALLS_IN_MEMORY = 32
-"""Calls of the largest size that Triton may hold at once."""
+"""Maximum number of calls of the largest size that Triton may hold at once."""
 FORWARDED = ("Content-Type", "Content-Length", HEAD_LENGTH_HEADER)
 REASONS = {400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed", 411: "Length Required",
            413: "Content Too Large", 415: "Unsupported Media Type", 503: "Service Unavailable"}  # fmt: skip
@@ -69,15 +69,15 @@ LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """What the server process tells its door."""
+    """Settings that the server process sends to its front door."""
 
     listener: int
-    """The public port's socket: a descriptor that both processes have open."""
+    """Descriptor of the public port's socket, which both processes have open."""
     token: str = field(repr=False)
     triton: str
     """Path of Triton's socket."""
     metrics: str | None
-    """Path of its metrics' socket."""
+    """Path of the socket of Triton's metrics; None if they are not served."""
     endpoints: list[str]
     max_request_bytes: int
     certificate: str | None = None
@@ -86,7 +86,7 @@ class Settings:
 
 
 class Refused(Exception):
-    """A request is answered by the door itself."""
+    """The front door refuses a request and answers it itself."""
 
     def __init__(self, status: int, code: Code, sentence: str) -> None:
         super().__init__(sentence)
@@ -95,7 +95,7 @@ class Refused(Exception):
 
 
 def tls_context(certificate: str, key: str | None, client_ca: str | None) -> ssl.SSLContext:
-    """The server's side of TLS; with ``client_ca`` clients must show a certificate that it signed."""
+    """The server's side of TLS. With ``client_ca``, clients must show a certificate that this authority signed."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=client_ca)
     context.load_cert_chain(certificate, key)
     if client_ca is not None:
@@ -122,7 +122,7 @@ class FrontDoor(TCPServer, HTTPServerConnectionDelegate):
         super().__init__(ssl_options=tls, max_buffer_size=2**24, read_chunk_size=CHUNK_BYTES)
         self.settings = settings
         self.token = settings.token.encode()
-        # Triton and both ends of its shared memory keep room for the longest request that each endpoint has seen.
+        # Triton and both ends of its shared memory keep room for the largest request that each endpoint has seen.
         tensors = settings.max_request_bytes + TENSOR_HEAD_BYTES
         self.largest_body = {endpoint.name: JSON_BODY_BYTES for endpoint in protocol.ENDPOINTS}
         self.largest_body |= {protocol.INFER.name: tensors, protocol.REWARD_INFER.name: tensors}
@@ -138,7 +138,7 @@ class FrontDoor(TCPServer, HTTPServerConnectionDelegate):
         self._resting: list[IOStream] = []
 
     def handle_stream(self, stream: IOStream, address: tuple[Any, ...]) -> None:
-        """Serve a connection; a stranger too many sends the oldest one away."""
+        """Serve a connection. If its address has too many strangers, the oldest connection is closed."""
         parameters = HTTP1ConnectionParameters(
             chunk_size=CHUNK_BYTES, max_header_size=HTTP_HEAD_BYTES, header_timeout=HTTP_HEAD_S, max_body_size=2**62
         )
@@ -159,7 +159,7 @@ class FrontDoor(TCPServer, HTTPServerConnectionDelegate):
         self._strangers.pop(server_conn.context, None)
 
     def welcome(self, visitor: Visitor) -> None:
-        """The connection has shown the token."""
+        """Note that the connection has shown the token."""
         self._strangers.pop(visitor, None)
         visitor.parameters.header_timeout = IDLE_S
 
@@ -167,7 +167,7 @@ class FrontDoor(TCPServer, HTTPServerConnectionDelegate):
         """A connection to Triton.
 
         Raises:
-            Refused: there is no Triton any more.
+            Refused: Triton has ended.
         """
         while self._resting:
             stream = self._resting.pop()
@@ -181,7 +181,7 @@ class FrontDoor(TCPServer, HTTPServerConnectionDelegate):
 
 
 class Exchange(HTTPMessageDelegate):
-    """One request and its answer. Tornado calls the four methods of its delegate, in the order in which they stand here."""
+    """One request and its answer. Tornado calls the four delegate methods in the order in which they are defined here."""
 
     def __init__(self, door: FrontDoor, connection: HTTP1Connection) -> None:
         self._door = door
@@ -190,9 +190,9 @@ class Exchange(HTTPMessageDelegate):
         self._head_bytes: int | None = None
         self._reserved = 0
         self._hop: HTTP1Connection | None = None
-        """The request on its way to Triton, once it has begun."""
+        """The connection on which the request goes to Triton, once it has begun."""
         self._refused = False
-        """Tornado still delivers what it has of a refused body when the client has hung up."""
+        """Whether the request was refused. After the client hangs up, Tornado still delivers buffered parts of a refused body."""
 
     async def headers_received(self, start_line: Any, headers: HTTPHeaders) -> None:
         self._method = start_line.method
@@ -203,7 +203,7 @@ class Exchange(HTTPMessageDelegate):
             await self._refuse(refusal)
 
     async def data_received(self, chunk: bytes) -> None:
-        if self._refused or self._method == "GET":  # metrics, with a body of no meaning
+        if self._refused or self._method == "GET":  # the body of a metrics request has no meaning
             return
         try:
             if self._hop is not None:
@@ -233,7 +233,7 @@ class Exchange(HTTPMessageDelegate):
         task.add_done_callback(self._door.running.discard)
 
     def on_connection_close(self) -> None:
-        """The client went away in the middle of its request, or was sent away."""
+        """The client hung up during its request, or its connection was closed."""
         self._end()
 
     async def _admit(self, start_line: RequestStartLine, headers: HTTPHeaders) -> None:
@@ -255,7 +255,7 @@ class Exchange(HTTPMessageDelegate):
             raise Refused(405, Code.INVALID, f"the method is {start_line.method[:20]}, expected POST")
         self._endpoint = self._door.endpoints[start_line.path]
         self._boot = headers.get(protocol.BOOT_HEADER, "")[:64]
-        if self._boot and not (self._boot.isascii() and self._boot.isalnum()):  # Triton's JSON cannot hold every byte
+        if self._boot and not (self._boot.isascii() and self._boot.isalnum()):  # Triton's JSON cannot carry every byte
             raise Refused(400, Code.INVALID, f"the header {protocol.BOOT_HEADER} is no boot id")
         self._body_bytes = self._length(headers)
         self._reserve(self._body_bytes)
@@ -296,7 +296,7 @@ class Exchange(HTTPMessageDelegate):
         self._reserved = nbytes
 
     async def _send(self, head: bytes, start: bytes, rest: int, *, head_bytes: int | None = None) -> None:
-        """Begin the request to Triton: a head, the start of the tensors, and ``rest`` bytes of them to come."""
+        """Begin the request to Triton: send a head and the start of the tensors, and announce ``rest`` more bytes."""
         triton = await self._door.to_triton()
         headers = HTTPHeaders({
             "Host": "localhost",
@@ -315,7 +315,7 @@ class Exchange(HTTPMessageDelegate):
         return self._hop
 
     async def _answer(self) -> None:
-        """The request is whole: whatever the client does now, Triton's answer is read to its end."""
+        """Read Triton's answer to its end, whatever the client does: the request is complete."""
         try:
             if self._hop is None:
                 body, head_bytes = binary_request(self._endpoint, bytes(self._head))
@@ -325,7 +325,7 @@ class Exchange(HTTPMessageDelegate):
             answer = Answer(self._connection)
             if (
                 await self._hop.read_response(answer) and self._method != "GET"
-            ):  # Triton's metrics are another connection
+            ):  # Triton's metrics have a separate connection
                 self._door.rest(self._hop.stream)
                 self._hop = None
             if not answer.begun:
@@ -336,14 +336,14 @@ class Exchange(HTTPMessageDelegate):
             await self._refuse(refusal)
         except StreamClosedError:
             await self._refuse(_gone())
-        except Exception:  # a fault of the door's: the client must not wait for ever
+        except Exception:  # a defect of the door: the client must not wait forever
             self._connection.stream.close()
             raise
         finally:
             self._end()
 
     async def _refuse(self, refusal: Refused) -> None:
-        """Answer with an error; of a body that is still to come only the start is read, and the connection ends."""
+        """Answer with an error. If the body has not arrived, read only its start, and close the connection."""
         self._refused = True
         self._end()
         if self._connection.stream.closed():
@@ -352,7 +352,7 @@ class Exchange(HTTPMessageDelegate):
         headers = HTTPHeaders({"Content-Type": "application/json", "Content-Length": str(len(text))})
         status = ResponseStartLine("HTTP/1.1", refusal.status, REASONS[refusal.status])
         self._connection.write_headers(status, headers, text if self._method != "HEAD" else None)
-        if self._unread:  # to close a socket with unread data in it would take the answer back
+        if self._unread:  # closing a socket with unread data would discard the answer
             with suppress(StreamClosedError, TimeoutError):
                 await asyncio.wait_for(self._connection.stream.read_bytes(UNREAD_BYTES), UNREAD_S)
         if not self._connection.stream.closed():
@@ -361,13 +361,13 @@ class Exchange(HTTPMessageDelegate):
     def _end(self) -> None:
         self._door.bytes_left += self._reserved
         self._reserved = 0
-        if self._hop is not None:  # in the middle of a request or of its answer
+        if self._hop is not None:  # a request or its answer is under way
             self._hop.stream.close()
             self._hop = None
 
 
 class Answer(HTTPMessageDelegate):
-    """Triton's answer on its way to a client who may have gone."""
+    """Passes Triton's answer to a client that may have gone."""
 
     def __init__(self, connection: HTTP1Connection) -> None:
         self._connection = connection
@@ -388,7 +388,7 @@ class Answer(HTTPMessageDelegate):
             self._connection.finish()
 
     def on_connection_close(self) -> None:
-        if self.begun:  # half an answer must not look like a whole one
+        if self.begun:  # a partial answer must not look complete
             self._connection.stream.close()
 
     async def _within_time(self, written: Any) -> None:
@@ -414,7 +414,7 @@ async def _connect(path: str) -> IOStream:
 
 
 async def serve(settings: Settings) -> None:
-    """Serve until standard input ends: with the server process, or when that says so."""
+    """Serve until standard input ends: the server process has ended, or has closed it."""
     door = FrontDoor(settings)
     listener = socket.socket(fileno=settings.listener)
     listener.setblocking(False)
@@ -433,9 +433,9 @@ def main() -> None:
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
-    ):  # a terminal's or a batch system's; the server process says when to end
+    ):  # from a terminal or a batch system; the server process decides when to end
         signal.signal(number, signal.SIG_IGN)
-    confine.end_with_parent(signal.SIGKILL)  # one that is stopped does not see its input end, and would keep the port
+    confine.end_with_parent(signal.SIGKILL)  # a stopped door does not see its input end, and would keep the port
     logging.getLogger("tornado").setLevel(logging.ERROR)
     return_freed_memory()
     settings = Settings(**json.loads(sys.stdin.buffer.readline()))

@@ -1,8 +1,8 @@
-"""Starts tritonserver, and ends it and all it has started once the server process has gone, however that ends.
+"""Starts tritonserver, and kills it and all its children once the server process has gone, however that ended.
 
-Its standard input is a pipe that the server process holds. It leads a session of its own, which tritonserver and its processes
-inherit: what kills the server's process group does not reach it, and a process that hangs, or whose parents are killed at once,
-cannot leave it.
+The guardian's standard input is a pipe that the server process holds. The guardian leads its own session, which tritonserver and
+its children inherit: a signal to the server's process group does not reach them, and a process that hangs, or whose parents are
+killed at once, cannot leave the session.
 
     python -m nemo_style_rlhf.critic_service.guardian NAME PROGRAM ARGUMENTS    # NAME: belongings.py
 """
@@ -17,16 +17,17 @@ from nemo_style_rlhf.critic_service import belongings, confine
 
 PERIOD_S = 0.1
 GRACE_S = 2.0
-"""From SIGINT for tritonserver, which waits for running calls, to SIGKILL for all."""
+"""Seconds from SIGINT for tritonserver, which waits for running calls, to SIGKILL for all processes."""
 NEWS_S = 1.0
-"""A server process that ends together with tritonserver does so within this time; it sees the latter's end by itself."""
+"""Seconds within which a server process that ends together with tritonserver has gone; otherwise it notices tritonserver's end
+itself."""
 
 
 def main() -> int:
-    """Run the program; its exit code, as a shell gives it."""
+    """Run the program, and return its exit code as a shell would."""
     name, *command = sys.argv[1:]
-    for number in (signal.SIGINT, signal.SIGTERM):  # a batch system's: the server process says when to end
-        signal.signal(number, lambda *_: None)  # unlike SIG_IGN not handed down to the program
+    for number in (signal.SIGINT, signal.SIGTERM):  # from a batch system: the server process decides when to end
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, the program does not inherit this
     program = subprocess.Popen([sys.executable, confine.__file__, *command], stdin=subprocess.DEVNULL)
     while program.poll() is None and not _alone(PERIOD_S):
         pass
@@ -35,14 +36,14 @@ def main() -> int:
         with suppress(subprocess.TimeoutExpired):
             program.wait(GRACE_S)
     belongings.kill_session()
-    if _alone(NEWS_S):  # else the log is still wanted
+    if _alone(NEWS_S):  # else the server process still reads the log
         belongings.remove(name)
     code = program.wait()
     return code if code >= 0 else 128 - code
 
 
 def _alone(timeout_s: float) -> bool:
-    """Whether the server process has gone, or wants an end, before ``timeout_s`` seconds are over."""
+    """Whether the server process goes, or asks to end, within ``timeout_s`` seconds."""
     return bool(select.select([sys.stdin], [], [], timeout_s)[0])
 
 

@@ -1,4 +1,4 @@
-"""What ``critic_status`` says about the served checkpoint."""
+"""Description of the served checkpoint in ``critic_status``."""
 
 import hashlib
 import json
@@ -38,9 +38,9 @@ class Identity:
     ) -> "Identity":
         """
         Args:
-            path: where the model and the note about its templates lie.
-            max_length: as configured; 0 takes the model's own.
-            decisive: everything in the config that decides the numbers.
+            path: folder of the model and of the note about its templates.
+            max_length: the configured limit in tokens; 0 takes the model's own.
+            decisive: all settings that decide the numbers.
         """
         of_model = getattr(model.hf.config, "max_position_embeddings", None)
         limits = [limit for limit in (max_length, of_model) if limit]

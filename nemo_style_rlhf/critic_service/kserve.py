@@ -1,4 +1,4 @@
-"""KServe v2 bodies with binary tensors, as Triton's HTTP endpoint speaks them: a JSON head, then the raw tensors.
+"""KServe v2 bodies with binary tensors, the format of Triton's HTTP endpoint: a JSON head, then the raw tensors.
 
 https://github.com/kserve/open-inference-protocol and Triton's "binary data extension".
 """
@@ -73,14 +73,14 @@ def _split_bytes(raw: memoryview) -> Array:
 
 
 def canonical_head(endpoint: Endpoint, head: bytes, tensor_bytes: int) -> bytes:
-    """The JSON head of a request with binary tensors, written anew: what it says about them and nothing else.
+    """Rewrite the JSON head of a request with binary tensors, so that it describes the tensors and nothing else.
 
     Args:
-        head: as it came, without the tensors.
-        tensor_bytes: how many bytes follow it.
+        head: the received head, without the tensors.
+        tensor_bytes: number of bytes that follow the head.
 
     Raises:
-        ProtocolError: INVALID, unless each input of the endpoint is there once, with its datatype, rank 1 and all its bytes.
+        ProtocolError: INVALID, unless each input of the endpoint occurs once, with its datatype, rank 1 and all its bytes.
     """
     given = _object(head)
     inputs, total = [], 0
@@ -100,10 +100,10 @@ def canonical_head(endpoint: Endpoint, head: bytes, tensor_bytes: int) -> bytes:
 
 
 def binary_request(endpoint: Endpoint, body: bytes) -> tuple[bytes, int]:
-    """A request whose tensors are JSON as one with binary tensors: the body and the length of its head. Its answer stays JSON.
+    """Convert a request with JSON tensors to binary tensors: returns the body and the length of its head. The answer stays JSON.
 
     Raises:
-        ProtocolError: INVALID, as for :func:`canonical_head`, or where the data is not of the datatype or shape.
+        ProtocolError: INVALID, as in :func:`canonical_head`, or if the data does not have the datatype or shape.
     """
     given = _object(body)
     arrays = {}
@@ -126,7 +126,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 def _inputs(endpoint: Endpoint, given: dict[str, Any]) -> Iterator[tuple[TensorSpec, dict[str, Any], int]]:
-    """Each input with its spec and size, in the order of the request, which is that of the binary tensors."""
+    """Each input with its spec and size, in the order of the request, which is also the order of the binary tensors."""
     tensors = given.get("inputs")
     specs = {spec.name: spec for spec in endpoint.inputs}
     if not isinstance(tensors, list) or not all(isinstance(tensor, dict) for tensor in tensors):
@@ -143,13 +143,13 @@ def _inputs(endpoint: Endpoint, given: dict[str, Any]) -> Iterator[tuple[TensorS
             _refuse(f"{name} has shape {str(shape)[:50]}, expected [{spec.size or 'N'}]")
         if spec.size is not None and shape[0] != spec.size:
             _refuse(f"{name} has shape {shape}, expected [{spec.size}]")
-        if spec.datatype == "BYTES" and shape[0] == 0:  # PyTriton cannot pass one on
+        if spec.datatype == "BYTES" and shape[0] == 0:  # PyTriton cannot pass an empty tensor on
             _refuse(f"{name} is empty: send at least one text")
         yield spec, tensor, shape[0]
 
 
 def _answers(endpoint: Endpoint, given: dict[str, Any]) -> dict[str, Any]:
-    """How the answer is asked for: which outputs, each binary or as JSON."""
+    """The part of a head that selects the outputs, each as binary or JSON."""
     parameters = given.get("parameters")
     binary = isinstance(parameters, dict) and parameters.get("binary_data_output") is True
     answers: dict[str, Any] = {"parameters": {"binary_data_output": binary}}

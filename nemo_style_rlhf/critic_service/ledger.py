@@ -1,4 +1,4 @@
-"""Who may write, and what was already done: rules 2 and 3 of the protocol, without a model in sight."""
+"""Tracks which actor may write, and which steps are done: rules 2 and 3 of the protocol, independent of any model."""
 
 import secrets
 import threading
@@ -11,13 +11,13 @@ Answer = dict[str, Any]
 
 
 class Ledger:
-    """The lease, the train steps counted so far, the parts staged for the next one and the answers given for the last.
+    """The lease, the count of train steps, the parts staged for the next step and the answers given for the last.
 
-    Thread-safe. A step is applied by whoever staged its last missing part and then calls :meth:`applied` or :meth:`drop`.
+    Thread-safe. The thread that staged the last missing part applies the step, then calls :meth:`applied` or :meth:`drop`.
     """
 
     def __init__(self, *, max_staged_bytes: int) -> None:
-        """``max_staged_bytes`` bounds the tensors of a step whose parts are not all there."""
+        """``max_staged_bytes`` bounds the tensors of a step whose parts have not all arrived."""
         self.max_staged_bytes = max_staged_bytes
         self._lock = threading.RLock()
         self._lease: str | None = None
@@ -35,7 +35,7 @@ class Ledger:
         return self._holder
 
     def acquire(self, run_id: str) -> str:
-        """A new lease; everything staged or answered under the old one is forgotten."""
+        """Return a new lease, and forget everything staged or answered under the old one."""
         with self._lock:
             self._lease, self._holder = secrets.token_hex(16), run_id
             self._forget()
@@ -53,7 +53,7 @@ class Ledger:
                 raise ProtocolError(Code.LEASE_LOST, f"the lease is not valid: {owner}; acquire a new one to go on")
 
     def check_run(self, lease: str, checkpoint_id: str) -> None:
-        """As :meth:`check`; raise CONFLICT unless the checkpoint is of the run that holds the lease."""
+        """Like :meth:`check`; also raise CONFLICT unless the checkpoint belongs to the run that holds the lease."""
         with self._lock:
             self.check(lease)
             if (run := run_of(checkpoint_id)) != self._holder:
@@ -64,13 +64,13 @@ class Ledger:
                 )
 
     def stage(self, part: TrainPart) -> tuple[Answer, list[TrainPart] | None]:
-        """Take in a part: the answer for it, and all parts in order when it was the last one missing.
+        """Stage a part. Returns its answer, and all parts in order if none is missing any more, else None.
 
         A part that was answered before gets the same answer again and stages nothing.
 
         Raises:
-            ProtocolError: LEASE_LOST, WRONG_STEP with both numbers, CONFLICT for another content under a known number, or INVALID
-                for more than may be staged.
+            ProtocolError: LEASE_LOST, WRONG_STEP with both numbers, CONFLICT for different content under a known number, or
+                INVALID for more bytes than may be staged.
         """
         with self._lock:
             self.check(part.lease)
@@ -113,16 +113,16 @@ class Ledger:
         with self._lock:
             self._forget()
             self._step += 1
-            if parts[0].lease == self._lease:  # else it was lost while the step ran, and its answers are nobody's
+            if parts[0].lease == self._lease:  # else it was lost while the step ran, and no client may get the answer
                 self._answered = {(part.step, part.part): (part.digest(), answer) for part in parts}
 
     def drop(self) -> None:
-        """Forget the staged parts: they do not make a step."""
+        """Forget the staged parts, which do not make a valid step."""
         with self._lock:
             self._staged = {}
 
     def restored(self, step: int) -> None:
-        """The weights are now those after ``step``."""
+        """Note that the weights are now those after ``step``."""
         with self._lock:
             self._forget()
             self._step = step

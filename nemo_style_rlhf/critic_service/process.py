@@ -33,23 +33,23 @@ from nemo_style_rlhf.schema.critic import ServerConfig
 LOGGER = logging.getLogger(__name__)
 SUPERVISION_PERIOD_S = 0.5
 ANSWER_DELIVERY_S = 1.0
-"""A fatal error is still told to the client; after this long the process goes down."""
+"""Seconds for which the process still delivers answers after a fatal error, so that the client learns of it."""
 CLOSE_TIMEOUT_S = 2.0
 DRY_RUN = "dryrun"
-"""The run id of a rehearsal."""
+"""Run id of a rehearsal."""
 Loader = Callable[[torch.device, Path], Service | WorkerGroup]
 
 
 def serve(run: RunConfig, server: ServerConfig, address: Address, load: Loader) -> None:
-    """Run a server process after :func:`triton.preflight`; returns after a dry run, else ends the process.
+    """Run a server process after :func:`triton.preflight`. Returns after a dry run, otherwise ends the process.
 
     The exit code is 0 after ``critic_shutdown``, SIGTERM or SIGINT, 1 after a fatal error or the death of tritonserver.
 
     Args:
-        load: the service, or on ranks after the first the worker group, given the device and the folder that it may write to.
+        load: returns the service, or the worker group on ranks after the first; takes the device and the folder to write to.
     """
     device = bootstrap.setup(run)
-    # Its put may come in the middle of its get, of the same thread; an Event's set would wait for that for ever.
+    # The signal handler may put while the same thread is in get; with an Event, its set would then deadlock.
     signals: SimpleQueue[int] = SimpleQueue()
     loading = True
 
@@ -93,7 +93,7 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
             write_atomically(ready_file, where)
         LOGGER.info("serving %s at %s, boot id %s", " and ".join(service.roles), door.url, service.gate.boot_id)
         code = _supervise(service, door, signals)
-        grace_s = config.shutdown_grace_s if door.alive else 0.0  # else nobody would hear how a call ended
+        grace_s = config.shutdown_grace_s if door.alive else 0.0  # else no client would get the answer of a call
         finished = service.gate.close(grace_s)
         if code != 0:
             time.sleep(ANSWER_DELIVERY_S)
@@ -102,19 +102,19 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
         else:
             LOGGER.warning("the running call was abandoned after %.0f s and counts as not applied", grace_s)
     finally:
-        if ready_file is not None and ready_file.is_file() and ready_file.read_bytes() == where:  # no other server's
+        if ready_file is not None and ready_file.is_file() and ready_file.read_bytes() == where:  # not another server's
             ready_file.unlink()
         door.close(CLOSE_TIMEOUT_S)
     return code
 
 
 def _supervise(service: Service, door: Binding, signals: SimpleQueue[int]) -> int:
-    """Wait for a reason to end; its exit code."""
+    """Wait for a reason to end, and return its exit code."""
     while True:
         told = False
         with contextlib.suppress(queue.Empty):
             told = bool(signals.get(timeout=SUPERVISION_PERIOD_S))
-        if door.fatal.is_set():  # first: the end of another rank brings a signal, too
+        if door.fatal.is_set():  # check this first: the end of another rank also brings a signal
             return 1
         try:
             owner.require_owned()
@@ -135,7 +135,7 @@ def _supervise(service: Service, door: Binding, signals: SimpleQueue[int]) -> in
 
 
 def _flush_and_exit(code: int) -> None:
-    """End now: an abandoned call or a dead tritonserver leaves threads that an orderly exit would wait for."""
+    """Exit at once: an orderly exit would wait for the threads of an abandoned call or a dead tritonserver."""
     owner.release()
     logging.shutdown()
     sys.stdout.flush()
@@ -144,7 +144,7 @@ def _flush_and_exit(code: int) -> None:
 
 
 def rehearse(service: Service) -> None:
-    """``--dry-run``: one tiny request of every kind, through the service but not through the network."""
+    """Send one tiny request of every kind (``--dry-run``), through the service but not through the network."""
     passed = " and ".join(service.roles)
     if "reward" in service.roles:
         service.handle(protocol.REWARD_INFER.name, protocol.reward_tensors(["a", "b"], ["a", "b"]))
@@ -154,7 +154,7 @@ def rehearse(service: Service) -> None:
 
 
 def _rehearse_critic(service: Service) -> float:
-    """The loss."""
+    """Rehearse the critic's requests, and return the loss of its train step."""
     status = service.status()
     lease = _ask(service, protocol.ACQUIRE, run_id=DRY_RUN, tokenizer_digest=status.tokenizer_digest)["lease"]
     length = min(4, status.max_length)

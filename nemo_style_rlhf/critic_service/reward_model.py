@@ -27,8 +27,8 @@ class RewardModel:
     ) -> None:
         """
         Args:
-            text: forms the sequences of texts.
-            group: the ranks that share the sequences; each has the whole model.
+            text: turns texts into sequences.
+            group: worker group whose ranks share the sequences; each has the whole model.
             offload: keep the weights in host memory from :meth:`rest` to the next score.
         """
         group.join({Score: self._score})
@@ -58,6 +58,6 @@ class RewardModel:
         return self._group.sum(rewards).numpy()
 
     def rest(self) -> None:
-        """Free the device's memory, where the weights are offloaded."""
+        """Free the device's memory if weights are offloaded."""
         if self._host_copy is not None:
             self._host_copy.rest()

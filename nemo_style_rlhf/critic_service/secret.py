@@ -16,10 +16,10 @@ _from_environment: dict[str, str] = {}
 
 
 def read_token(config: TokenConfig) -> str | None:
-    """The token, or None where neither a file nor the environment variable is given.
+    """The token, or None if neither a file nor the environment variable is given.
 
-    The variable is taken out of the environment, so that no process which this one starts inherits it, and overwritten where
-    the kernel keeps it for /proc/PID/environ, which this user's other processes can read.
+    The variable is removed from the environment, so that no child process inherits it, and overwritten in the memory that
+    the kernel shows as /proc/PID/environ, which this user's other processes can read.
 
     Raises:
         UserError: the file is missing or empty, or the token does not fit into a header.
@@ -41,7 +41,7 @@ def read_token(config: TokenConfig) -> str | None:
 
 
 def _overwrite(variable: str) -> None:
-    """Fill the variable's value with x, in place: the block that a process was started with outlives ``unsetenv``."""
+    """Overwrite the variable's value with x in place: the environment block of a process outlives ``unsetenv``."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
     if address := getenv(variable.encode()):
@@ -49,7 +49,7 @@ def _overwrite(variable: str) -> None:
 
 
 def own_token_file() -> Path:
-    """Where the token of this user's servers on loopback lies that were given none."""
+    """Path of the token of this user's servers on loopback that are configured without one."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "nemo_style_rlhf" / "token"
 
 
@@ -57,7 +57,7 @@ def own_token() -> str | None:
     """The token of this user's servers on loopback; None before the first server has made it.
 
     Raises:
-        UserError: others could read or replace it.
+        UserError: other users could read or replace it.
     """
     path = own_token_file()
     if not path.exists():
@@ -68,10 +68,10 @@ def own_token() -> str | None:
 
 
 def own_token_made() -> str:
-    """As :func:`own_token`; made where there is none.
+    """Like :func:`own_token`, but make the token if there is none.
 
     Raises:
-        UserError: others could read or replace it, or it cannot be written.
+        UserError: other users could read or replace it, or it cannot be written.
     """
     path = own_token_file()
     if (token := own_token()) is not None:
@@ -82,7 +82,7 @@ def own_token_made() -> str:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         with suppress(FileExistsError):
-            os.link(beside, path)  # not over one that another server has just made
+            os.link(beside, path)  # do not replace a token that another server has just made
         beside.unlink()
     except OSError as error:
         raise UserError(

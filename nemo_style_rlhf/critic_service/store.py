@@ -1,8 +1,8 @@
-"""The critic's checkpoint halves on disk: written beside and renamed, digested, committed, pruned.
+"""Critic checkpoints on disk: written to a temporary folder and renamed, digested, committed, pruned.
 
-``<output_dir>/checkpoints/<checkpoint_id>/critic/`` holds a half, ``critic.json`` in it its step and digests;
-``<output_dir>/checkpoints/critic_committed.json`` lists the committed ids, oldest first. The actor may keep its own half
-in the same ``<checkpoint_id>`` folder: only ``critic`` is ever touched.
+``<output_dir>/checkpoints/<checkpoint_id>/critic/`` holds a critic checkpoint, with its step and digests in ``critic.json``;
+``<output_dir>/checkpoints/critic_committed.json`` lists the committed ids, oldest first. The actor may keep its checkpoint in
+the same ``<checkpoint_id>`` folder: the server touches only ``critic``.
 """
 
 import json
@@ -32,20 +32,20 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Half:
-    """What ``critic.json`` says."""
+    """Content of ``critic.json``, which describes a critic checkpoint."""
 
     critic_step: int
     digests: dict[str, str]
-    """SHA-256 of every other file, by path relative to the half."""
+    """SHA-256 of every other file, by path relative to the checkpoint's folder."""
     critic: dict[str, Any] = field(default_factory=dict)
-    """What that of a server which restores it must have in common with this one."""
+    """Properties of the critic that a server must share to restore the checkpoint."""
 
 
 class HalfStore:
-    """All halves below one output directory."""
+    """All critic checkpoints below one output directory."""
 
     def __init__(self, output_dir: Path, critic: dict[str, Any] | None = None) -> None:
-        """``critic`` describes the server's; halves of one that differs in it cannot be restored."""
+        """``critic`` describes the server's critic; checkpoints of a different one cannot be restored."""
         self._critic = critic or {}
         require_owned()
         self._checkpoints = (output_dir / "checkpoints").resolve()
@@ -68,7 +68,7 @@ class HalfStore:
             committed = list(json.loads(self._committed_file.read_bytes()))
         except (OSError, ValueError, TypeError, RecursionError):
             committed = [None]
-        if not all(map(is_checkpoint_id, committed)):  # whoever restores a checkpoint commits it anew
+        if not all(map(is_checkpoint_id, committed)):  # a restored checkpoint is committed again
             log.warning("%s is damaged and is written anew with the next commit", self._committed_file)
             return []
         return committed
@@ -78,10 +78,10 @@ class HalfStore:
         return self.committed[-1] if self.committed else None
 
     def save(self, checkpoint_id: str, critic_step: int, write: Callable[[Path], None]) -> Half:
-        """Make a half durable; ``write`` fills a directory. An earlier half of that id is replaced.
+        """Save a checkpoint durably; ``write`` fills a directory. Replaces an earlier checkpoint of that id.
 
         Raises:
-            ProtocolError: STORAGE when the disk refuses; what was there before is whole.
+            ProtocolError: STORAGE if the disk refuses; earlier checkpoints stay whole.
         """
         self._require_owned()
 
@@ -95,13 +95,13 @@ class HalfStore:
         return _read(target)
 
     def export(self, checkpoint_id: str, write: Callable[[Path], None]) -> Path:
-        """A directory for other programs; never pruned."""
+        """Write a directory for other programs, which is never pruned."""
         self._require_owned()
         _publish(self._exports / checkpoint_id / "critic", write)
         return self._exports / checkpoint_id / "critic"
 
     def verified(self, checkpoint_id: str, digests: dict[str, str] | None) -> tuple[Path, Half]:
-        """The directory of a half whose files are what they were when saved, and what ``digests`` says; it has no others.
+        """The directory of a checkpoint whose files are as saved and as in ``digests``, without any other file.
 
         Raises:
             ProtocolError: NOT_FOUND or CONFLICT.
@@ -129,9 +129,10 @@ class HalfStore:
         return directory, half
 
     def commit(self, checkpoint_id: str, keep: int | None) -> list[str]:
-        """Record that the pair is whole; with ``keep``, remove every half of the run but its last ``keep`` committed ones.
+        """Record that actor and critic have saved the checkpoint. With ``keep``, remove all critic checkpoints of the run but
+        its last ``keep`` committed ones.
 
-        Halves of other runs in the folder are left alone. ``keep=0`` leaves nothing of the run, its exports neither.
+        Checkpoints of other runs in the folder stay. ``keep=0`` removes everything of the run, exports included.
 
         Returns:
             The ids that were pruned.
@@ -142,7 +143,7 @@ class HalfStore:
         run = run_of(checkpoint_id)
         others = [known for known in self.committed if run_of(known) != run]
         mine = [known for known in self.committed if run_of(known) == run]
-        if keep is None and checkpoint_id in mine:  # gone back to: later ones, of no use any more, are the first to go
+        if keep is None and checkpoint_id in mine:  # restored: prune the now useless later ones first
             place = mine.index(checkpoint_id)
             mine = mine[place + 1 :] + mine[:place]
         mine = [known for known in mine if known != checkpoint_id] + [checkpoint_id]
@@ -195,12 +196,12 @@ class HalfStore:
 def _read(directory: Path) -> Half:
     """
     Raises:
-        OSError, ValueError, TypeError, AttributeError, RecursionError: the record cannot be read, or is none.
+        OSError, ValueError, TypeError, AttributeError, RecursionError: the record cannot be read or is invalid.
     """
     if not (directory / RECORD).is_file():
         raise OSError(f"{RECORD} is no file")
     record = json.loads((directory / RECORD).read_bytes())
-    record.setdefault("critic", record.pop("shape", {}))  # as earlier servers called it
+    record.setdefault("critic", record.pop("shape", {}))  # the key of earlier versions
     half = Half(**record)
     if not (type(half.critic_step) is int and isinstance(half.digests, dict) and isinstance(half.critic, dict)):
         raise TypeError(f"{RECORD} is no record of a half")
@@ -208,7 +209,7 @@ def _read(directory: Path) -> Half:
 
 
 def _publish(target: Path, write: Callable[[Path], None]) -> None:
-    """Fill ``target`` so that a crash leaves the old directory or the new one, whole."""
+    """Fill ``target`` so that a crash leaves either the whole old directory or the whole new one."""
     beside, replaced = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")
     try:
         shutil.rmtree(beside, ignore_errors=True)

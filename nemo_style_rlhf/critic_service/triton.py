@@ -1,7 +1,7 @@
 """The PyTriton binding: hands arrays to the service, turns errors into answers, and puts the front door before Triton.
 
-With ``batching=False`` a request is computed alone, so an answer never depends on who else asked; ``strict=True`` checks
-every output's dtype and shape. Each endpoint has its own thread, so ``critic_status`` answers while ``critic_train`` runs.
+With ``batching=False`` every request is computed alone, so that its answer never depends on other requests; ``strict=True``
+checks every output's dtype and shape. Each endpoint has its own thread, so ``critic_status`` answers while ``critic_train`` runs.
 """
 
 import contextlib
@@ -36,18 +36,18 @@ Handler = Callable[[str, Mapping[str, Array]], dict[str, Array]]
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server will listen, and the secret that callers need."""
+    """The address at which a server will listen, and the secret that callers need."""
 
     listener: socket.socket | None
-    """The public port, bound and not yet listening; None on all ranks but the first."""
+    """Socket of the public port, bound and not yet listening; None on all ranks but the first."""
     token: str
 
 
 def preflight(config: ServerConfig) -> Address:
-    """Refuse whatever can be refused before a model loads, and take the port.
+    """Check all settings that can be checked before a model loads, and take the port.
 
     Raises:
-        UserError: an address that needs a token and has none, a port in use, certificates that do not load, NumPy 2.
+        UserError: the address needs a token and has none, the port is in use, certificates do not load, or NumPy is 2.
     """
     _refuse_numpy_2()
     token = read_token(config.token)
@@ -64,20 +64,20 @@ def preflight(config: ServerConfig) -> Address:
                 f"server.tls does not load ({error}): expected PEM files: certificate and chain, private key without a "
                 "passphrase, and for mutual TLS the client_ca"
             ) from error
-    first = os.environ.get("RANK", "0") == "0"  # of several ranks the first has the door
+    first = os.environ.get("RANK", "0") == "0"  # only the first rank has a front door
     return Address(take_port(config.host, config.port) if first else None, token or own_token_made())
 
 
 class Binding:
     """Triton bound to ``handle``, and the front door before it.
 
-    :attr:`fatal` is set when an answer could not be given for a fault of this process.
+    :attr:`fatal` is set when an internal error of this process prevented an answer.
     """
 
     def __init__(
         self, config: ServerConfig, handle: Handler, address: Address, *, roles: list[str], boot_id: str
     ) -> None:
-        """Start Triton, bind the endpoints of ``roles``, open the door."""
+        """Start Triton, bind the endpoints of ``roles``, open the front door."""
         assert address.listener is not None
         self.host, self.port = address.listener.getsockname()[:2]
         scheme = "http" if config.tls.certificate is None else "https"
@@ -86,7 +86,7 @@ class Binding:
         self._handle = handle
         self._boot_id = boot_id
         self._door: subprocess.Popen[bytes] | None = None
-        # Seen, once each: it listened and never answered; a process of its crashed while it loaded.
+        # Each of these happened once: Triton listened but never answered; one of its processes crashed while loading.
         Retrying(stop=stop_after_attempt(2), reraise=True)(self._start, config, roles)
         self._open(config, address.listener, roles, address.token)
 
@@ -134,14 +134,14 @@ class Binding:
 
     @property
     def alive(self) -> bool:
-        """False once the front door, a process of Triton's or a thread that answers requests has died."""
+        """False once the front door, one of Triton's processes or a thread that answers requests has died."""
         return self._door is not None and self._door.poll() is None and self._backend.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """Close the door, by force after ``timeout_s`` seconds, and take Triton down."""
+        """Close the front door, by force after ``timeout_s`` seconds, and stop Triton."""
         if self._door is not None and self._door.stdin is not None:
             with contextlib.suppress(OSError):
-                self._door.stdin.close()  # it delivers what is answered already, and ends
+                self._door.stdin.close()  # the door delivers finished answers, and ends
             try:
                 self._door.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -189,7 +189,7 @@ class Binding:
 
 
 def _endpoints(roles: list[str]) -> list[Endpoint]:
-    """Those of a server with these roles: a Triton model that nobody asks costs start-up time."""
+    """The endpoints of a server with these roles; an unused Triton model would cost start-up time."""
     return [endpoint for endpoint in protocol.ENDPOINTS if endpoint.role is None or endpoint.role in roles]
 
 
@@ -207,7 +207,7 @@ def _refuse_numpy_2() -> None:
 
 
 def take_port(host: str, port: int) -> socket.socket:
-    """The port, bound. A server that was just told to stop may still hold it for a moment."""
+    """Bind the port. Tries for a while, since a server that was just told to stop may still hold it."""
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:

@@ -1,6 +1,6 @@
-"""A request is read into a message of ``protocol`` or refused, with the tensor and the rule it breaks.
+"""Reads a request into a message of ``protocol``, or refuses it with the name of the tensor and the rule that it breaks.
 
-NumPy and the standard library only; nothing here has side effects.
+This module imports only NumPy and the standard library, and nothing here has side effects.
 """
 
 import json
@@ -47,7 +47,7 @@ MAX_JSON_BYTES = 16 * 2**20
 
 
 def read_infer(inputs: Mapping[str, Array], limits: Limits) -> tuple[InferRequest, Wanted]:
-    """The sequences of a request, and what is wanted of them.
+    """Read the sequences of a request, and the results that it asks for.
 
     Raises:
         ProtocolError: INVALID, naming the tensor or field and the rule.
@@ -75,7 +75,7 @@ def _read_sequences(inputs: Mapping[str, Array], limits: Limits) -> InferRequest
 
 
 def read_reward(inputs: Mapping[str, Array], limits: Limits) -> RewardRequest:
-    """The texts of a request.
+    """Read the texts of a request.
 
     Raises:
         ProtocolError: INVALID, naming the tensor and the rule.
@@ -93,7 +93,7 @@ def read_reward(inputs: Mapping[str, Array], limits: Limits) -> RewardRequest:
 
 
 def read_tokenised(sequences: Sequence[list[int]], limits: Limits) -> InferRequest:
-    """The sequences that the texts of :func:`read_reward` became.
+    """Check the sequences made from the texts of :func:`read_reward`.
 
     Raises:
         ProtocolError: INVALID, naming the texts and the rule.
@@ -108,7 +108,7 @@ def read_tokenised(sequences: Sequence[list[int]], limits: Limits) -> InferReque
 
 
 def read_train(inputs: Mapping[str, Array], limits: Limits) -> TrainPart:
-    """One part of a train step.
+    """Read one part of a train step.
 
     Raises:
         ProtocolError: INVALID, naming the tensor or field and the rule.
@@ -215,7 +215,7 @@ def _texts(tensor: Array, name: str) -> list[str]:
 
 
 def read_json(tensor: Array, message: type[Message], name: str = "request") -> Message:
-    """The JSON object in a BYTES [1] tensor as the dataclass ``message``: known keys and exact types only.
+    """Read the JSON object in a BYTES [1] tensor as the dataclass ``message``, with known keys and exact types only.
 
     Raises:
         ProtocolError: INVALID, naming the field.

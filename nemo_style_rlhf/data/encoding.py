@@ -1,4 +1,4 @@
-"""Text to token ids, the same way in every stage."""
+"""Turns text into token ids, in the same way in every stage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from nemo_style_rlhf.data.records import Dropped
 from nemo_style_rlhf.errors import UserError
 
 TOOLS_KEY = "tools"
-"""In a row with messages: the tools its conversation may call, for the chat template."""
+"""Key, in a row with messages, of the tools that the conversation may call, for the chat template."""
 
 
 class Encoder:
-    """A tokenizer as prompts and responses need it."""
+    """Tokenizes prompts and responses."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        # Some tokenizers close every text with EOS; a prompt that is to be continued must stay open. Looking at an
-        # ordinary text tells a closing EOS from an opening BOS also where both are one token.
+        # Some tokenizers close every text with EOS, but a prompt must stay open. The tokens of an ordinary text distinguish
+        # a closing EOS from an opening BOS even if both are the same token.
         probe = tokenizer("a")["input_ids"]
         self._closes_with_eos = (
             tokenizer.eos_token_id is not None and len(probe) > 1 and probe[-1] == tokenizer.eos_token_id
@@ -28,8 +28,8 @@ class Encoder:
         self._opens_with_bos = len(probe) > 1 and probe[0] == tokenizer.bos_token_id
 
     def prompt(self, text: str) -> list[int]:
-        """``tokenizer(text)``, BOS and all, without the EOS it may add at the end and with one BOS where a template that is
-        already in ``text`` wrote it, too."""
+        """``tokenizer(text)`` with its BOS, but without an EOS at the end, and with only one BOS if a template in ``text``
+        already wrote one."""
         ids = list(self.tokenizer(text)["input_ids"])
         if self._closes_with_eos:
             del ids[-1]
@@ -42,15 +42,15 @@ class Encoder:
     ) -> list[int]:
         """The tokens that follow ``prompt_ids`` when ``response`` follows ``prompt``.
 
-        Both texts are tokenised together, since many tokenizers mark a word's beginning by the space before it; where that
-        changes the prompt's own tokens, the response is tokenised by itself, as a policy would have to write it.
+        Both texts are tokenized together, since many tokenizers mark the beginning of a word by the space before it. If that
+        changes the prompt's tokens, the response is tokenized by itself, as a policy would have to write it.
 
         Args:
-            append_eos: end with EOS, once.
-            rendered: the texts come from a chat template, special tokens included.
+            append_eos: end with exactly one EOS.
+            rendered: whether the texts come from a chat template, special tokens included.
 
         Raises:
-            UserError: EOS is asked for and the tokenizer has none.
+            UserError: ``append_eos`` is set and the tokenizer has no EOS.
         """
         together = self.rendered(prompt + response) if rendered else self.prompt(prompt + response)
         if together[: len(prompt_ids)] == list(prompt_ids):
@@ -61,7 +61,7 @@ class Encoder:
             if self.tokenizer.eos_token_id is None:
                 raise UserError("the tokenizer has no end-of-text token: give it one or set data.append_eos=false")
             eos = self.tokenizer.eos_token_id
-            if rendered and eos in ids:  # what a template writes behind it, a line break often, no policy gets to write
+            if rendered and eos in ids:  # no policy writes the template's text after EOS, often a line break
                 del ids[len(ids) - ids[::-1].index(eos) :]
             elif ids[-1:] != [eos]:
                 ids.append(eos)
@@ -70,11 +70,11 @@ class Encoder:
     def chat(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
     ) -> str:
-        """``messages`` rendered by the chat template, which may describe ``tools`` (JSON schemas) at their beginning.
+        """Render ``messages`` with the chat template, which may describe ``tools`` (JSON schemas) at the beginning.
 
         Raises:
             UserError: there is no chat template.
-            Dropped: it refuses these messages.
+            Dropped: the template refuses these messages.
         """
         if self.chat_template is None and self.tokenizer.chat_template is None:
             raise UserError("messages need a chat template and the tokenizer has none: set data.chat_template")
@@ -91,14 +91,14 @@ class Encoder:
         return str(rendered)
 
     def rendered(self, text: str) -> list[int]:
-        """Tokens of a text in which the chat template has already put every special token."""
+        """Tokens of a text in which the chat template has already written every special token."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], response: Sequence[int]) -> str:
-    """The response as it stands behind its prompt: decoded alone, SentencePiece models lose its leading space."""
+    """The text of the response after its prompt: decoded alone, it would lose its leading space in SentencePiece models."""
     whole = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
     before = str(tokenizer.decode(list(prompt), skip_special_tokens=True))
     if whole.startswith(before):
         return whole.removeprefix(before)
-    return str(tokenizer.decode(list(response), skip_special_tokens=True))  # the border is within a character
+    return str(tokenizer.decode(list(response), skip_special_tokens=True))  # the border splits a character

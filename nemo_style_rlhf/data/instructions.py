@@ -1,4 +1,4 @@
-"""The text of a prompt, wherever a row holds one."""
+"""Reads the text of a prompt from a row."""
 
 from nemo_style_rlhf.data.records import Record
 from nemo_style_rlhf.errors import UserError
@@ -6,7 +6,7 @@ from nemo_style_rlhf.schema.data import PromptTemplateConfig
 
 
 def instruction(record: Record, key: str, config: PromptTemplateConfig) -> str:
-    """The text under ``key``, followed by a blank line and the text under ``config.input_key`` where that is not empty.
+    """The text under ``key``, followed by a blank line and the text under ``config.input_key`` if that is not empty.
 
     Raises:
         UserError: one of the two is missing or no text, or the row looks like Alpaca's and its `input` would be ignored.

@@ -20,13 +20,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the policy continues."""
+    """A prompt for the policy, with its metadata."""
 
     prompt_id: int
     """Row number in its file; sample seeds derive from it, so dropping other rows changes nothing."""
     token_ids: list[int]
     text: str
-    """The text behind ``token_ids``: templates applied, special tokens of the tokenizer itself not shown."""
+    """The text of ``token_ids``, with templates applied, without the special tokens that the tokenizer adds."""
     label: str | None = None
     """Reference answer for reward functions."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -37,17 +37,17 @@ class Prompt:
 def load_prompts(
     path: str, config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, *, whole_distribution: bool = False
 ) -> tuple[list[Prompt], DropReport]:
-    """Tokenised prompts of one file, in its order.
+    """Tokenized prompts of one file, in its order.
 
-    A conversation that ends with an answer is cut before it, as an HH transcript is, and counted in the report. Prompts longer
-    than ``config.max_prompt_length`` tokens, empty ones, conversations without a turn before the answer or that the chat template
-    refuses, and HH transcripts without an answer are dropped and counted.
+    A conversation that ends with an answer is cut before it, like an HH transcript, and counted in the report. The following are
+    dropped and counted: prompts longer than ``config.max_prompt_length`` tokens, empty prompts, conversations without a turn
+    before the answer or that the chat template refuses, and HH transcripts without an answer.
 
     Args:
-        whole_distribution: refuse rows whose own settings leave out a part of it.
+        whole_distribution: refuse rows whose own settings exclude a part of the distribution.
 
     Raises:
-        UserError: missing file, broken JSON, missing key, empty data set, or nothing left.
+        UserError: the file is missing, has broken JSON or a missing key, or no prompt is left.
     """
     encoder = Encoder(tokenizer, chat_template=config.chat_template)
     report = DropReport(path)
@@ -78,7 +78,7 @@ def load_prompts(
 
 
 def _prompt_text(record: Record, config: PromptRowsConfig, encoder: Encoder) -> tuple[str, bool]:
-    """The text, and whether a conversation was cut before the answer it ends with."""
+    """The text, and whether a conversation was cut before its last answer."""
     if config.format == "messages":
         messages = record.get(config.key, "data.prompt_key")
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
@@ -106,12 +106,12 @@ def _prompt_text(record: Record, config: PromptRowsConfig, encoder: Encoder) -> 
 
 
 def without_last_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` up to the turn that their last answer answers; all of them where they end with another turn.
+    """``messages`` without the answer at their end; all of them if they do not end with an answer.
 
-    An answer is the assistant's last turns together with the tools' turns between them.
+    An answer consists of the assistant's last turns and the tools' turns between them.
 
     Raises:
-        Dropped: nothing but system turns stands before the answer.
+        Dropped: only system turns precede the answer.
     """
     end = len(messages)
     if messages[-1].get("role") == "assistant":
@@ -134,6 +134,6 @@ def _metadata(record: Record, config: PromptRowsConfig) -> dict[str, Any]:
 
 
 def _sampling(record: Record, config: PromptRowsConfig) -> SamplingOverrides:
-    """The row's own settings, where it has any."""
+    """The row's own sampling settings, if any."""
     given = record.fields.get(config.sampling_key) if config.sampling_key else None
     return NO_OVERRIDES if given is None else SamplingOverrides.parse(given, record.where)

@@ -1,4 +1,4 @@
-"""Ragged batches: sequences laid end to end, and the padded micro-batches a model computes with.
+"""Ragged batches: sequences laid end to end, and the padded micro-batches for a model.
 
 `flat` tensors have shape [N, ...] with ``N == sum(lengths)``; padding is on the right.
 """
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def pad(flat: Tensor, lengths: Sequence[int], *, value: float = 0, rows: int | None = None) -> Tensor:
-    """[N] to [B, max(lengths)], or to [rows, max(lengths)] with further rows of padding."""
+    """Pad [N] to [B, max(lengths)], or to [rows, max(lengths)] with further rows of padding."""
     padded = flat.new_full((rows or len(lengths), max(lengths)), value)
     return padded.masked_scatter_(real_tokens(lengths, rows=rows), flat)
 
 
 def unpad(padded: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[B or more, T] back to [N]: the inverse of :func:`pad`."""
+    """Convert [B or more, T] back to [N]: the inverse of :func:`pad`."""
     return padded[:, : max(lengths)][real_tokens(lengths, rows=len(padded))]
 
 
 def real_tokens(lengths: Sequence[int], *, rows: int | None = None) -> Tensor:
-    """[B or rows, max(lengths)] bool: where :func:`pad` puts tokens."""
+    """[B or rows, max(lengths)] bool: True where :func:`pad` puts tokens."""
     visible = torch.tensor([*lengths, *[0] * ((rows or len(lengths)) - len(lengths))])
     return torch.arange(max(lengths)) < visible[:, None]
 
@@ -31,15 +31,15 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def padded_rows(rows: int, longest: int, *, multiple: int, token_budget: int) -> int:
-    """``rows`` rounded up to ``multiple``, as far as a micro-batch of that many x ``longest`` tokens stays in the budget."""
+    """``rows`` rounded up to ``multiple``, as far as a micro-batch of rows x ``longest`` tokens stays within the budget."""
     return max(rows, min(round_up(rows, multiple), token_budget // longest))
 
 
 def micro_batches(lengths: Sequence[int], *, token_budget: int) -> list[list[int]]:
     """Split sequences into micro-batches of at most ``token_budget`` padded tokens (rows x longest row).
 
-    A pure function of ``lengths``: longest first, ties by index, so that neighbours are alike and padding is small. A
-    sequence longer than the budget goes alone.
+    The split is a pure function of ``lengths``: longest first, ties by index, so that sequences in a micro-batch have similar
+    lengths and little padding. A sequence longer than the budget is alone in its micro-batch.
 
     Returns:
         Lists of indices into ``lengths``; each index occurs once.

@@ -1,4 +1,4 @@
-"""Rows from files: JSONL (plain or gzip), Parquet, and whatever the `datasets` library loads."""
+"""Reads rows from JSONL files (plain or gzip), Parquet, and everything that the `datasets` library loads."""
 
 import gzip
 import json
@@ -16,12 +16,12 @@ _EXAMPLES_KEPT = 3
 
 @dataclass(frozen=True)
 class Record:
-    """One row and where it stands, for error messages."""
+    """One row with its position, for error messages."""
 
     index: int
     """0-based row number in its source: the stable identity of the row."""
     where: str
-    """E.g. `train.jsonl line 12`."""
+    """Position for error messages, e.g. `train.jsonl line 12`."""
     fields: dict[str, Any]
 
     def get(self, key: str, setting: str) -> Any:
@@ -48,17 +48,17 @@ class Record:
 
 
 class Dropped(Exception):
-    """A row that cannot be used, with the reason for the report."""
+    """A row is unusable; the message is the reason for the report."""
 
 
 @dataclass
 class DropReport:
-    """How many rows were kept, how many were dropped for which reason, and the first of them."""
+    """Counts rows that were kept, and by reason those that were dropped, with the first of them."""
 
     source: str
     kept: int = 0
     cut: int = 0
-    """Kept prompts that lost the answer they ended with."""
+    """Number of kept prompts that were cut before their last answer."""
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class DropReport:
     def require_kept(self, advice: str) -> None:
         """
         Raises:
-            UserError: nothing was kept; ``advice`` says what to change.
+            UserError: no row was kept; ``advice`` says what to change.
         """
         if self.kept == 0 and not self.dropped:
             raise UserError(f"{self.source} is empty: expected at least one row")
@@ -100,7 +100,7 @@ def read_records(source: str) -> Iterator[Record]:
         source: a .jsonl, .jsonl.gz or .parquet file, a folder written by ``datasets``, or a hub name ``owner/name[:split]``.
 
     Raises:
-        UserError: no such file or data set, or a line that is not a JSON object (with its number).
+        UserError: the file or data set does not exist, or a line, which is named, is not a JSON object.
     """
     path = Path(source)
     if path.is_file() and source.endswith(JSONL_SUFFIXES):

@@ -1,4 +1,4 @@
-"""Prompt and response as the token ids a reward model was trained on."""
+"""Turns prompt and response into the token ids that a reward model was trained on."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -7,13 +7,13 @@ from nemo_style_rlhf.data.templates import read_template, render
 
 
 class RewardText:
-    """Forms sequences as ``data/supervised.py`` forms its preference pairs: template, prompt, response, end-of-text."""
+    """Forms sequences as ``data/supervised.py`` forms preference pairs: template, prompt, response, end-of-text."""
 
     def __init__(self, model_dir: str, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool | None) -> None:
-        """Template and end-of-text are as noted beside the model; without a note, no template and an end-of-text.
+        """Take template and end-of-text from the note beside the model; without a note, use no template and an end-of-text.
 
         Args:
-            append_eos: overrides the note. A tokenizer without EOS was trained without, since the trainer refuses true.
+            append_eos: overrides the note. A model whose tokenizer lacks EOS was trained without it, as the trainer refuses true.
         """
         note = read_template(model_dir)
         self._template: str | None = note.get("template")
@@ -22,11 +22,11 @@ class RewardText:
         self._append_eos = append_eos and tokenizer.eos_token_id is not None
 
     def token_ids(self, prompt: str, response: str, *, rendered: bool = False) -> list[int]:
-        """Needs the tokenizer only, so that it may run while the models are busy.
+        """Token ids of a sequence. This needs only the tokenizer, so that it may run while the models are busy.
 
         Args:
-            prompt: a user's own words, which the template of training is put around.
-            rendered: ``prompt`` comes from a chat template that wrote all special tokens, of this tokenizer.
+            prompt: the user's own words, to which the template of training is applied.
+            rendered: whether ``prompt`` comes from a chat template that wrote all special tokens of this tokenizer.
         """
         prompt = prompt if rendered else render(self._template, prompt)
         prompt_ids = self._encoder.rendered(prompt) if rendered else self._encoder.prompt(prompt)

@@ -1,4 +1,4 @@
-"""The order of the data as a pure function of seed and position, so that a checkpoint stores one integer."""
+"""Orders the data as a pure function of seed and position, so that a checkpoint stores one integer."""
 
 import functools
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def mixed_seed(*numbers: int) -> int:
-    """A seed for torch, 0 to 2^63 - 1, that is a function of all ``numbers``, each at least 0."""
+    """A seed for torch, 0 to 2^63 - 1, that depends on all ``numbers``, each at least 0."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
 
 
@@ -19,7 +19,7 @@ class PromptSampler:
         self.num_prompts = num_prompts
         self.seed = seed
         self.shuffle = shuffle
-        # Consecutive calls read from one epoch, or from two at its edge.
+        # Consecutive calls read from one epoch, or from two at a border.
         self._order = functools.lru_cache(maxsize=2)(self._compute_order)
 
     def take(self, position: int, count: int) -> list[int]:
@@ -27,7 +27,7 @@ class PromptSampler:
         return [self._at(index) for index in range(position, position + count)]
 
     def epoch(self, position: int) -> float:
-        """How many times the data has been seen at ``position``."""
+        """Number of passes over the data at ``position``."""
         return position / self.num_prompts
 
     def _at(self, position: int) -> int:

@@ -1,4 +1,4 @@
-"""Rows of the supervised stages as token ids."""
+"""Turns rows of the supervised stages into token ids."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class SFTExample:
 
     token_ids: list[int]
     prompt_length: int
-    """So many tokens at the beginning are read, not learned; 0 in plain text."""
+    """Number of tokens at the beginning that are no loss tokens; 0 in plain text."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -41,16 +41,16 @@ class SFTExample:
         return len(self) - max(self.prompt_length, 1)
 
     def learned(self) -> list[bool]:
-        """Whether each token is learned; the first is never learned, since nothing before it predicts it."""
+        """Whether each token is a loss token; the first never is, since no token before it predicts it."""
         return [position >= max(self.prompt_length, 1) for position in range(len(self))]
 
 
 @dataclass(frozen=True)
 class Conversation(SFTExample):
-    """Several answers, with text between them that is read."""
+    """Several answers, with text between them that has no loss tokens."""
 
     read: list[tuple[int, int]]
-    """Where it begins and ends, in tokens."""
+    """Begin and end of each such text, as token positions."""
 
     @property
     def num_learned(self) -> int:
@@ -71,9 +71,9 @@ class PreferencePair:
     rejected: list[int]
     margin: float = 0.0
     prompt_length: int = 0
-    """So many tokens at the beginning of both are the prompt."""
+    """Number of tokens of the prompt, at the beginning of both."""
     subset: str = ""
-    """What the row says it belongs to; evaluations are split by it."""
+    """The row's subset, by which evaluations are split."""
 
     def __len__(self) -> int:
         return max(len(self.chosen), len(self.rejected))
@@ -92,7 +92,7 @@ def load_sft(
     """The usable rows of one file, in its order, and a report on the others.
 
     Raises:
-        UserError: missing file, broken JSON, missing key, empty data set, or nothing left.
+        UserError: the file is missing, has broken JSON or a missing key, or no row is left.
     """
     encoder = Encoder(tokenizer, chat_template=config.chat_template)
     return _usable(path, lambda record: _sft_example(record, config, encoder))
@@ -101,11 +101,11 @@ def load_sft(
 def load_pairs(
     path: str, config: PairDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[PreferencePair], DropReport]:
-    """The usable pairs of one file, in its order, and a report on the others: too long ones, equal ones, empty answers,
-    HH transcripts whose prompts differ.
+    """The usable pairs of one file, in its order, and a report on the others: too long pairs, equal answers, empty answers, HH
+    transcripts whose prompts differ.
 
     Raises:
-        UserError: as :func:`load_sft`.
+        UserError: see :func:`load_sft`.
     """
     encoder = Encoder(tokenizer, chat_template=config.chat_template)
     return _usable(path, lambda record: _pair(record, config, encoder))
@@ -115,10 +115,10 @@ def load_unpaired(
     path: str, config: UnpairedDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[UnpairedExample], DropReport]:
     """The usable judged answers of one file, in its order, and a report on the other rows. A pair becomes two answers, the
-    desirable one first; where one of them is unusable, neither is taken.
+    desirable one first; if one of them is unusable, both are dropped.
 
     Raises:
-        UserError: as :func:`load_sft`, or a label that is neither true nor false.
+        UserError: see :func:`load_sft`; or a label is neither true nor false.
     """
     encoder = Encoder(tokenizer, chat_template=config.chat_template)
     rows, report = _usable(path, lambda record: _judged(record, config, encoder))
@@ -162,7 +162,7 @@ def _sft_format(record: Record, config: SFTDataConfig) -> str:
 
 
 def _conversation(record: Record, config: SFTDataConfig, encoder: Encoder) -> Conversation:
-    """Tokens of the rendered conversation, turn by turn: each answer's are those that follow its prompt at inference."""
+    """Tokens of the rendered conversation, turn by turn. Each answer has the tokens that follow its prompt at inference."""
     messages = _messages(record, config.messages_key, "data.messages_key")
     turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
@@ -223,17 +223,17 @@ def _is_pair(record: Record, config: UnpairedDataConfig) -> bool:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The text before an answer, with whatever template is around it."""
+    """The text before an answer, with its template applied."""
 
     text: str
     by_chat_template: bool = False
-    """Special tokens are in the text already."""
+    """Whether the text already contains the special tokens."""
 
 
 def _examples(
     prompt: Prompt, responses: Sequence[str], config: SupervisedDataConfig, encoder: Encoder
 ) -> list[SFTExample]:
-    """Each of ``responses`` after the prompt."""
+    """One example for each of ``responses`` after the prompt."""
     rendered = prompt.by_chat_template
     prompt_ids = encoder.rendered(prompt.text) if rendered else encoder.prompt(prompt.text)
     examples = []
@@ -265,7 +265,7 @@ def _two_answers(record: Record, config: PairDataConfig, encoder: Encoder) -> tu
 def _last_answer(
     record: Record, key: str, setting: str, config: PairDataConfig, encoder: Encoder
 ) -> tuple[Prompt, str]:
-    """The last of the messages under ``key``, and the conversation before it, which the prompt key may hold."""
+    """The conversation before the last message under ``key``, which the prompt key may hold, and that message."""
     messages = _messages(record, key, setting)
     if messages[0].get("role") == "assistant":
         before = record.get(config.prompt_key, "data.prompt_key")
@@ -289,7 +289,7 @@ def _messages(record: Record, key: str, setting: str) -> list[dict[str, Any]]:
 
 
 def _rendered_answer(prompt: str, messages: list[dict[str, Any]], chat: Callable[..., str]) -> str:
-    """The last of ``messages`` as the chat template writes it behind ``prompt``, which it makes of those before."""
+    """The last of ``messages`` as the chat template writes it after ``prompt``, the rendering of the earlier messages."""
     answer = messages[-1]
     if not str(answer.get("content") or "").strip() and not answer.get("tool_calls"):
         raise Dropped("with an empty response")

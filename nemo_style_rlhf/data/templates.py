@@ -1,7 +1,7 @@
-"""Prompt and chat templates, and the note a trained model carries about the ones it was trained with.
+"""Prompt and chat templates, and the note beside a trained model about its templates.
 
-A policy that was fine-tuned on "Question: {prompt}\\nAnswer:" and then sees bare prompts still runs, and is worse without
-a word. SFT therefore writes ``prompt_template.json`` beside the weights, and PPO compares digests before it starts.
+A policy that was fine-tuned on "Question: {prompt}\\nAnswer:" and then sees bare prompts still runs, but is silently worse. SFT
+therefore writes ``prompt_template.json`` beside the weights, and PPO compares digests before it starts.
 """
 
 import hashlib
@@ -20,27 +20,27 @@ from nemo_style_rlhf.schema.templates import PLACEHOLDER
 log = logging.getLogger(__name__)
 TEMPLATE_FILE = "prompt_template.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-"""Where transformers has a tokenizer's chat template; further ones, of a tokenizer with several, are in a folder."""
+"""File in which transformers keeps a tokenizer's chat template; a tokenizer with several has a folder for the others."""
 MORE_CHAT_TEMPLATES = "additional_chat_templates"
 
 
 def render(template: str | None, prompt: str) -> str:
-    """``prompt`` inside ``template``; braces in the prompt stay as they are."""
+    """Insert ``prompt`` into ``template``; braces in the prompt stay as they are."""
     return prompt if template is None else template.replace(PLACEHOLDER, prompt)
 
 
 def digest(template: str | None) -> str | None:
-    """SHA-256 of a template's text; None for none."""
+    """SHA-256 of a template's text; None without a template."""
     return None if template is None else hashlib.sha256(template.encode()).hexdigest()
 
 
 def describe(
     template: str | None, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
 ) -> dict[str, Any]:
-    """A template and the digests that are compared; ``chat_template`` overrides the tokenizer's."""
+    """The note: a template, and the digests to compare; ``chat_template`` overrides the tokenizer's."""
     if chat_template is None and isinstance(tokenizer.chat_template, str):
         chat_template = tokenizer.chat_template
-    if chat_template is not None:  # a file is read back with these line breaks, which are all one to Jinja
+    if chat_template is not None:  # line breaks as they are read back from a file; Jinja treats all alike
         chat_template = chat_template.replace("\r\n", "\n").replace("\r", "\n")
     return {"template": template, "template_sha256": digest(template), "chat_template_sha256": digest(chat_template)}
 
@@ -53,9 +53,9 @@ def write_template(
     *,
     append_eos: bool,
 ) -> None:
-    """Note in ``model_dir`` which templates the model was trained with, and whether its responses ended with EOS.
+    """Write a note in ``model_dir`` about the templates of the model's training, and whether its responses ended with EOS.
 
-    A ``chat_template`` becomes that of the tokenizer in ``model_dir``.
+    ``chat_template``, if given, becomes the chat template of the tokenizer in ``model_dir``.
     """
     note = {**describe(template, tokenizer, chat_template), "append_eos": append_eos}
     (model_dir / TEMPLATE_FILE).write_text(json.dumps(note, indent=2) + "\n")
@@ -65,18 +65,18 @@ def write_template(
 
 
 def read_template(model_dir: str) -> dict[str, Any]:
-    """What :func:`write_template` noted in ``model_dir``; empty for a model that was not trained here."""
+    """The note of :func:`write_template` in ``model_dir``; empty for a model that was not trained with this package."""
     note = Path(model_dir) / TEMPLATE_FILE
     return json.loads(note.read_text()) if note.is_file() else {}
 
 
 def check_template(model_dir: str, data: PromptTemplateConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compare this run's templates with those ``model_dir`` was trained with, if it carries a note of them.
+    """Compare this run's templates with those of the training of ``model_dir``, if it has a note.
 
-    Where they differ and ``data.on_template_mismatch`` is ``warn``, the sentence goes into the log.
+    If they differ and ``data.on_template_mismatch`` is ``warn``, the difference is logged.
 
     Raises:
-        UserError: they differ and it is ``refuse``.
+        UserError: they differ and ``data.on_template_mismatch`` is ``refuse``.
     """
     template = data.prompt_template
     trained, given = read_template(model_dir), describe(template, tokenizer, data.chat_template)
@@ -99,16 +99,16 @@ def check_template(model_dir: str, data: PromptTemplateConfig, tokenizer: PreTra
 
 
 def check_reward_template(name: str, trained: dict[str, Any], data: PromptTemplateConfig) -> None:
-    """Compare this run's prompt template, in which a reward model reads the policy's tokens, with that of its training.
+    """Compare this run's prompt template, in which a reward model sees the policy's tokens, with that of its training.
 
-    Where they differ and ``data.on_template_mismatch`` is ``warn``, the sentence goes into the log.
+    If they differ and ``data.on_template_mismatch`` is ``warn``, the difference is logged.
 
     Args:
-        name: what the sentence calls the reward model.
-        trained: what its checkpoint notes, as :func:`read_template` reads it.
+        name: name of the reward model in the message.
+        trained: the note beside its checkpoint, from :func:`read_template`.
 
     Raises:
-        UserError: they differ and it is ``refuse``.
+        UserError: they differ and ``data.on_template_mismatch`` is ``refuse``.
     """
     if trained and trained["template_sha256"] != digest(data.prompt_template):
         difference = (

@@ -1,4 +1,4 @@
-"""Work over ranks: which rank computes what, and how the others come to know."""
+"""Divides work over ranks, and exchanges the results."""
 
 import itertools
 import secrets
@@ -14,9 +14,9 @@ from torch import Tensor
 from nemo_style_rlhf.errors import UserError
 
 PATIENCE = timedelta(days=365)
-"""While one rank waits for a server or a slow rollout the others must not give up."""
+"""Timeout of collectives: while one rank waits for a server or a slow rollout, the others must not give up."""
 _FLAGS = itertools.count()
-"""Numbers for their names, the same on every rank."""
+"""Numbers in the names of flags, the same on every rank."""
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
@@ -34,15 +34,15 @@ def require_tensor_parallel(ranks: int, size: int) -> None:
 
 
 class Ranks:
-    """The ranks of ``bootstrap.init_distributed``; without that, one. Every rank makes the same calls.
+    """The ranks of ``bootstrap.init_distributed``; a single rank without that. Every rank makes the same calls.
 
-    Neighbors may form tensor-parallel groups, each of which shares a generator. The first rank of a group leads it.
+    Neighboring ranks may form tensor-parallel groups, each of which shares a generator. The first rank of a group leads it.
     """
 
     def __init__(self, *, tensor_parallel: int = 1) -> None:
         """
         Args:
-            tensor_parallel: ranks of a group.
+            tensor_parallel: number of ranks of a tensor-parallel group.
 
         Raises:
             UserError: the ranks cannot be divided into groups of that size.
@@ -53,7 +53,7 @@ class Ranks:
         self.generators = self.size // tensor_parallel
         self.generator: int = self.rank // tensor_parallel
         self.leads = self.rank % tensor_parallel == 0
-        # Not the models' group: that may be NCCL's, and gives up after half an hour.
+        # Not the models' group, which may be NCCL's and gives up after half an hour.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
 
     @property
@@ -61,13 +61,14 @@ class Ranks:
         return self.rank == 0
 
     def deal(self, count: int) -> list[range]:
-        """The numbers below ``count`` that each generator gets: every one in turn."""
+        """Deal the numbers below ``count`` to the generators in turn."""
         return [range(first, count, self.generators) for first in range(self.generators)]
 
     def shard(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
-        """The parts that this rank computes, as many on every rank, and whether each counts: an extra one does not.
+        """The parts that this rank computes, each with a flag that says whether it counts.
 
-        Collectives inside a forward or backward pass would otherwise wait for ranks that have run out of parts.
+        Every rank gets the same number of parts; extra ones do not count. Without them, collectives inside a forward or backward
+        pass would wait for ranks that have run out of parts.
         """
         for first in range(0, len(parts), self.size):
             own = first + self.rank
@@ -100,11 +101,11 @@ class Ranks:
         return gathered
 
     def barrier(self) -> None:
-        """Go on when all ranks are here."""
+        """Wait until all ranks have called this."""
         self.all_gather(None)
 
     def from_first(self, value: Any) -> Any:
-        """The value that the first rank gives."""
+        """The value that the first rank passes."""
         if self.size == 1:
             return value
         box = [value]
@@ -112,17 +113,17 @@ class Ranks:
         return box[0]
 
     def on_first(self, compute: Callable[[], Result]) -> Result:
-        """What ``compute`` returns or raises on the first rank, where alone it is called."""
+        """Call ``compute`` on the first rank only, and return its result, or raise its error, on all."""
         return self.from_first(_outcome(compute) if self.is_first else None)()
 
     def everyone(self, compute: Callable[[], Result]) -> list[Result]:
-        """What ``compute`` returns on each rank; what it raises on one is raised on all."""
+        """Call ``compute`` on every rank, and return all results; an error on one rank is raised on all."""
         return [outcome() for outcome in self.all_gather(_outcome(compute))]
 
     def require_shared(self, folder: Path) -> None:
         """
         Raises:
-            UserError: a rank does not see what the first writes into ``folder``.
+            UserError: a rank does not see a file that the first rank writes into ``folder``.
         """
         marker = folder / f".seen-{self.from_first(secrets.token_hex(4))}"
 
@@ -146,13 +147,13 @@ class Ranks:
 
 
 class Flag:
-    """Seen by all ranks once one has raised it; asking waits for nobody."""
+    """A flag that all ranks see once one of them has raised it; asking does not wait for other ranks."""
 
     def __init__(self, name: str | None) -> None:
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store()) if name else None
 
     def raised(self, now: bool) -> bool:
-        """Whether it is up; ``now`` raises it."""
+        """Whether the flag is raised; with ``now``, raise it first."""
         return now if self._store is None else self._store.add("raised", now) > 0
 
 
@@ -173,7 +174,7 @@ class _Raised:
 
 
 def _outcome(compute: Callable[[], Result]) -> Callable[[], Result]:
-    """Returns or raises what ``compute`` did; it can be sent to other ranks."""
+    """A function, which can be sent to other ranks, that returns the result of ``compute`` or raises its error."""
     try:
         return _Returned(compute())
     except Exception as error:  # noqa: BLE001 every rank raises it

@@ -1,4 +1,4 @@
-"""The one wrapper over DeepSpeed: forward, backward, step, offload, save, load, read the weights."""
+"""The only wrapper over DeepSpeed: forward, backward, step, offload, save, load, read the weights."""
 
 import math
 from collections.abc import Iterator
@@ -32,15 +32,15 @@ class NonFiniteError(RuntimeError):
 class Engine:
     """One trained module: ``loss = f(engine(...)); engine.backward(loss); ...; engine.step()``.
 
-    Losses given to :meth:`backward` between two steps add up to the loss of the optimizer step over all ranks: each is
-    already divided by the token (or sequence) count of the whole step, so neither the number of micro-batches nor of ranks
-    changes the gradient. DeepSpeed's own averaging over ranks and accumulation steps is cancelled here.
+    Losses given to :meth:`backward` between two steps add up, over all ranks, to the loss of the optimizer step. Callers divide
+    each by the token (or sequence) count of the whole step, so that neither the number of micro-batches nor that of ranks
+    changes the gradient. This class cancels DeepSpeed's averaging over ranks and accumulation steps.
     """
 
     def __init__(
         self, module: nn.Module, config: EngineConfig, *, device: torch.device, total_steps: int | None = None
     ) -> None:
-        """Take over ``module`` and move it to ``device``; ``total_steps`` is for a schedule that sets none itself."""
+        """Take over ``module`` and move it to ``device``; ``total_steps`` is used by a schedule that does not set its own."""
         self._steps = config.scheduler.total_steps or total_steps or 0
         if config.scheduler.name != "constant" and self._steps == 0:
             raise UserError(
@@ -69,7 +69,7 @@ class Engine:
             dist_init_required=False,
         )
         self._deepspeed.checkpoint_engine = InMemory(self._deepspeed._config)
-        self._deepspeed._copy_recovery_script = lambda _: None  # it would go to disk at once
+        self._deepspeed._copy_recovery_script = lambda _: None  # it would write to disk at once
         if config.zero_stage == 3:
             use_heads_in_shares(module)
         self._offloaded = False
@@ -83,12 +83,12 @@ class Engine:
         return self._deepspeed(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss``, a scalar share of the step's loss.
+        """Add the gradient of ``loss``, a scalar part of the step's loss.
 
         Raises:
             NonFiniteError: the loss is NaN or infinite; the weights have not changed.
         """
-        # One of several ranks must not stop alone: there the gradient shows it to all.
+        # With several ranks, one must not stop alone: the reduced gradient shows the fault to all.
         if self._deepspeed.dp_world_size == 1 and not math.isfinite(loss.item()):
             raise NonFiniteError(f"the loss is {loss.item()}")
         self._deepspeed.backward(loss * self._deepspeed.dp_world_size)
@@ -105,7 +105,7 @@ class Engine:
             The global L2 norm of the gradient before clipping.
 
         Raises:
-            NonFiniteError: the gradient was NaN or infinite; the weights are lost, the last checkpoint is not.
+            NonFiniteError: the gradient was NaN or infinite; the weights are lost, but the last checkpoint is good.
         """
         self._deepspeed.step()
         grad_norm = float(self._deepspeed.get_global_grad_norm()) if self.config.zero_stage else self._grad_norm
@@ -114,7 +114,7 @@ class Engine:
         return grad_norm
 
     def _clip(self, *_: object) -> None:
-        """Without ZeRO: between the reduction over ranks and the update. DeepSpeed would clip, but keep the norm to itself."""
+        """Clip, without ZeRO, between the reduction over ranks and the update. DeepSpeed would clip without telling the norm."""
         parameters = list(self.module.parameters())
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
         self._grad_norm = float(norm)
@@ -126,7 +126,7 @@ class Engine:
         self._deepspeed.train()
 
     def eval(self) -> None:
-        """From here to :meth:`train` optimizer states rest in host memory, where the config asks for it."""
+        """Switch to evaluation. If the config says so, optimizer states stay in host memory until :meth:`train`."""
         self._deepspeed.eval()
         self._offload_states()
 
@@ -142,9 +142,9 @@ class Engine:
             self._offloaded = False
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and persistent buffer of the module, whole, under its checkpoint name, tied ones under each name.
+        """Every parameter and persistent buffer of the module, whole, under its checkpoint name; tied ones under each name.
 
-        One whole parameter at a time, where ZeRO-3 holds them in shares; every rank calls it.
+        With ZeRO-3, which shards parameters, one at a time is gathered; every rank calls this.
         """
         if self._deepspeed.zero_optimization_partition_weights():
             settle(self._deepspeed)
@@ -157,7 +157,7 @@ class Engine:
         return merged(weights, self.module.hf)
 
     def snapshot(self) -> Snapshot:
-        """A copy of trained weights, optimizer, schedule and counters in host memory; every rank calls it, and writes its own."""
+        """Copy trained weights, optimizer, schedule and counters to host memory; every rank calls this, and writes its copy."""
         self._reload_states()
         self._deepspeed.save_checkpoint(
             str(FOLDER), tag=CHECKPOINT_TAG, save_latest=False, exclude_frozen_parameters=self._partly_frozen
@@ -166,13 +166,13 @@ class Engine:
         return self._deepspeed.checkpoint_engine.taken()
 
     def load(self, directory: Path) -> None:
-        """Bring back a snapshot written to ``directory``, of this or another ZeRO stage and number of ranks, to the last bit.
+        """Load a snapshot from ``directory``, taken with this or another ZeRO stage and number of ranks, exactly to the bit.
 
-        Every rank calls it, and sees the files of all.
+        Every rank calls this, and reads the files of all ranks.
 
         Raises:
-            UserError: the checkpoint is of another dtype or model, or a file of it holds something else than data; in the last
-                case nothing has changed, on any rank.
+            UserError: the checkpoint has another dtype or model, or one of its files holds something other than data; in the
+                last case nothing has changed on any rank.
         """
         if unreadable := unreadable_files(directory):
             raise UserError(
@@ -195,16 +195,16 @@ class Engine:
 
 
 def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]:
-    # The default buckets of 500 M elements are allocated in full, however small the model.
+    # DeepSpeed allocates its default buckets of 500 M elements in full, however small the model is.
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     bucket = min(BUCKET_ELEMENTS, trained)
-    bucket += bucket % 2  # DeepSpeed wants an even one
+    bucket += bucket % 2  # DeepSpeed requires an even number
     cuda = next(module.parameters()).is_cuda
     host = {"device": "cpu", "pin_memory": cuda}
     generated = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,  # backward() accumulates, step() is the boundary: our counts vary
+        "managed_gradient_accumulation": False,  # backward() accumulates, step() is the boundary: micro-batches vary in number
         "gradient_clipping": config.gradient_clip_val if config.zero_stage else 0.0,
         "zero_optimization": {
             "stage": config.zero_stage,
@@ -215,7 +215,7 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]
             **({"offload_param": host} if config.offload_parameters else {}),
         },
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW is fused on a CPU, too, and needs no compilation
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW is also fused on a CPU, and needs no compilation
         "bf16": {"enabled": next(module.parameters()).dtype == torch.bfloat16},
         "steps_per_print": 10**9,
     }

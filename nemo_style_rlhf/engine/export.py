@@ -1,4 +1,4 @@
-"""A model that an engine trains, as a Hugging Face directory."""
+"""Exports a model that an engine trains as a Hugging Face directory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from nemo_style_rlhf.schema.common import ModelConfig
 def export_engine(
     engine: Engine, ranks: Ranks, directory: Path, model: ModelConfig, *, write_notes: Callable[[Path], None] | None = None
 ) -> None:  # fmt: skip
-    """:func:`export_model` of ``engine.module.hf``; every rank calls it, the first writes."""
+    """Call :func:`export_model` for ``engine.module.hf``. Every rank calls this; the first writes."""
     weights = {}
     for name, tensor in engine.hf_weights():
         if ranks.is_first:

@@ -1,7 +1,7 @@
-"""DeepSpeed's checkpoint files, read as data.
+"""Reads DeepSpeed's checkpoint files as plain data.
 
-DeepSpeed 0.19.8 reads them as pickles that may call any function (``TorchCheckpointEngine.load``), and reads all of them through
-``DeepSpeedEngine.checkpoint_engine``, which may be replaced.
+DeepSpeed 0.19.8 reads them as pickles that may call any function (``TorchCheckpointEngine.load``). It reads all of them through
+``DeepSpeedEngine.checkpoint_engine``, which can be replaced.
 """
 
 from pathlib import Path
@@ -17,10 +17,10 @@ from nemo_style_rlhf.errors import UserError
 
 
 def zero_stage(enum: Any, name: Any) -> Any:
-    """Stands in for ``getattr``, by which Python 3.11.0 to 3.11.3, Debian 12's among them, pickle a member of an enumeration.
+    """Replaces ``getattr``, with which Python 3.11.0 to 3.11.3 (as in Debian 12) pickle a member of an enumeration.
 
     Raises:
-        ValueError: anything else is asked of it.
+        ValueError: the arguments are not a ZeRO stage.
     """
     if enum is not ZeroStageEnum or not isinstance(name, str) or name not in ZeroStageEnum.__members__:
         raise ValueError("a checkpoint asks for an attribute of something else than DeepSpeed's ZeRO stages")
@@ -31,13 +31,13 @@ CLASSES = (
     ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler,
     (zero_stage, "builtins.getattr"), (zero_stage, "__builtin__.getattr"),
 )  # fmt: skip
-"""Classes of the objects in an optimizer's file, and what makes them. None does anything else."""
+"""Classes of the objects in an optimizer's file, and functions that make them. None has side effects."""
 
 
 def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
     """
     Raises:
-        UserError: as :func:`read_data`.
+        UserError: see :func:`read_data`.
     """
     content: dict[str, Any] = read_data(path, classes=CLASSES, map_location=map_location, mmap=mmap)
     if not isinstance(content, dict):
@@ -46,7 +46,7 @@ def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[s
 
 
 def unreadable_files(directory: Path) -> list[str]:
-    """Names of the files below ``directory`` that :func:`read` refuses. Tensors stay on the disk: this takes no time."""
+    """Names of the files below ``directory`` that :func:`read` refuses. This is fast: tensors stay on the disk."""
 
     def is_unreadable(path: Path) -> bool:
         try:
@@ -59,7 +59,7 @@ def unreadable_files(directory: Path) -> list[str]:
 
 
 class DataFiles(TorchCheckpointEngine):  # type: ignore[misc]
-    """DeepSpeed's own writer, with a reader that runs nothing."""
+    """DeepSpeed's own writer, with a reader that runs no code of the files."""
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
         return read(Path(path), map_location=map_location)

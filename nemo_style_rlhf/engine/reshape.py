@@ -1,7 +1,7 @@
-"""Load a checkpoint that was taken with another ZeRO stage or number of ranks, to the last bit.
+"""Loads a checkpoint that was taken with another ZeRO stage or number of ranks, exactly to the bit.
 
-DeepSpeed's files are read where they lie, memory-mapped: each rank takes the ranges of the trained parameters that are its own
-out of all shards and hands DeepSpeed the shard it would have written itself. Nothing is converted on disk.
+DeepSpeed's files are memory-mapped: each rank reads its ranges of the trained parameters out of all shards, and hands DeepSpeed
+the shard that it would have written itself. Nothing is converted on disk.
 """
 
 from collections import defaultdict
@@ -20,26 +20,26 @@ from nemo_style_rlhf.errors import UserError
 
 WEIGHT, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""Names for ZeRO 0 to 2, and for 3."""
+"""File names for ZeRO 0 to 2, and for ZeRO 3."""
 ZERO12_KEYS = ds.SINGLE_PARTITION_OF_FP32_GROUPS, ds.BASE_OPTIMIZER_STATE
 SHARD_KEYS = {1: ZERO12_KEYS, 2: ZERO12_KEYS, 3: (ds.FP32_FLAT_GROUPS, ds.OPTIMIZER_STATE_DICT)}
-"""By stage, where a shard has its flat weights and torch's optimizer state dict, which numbers them."""
+"""By ZeRO stage, the keys of a shard's flat weights and of torch's optimizer state dict, which numbers the flat weights."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a flattened parameter that stand together in a flat tensor."""
+    """Consecutive elements of a flattened parameter that are also consecutive in a flat tensor."""
 
     parameter: str
     begin: int
-    """In the parameter."""
+    """Position of the first element in the parameter."""
     length: int
     offset: int
-    """In the flat tensor."""
+    """Position of the first element in the flat tensor."""
 
 
 class Saved:
-    """A written snapshot: ``model`` is DeepSpeed's file of buffers, counters, schedule and, below ZeRO 3, weights."""
+    """A snapshot on disk. ``model`` is DeepSpeed's file of buffers, counters, schedule and, below ZeRO 3, weights."""
 
     def __init__(self, directory: Path) -> None:
         """
@@ -58,7 +58,7 @@ class Saved:
         self.bf16: bool = config["bf16"]["enabled"]
 
     def fits(self, engine: Any) -> bool:
-        """Whether a DeepSpeed engine has the stage, ranks and flat tensors of this one, so that each rank finds its own shard.
+        """Whether a DeepSpeed engine has the stage, ranks and flat tensors of this snapshot, so that each rank finds its shard.
 
         Raises:
             UserError: the dtypes differ.
@@ -73,23 +73,23 @@ class Saved:
         return (self.zero_stage, self.ranks, self.sub_group) == shape
 
     def shard(self, rank: int) -> dict[str, Any]:
-        """The optimizer's state dict that a rank wrote, of ZeRO 1 to 3."""
+        """The optimizer's state dict that a rank wrote (ZeRO 1 to 3)."""
         name = f"{'bf16_' if self.bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         shard: dict[str, Any] = read(self.directory / name, mmap=True)["optimizer_state_dict"]
         return shard
 
 
 class Whole:
-    """Ranges of whole parameters, as fp32 weights and moments, out of the shards of all ranks."""
+    """Reads ranges of whole parameters, as fp32 weights and moments, from the shards of all ranks."""
 
     def __init__(self, saved: Saved, shapes: dict[str, Size]) -> None:
-        """``shapes`` are those of the trained parameters, in the module's order.
+        """``shapes`` holds the shapes of the trained parameters, in the module's order.
 
         Raises:
-            UserError: the checkpoint holds others.
+            UserError: the checkpoint holds other parameters.
         """
         self.step: Tensor | None = None
-        """Optimizer steps taken, as Adam counts them; None before the first, when there are no moments either."""
+        """Adam's count of optimizer steps; None before the first step, when there are no moments either."""
         self._found: dict[str, list[tuple[Piece, dict[str, Tensor]]]] = defaultdict(list)
         if saved.zero_stage == 0:
             self._add_plain(saved.model, list(shapes))
@@ -108,14 +108,14 @@ class Whole:
             )
 
     def _add_plain(self, model: dict[str, Any], names: list[str]) -> None:
-        """Torch's optimizer numbers the trained parameters in the module's order."""
+        """Add weights of ZeRO 0: torch's optimizer numbers the trained parameters in the module's order."""
         weights = [model["module"][name].flatten() for name in names if name in model["module"]]
         if len(names) == len(weights) == len(model["optimizer"]["param_groups"][0]["params"]):
             pieces = [[Piece(name, 0, weight.numel(), 0)] for name, weight in zip(names, weights, strict=True)]
             self._add(pieces, weights, model["optimizer"])
 
     def _add(self, pieces: Sequence[list[Piece]], weights: Sequence[Tensor], optimizer: dict[str, Any]) -> None:
-        """Take in flat tensors with the pieces of each, and torch's state dict of their optimizer."""
+        """Add flat tensors with the pieces of each, and torch's state dict of their optimizer."""
         (self.param_group,) = optimizer["param_groups"]
         for index, (of_flat, weight) in enumerate(zip(pieces, weights, strict=True)):
             state = optimizer["state"].get(index, {})
@@ -125,7 +125,7 @@ class Whole:
                 self._found[piece.parameter].append((piece, flats))
 
     def _zero12_pieces(self, mappings: list[dict[str, Any]]) -> list[list[Piece]]:
-        """Pieces in the order of the ranks: where a parameter goes over the end of one it goes on in the next."""
+        """Pieces in the order of the ranks: a parameter that crosses the end of one rank's tensor continues in the next."""
         return [
             [
                 Piece(name, sum(piece.length for piece, _ in self._found[name]), address.numel, address.start)
@@ -145,10 +145,10 @@ class Whole:
 
 
 def load_reshaped(engine: Any, saved: Saved) -> None:
-    """Bring a DeepSpeed engine to the state in ``saved``, which does not fit it; every rank calls it.
+    """Load the state in ``saved`` into a DeepSpeed engine with another stage or number of ranks; every rank calls this.
 
     Raises:
-        UserError: the checkpoint is of another model.
+        UserError: the checkpoint belongs to another model.
     """
     stage = engine.zero_optimization_stage()
     trained = {name: weight for name, weight in engine.module.named_parameters() if weight.requires_grad}
@@ -171,7 +171,7 @@ def load_reshaped(engine: Any, saved: Saved) -> None:
 
 
 def _load_optimizer(engine: Any, whole: Whole, trained: dict[str, Any]) -> None:
-    """As DeepSpeed does from a rank's own shard."""
+    """Load optimizer states as DeepSpeed does from a rank's own shard."""
     stage, own = engine.zero_optimization_stage(), engine.optimizer.state_dict()
     flats = _own_flats(engine, own, trained)
 
@@ -197,7 +197,7 @@ def _load_optimizer(engine: Any, whole: Whole, trained: dict[str, Any]) -> None:
 
 
 def _own_flats(engine: Any, own: dict[str, Any], trained: dict[str, Any]) -> list[tuple[list[Piece], Size]]:
-    """What this rank's optimizer holds, and in which shape: ``own`` is its state dict."""
+    """Pieces and shape of each flat tensor in this rank's optimizer, whose state dict is ``own``."""
     stage = engine.zero_optimization_stage()
     if stage == 0:
         return [([Piece(name, 0, weight.numel(), 0)], weight.shape) for name, weight in trained.items()]
@@ -213,7 +213,7 @@ def _own_flats(engine: Any, own: dict[str, Any], trained: dict[str, Any]) -> lis
 
 
 def _zero3_pieces(shapes: list[dict[str, Size]], rank: int, ranks: int) -> list[list[Piece]]:
-    """Every parameter is cut into as many equal parts as there are ranks, the last ones padded or empty."""
+    """Pieces of a rank: ZeRO-3 cuts every parameter into one equal part per rank, the last ones padded or empty."""
     pieces = []
     for group in shapes:
         offset = 0

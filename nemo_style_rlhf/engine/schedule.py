@@ -8,7 +8,7 @@ from nemo_style_rlhf.schema.common import OptimizerConfig, SchedulerConfig
 
 
 def lr_factor(step: int, config: SchedulerConfig, total_steps: int) -> float:
-    """The factor on the base learning rate for the optimizer step numbered ``step`` from 0.
+    """Factor of the base learning rate for optimizer step ``step``, counted from 0.
 
     Warmup reaches 1 after ``warmup_steps``; the decay ends at ``min_lr_ratio`` after ``total_steps``.
     """
@@ -22,7 +22,7 @@ def lr_factor(step: int, config: SchedulerConfig, total_steps: int) -> float:
 
 
 def follow_config(schedule: LambdaLR, optim: OptimizerConfig) -> None:
-    """A checkpoint brings the settings of its optimizer along; those of the config, which may have been changed, hold."""
+    """Replace the optimizer settings that a checkpoint restored by those of the config, which the user may have changed."""
     schedule.base_lrs = [optim.lr] * len(schedule.base_lrs)
     for group, factor in zip(schedule.optimizer.param_groups, schedule.lr_lambdas, strict=True):
         group.update(

@@ -1,4 +1,4 @@
-"""What a model needs so that ZeRO-3 may hold its weights in shares over the ranks."""
+"""Lets ZeRO-3 shard a model's weights over the ranks."""
 
 from typing import Any
 
@@ -9,30 +9,30 @@ from nemo_style_rlhf.models.policy import PolicyModel
 
 
 def use_heads_in_shares(module: nn.Module) -> None:
-    """Have the heads of policies gathered for the policy's forward: it multiplies with their weights itself, which outside of
-    the head's own forward are in shares."""
+    """Have the heads of policies gathered for the policy's forward, which multiplies with the head's weights itself: outside of
+    the head's own forward they are sharded."""
     for policy in (part for part in module.modules() if isinstance(part, PolicyModel)):
         deepspeed.zero.register_external_parameter(policy, policy.hf.get_output_embeddings().weight)
 
 
 def settle(engine: Any) -> None:
-    """Back to shares alone: after a forward without a backward some parameters are still being gathered ahead for it."""
+    """Release all gathered parameters: after a forward without a backward, some are still being prefetched."""
     engine.optimizer.parameter_offload.partition_all_parameters()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A parameter that may be in shares, or a buffer, detached; every rank calls it."""
+    """A parameter, gathered if it is sharded, or a buffer; detached. Every rank calls this."""
     if not hasattr(tensor, "ds_id"):
         return tensor.detach()
     with deepspeed.zero.GatheredParameters([tensor]):
-        return tensor.detach()  # DeepSpeed lets go of what it has gathered (free_param), and we alone hold it
+        return tensor.detach()  # DeepSpeed drops its reference (free_param), so only the caller holds the tensor
 
 
 def make_whole(engine: Any, *, keep: bool) -> None:
-    """Gather the parameters of a DeepSpeed engine for good, one after the other, into host memory; the engine has ended.
+    """Gather the parameters of a DeepSpeed engine permanently, one by one, into host memory; the engine is unusable afterwards.
 
     Args:
-        keep: on this rank; on others they stay empty.
+        keep: whether this rank keeps them; otherwise they stay empty.
     """
     settle(engine)
     engine.optimizer.parameter_offload._remove_module_hooks()

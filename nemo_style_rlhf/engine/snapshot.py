@@ -1,4 +1,4 @@
-"""What DeepSpeed would write to its checkpoint files, copied to host memory: training can go on while they are written."""
+"""Copies the content of DeepSpeed's checkpoint files to host memory, so that training can go on while they are written."""
 
 import copy
 import traceback
@@ -15,17 +15,17 @@ FOLDER = Path("snapshot")
 
 
 class Snapshot:
-    """What one rank writes of a checkpoint."""
+    """The files that one rank writes of a checkpoint."""
 
     def __init__(self) -> None:
         self.files: dict[Path, Any] = {}
-        """State dicts; their tensors are in host memory and nobody else's."""
+        """State dicts by file; their tensors are private copies in host memory."""
 
     def write(self, directory: Path) -> None:
-        """Once: the copies are gone afterwards, also after an error, whose tracebacks would keep them.
+        """Write the files. Call this once: it drops the copies, also after an error, whose traceback would keep them.
 
         Raises:
-            OSError: also where a folder that is being written to is taken away, which would leave half a checkpoint.
+            OSError: a file cannot be written, also because its folder was removed, which would leave a partial checkpoint.
         """
         targets = {directory / path: state for path, state in self.files.items()}
         try:
@@ -33,7 +33,7 @@ class Snapshot:
             for target in targets:
                 target.parent.mkdir(parents=True, exist_ok=True)
             for target, state in targets.items():
-                target.touch()  # torch tells of a missing folder in an error of its own
+                target.touch()  # an OSError if the folder is missing; torch's own error would not be one
                 torch.save(state, target)
             for target in targets:
                 target.stat()
@@ -52,14 +52,14 @@ class Snapshot:
 
 
 class InMemory(DataFiles):
-    """Takes the place of DeepSpeed's own writer, and fills a snapshot."""
+    """Replaces DeepSpeed's own writer, and fills a snapshot."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._snapshot = Snapshot()
 
     def taken(self) -> Snapshot:
-        """What was saved since the last call."""
+        """The snapshot of everything saved since the last call."""
         taken, self._snapshot = self._snapshot, Snapshot()
         return taken
 
@@ -71,8 +71,8 @@ class InMemory(DataFiles):
 
 
 def host_copy(state: Any) -> Any:
-    """``state`` with its tensors copied to host memory; those that share a storage, as views of one flat tensor do, share its
-    one copy."""
+    """``state`` with its tensors copied to host memory. Tensors that share a storage, such as views of one flat tensor, share its
+    copy."""
     storages: dict[int, UntypedStorage] = {}
 
     def copied(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The one loop of optimizer steps: actor and critic go through it."""
+"""The loop of optimizer steps, shared by actor and critic."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ MicroBatch = TypeVar("MicroBatch")
 @dataclass
 class OptimizerStep:
     losses: list[float]
-    """The share of each micro-batch that this rank computed."""
+    """Loss of each micro-batch that this rank computed, as part of the step's loss."""
     grad_norm: float
     """Global L2 norm before clipping; 0 if the step was skipped."""
     lr: float
@@ -31,13 +31,13 @@ def optimizer_steps(
     seed: int,
     skipped: Callable[[int], bool] = lambda number: False,
 ) -> list[OptimizerStep]:
-    """Take an optimizer step for each entry of ``plan``, the micro-batches of that step; ranks share them.
+    """Take an optimizer step for each entry of ``plan``, which lists the micro-batches of that step; ranks share them.
 
     Args:
-        loss: of a micro-batch of step ``number``, a share of the loss of the whole step. The last argument says whether it
-            counts: otherwise it must be 0, from the same forward.
-        seed: of dropout, so that a model that was restored needs no generator's state. Each rank gives its own.
-        skipped: whether step ``number`` leaves optimizer, schedule and weights as they are; its losses are computed.
+        loss: computes the loss of a micro-batch of step ``number``, a part of the whole step's loss. If its last argument is
+            False, the loss must be 0, but from the same forward.
+        seed: dropout seed, so that a restored model needs no saved state of a random generator. Each rank gives its own.
+        skipped: whether step ``number`` leaves optimizer, schedule and weights as they are; its losses are still computed.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite.

@@ -14,7 +14,7 @@ from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 
 FOLDER = Path(__file__).parent
 DIGITS = 6
-"""Digits of scores in the page; results.jsonl has them whole."""
+"""Digits of scores in the page; results.jsonl has them in full."""
 
 
 def render_page(
@@ -22,8 +22,8 @@ def render_page(
 ) -> str:
     """
     Args:
-        summaries: of the checkpoints in their order.
-        samples: by checkpoint's name, each ordered by prompt and number.
+        summaries: one per checkpoint, in their order.
+        samples: by name of the checkpoint, ordered by prompt and number.
     """
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
@@ -45,7 +45,7 @@ def render_page(
 
 
 def page_data(summaries: Sequence[CheckpointSummary], samples: dict[str, list[Sample]]) -> dict[str, Any]:
-    """What the script reads: per prompt and checkpoint the responses as [text, score, tokens, truncated]."""
+    """Data for the page's script: per prompt and checkpoint the responses as [text, score, tokens, truncated]."""
     rows: dict[int, dict[str, Any]] = {}
     names = [summary.name for summary in summaries]
     for column, name in enumerate(names):
@@ -60,6 +60,6 @@ def page_data(summaries: Sequence[CheckpointSummary], samples: dict[str, list[Sa
 
 
 def embedded_json(data: object) -> Markup:
-    """JSON that stands in a script element: no text in it can end the element or begin a comment."""
+    """JSON for a script element, escaped so that no text in it can end the element or begin a comment."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))

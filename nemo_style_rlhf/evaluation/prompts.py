@@ -1,4 +1,4 @@
-"""The same prompts for every checkpoint, each tokenised as that checkpoint reads it."""
+"""Loads the same prompts for every checkpoint, tokenized in the way that the checkpoint expects."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def prompts_of(config: EvaluationConfig) -> dict[str, list[Prompt]]:
     A prompt that is too long for one checkpoint's tokenizer is left out for all of them.
 
     Raises:
-        UserError: a checkpoint or the prompts are missing, or they do not go together.
+        UserError: a checkpoint or the prompts are missing, or they do not fit together.
     """
     loaded: dict[str, list[Prompt]] = {}
     for checkpoint in config.parsed_checkpoints:
@@ -44,12 +44,12 @@ def prompts_of(config: EvaluationConfig) -> dict[str, list[Prompt]]:
 
 
 def max_model_length(config: EvaluationConfig, prompts: Sequence[Prompt]) -> int:
-    """Tokens of the longest prompt with a full response."""
+    """Length in tokens of the longest prompt with a full response."""
     return max(len(prompt.token_ids) for prompt in prompts) + config.generation.max_length
 
 
 def _common_ids(groups: Sequence[Sequence[Prompt]], limit: int) -> set[int]:
-    """Ids that are in all groups, at most the first ``limit``."""
+    """The ids that occur in all groups, at most the first ``limit``."""
     common = set.intersection(*({prompt.prompt_id for prompt in prompts} for prompts in groups))
     return set(sorted(common)[:limit]) if limit else common
 

@@ -1,4 +1,4 @@
-"""A reward model in this process: it reads text, so its tokenizer may differ from the checkpoints'."""
+"""Scores with a reward model in this process, which reads text, so that its tokenizer may differ from the checkpoints'."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,7 +17,7 @@ from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
 
 class RewardModelScorer:
-    """Scores where it is asked to, at once; the future it returns is done."""
+    """Scores at once, in the calling thread; the returned future is done."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class RewardModelScorer:
         """The weights stay in host memory until the first sample is scored, so that generation has the device to itself.
 
         Args:
-            prompt_template: the policies', which prompts come in; the reward model's own is put around them instead.
-            rendered_by: paths of the policies whose chat templates render the prompts; none where prompts are plain text.
+            prompt_template: the policies' template, which is replaced by the reward model's own.
+            rendered_by: paths of the policies whose chat templates render the prompts; empty if prompts are plain text.
 
         Raises:
             UserError: the checkpoint is missing, is no reward model with one label, or would read rendered prompts with another
                 tokenizer.
         """
-        assert config.path is not None  # else it is not in use
+        assert config.path is not None  # else the source is not in use
         self._path = config.path
         self._device = device
         self._token_budget = config.micro_batch_tokens
@@ -76,7 +76,7 @@ class RewardModelScorer:
         return future
 
     def close(self) -> None:
-        """Nothing but memory to let go of."""
+        """Do nothing: only memory needs to be released."""
 
     @torch.no_grad()
     def _rewards(self, sequences: Sequence[Sequence[int]]) -> list[float]:

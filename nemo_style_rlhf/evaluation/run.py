@@ -1,4 +1,4 @@
-"""An evaluation from its configuration to the page."""
+"""Runs an evaluation, from its configuration to the page."""
 
 import dataclasses
 import json
@@ -31,9 +31,9 @@ DRY_RUN_LENGTH = 8
 
 
 def evaluate(config: EvaluationConfig) -> list[CheckpointSummary]:
-    """Sample from one checkpoint after the other, score, write the files; the numbers of each checkpoint.
+    """Sample from one checkpoint after the other, score, write the files, and return the summary of each checkpoint.
 
-    What can be refused cheaply is refused first: templates, prompts and reward sources before any response is generated.
+    Cheap checks come first: templates, prompts and reward sources are checked before any response is generated.
     """
     device = setup(config.run)
     if config.run.dry_run:
@@ -63,7 +63,7 @@ def _tiny(config: EvaluationConfig) -> EvaluationConfig:
 
 
 def _sample(config: EvaluationConfig, prompts: dict[str, list[Prompt]]) -> dict[str, list[Sample]]:
-    """By checkpoint's name."""
+    """Samples by name of the checkpoint."""
     samples = {}
     for checkpoint in config.parsed_checkpoints:
         started = perf_counter()

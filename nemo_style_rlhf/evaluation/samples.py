@@ -1,4 +1,4 @@
-"""What an evaluation collects, and the file it goes into."""
+"""Samples of an evaluation, and the file that holds them."""
 
 import json
 from dataclasses import dataclass, field
@@ -13,20 +13,20 @@ class Sample:
     """Row number in the prompts' file."""
     checkpoint: str
     index: int
-    """Which of the checkpoint's responses to this prompt, from 0."""
+    """Number among the checkpoint's responses to this prompt, from 0."""
     seed: int
     prompt: str
     response: str
-    """Without special tokens."""
+    """Text without special tokens."""
     length: int
-    """Tokens, an end-of-sequence token included."""
+    """Length in tokens, including an end-of-sequence token."""
     finish_reason: str
     """``stop`` or ``length`` (truncated)."""
     label: str | None = None
     score: float | None = None
-    """None where no source gives scores, or the sources failed on it."""
+    """None if no source gives scores, or the sources failed on this sample."""
     extra: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the reward sources."""
+    """Further metrics from the reward sources."""
     token_ids: tuple[int, ...] = ()
     """Token ids of prompt and response, for reward sources."""
 
@@ -36,7 +36,7 @@ class Sample:
 
 
 def to_jsonl(samples: list[Sample]) -> str:
-    """One object per line; what a sample does not have is left out, but a missing score is null."""
+    """One object per line. Empty fields are left out, but a missing score is null."""
     return "".join(json.dumps(_row(sample), ensure_ascii=False) + "\n" for sample in samples)
 
 

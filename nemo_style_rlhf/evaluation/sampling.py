@@ -1,5 +1,5 @@
-"""Responses of one checkpoint, made in a process of its own: when it ends, every byte of memory is given back, which no
-engine promises of its shutdown."""
+"""Generates responses of one checkpoint in a separate process, whose end frees all memory. No engine promises that for its
+shutdown."""
 
 import multiprocessing
 import sys
@@ -26,12 +26,12 @@ from nemo_style_rlhf.schema.evaluation import Checkpoint, EvaluationConfig
 
 
 def sample_in_child(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[Prompt]) -> list[Sample]:
-    """:func:`sample` in a fresh process, which has ended when this returns.
+    """Call :func:`sample` in a new process, which has ended when this returns.
 
     Raises:
         UserError: the checkpoint cannot be loaded, or the process was killed.
     """
-    # Spawned, not forked: a CUDA context and threads do not survive a fork.
+    # Spawn, since a CUDA context and threads do not survive a fork.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent) as executor:
         try:
             return executor.submit(sample, checkpoint, config, prompts).result()
@@ -70,7 +70,7 @@ def sample(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[P
 
 
 def requests_for(prompts: Sequence[Prompt], config: EvaluationConfig) -> list[GenerationRequest]:
-    """Requests whose seeds depend on ``run.seed``, prompt id and sample number alone."""
+    """Requests whose seeds depend only on ``run.seed``, prompt id and sample number."""
     return make_requests(
         prompts, step=0, samples_per_prompt=config.samples_per_prompt, max_tokens=config.generation.max_length,
         run_seed=config.run.seed,

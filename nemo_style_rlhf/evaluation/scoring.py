@@ -1,4 +1,4 @@
-"""Scores of samples, from the sources that training uses."""
+"""Scores samples with the sources that training uses."""
 
 import logging
 import sys
@@ -22,14 +22,14 @@ GROUP = 32
 
 
 def build_scorer(config: EvaluationConfig, device: torch.device) -> Scorer | None:
-    """None where no source is in use.
+    """A scorer of the configured sources; None if no source is in use.
 
     Raises:
         UserError: a reward model or a function cannot be loaded.
     """
     model, function = config.reward.model, config.reward.function
     sources: dict[str, tuple[Scorer, float]] = {}
-    if function.path and function.weight != 0:  # first, since it works in other processes
+    if function.path and function.weight != 0:  # first, since it runs in other processes
         sources["function"] = FunctionScorer(function), function.weight
     if model.path and model.weight != 0:
         rendered_by = [checkpoint.path for checkpoint in config.parsed_checkpoints if config.data.format == "messages"]
@@ -43,7 +43,7 @@ def build_scorer(config: EvaluationConfig, device: torch.device) -> Scorer | Non
 def score(samples: Sequence[Sample], scorer: Scorer) -> None:
     """Set ``score`` and ``extra`` of each sample.
 
-    Every text is scored once: equal responses must get equal scores, to the last bit, or a tie would look like a win.
+    Every text is scored once: equal responses must get equal scores, to the last bit, otherwise a tie would look like a win.
     """
     alike: dict[tuple[str, str, str | None], list[Sample]] = {}
     for sample in samples:

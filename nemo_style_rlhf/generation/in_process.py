@@ -1,4 +1,4 @@
-"""What generators inside the trainer's process have in common: streams over one engine, and the way new weights come in."""
+"""Common base of the generators inside the trainer's process: streams over one engine, and the loading of new weights."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from nemo_style_rlhf.generation.transfer import received
 
 
 class Finished(NamedTuple):
-    """A request that the engine is done with."""
+    """A request that the engine has finished."""
 
     name: str
     token_ids: list[int]
@@ -21,10 +21,10 @@ class Finished(NamedTuple):
 
 
 class InProcessGenerator:
-    """Streams share an engine that its consumers drive: a subclass knows how it takes, steps and abandons requests."""
+    """Streams share an engine, which their consumers drive. A subclass knows how to add, step and abort requests."""
 
     def __init__(self, weight_shapes: dict[str, tuple[int, ...]]) -> None:
-        """``weight_shapes`` names the tensors every update must bring."""
+        """``weight_shapes`` names the tensors that every update must bring."""
         self._weight_shapes = weight_shapes
         self._version = 0
         self._numbers = count()
@@ -47,7 +47,7 @@ class InProcessGenerator:
         return update.probe.check(self.sequence_logprobs)
 
     def add(self, stream: "InProcessStream", request: GenerationRequest) -> str:
-        """Queue a request for ``stream``; the name it goes by."""
+        """Queue a request for ``stream``, and return its name."""
         sample = request.sample
         name = f"{next(self._numbers)}/{sample.step}/{sample.prompt_id}/{sample.index}"
         if not self._owners:
@@ -57,7 +57,7 @@ class InProcessGenerator:
         return name
 
     def step(self) -> None:
-        """Compute a little, and hand what has finished to its streams."""
+        """Run one engine step, and hand finished requests to their streams."""
         for finished in self._step():
             self._owners.pop(finished.name).take(finished)
 
@@ -66,10 +66,10 @@ class InProcessGenerator:
         for name in names:
             del self._owners[name]
 
-    # --- of a subclass ------------------------------------------------------------------------------------------------
+    # --- for subclasses -----------------------------------------------------------------------------------------------
 
     def _before_first(self) -> None:
-        """Called before a request is added while none is running."""
+        """Called before a request is added to an idle engine."""
 
     def _add(self, name: str, request: GenerationRequest) -> None:
         raise NotImplementedError
@@ -84,7 +84,7 @@ class InProcessGenerator:
         raise NotImplementedError
 
     def sequence_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probabilities [length - 1] float32, nats, of tokens 1.. of given sequences at temperature 1."""
+        """Log-probabilities [length - 1] float32, nats, of tokens 1.. of each sequence at temperature 1."""
         raise NotImplementedError
 
 

@@ -1,6 +1,6 @@
-"""What the training loop knows about a generator: streams of finished samples, and new weights.
+"""The training loop's view of a generator: it streams finished samples and takes new weights.
 
-Nothing here presumes that the generator shares a process, a device or a node with the trainer.
+Nothing here assumes that the generator shares a process, a device or a node with the trainer.
 """
 
 import hashlib
@@ -15,16 +15,16 @@ from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
 
 @dataclass(frozen=True, order=True)
 class SampleId:
-    """Identifies a sample in a run; orders samples within a step."""
+    """Identifies a sample in a run, and orders the samples of a step."""
 
     step: int
     prompt_id: int
     index: int
-    """Which of the samples of this prompt, from 0."""
+    """Number among the samples of this prompt, from 0."""
 
 
 def sample_seed(run_seed: int, sample: SampleId) -> int:
-    """A 31-bit seed, a pure function of the run's seed and the sample's identity: not of engines, ranks or order."""
+    """A 31-bit seed, a pure function of the run's seed and the sample's identity, independent of engines, ranks and order."""
     key = f"{run_seed}/{sample.step}/{sample.prompt_id}/{sample.index}".encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
 
@@ -45,37 +45,37 @@ class Completion:
 
     request: GenerationRequest
     token_ids: list[int]
-    """The response, with its end-of-sequence token if it produced one; never empty."""
+    """The response, with its end-of-sequence token if there is one; never empty."""
     logprobs: Tensor
-    """[len(token_ids)] float32: of the sampler, under the distribution it sampled from."""
+    """[len(token_ids)] float32, nats: the sampler's log-probabilities, under the distribution that it sampled from."""
     finish_reason: str
     """``stop`` (end-of-sequence or a stop string) or ``length`` (truncated)."""
     weights_version: int
-    """The version that the request's stream was opened for."""
+    """The version for which the request's stream was opened."""
 
 
 class TransferError(RuntimeError):
-    """New weights did not reach the generator whole: going on would train on samples of another policy."""
+    """New weights did not reach the generator whole. Training on would use samples of another policy."""
 
 
 @dataclass(frozen=True)
 class ProbeTarget:
-    """What a generator that holds the right weights computes: it travels with them, and the receiver compares."""
+    """Log-probabilities that a generator with the right weights computes. It travels with the weights; the receiver compares."""
 
     sequences: tuple[tuple[int, ...], ...]
     """Token ids."""
     logprobs: tuple[Tensor, ...]
-    """[length - 1] float32 per sequence, nats: of tokens 1.. at temperature 1, by the trainer."""
+    """[length - 1] float32 per sequence, nats: the trainer's log-probabilities of tokens 1.. at temperature 1."""
     max_gap: float
 
     def check(self, sequence_logprobs: Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]) -> float:
-        """Compare with what the receiver computes.
+        """Compare with the receiver's log-probabilities.
 
         Returns:
             The largest difference of a log-probability, in nats.
 
         Raises:
-            TransferError: it is larger than ``max_gap``.
+            TransferError: the difference is larger than ``max_gap``.
         """
         found = sequence_logprobs(self.sequences)
         gap = max(float((wanted - own).abs().max()) for wanted, own in zip(self.logprobs, found, strict=True))
@@ -93,42 +93,42 @@ class WeightUpdate(Protocol):
     version: int
     probe: ProbeTarget
     digest: str
-    """Digest of all tensors, taken where they come from; known once the last bucket has been read."""
+    """Digest of all tensors, computed by the sender; known once the last bucket has been read."""
 
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Whole tensors under their Hugging Face names, to be read once. A bucket is reused after the next one was asked for."""
+        """Whole tensors under their Hugging Face names, to be read once. A bucket is invalid once the next one is requested."""
 
 
 class Stream(Protocol):
-    """The requests of one consumer, which sees its own samples only."""
+    """The requests of one consumer, which sees only its own samples."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests; may be called while others are running."""
+        """Queue requests, also while others are running."""
 
     def completed(self) -> Iterator[Completion]:
         """Yield samples as they finish, in no particular order, until none is left."""
 
     def close(self) -> None:
-        """Abandon what is unfinished; the generator has none of it left when this returns."""
+        """Abort unfinished requests; when this returns, the generator holds none of them."""
 
 
 class Generator(Protocol):
     def stream(self, version: int) -> Stream:
-        """A stream of samples of the weights ``version``.
+        """Open a stream of samples from the weights of ``version``.
 
         Raises:
             TransferError: the generator holds another version.
         """
 
     def load(self, update: WeightUpdate) -> float:
-        """Put new weights to use, and drop every cache computed with the old ones. One that fails leaves the generator unusable.
+        """Load new weights, and drop every cache computed with the old ones. A failure leaves the generator unusable.
 
         Returns:
             The gap that :meth:`ProbeTarget.check` found.
 
         Raises:
-            TransferError: requests are running; a tensor is missing or unknown; the digest of those that arrived, or what the
-                generator computes with them, is not what the sender says.
+            TransferError: requests are running; a tensor is missing or unknown; or the digest of the received tensors, or the
+                log-probabilities computed with them, differ from the sender's.
         """
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The trainer's weights in buckets, and what their receiver counts so that no tensor is lost or damaged."""
+"""Sends the trainer's weights in buckets, and checks at the receiver that no tensor is lost or damaged."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,18 +10,18 @@ from nemo_style_rlhf.generation.interface import ProbeTarget, TransferError, Wei
 from nemo_style_rlhf.models.digests import tensor_bytes
 
 BUCKET_BYTES = 256 * 2**20
-"""A bucket is sent as soon as it holds so much: at no time is there more of the weights than the largest bucket."""
+"""A bucket is sent as soon as it holds this many bytes, so that no more than the largest bucket is ever in memory."""
 
 
 SUMMED_BYTES = 2**25
-"""How much of a tensor is summed at a time; what that takes is three times as large."""
+"""Bytes of a tensor that are summed at a time; the sum needs three times as much memory."""
 
 
 class StreamDigest:
     """XXH3 over the names, dtypes, shapes and bits of a stream of tensors; both ends keep one.
 
-    It guards against mistakes, not against people: SHA-256 would take as long as the transfer itself. The bits of a tensor on
-    a GPU count as :func:`word_sums` of them, which are taken there.
+    It guards against mistakes, not against attackers: SHA-256 would take as long as the transfer itself. A tensor on a GPU is
+    represented by its :func:`word_sums`, which are computed there.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,10 @@ class StreamDigest:
 
 
 def word_sums(tensor: Tensor) -> Tensor:
-    """int64 [2] on the device of ``tensor``: the sum of its 8-byte words, and that of each times its position, modulo 2^64.
+    """int64 [2] on the device of ``tensor``: the sum of its 8-byte words, and the sum of each word times its position, both
+    modulo 2^64.
 
-    A changed word changes them, as almost every exchange of two does, and no copy of all bits to the host is needed.
+    A changed word changes the sums, and so does almost every exchange of two words. The bits need no copy to the host.
     """
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     sums = torch.zeros(2, dtype=torch.int64, device=data.device)
@@ -52,7 +53,7 @@ def word_sums(tensor: Tensor) -> Tensor:
 
 
 class OwnWeights:
-    """A :class:`WeightUpdate` of tensors of this process: of ZeRO-3 one bucket at a time is whole."""
+    """A :class:`WeightUpdate` from the tensors of this process. With ZeRO-3, only one bucket at a time is gathered."""
 
     digest = ""
 
@@ -64,9 +65,9 @@ class OwnWeights:
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
         digest = StreamDigest()
         for bucket in buckets(self._weights, BUCKET_BYTES):
-            digest.update(bucket)  # before it leaves
+            digest.update(bucket)  # before the bucket is sent
             yield bucket
-            bucket.clear()  # before the next one is put together
+            bucket.clear()  # before the next bucket is filled
         self.digest = digest.hexdigest()
 
 
@@ -74,10 +75,10 @@ def received(update: WeightUpdate, shapes: dict[str, tuple[int, ...]]) -> Iterat
     """The buckets of ``update``, each counted before the caller loads it, since a failed load can kill an engine.
 
     Args:
-        shapes: every tensor that has to come, once, in its shape.
+        shapes: names and shapes of the tensors that must arrive, each once.
 
     Raises:
-        TransferError: a tensor is missing, unknown, comes twice or in another shape, or the digest is another.
+        TransferError: a tensor is missing, unknown, repeated or of another shape, or the digest differs.
     """
     missing, digest = set(shapes), StreamDigest()
     for bucket in update.buckets():
@@ -93,7 +94,7 @@ def received(update: WeightUpdate, shapes: dict[str, tuple[int, ...]]) -> Iterat
 
 
 def _count(bucket: Sequence[tuple[str, Tensor]], missing: set[str], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Take the tensors of ``bucket`` off ``missing``. A function of its own, which keeps none of them."""
+    """Remove the tensors of ``bucket`` from ``missing``. A separate function, so that no local variable keeps a tensor."""
     for name, tensor in bucket:
         if name not in missing:
             reason = "arrived twice" if name in shapes else "is unknown to the generator"

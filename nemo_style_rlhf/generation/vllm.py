@@ -28,10 +28,10 @@ class VLLMGenerator(InProcessGenerator):
         eos_token_ids: Sequence[int], weight_shapes: dict[str, tuple[int, ...]], stop_strings: bool = False,
         trust_remote_code: bool = False,
     ) -> None:  # fmt: skip
-        """Load ``model_path``; ``weight_shapes`` names the tensors every update must bring.
+        """Load ``model_path``; ``weight_shapes`` names the tensors that every update must bring.
 
         Args:
-            stop_strings: prompts may have stop strings of their own.
+            stop_strings: whether prompts may have their own stop strings.
         """
         from vllm import LLM  # type: ignore[import-not-found]
 
@@ -49,13 +49,13 @@ class VLLMGenerator(InProcessGenerator):
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 gpu_memory_utilization=config.gpu_memory_utilization,
                 kv_cache_memory_bytes=_kv_cache_bytes(config),
-                # Its CPU attention computes whole blocks: the default of 128 is mostly padding for short sequences.
+                # vLLM's CPU attention computes whole blocks: for short sequences, the default of 128 is mostly padding.
                 block_size=None if torch.cuda.is_available() else 32,
                 tensor_parallel_size=config.tensor_parallel_size,
-                # Several ranks were started by somebody else: vLLM joins them, each on its own device, neighbours as one.
+                # The launcher started the ranks: vLLM joins them, each on its own device, neighboring ranks as one engine.
                 distributed_executor_backend="external_launcher" if _ranks() > 1 else None,
                 enforce_eager=config.enforce_eager,
-                logprobs_mode="processed_logprobs",  # of the distribution sampled from, after the temperature
+                logprobs_mode="processed_logprobs",  # under the sampled distribution, after the temperature
                 generation_config="vllm",  # not the checkpoint's own sampling defaults
                 disable_log_stats=True,
                 skip_tokenizer_init=not (
@@ -70,12 +70,12 @@ class VLLMGenerator(InProcessGenerator):
         if not torch.cuda.is_available():
             self._llm.collective_rpc(cpu_seeds.draw_for_kept_tokens_only)
         self._config = config
-        # Without a tokenizer vLLM knows no end-of-sequence token.
+        # Without a tokenizer, vLLM does not know the end-of-sequence tokens.
         self._stop_token_ids = [*config.stop_token_ids, *([] if config.ignore_eos else eos_token_ids)]
         self._engine = self._llm.llm_engine
 
     def _before_first(self) -> None:
-        # What an earlier rollout left in the cache would change this one's bits, and a resumed run has no such cache.
+        # Cache entries of an earlier rollout would change this one's bits, and a resumed run does not have them.
         self._drop_prefix_cache()
 
     def _add(self, name: str, request: GenerationRequest) -> None:
@@ -91,12 +91,12 @@ class VLLMGenerator(InProcessGenerator):
         self._engine.abort_request(names)
 
     def _replace_weights(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
-        """Straight into the loader of vLLM's model, layer by layer; kernels repack each layer when it is whole."""
+        """Feed the buckets to the loader of vLLM's model layer by layer; kernels repack each layer when it is complete."""
         self._llm.collective_rpc(_begin_reload)
         for bucket in buckets:
             self._llm.collective_rpc(_load_bucket, args=(bucket,))
         self._llm.collective_rpc(_finish_reload)
-        self._drop_prefix_cache()  # its keys and values are of the old weights
+        self._drop_prefix_cache()  # its keys and values come from the old weights
 
     def _drop_prefix_cache(self) -> None:
         if not self._engine.reset_prefix_cache():  # vLLM only warns
@@ -159,7 +159,7 @@ def _finished(output: Any) -> Finished:
 
 
 def _cpu_kernels(config: GenerationConfig) -> dict[str, Any]:
-    """The argument is left out elsewhere: the vLLM that is pinned for CUDA is an older one."""
+    """Elsewhere the argument is left out: the vLLM release pinned for CUDA is older and lacks it."""
     if torch.cuda.is_available() or not config.enforce_eager:
         return {}
     return {"ir_op_priority": cpu_kernels.register()}
@@ -171,7 +171,7 @@ def _kv_cache_bytes(config: GenerationConfig) -> int | None:
 
 
 def _token_logprobs(flat: Any, token_ids: Sequence[int]) -> Tensor:
-    """The entries of vLLM's ``FlatLogprobs`` that belong to ``token_ids``, one per position."""
+    """The entries of vLLM's ``FlatLogprobs`` for ``token_ids``, one per position."""
     offset = len(flat.start_indices) - len(token_ids)  # prompt log-probabilities begin with an empty position
     logprobs = []
     for position, token_id in enumerate(token_ids, start=offset):
@@ -189,7 +189,7 @@ def _begin_reload(worker: Any) -> None:
 
 def _load_bucket(worker: Any, bucket: list[tuple[str, Tensor]]) -> None:
     model = worker.model_runner.get_model()
-    # Models that are always tied (Gemma 2) compute logits with the embedding and know no head of their own.
+    # Models that are always tied (Gemma 2) compute logits with the embedding and have no separate head.
     known = [pair for pair in bucket if pair[0] != "lm_head.weight" or hasattr(model, "lm_head")]
     with _vllm_config(worker), torch.no_grad():
         model.load_weights(iter(known))
@@ -209,7 +209,7 @@ def _vllm_config(worker: Any) -> Any:
 
 
 def _require_attention_kernel(llm: Any, model_path: str) -> None:
-    """On CPU vLLM finds out only in the first forward, with an error that names no remedy."""
+    """Check now: on CPU, vLLM fails only in the first forward, with an error that names no remedy."""
     if torch.cuda.is_available():
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # type: ignore[import-not-found]
@@ -224,7 +224,7 @@ def _require_attention_kernel(llm: Any, model_path: str) -> None:
 
 
 def explain(error: Exception, model_path: str, config: GenerationConfig, max_model_len: int) -> Exception:
-    """A sentence; behind vLLM's own traceback where the reason is none that users are known to meet."""
+    """Turn vLLM's ``error`` into one sentence. If the cause is not a known one, vLLM's own traceback precedes it."""
     text = str(error)
     if "head_size" in text and "not supported" in text:
         return UserError(f"vLLM has no attention kernel for the head size of {model_path}: use generation.backend=hf")
@@ -238,7 +238,7 @@ def explain(error: Exception, model_path: str, config: GenerationConfig, max_mod
             f"{max_model_len} tokens of {model_path}: raise it or generation.tensor_parallel_size, or lower "
             "data.max_prompt_length or generation.max_length"
         )
-    if "less than desired" in text:  # asked on a GPU also where kv_cache_gib is given
+    if "less than desired" in text:  # vLLM checks this on a GPU even if kv_cache_gib is set
         return UserError(
             f"generation.gpu_memory_utilization={config.gpu_memory_utilization:g} is more than is free for vLLM "
             f"({text.partition('. ')[0]}): lower it, or end what else runs there"
@@ -251,11 +251,11 @@ def explain(error: Exception, model_path: str, config: GenerationConfig, max_mod
     )
 
 
-def _unlink_segment(team: int) -> None:
-    """vLLM on CPUs names the memory that ranks share after the ranks alone: that of a run that was killed would be in its way."""
+def _unlink_segment(group_size: int) -> None:
+    """Remove a killed run's segment of shared memory: vLLM on CPUs names it after the ranks alone, so it would be in the way."""
     rank = torch.distributed.get_rank()
-    place = rank % team
-    ranks = "-".join(str(neighbour) for neighbour in range(rank - place, rank - place + team))
+    place = rank % group_size
+    ranks = "-".join(str(neighbor) for neighbor in range(rank - place, rank - place + group_size))
     for segment in Path("/dev/shm").glob(f"*tp:0-[[]{ranks}]-cpushm_{place}"):
         segment.unlink()
 

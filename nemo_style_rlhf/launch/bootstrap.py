@@ -1,4 +1,4 @@
-"""Process set-up that must happen before vLLM, PyTriton or DeepSpeed are imported."""
+"""Process setup that must happen before vLLM, PyTriton or DeepSpeed is imported."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from nemo_style_rlhf.schema.common import RunConfig
 
 log = logging.getLogger(__name__)
 ENVIRONMENT = {
-    "TOKENIZERS_PARALLELISM": "false",  # forks after threads, otherwise
+    "TOKENIZERS_PARALLELISM": "false",  # else tokenizers forks after threads have started
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: 2 s instead of 13 s to start
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -27,15 +27,15 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # After Ctrl-C, or where Triton must be killed, Python unlinks what they held in shared memory, and would say so at length.
+    # After Ctrl-C, or if Triton must be killed, Python unlinks their shared memory, and would say so at length.
     "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
 }
 
 
 def setup(run: RunConfig) -> torch.device:
-    """Threads, seeds, deterministic kernels, quiet libraries, torch.distributed; the device to compute on.
+    """Set threads, seeds, deterministic kernels, quiet libraries and torch.distributed; returns the device to compute on.
 
-    DeepSpeed's process group must exist before vLLM's: the other way round every rank would train alone.
+    DeepSpeed's process group must exist before vLLM's: in the other order, every rank would train alone.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -74,17 +74,17 @@ def init_distributed(device: torch.device) -> None:
     from deepspeed.utils import logger  # type: ignore[import-untyped]
 
     logger.setLevel(logging.ERROR)
-    __compatible_ops__["deepspeed_shm_comm"] = False  # 40 s of compilation that a few ranks never earn back
+    __compatible_ops__["deepspeed_shm_comm"] = False  # its 40 s of compilation never pay off for a few ranks
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" not in os.environ and not torch.distributed.is_initialized():
-        # A group of one needs no rendezvous: no port to race for, no variables for child processes to inherit.
-        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed insists
+        # A group of one needs no rendezvous, so no port to race for and no variables that child processes inherit.
+        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed requires it
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
 
 
 def require_all_ranks() -> None:
-    """After DeepSpeed and vLLM have started: whichever comes first makes the process group, and vLLM's is of one rank.
+    """Call this after DeepSpeed and vLLM have started: the first of them makes the process group, and vLLM's has one rank.
 
     Raises:
         RuntimeError: this rank would train alone.

@@ -1,4 +1,4 @@
-"""What child processes of ours have in common. Imports no torch, so that they start fast."""
+"""Common code of our child processes. It imports no torch, so that they start fast."""
 
 import multiprocessing
 import os
@@ -6,7 +6,7 @@ import threading
 
 
 def end_with_parent() -> None:
-    """Called in a child: from now on it ends when its parent does. A killed parent cannot stop what runs for ever."""
+    """Called in a child process: makes it end with its parent, since a killed parent cannot stop it."""
     threading.Thread(target=_wait_for_parent, daemon=True).start()
 
 

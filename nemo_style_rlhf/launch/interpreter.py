@@ -11,14 +11,14 @@ NEEDS = {
     "trainers": ("actor", ("hydra", "torch", "requests", "pytorch_lightning")),
     "servers": ("server", ("hydra", "torch", "pytriton")),
 }
-"""By the script's folder: its environment, and packages of it that the other one or a plain Python lacks."""
+"""Environment by folder of the script, with packages that the other environment or a plain Python lacks."""
 
 
 def require_own_interpreter() -> bool:
-    """Whether the main script is one of ours, and then in its own Python. Loads nothing.
+    """Whether the main script is one of ours; if so, it runs in its own Python. Loads no package.
 
     Raises:
-        SystemExit: it is in another one; the sentence that names the right one has been printed.
+        SystemExit: the script runs in another Python; a sentence that names the right one has been printed.
     """
     path = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
     if installed := path.name.startswith(COMMAND):

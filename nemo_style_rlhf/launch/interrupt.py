@@ -1,7 +1,7 @@
-"""Ctrl-C: the process ends at once and says in one sentence where it stood.
+"""Ends the process at once after Ctrl-C, with one sentence about its progress.
 
-SIGINT is blocked in every thread, and so in every child process, which a terminal would interrupt as well; one thread waits for
-it. A main thread that is deep in a kernel or a collective cannot delay it, and no library can swallow it.
+SIGINT is blocked in every thread, and thus in every child process, which a terminal would interrupt as well; one thread waits for
+it. A main thread deep in a kernel or a collective cannot delay the end, and no library can swallow the signal.
 """
 
 import multiprocessing
@@ -14,17 +14,17 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 
 INTERRUPTED_EXIT = 130
-"""Exit code of a process that Ctrl-C ended: 128 + SIGINT, as shells count."""
+"""Exit code of a process ended by Ctrl-C: 128 + SIGINT, as in shells."""
 SHOW_CURSOR = "\x1b[?25h"
-"""A progress bar may have hidden it."""
+"""Terminal code that shows the cursor, which a progress bar may have hidden."""
 
 _listener: threading.Thread | None = None
 _standing: Callable[[], str] = lambda: "stopped; the same command starts again"  # noqa: E731
 
 
 def listen() -> None:
-    """From now on a SIGINT ends the process with ``INTERRUPTED_EXIT`` and the sentence of :func:`describe`; not where it was
-    started to ignore it, as a job in the background is."""
+    """From now on, SIGINT ends the process with ``INTERRUPTED_EXIT`` and the sentence of :func:`describe`, unless the process was
+    started with SIGINT ignored, as background jobs are."""
     global _listener
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -33,27 +33,27 @@ def listen() -> None:
 
 
 def keep_from_children() -> None:
-    """multiprocessing lets SIGINT through again once it has started its tracker of semaphores, so it starts that here."""
+    """Start multiprocessing's tracker of semaphores now: its start unblocks SIGINT, which is then blocked again."""
     if _listener is not None:
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def describe(standing: Callable[[], str]) -> None:
-    """From now on ``standing`` gives the sentence. It is called in another thread, and must only look."""
+    """Set the function that returns the sentence. It is called in another thread, and must only read."""
     global _standing
     _standing = standing
 
 
 def on_first(action: Callable[[], None]) -> None:
-    """The first SIGINT calls ``action``, in another thread, and ends nothing; the second one ends the process."""
+    """Have the first SIGINT only call ``action``, in another thread; the second one ends the process."""
     _actions.insert(0, action)
 
 
 def as_exception() -> None:
-    """The first SIGINT raises KeyboardInterrupt in the main thread, for work that must be undone; the second ends the process.
+    """Have the first SIGINT raise KeyboardInterrupt in the main thread, for work to be undone; the second ends the process.
 
-    SIGUSR2 carries it there: Python's own ``interrupt_main`` would wait until the main thread has stopped waiting.
+    SIGUSR2 interrupts the main thread: Python's ``interrupt_main`` would wait until it stops waiting by itself.
     """
     main_thread = threading.main_thread().ident
     assert main_thread is not None
@@ -62,7 +62,7 @@ def as_exception() -> None:
 
 
 def hand_over() -> None:
-    """Let SIGINT through again, to a handler of the caller's."""
+    """Unblock SIGINT for the caller's own handler."""
     global _listener
     if _listener is not None:
         listener, _listener = _listener, None
@@ -78,12 +78,12 @@ def _wait() -> None:
         if threading.current_thread() is not _listener:
             return
         action = _actions.pop(0) if len(_actions) > 1 else _actions[0]
-        threading.Thread(target=action, daemon=True).start()  # not here: a second SIGINT must find this thread waiting
+        threading.Thread(target=action, daemon=True).start()  # not in this thread, which must wait for a second SIGINT
 
 
 def end() -> None:
-    """End the process as a SIGINT does, with its children and theirs, whom the terminal's SIGINT does not reach."""
-    import psutil  # not at the top: this file is read before it is known which Python runs it
+    """End the process as SIGINT does, with all its descendants, which the terminal's SIGINT does not reach."""
+    import psutil  # not at the top: this file is imported before the Python interpreter is checked
 
     try:
         for child in multiprocessing.active_children():
@@ -92,11 +92,11 @@ def end() -> None:
                     process.kill()
         if os.environ.get("RANK", "0") == "0":
             cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
-            # On a line of its own, beside any progress bar, and past Python's buffer, which the main thread may hold.
+            # On a separate line after any progress bar, and not through Python's buffer, which the main thread may have locked.
             os.write(2, f"\n{cursor}{_standing()}\n".encode())
     finally:
         os._exit(INTERRUPTED_EXIT)
 
 
 _actions: list[Callable[[], None]] = [end, lambda: os._exit(INTERRUPTED_EXIT)]
-"""Each SIGINT calls the next of these; the last one repeats."""
+"""Each SIGINT calls the next of these actions; the last one repeats."""

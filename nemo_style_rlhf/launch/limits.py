@@ -1,12 +1,12 @@
-"""How many files a process may have open: raised where the system lets it, refused where that is too few to run."""
+"""Raises the limit on open files where the system allows it, and refuses to run if the limit is too low."""
 
 import resource
 
 from nemo_style_rlhf.errors import UserError
 
 NEEDED, AMPLE = 512, 4096
-"""Seen open in a small run: 156 in the server, 69 in the actor; its front door keeps up to 256 connections of strangers beside
-those of its callers, each of which takes two."""
+"""Required and preferred limit. A small run had 156 files open in the server, 69 in the actor. The front door keeps up to 256
+connections of strangers besides those of its callers, each of which takes two files."""
 
 
 def require_open_files() -> None:

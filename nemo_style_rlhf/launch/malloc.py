@@ -1,4 +1,4 @@
-"""glibc's malloc, told to keep what a training step frees, and to keep it whole: the next step needs it again."""
+"""Makes glibc's malloc keep the memory that a training step frees, unfragmented: the next step needs it again."""
 
 import ctypes
 import os
@@ -18,9 +18,9 @@ THREAD_CACHES_OFF = "glibc.malloc.tcache_count=0"
 def keep_freed_memory() -> None:
     """Reuse freed tensors instead of giving their pages back to the kernel, which fills every page with zeros again.
 
-    By default every activation above 32 MiB is a mapping of its own, and what is freed at the top of the heap is returned
-    at once: a quarter of a forward pass on CPU was page faults. The price is that memory stays at its peak. One arena,
-    because the heaps of further threads are returned whatever the thresholds say. Small blocks join their free neighbours
+    By default every activation above 32 MiB is a separate mapping, and memory freed at the top of the heap is returned at
+    once: page faults took a quarter of a forward pass on CPU. The price is that memory stays at its peak. All threads use one
+    arena, because glibc returns the heaps of other arenas whatever the thresholds say. Small blocks join their free neighbors
     at once, see :func:`without_thread_caches`. Does nothing without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -32,7 +32,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give large blocks back to the kernel once they are freed: for a process that waits most of the time."""
+    """Return large blocks to the kernel once they are freed, in a process that waits most of the time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_ARENA_MAX, 1)
@@ -41,23 +41,23 @@ def return_freed_memory() -> None:
 
 
 def trim() -> None:
-    """Give the kernel back what is free now, wherever in the heap, whatever :func:`keep_freed_memory` says. Rare calls only."""
+    """Return all free memory of the heap to the kernel, in spite of :func:`keep_freed_memory`. Call this rarely."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
 
 
 def without_thread_caches() -> None:
-    """Start a program on the CPU anew, as the same process, with glibc's caches of small blocks per thread off.
+    """Restart a program on the CPU, as the same process, with glibc's per-thread caches of small blocks off.
 
-    torch asks for aligned blocks; glibc cuts them out of blocks that are 96 bytes larger. Cuttings that go to a cache never join
-    the large block again once it is freed, and then it is too small for the next of its size: heaps were two to three times
-    what is in use (docs/benchmarks.md). Only the environment can turn the caches off, and only before a program starts. Does
-    nothing where the environment already says something about them, or where Python was not started to run this program alone.
+    torch asks for aligned blocks; glibc cuts them out of blocks that are 96 bytes larger. Cuttings in a cache do not rejoin the
+    large block once it is freed, so that it is too small for the next request of its size: heaps were two to three times as large
+    as the memory in use (docs/benchmarks.md). Only the environment can turn the caches off, and only before a program starts.
+    Does nothing if the environment already sets them, or if Python was not started to run only this program.
     """
     given = os.environ.get(TUNABLES, "")
     words = list(dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:]))
-    alone = words[:1] == sys.argv[:1] and "torch" not in sys.modules  # no debugger's, no test's
+    alone = words[:1] == sys.argv[:1] and "torch" not in sys.modules  # not under a debugger or a test
     if sys.platform == "linux" and alone and "tcache_count" not in given:
         os.environ[TUNABLES] = f"{given}:{THREAD_CACHES_OFF}" if given else THREAD_CACHES_OFF
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

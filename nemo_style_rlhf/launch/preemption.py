@@ -1,27 +1,27 @@
-"""SIGUSR1: end after the running step and leave a checkpoint. slurm/ppo_hetjob.sh sends it before the time limit."""
+"""Handles SIGUSR1: end after the running step, with a checkpoint. slurm/ppo_hetjob.sh sends it before the time limit."""
 
 import atexit
 import signal
 
 PREEMPTED_EXIT = 75
-"""Exit code of a run that was told to end early: started again, it goes on (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run that was told to end early and resumes when started again (EX_TEMPFAIL of sysexits.h)."""
 
 _received = False
 
 
 class Preempted(Exception):
-    """The run was told to end, has said so, and has nothing to do before it does."""
+    """The run was told to end, has logged that, and can end at once."""
 
 
 def hold_stop_signal() -> None:
-    """From now on SIGUSR1 interrupts nothing; :func:`stop_requested` tells of it.
+    """From now on, SIGUSR1 interrupts nothing; :func:`stop_requested` reports it.
 
-    Blocked as well as handled: whoever signals the whole process group must not end our child processes, which inherit
-    the mask but no handler. A thread older than this call (OpenBLAS has some) does not block it and runs the handler.
+    The signal is blocked as well as handled: a signal to the whole process group must not end our child processes, which
+    inherit the mask but no handler. A thread older than this call (OpenBLAS has some) does not block it and runs the handler.
     """
     signal.signal(signal.SIGUSR1, request_stop)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    # An interpreter that ends puts the default back for every handler, and a last signal would change the exit code.
+    # An ending interpreter restores every default handler, so that a late signal would change the exit code.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
 
 
@@ -32,5 +32,5 @@ def stop_requested() -> bool:
 
 def request_stop(*_: object) -> None:
     """End as SIGUSR1 does."""
-    global _received  # no lock: a handler may come while the same thread holds it
+    global _received  # no lock: the handler may run while the same thread holds it
     _received = True

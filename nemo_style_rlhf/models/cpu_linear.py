@@ -1,7 +1,7 @@
 """bf16 matrix products on CPUs that have no bf16 instructions.
 
-There a bf16 product is emulated at a quarter of fp32's speed. Casting up, multiplying in fp32 and rounding once is what the
-instructions would do (exact products, fp32 sums, a bf16 result), so only the speed changes.
+Such a CPU emulates a bf16 product at a quarter of fp32's speed. Casting up, multiplying in fp32 and rounding once does the same
+as the instructions (exact products, fp32 sums, a bf16 result), so only the speed changes.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ CPU_EMULATES_BF16: bool = torch.cpu._is_avx2_supported() and not torch.cpu._is_a
 
 
 def matmul_dtype(tensor: Tensor) -> torch.dtype:
-    """What to multiply ``tensor`` in: its own dtype, or fp32 where its device would emulate bf16."""
+    """The dtype to multiply ``tensor`` in: its own, or fp32 if its device would emulate bf16."""
     emulated = tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and CPU_EMULATES_BF16
     return torch.float32 if emulated else tensor.dtype
 
 
 def use_fp32_products(module: nn.Module) -> None:
-    """Give every ``nn.Linear`` of ``module`` the fp32 product where bf16 is emulated; weights and gradients stay bf16."""
+    """Give every ``nn.Linear`` of ``module`` the fp32 product if bf16 is emulated; weights and gradients stay bf16."""
     if CPU_EMULATES_BF16:
         for child in module.modules():
             if type(child) is nn.Linear:

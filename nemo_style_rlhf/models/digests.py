@@ -1,4 +1,4 @@
-"""SHA-256 digests that tell whether two processes hold the same thing."""
+"""SHA-256 digests by which two processes compare tokenizers, models, rows and tensors."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from nemo_style_rlhf.checkpoint.files import samples
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Digest of the vocabulary (token to id, added tokens included) and of how a fixed text is split.
 
-    The chat template and the choice of pad token do not count: a reward model's tokenizer may differ there.
+    Chat template and pad token do not count: a reward model's tokenizer may differ in them.
     """
     probe = "The quick brown fox, 1234567890!\n\tÄöü 漢字 <|x|>  two  spaces"
     identity = {"vocabulary": sorted(tokenizer.get_vocab().items()), "probe": tokenizer.encode(probe)}
@@ -26,8 +26,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 def model_fingerprint(path: str) -> str:
-    """Identifies the model in a local folder, wherever the folder lies, by its config and by the sizes of its weight files
-    with samples of their bytes, since reading them whole takes minutes. A hub name stands for itself."""
+    """Identify the model in a local folder, independent of the folder's path, by its config and by sizes and sampled bytes of
+    its weight files, since reading them whole takes minutes. A hub name is its own fingerprint."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return path
@@ -40,7 +40,7 @@ def model_fingerprint(path: str) -> str:
 
 
 def rows_fingerprint(rows: Iterable[object]) -> str:
-    """Identifies these rows in this order by their number and a digest of what they print as."""
+    """Identify these rows in this order by their number and a digest of their ``repr``."""
     digest, count = hashlib.sha256(), 0
     for row in rows:
         digest.update(repr(row).encode())
@@ -49,7 +49,7 @@ def rows_fingerprint(rows: Iterable[object]) -> str:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bits of ``tensor``; of a contiguous CPU tensor not a copy but its memory."""
+    """The bits of ``tensor``, without a copy if it is a contiguous CPU tensor."""
     return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 

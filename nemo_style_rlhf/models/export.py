@@ -1,4 +1,4 @@
-"""A trained model as a plain Hugging Face directory."""
+"""Exports a trained model as a plain Hugging Face directory."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ def export_model(
     weights: Mapping[str, Tensor] | None = None, trust_remote_code: bool = False,
     write_notes: Callable[[Path], None] | None = None,
 ) -> None:  # fmt: skip
-    """Write ``model`` with the tokenizer, chat template, dropout settings and notes of ``source``, which it was trained from.
+    """Write ``model`` with the tokenizer, chat template, dropout settings and notes of ``source``, the model before training.
 
-    A model built from a bare config takes its dropout settings from there, ``config_source``; one whose own weights are in
-    shares comes with whole ``weights``. Adapters are merged. ``write_notes`` adds to the folder, over the notes of ``source``.
-    Written beside and renamed: ``directory`` is whole or as it was before.
+    A model built from a bare config takes its dropout settings from ``config_source``; a model with sharded weights needs the
+    whole ``weights``. Adapters are merged. ``write_notes`` adds files, which replace the notes of ``source``. The folder is
+    written under a temporary name and renamed, so that ``directory`` is either complete or unchanged.
     """
     beside = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)

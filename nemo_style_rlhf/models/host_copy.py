@@ -1,4 +1,4 @@
-"""Weights that never change, on the device only while they are used."""
+"""Keeps weights that never change on the device only while they are used."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ class HostCopy:
         self._in_host_memory = [tensor.data for tensor in self._tensors]
 
     def load(self) -> None:
-        """Copy to the device what is not there yet."""
+        """Copy parameters and buffers that are not on the device yet."""
         for tensor in self._tensors:
             tensor.data = tensor.data.to(self._device)
 

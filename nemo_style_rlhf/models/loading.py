@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints as policies, reward models and critics; a wrong one is refused in one sentence."""
+"""Loads Hugging Face checkpoints as policies, reward models and critics; refuses an unsuitable one in one sentence."""
 
 import re
 from collections.abc import Collection
@@ -27,25 +27,25 @@ from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.paths import model_folder
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
-"""How the names of such classes end, those included that read images or sound beside text."""
+"""Endings of causal LM class names, including models that read images or sound beside text."""
 LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
-"""Weights that a reward model may have kept from the causal LM it was made of; no score is read from them."""
+"""Weights that a reward model may have kept from its causal LM; they do not affect scores."""
 OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|rotary_emb\.(cos|sin)_cached$")
-"""Buffers that older releases saved and newer ones compute, where transformers does not declare them ignorable itself."""
+"""Buffers that older releases saved and newer ones compute, and that transformers does not declare ignorable."""
 OTHER_SENSES = re.compile(
     r"(^|\.)(vision_model|vision_tower|visual|multi_modal_projector|audio_tower|embed_(vision|audio))\."
 )
-"""Weights that a model of images or sound has beside its language model, which alone is loaded."""
+"""Weights of a multimodal model outside of its language model, which alone is loaded."""
 STATISTICS = {"mean", "std"}
-"""Weights in which OpenRLHF kept what rewards are normalised by."""
+"""Weights in which OpenRLHF kept the statistics that normalize rewards."""
 HUB_TIMEOUT_S = 10
-"""For an answer of the hub, or of the way to it; the loaders themselves try for a minute."""
+"""Seconds to wait for an answer of the hub or of a proxy; the loaders themselves try for a minute."""
 NAMED_WEIGHTS = 3
 """A refusal names at most this many weights."""
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``path``; without a pad token it pads with the EOS (or unknown) token, so no embedding is added."""
+    """The tokenizer of ``path``. If it has no pad token, it pads with the EOS (or unknown) token, so no embedding is added."""
     require_directory(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -92,12 +92,12 @@ def load_reward_model(config: ModelConfig, *, new_head: bool = False, normalize:
     """The decoder with one label at ``config.path``, a sequence or token classifier; a bias of its head is kept.
 
     Args:
-        new_head: accept a causal LM as well; its score head then starts from the global torch generator.
+        new_head: accept a causal LM as well; the global torch generator then initializes its score head.
         normalize: see :class:`ScalarModel`.
 
     Raises:
-        UserError: it is a causal LM, an encoder-decoder, has another number of labels, or no ``score`` head over every token
-            (an encoder, for instance).
+        UserError: the model is a causal LM or an encoder-decoder, has another number of labels, or has no ``score`` head over
+            every token (an encoder, for instance).
     """
     require_directory(config.path)
     try:
@@ -125,7 +125,7 @@ def load_reward_model(config: ModelConfig, *, new_head: bool = False, normalize:
 
 
 def eos_token_ids(generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """End-of-sequence ids of tokenizer and generation config: chat models end a turn with one the tokenizer does not name."""
+    """End-of-sequence ids of tokenizer and generation config: chat models end a turn with an id that only the latter names."""
     configured = generation_config.eos_token_id if generation_config else None
     ids = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})
@@ -178,10 +178,11 @@ def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (
 def _refuse_unread(path: str, model: PreTrainedModel, unexpected: Collection[str]) -> None:
     """
     Args:
-        unexpected: weights of the checkpoint that ``model`` has no place for and that transformers does not declare ignorable.
+        unexpected: weights of the checkpoint that ``model`` lacks and that transformers does not declare ignorable.
 
     Raises:
-        UserError: one of them is neither a buffer that models once saved, nor of another sense, nor a reward model's old head.
+        UserError: one of them is neither a buffer of older releases, nor part of another modality, nor a reward model's old
+            head.
     """
     unread = {name for name in unexpected if not OLD_BUFFERS.search(name) and not OTHER_SENSES.search(name)}
     if hasattr(model, "score"):
@@ -228,8 +229,8 @@ def _attention(config: ModelConfig) -> str:
 def require_directory(path: str) -> None:
     """
     Raises:
-        UserError: ``path`` is clearly a folder but is not there, or holds no model; or it is no folder, and the hub, which is
-            asked once, cannot be reached.
+        UserError: ``path`` is clearly a folder, but is missing or holds no model; or it is a hub name, and the hub, which is
+            tried once, cannot be reached.
     """
     if problem := model_folder(path):
         raise UserError(f"{path}: {problem}")
@@ -239,7 +240,7 @@ def require_directory(path: str) -> None:
         if try_to_load_from_cache(path, CONFIG_NAME) is None:
             get_hf_file_metadata(hf_hub_url(path, CONFIG_NAME), timeout=HUB_TIMEOUT_S)
     except (HFValidationError, HfHubHTTPError):
-        return  # the loader says it with its file
+        return  # the loader reports this error, and names the file
     except (OfflineModeIsEnabled, HTTPError) as error:
         raise UserError(
             f"there is no folder {path}, and the hub cannot be asked for a model of that name ({_first_line(error)}): correct "

@@ -23,23 +23,23 @@ def token_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(hidden @ W^T / temperature) at ``token_ids``, in fp32, differentiable in ``hidden`` and the weight.
 
-    Logits exist for ``chunk_tokens`` tokens at a time. In the backward pass they are computed again, unless one chunk held
-    them all: then they are kept.
+    Logits exist for ``chunk_tokens`` tokens at a time. The backward pass recomputes them, unless one chunk held them all; then
+    they are kept.
 
     Args:
         hidden: [..., H], aligned with ``token_ids``: the state from which each token was drawn.
-        lm_head_weight: [V, H]; both are cast to autocast's dtype where that is on, else to that of ``hidden`` or, where a CPU
-            would only emulate its products, to fp32.
+        lm_head_weight: [V, H]. This and ``hidden`` are cast to autocast's dtype if autocast is on, else to the dtype of
+            ``hidden`` or, if the CPU would only emulate its products, to fp32.
         token_ids: [...] int64.
-        temperature: one for all, or [...] one for each token.
+        temperature: one number for all tokens, or [...] one for each token.
         with_entropy: also return the entropy of the whole distribution, in nats.
-        chunk_tokens: tokens per chunk; by default as many as make 2^25 logits.
+        chunk_tokens: tokens per chunk; by default the number that makes 2^25 logits.
 
     Returns:
         [...] fp32 log-probabilities, and [...] fp32 entropies if asked for.
     """
     chunk = chunk_tokens or max(1, CHUNK_ELEMENTS // lm_head_weight.shape[0])
-    # Autocast would reach the forward pass only: the backward of a custom function runs outside of it.
+    # Autocast would affect only the forward pass: the backward of a custom function runs outside of it.
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else matmul_dtype(hidden)
     flat, weight = hidden.reshape(-1, hidden.shape[-1]).to(dtype), lm_head_weight.to(dtype)
@@ -51,10 +51,10 @@ def token_logprobs(
 
 
 def logits_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """The same from logits [..., V], for models whose head is more than one matrix product: (log-probabilities, entropies)."""
+    """Log-probabilities and entropies from logits [..., V], for models whose head is more than one matrix product."""
     scale = temperature[..., None] if isinstance(temperature, Tensor) else temperature
     logprobs = (logits.to(_accumulator(logits)) / scale).log_softmax(-1)
-    finite = logprobs.clamp(min=-1e3)  # far below what exp can hold: 0 log 0 = 0, in the gradient too
+    finite = logprobs.clamp(min=-1e3)  # exp(-1e3) is 0, so that 0 log 0 = 0, also in the gradient
     return logprobs.gather(-1, token_ids[..., None]).squeeze(-1), -(logprobs.exp() * finite).sum(-1)
 
 
@@ -79,7 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logprobs[part] = logits.gather(-1, token_ids[part, None]).squeeze(-1) - logsumexp[part]
                 if with_entropy:
                     probabilities = (logits - logsumexp[part, None]).exp_()
-                    # Not logsumexp - sum p l: their difference is small where the logits are large.
+                    # Not logsumexp - sum p l: a small difference of large numbers if the logits are large.
                     entropy[part] = torch.special.entr(probabilities).sum(-1)
         kept = product if 0 < len(hidden) <= chunk else None
         ctx.save_for_backward(hidden, weight, token_ids, logsumexp, entropy, kept)
@@ -93,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, token_ids, logsumexp, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         single = 0 < len(hidden) <= ctx.chunk
-        # fp32 where several chunks are summed: bf16 would round after each of them.
+        # fp32 if several chunks are summed: bf16 would round after each of them.
         grad_weight = None if single else torch.zeros_like(weight, dtype=_accumulator(weight))
         for start in range(0, len(hidden), ctx.chunk):
             chunk = slice(start, start + ctx.chunk)
@@ -112,7 +112,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _blocks(product: Tensor, start: int) -> Iterator[tuple[slice, slice]]:
-    """Rows of a chunk that begins at token ``start``, and the tokens they are: on a CPU few enough for its cache."""
+    """Slices of a chunk that begins at token ``start``: of its rows, and of the tokens; on a CPU small enough for its cache."""
     size = max(1, CACHE_ELEMENTS // product.shape[1]) if product.device.type == "cpu" else len(product)
     for first in range(0, len(product), size):
         last = min(first + size, len(product))
@@ -129,7 +129,7 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
 
 
 def _logits(product: Tensor, temperature: float | Tensor) -> Tensor:
-    """fp32 logits of a matrix product that must stay as it is; one temperature, or [tokens, 1]."""
+    """fp32 logits of a matrix product, which must not change; ``temperature`` is one number or [tokens, 1]."""
     logits = product.to(_accumulator(product))
     return logits if _is_one(temperature) else logits / temperature
 

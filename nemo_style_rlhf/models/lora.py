@@ -18,20 +18,20 @@ from nemo_style_rlhf.models.digests import model_fingerprint
 from nemo_style_rlhf.schema.common import ModelConfig
 
 if TYPE_CHECKING:
-    from peft import LoraConfig  # takes seconds to import, which runs without adapters need not wait for
+    from peft import LoraConfig  # its import takes seconds, for which runs without adapters need not wait
 
 ADAPTER = "default"
 CARRIED_FILES = ("prompt_template.json", "chat_template.jinja", "generation_config.json")
-"""Notes beside a model that go where it goes."""
+"""Files beside a model that are copied with it."""
 MODEL_CONFIG = "model_config.json"
-"""Beside an adapter: the config of the trained model, which training may have added to (pad token, reward statistics)."""
+"""File beside an adapter: config of the trained model, to which training may have added (pad token, reward statistics)."""
 HEAD = "score"
-"""The head of a scalar model is trained whole."""
+"""The head of a scalar model, which is trained in full."""
 _BASE, _WHOLE = ".base_layer.", f".modules_to_save.{ADAPTER}."
 
 
 def add_lora(hf: PreTrainedModel, model: ModelConfig) -> None:
-    """Freeze ``hf`` and give it trainable adapters, as ``model.lora`` says; with rank 0 nothing happens.
+    """Freeze ``hf`` and give it trainable adapters as configured in ``model.lora``; with rank 0, do nothing.
 
     A new adapter changes no output: it starts as the product of noise and zeros.
 
@@ -53,7 +53,7 @@ def add_lora(hf: PreTrainedModel, model: ModelConfig) -> None:
 
 
 def lora_identity(model: ModelConfig) -> dict[str, Any]:
-    """What a checkpoint must agree with to be resumed: the model it came from, which may be its reference, and the adapters."""
+    """Settings that a checkpoint must share to be resumed: the original model, which may be the reference, and the adapters."""
     return {"the model in model.path": model_fingerprint(model.path), "model.lora": asdict(model.lora)}
 
 
@@ -63,10 +63,10 @@ def has_lora(module: nn.Module) -> bool:
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Within the context ``module`` computes what it did before it had adapters: it is its own reference."""
+    """Switch adapters off within the context: ``module`` then computes as before training, and is its own reference."""
     layers: list[Any] = [part for part in module.modules() if hasattr(part, "lora_A")]
     for layer in layers:
-        layer._disable_adapters = True  # not enable_adapters(): that would also freeze the adapters
+        layer._disable_adapters = True  # enable_adapters() would also freeze the adapters
     try:
         yield
     finally:
@@ -75,7 +75,7 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def merged(weights: Iterable[tuple[str, Tensor]], module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The named ``weights`` of ``module``, adapters added to the layers they belong to, under the names of a model without."""
+    """The named ``weights`` of ``module`` with adapters merged into their layers, under the names of a model without adapters."""
     layers: dict[str, Any] = {name: part for name, part in module.named_modules() if hasattr(part, "lora_A")}
     for name, tensor in weights:
         if ".lora_" in name or ".original_module." in name:
@@ -92,7 +92,7 @@ def save_adapter(hf: PreTrainedModel, directory: Path, model: ModelConfig, *, ex
     """Write the adapter alone, as peft does: ``PeftModel.from_pretrained(base, directory)`` loads it.
 
     Args:
-        export: the merged model's folder, whose notes (prompt template, chat template) go with the adapter, too.
+        export: the merged model's folder, whose notes (prompt template, chat template) are copied to the adapter, too.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = _peft_config(hf, model)
@@ -115,7 +115,7 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
     """Merge the adapter in ``directory`` into the model it was trained from and write a plain Hugging Face directory.
 
     Raises:
-        UserError: there is no adapter, or its base model is not where it was.
+        UserError: there is no adapter, or its base model is no longer where it was.
     """
     from peft import PeftModel, TaskType
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

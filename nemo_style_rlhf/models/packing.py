@@ -1,6 +1,6 @@
-"""Packing: sequences laid end to end instead of padded, with attention that keeps each to itself.
+"""Packing: sequences lie end to end instead of being padded, and attention stays within each sequence.
 
-No padding is computed. On CUDA in half precision attention is torch's variable-length kernel; elsewhere one causal
+No padding is computed. On CUDA in half precision, attention is torch's variable-length kernel; elsewhere it is one causal
 attention per sequence, which is exact and wastes nothing either.
 """
 
@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from nemo_style_rlhf.errors import UserError
 
 PACKED_ATTENTION = "packed"
-"""Name of the attention implementation; a model loaded with it is a packed one."""
+"""Name of the attention implementation; a model loaded with it is packed."""
 
 
 @dataclass
@@ -25,16 +25,16 @@ class Packed:
     """The wanted prefixes of padded rows, end to end."""
 
     kept: Tensor
-    """[B, T] bool: which entries these are."""
+    """[B, T] bool: the entries that are packed."""
     inputs: dict[str, Any]
-    """What a Hugging Face model is called with; its outputs are [1, N, ...] with N = kept.sum()."""
+    """Arguments for a Hugging Face model, whose outputs are [1, N, ...] with N = kept.sum()."""
 
     def select(self, mask: Tensor) -> Tensor:
-        """[B, T] bool to [N] bool: the same entries in the packed row."""
+        """Convert a mask [B, T] bool to [N] bool, the same entries in the packed row."""
         return mask[self.kept]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[N] to [B, T], 0 where nothing was computed."""
+        """Scatter [N] values to [B, T]; 0 where nothing was computed."""
         return values.new_zeros(self.kept.shape).masked_scatter(self.kept, values)
 
 
@@ -43,9 +43,9 @@ def is_packed(hf: PreTrainedModel) -> bool:
 
 
 def pack(input_ids: Tensor, wanted: Tensor) -> Packed:
-    """Rows of ``input_ids`` [B, T], each up to its last entry in ``wanted`` [B, T]; rows that want nothing are left out.
+    """Pack rows of ``input_ids`` [B, T], each up to its last entry in ``wanted`` [B, T]; rows without such an entry are left out.
 
-    Where nothing is wanted at all one token is computed: attention needs one.
+    If ``wanted`` is empty, one token is packed: attention needs at least one.
     """
     kept = wanted.bool().flip(1).cumsum(1).flip(1) > 0
     if not kept.any():
@@ -79,11 +79,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, heads, T, D] to [B, T, heads, D].
 
-    Called without boundaries it is causal attention within each row.
+    Without boundaries this is causal attention within each row.
 
     Args:
-        cu_seq_lens_q: [sequences + 1] int32, where the sequences of the one packed row begin and end.
-        max_length_q: tokens of the longest.
+        cu_seq_lens_q: [sequences + 1] int32, boundaries of the sequences in the packed row.
+        max_length_q: tokens of the longest sequence.
     """
     if query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -108,7 +108,7 @@ AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 def require_packing(hf: PreTrainedModel) -> None:
     """
     Raises:
-        UserError: in this model packed sequences would see each other, or attention is not the plain one.
+        UserError: in this model, packed sequences would see each other, or attention is not standard.
     """
     if getattr(hf.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         raise UserError(
@@ -129,14 +129,14 @@ def require_packing(hf: PreTrainedModel) -> None:
 
 
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
-    """As torch's attention has its inputs cast, where autocast is on: RoPE gives fp32 queries and keys beside bf16 values."""
+    """Cast the inputs of attention as torch's own does under autocast: RoPE gives fp32 queries and keys beside bf16 values."""
     for x in tensors:
         casts = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
         yield x.to(torch.get_autocast_dtype(x.device.type)) if casts else x
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, p: float, window: int | None) -> Tensor:
-    """[B, heads, T, D], each position sees itself and those before it, of the last ``window`` if given."""
+    """Attention [B, heads, T, D]: each position sees itself and earlier ones, only the last ``window`` positions if given."""
     length = query.shape[2]
     key, value = (_as_many_heads(x, query) for x in (key, value))
     mask = None
@@ -162,7 +162,7 @@ def _variable_length(
     boundaries: Tensor,
     longest: int,
 ) -> Tensor:
-    """[1, heads, N, D] to [N, heads, D]."""
+    """Attention over packed sequences, [1, heads, N, D] to [N, heads, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
     heads = (_as_many_heads(x, query)[0].transpose(0, 1) for x in (query, key, value))

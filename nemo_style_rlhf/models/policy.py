@@ -1,4 +1,4 @@
-"""A causal language model as a policy: log-probabilities of the tokens it produced, under the sampling distribution."""
+"""A causal language model as a policy: computes log-probabilities of sampled tokens under the sampling distribution."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class ActionLogprobs(NamedTuple):
     """Log-probabilities of the n actions that a mask selects, row by row. (A tuple: ZeRO-3's hooks then see its tensors.)"""
 
     logprobs: Tensor
-    """[n] float32, of logits divided by the temperature."""
+    """[n] float32, nats, from logits divided by the temperature."""
     entropy: Tensor | None
     """[n] float32, in nats."""
 
@@ -23,7 +23,7 @@ class PolicyModel(nn.Module):
     """Wraps any ``AutoModelForCausalLM``."""
 
     def __init__(self, hf: PreTrainedModel, *, temperature: float, compile_backbone: bool = False) -> None:
-        """``temperature`` is that of the sampler: training must see the distribution that was sampled from."""
+        """``temperature`` is the sampler's: training must use the distribution that the tokens were sampled from."""
         super().__init__()
         self.hf = hf
         self.temperature = temperature
@@ -41,8 +41,8 @@ class PolicyModel(nn.Module):
     ) -> ActionLogprobs:
         """Log-probabilities of token t+1 at every entry t where ``action_mask`` [B, T] is 1.
 
-        ``input_ids`` [B, T] int64 is padded on the right, so causal attention needs no padding mask. ``temperature``
-        overrides that of the sampler, for all or for each row [B].
+        ``input_ids`` [B, T] int64 is padded on the right, so causal attention needs no padding mask. ``temperature`` overrides
+        the sampler's, for all rows or for each row [B].
         """
         temperature = self.temperature if temperature is None else temperature
         selected = action_mask.bool()
@@ -65,7 +65,7 @@ class PolicyModel(nn.Module):
 
 
 def alters_logits(hf: PreTrainedModel) -> bool:
-    """Whether its config speaks of doing something with logits."""
+    """Whether the model's config mentions an operation on logits."""
     settings = hf.config.get_text_config().to_dict().items()
     return any("logit" in key and value not in (None, False, 1) for key, value in settings)
 
@@ -74,8 +74,8 @@ def alters_logits(hf: PreTrainedModel) -> bool:
 def _has_plain_head(hf: PreTrainedModel) -> bool:
     """Whether logits are just ``hidden @ lm_head.weight.T``, without bias, scaling or soft-capping.
 
-    Configs have many names for these, so the model itself is asked; but a cap shows only on large logits, so a config
-    that speaks of logits is believed.
+    Configs have many names for these, so the model itself is tested. A cap shows only on large logits, so a config that mentions
+    logits is believed.
     """
     head = hf.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None or getattr(hf, "lm_head", None) is None:
@@ -84,9 +84,9 @@ def _has_plain_head(hf: PreTrainedModel) -> bool:
         return False
     probe = torch.arange(4, device=hf.device)[None] % hf.config.get_text_config().vocab_size
     attention = hf.config._attn_implementation
-    hf.set_attn_implementation("eager")  # the model is not on its device yet, and flash attention knows no CPU
+    hf.set_attn_implementation("eager")  # the model is still on the CPU, which flash attention does not support
     hidden = hf.base_model(input_ids=probe, use_cache=False).last_hidden_state
     logits = hf(input_ids=probe, use_cache=False).logits
     hf.set_attn_implementation(attention)
-    # The head's own product: in bf16 a bare one may be rounded otherwise (models/cpu_linear.py).
+    # Compute with the head itself: in bf16, a plain product may round differently (models/cpu_linear.py).
     return torch.allclose(head(hidden), logits, rtol=1e-3, atol=1e-3)

@@ -11,18 +11,18 @@ from nemo_style_rlhf.models.packing import is_packed, pack
 
 
 class ScalarModel(nn.Module):
-    """A Hugging Face decoder that classifies sequences or tokens, whose score head is read at every token.
+    """A Hugging Face decoder that classifies sequences or tokens, with its score head read at every token.
 
-    At the last token that is the reward; as a critic, entry t estimates the return from the state after tokens 0..t.
+    The score at the last token is the reward; in a critic, entry t estimates the return from the state after tokens 0..t.
     """
 
     def __init__(self, hf: PreTrainedModel, *, normalize: bool = False) -> None:
         """
         Args:
-            normalize: read (score - mean) / std, by the statistics that the model's training stored in its config.
+            normalize: return (score - mean) / std, with the statistics that the model's training stored in its config.
 
         Raises:
-            UserError: no such head, or no such statistics.
+            UserError: the model has no score head, or ``normalize`` is set and its config has no statistics.
         """
         super().__init__()
         self.hf = hf
@@ -31,7 +31,7 @@ class ScalarModel(nn.Module):
         self._mean, self._std = _reward_statistics(hf.config) if normalize else (0.0, 1.0)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, T] int64 token ids and mask to [B, T] float32 scores; 0 in the padding of a packed model."""
+        """Map [B, T] int64 token ids and mask to [B, T] float32 scores; 0 in the padding of a packed model."""
         if self._packed:
             packed = pack(input_ids, attention_mask)
             hidden = self.hf.base_model(**packed.inputs).last_hidden_state[0]
@@ -44,7 +44,7 @@ class ScalarModel(nn.Module):
 
 
 def scalar_class(hf_config: Any) -> Any:
-    """The auto class that reads a checkpoint's head whole: a token classifier's has a bias, a sequence classifier's none."""
+    """The auto class that loads a checkpoint's whole head: a token classifier's has a bias, a sequence classifier's has none."""
     tokens = any(name.endswith("ForTokenClassification") for name in hf_config.architectures or ())
     return AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
 
@@ -62,7 +62,7 @@ def require_score_head(hf: PreTrainedModel) -> None:
 
 
 def set_reward_statistics(hf_config: Any, mean: float, std: float) -> None:
-    """Store what :class:`ScalarModel` normalises by; Hugging Face keeps it in config.json."""
+    """Store the statistics with which :class:`ScalarModel` normalizes; Hugging Face keeps them in config.json."""
     hf_config.reward_mean, hf_config.reward_std = mean, std
 
 
@@ -78,16 +78,16 @@ def _reward_statistics(hf_config: Any) -> tuple[float, float]:
 
 
 def sequence_scores(token_scores: Tensor, input_ids: Tensor, lengths: Tensor, pad_token_id: int | None) -> Tensor:
-    """The score Hugging Face would pool: at the last token of each sequence that is not the pad token.
+    """The score that Hugging Face would pool: at the last token of each sequence that is not the pad token.
 
-    Where pad and EOS are one id that is the token before the final EOS, exactly as in
+    If pad and EOS have the same id, this is the token before the final EOS, exactly as in
     ``AutoModelForSequenceClassification``.
 
     Args:
         token_scores: [B, T] float32.
         input_ids: [B, T] int64, padded on the right.
         lengths: [B] int64.
-        pad_token_id: of the model's config; None reads the last token.
+        pad_token_id: from the model's config; None reads the last token.
 
     Returns:
         [B] float32.

@@ -1,4 +1,4 @@
-"""The actor's memory."""
+"""Plans the actor's memory."""
 
 from collections import Counter
 
@@ -14,13 +14,13 @@ from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB
 from nemo_style_rlhf.schema.plan import PlanConfig
 
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Tokens of one vLLM step: max_num_batched_tokens of ``vllm/engine/arg_utils.py`` for ``LLM``."""
+"""Tokens of one vLLM step: default of max_num_batched_tokens for ``LLM`` in ``vllm/engine/arg_utils.py``."""
 
 
 def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_length: int) -> ProcessPlan:
     """
     Args:
-        prompt_length: tokens of the longest prompt.
+        prompt_length: length of the longest prompt in tokens.
     """
     algorithm, response = config.algorithm, config.generation.max_length
     held = trained_model(policy, config.engine, device, ranks=config.ranks, libraries=device.libraries("actor"))
@@ -32,13 +32,13 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
     held += generator
     if device.cuda:
         loading = Counter(resting(config.engine, held))
-        loading["optimizer states"] = 0  # which the first step makes
+        loading["optimizer states"] = 0  # the first step allocates them
         if config.generation.backend == "vllm":
-            # request_memory in vllm/v1/worker/utils.py wants the share free, also where the cache is smaller.
+            # request_memory in vllm/v1/worker/utils.py requires the whole share to be free, even if the cache is smaller.
             loading["free for vLLM"] = max(0, _share(config, device) - generator.total())
     else:
         loading = held + Counter({"weights in transit": policy.on_disk})
-    samples = algorithm.num_rollout_samples  # ranks share micro-batches, which are those of one rank
+    samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
     scoring = policy.inference(_batch(config, samples, prompt_length, response))
     if config.needs_reference and offloaded:
         scoring["reference"] = policy.weights
@@ -60,7 +60,7 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
 
 
 def _batch(config: PlanConfig, samples: int, prompt: int, response: int) -> Batch:
-    """The micro-batch of ``micro_batch_iterator`` where all sequences are as long as the longest."""
+    """The micro-batch of ``micro_batch_iterator`` if all sequences are as long as the longest."""
     engine, length = config.engine, prompt + response
     rows = max(1, min(samples, engine.micro_batch_tokens // length))
     if not config.model.packing:
@@ -69,27 +69,27 @@ def _batch(config: PlanConfig, samples: int, prompt: int, response: int) -> Batc
 
 
 def _share(config: PlanConfig, device: Device) -> int:
-    """Bytes of the GPU that are vLLM's."""
+    """Bytes of the GPU that vLLM may use."""
     return int(config.generation.gpu_memory_utilization * device.memory)
 
 
 def _generator(config: PlanConfig, policy: Blueprint, device: Device, samples: int, prompt: int) -> Counter[str]:
-    """vLLM's weights and KV cache, or on a GPU without ``kv_cache_gib`` the share of it that vLLM fills with both.
+    """Bytes of vLLM's weights and KV cache. On a GPU without ``kv_cache_gib``, both together fill vLLM's share of the GPU.
 
-    A policy in bf16 is in fp32 there where the CPU has no bf16 instructions. On a CPU the matrix of the logits is kept twice, as
-    it came and packed for its kernel (``UnquantizedEmbeddingMethod``), apart from a tied embedding.
+    If the CPU has no bf16 instructions, vLLM keeps a bf16 policy in fp32. On a CPU it keeps the matrix of the logits twice,
+    plain and packed for its kernel (``UnquantizedEmbeddingMethod``), apart from a tied embedding.
 
     Raises:
-        UserError: vLLM would not start, for want of a cache for one sequence (``_check_enough_kv_cache_memory``).
+        UserError: vLLM would not start, as the cache has no room for one sequence (``_check_enough_kv_cache_memory``).
     """
     generation = config.generation
     if generation.backend == "hf":
         tokens = min(samples, generation.max_num_seqs) * (prompt + generation.max_length)
         return Counter({"vLLM weights": policy.weights, "KV cache": tokens * policy.kv_bytes_per_token})
     emulated = CPU_EMULATES_BF16 and not device.cuda and policy.width == 2
-    team, length = generation.tensor_parallel_size, prompt + generation.max_length
-    weights = policy.base_weights * (2 if emulated else 1) // team
-    sequence = length * policy.kv_bytes_per_token * (2 if emulated else 1) // team
+    group_size, length = generation.tensor_parallel_size, prompt + generation.max_length
+    weights = policy.base_weights * (2 if emulated else 1) // group_size
+    sequence = length * policy.kv_bytes_per_token * (2 if emulated else 1) // group_size
     one = f"one sequence of {length} tokens takes {sequence / GIB:.2f} GiB"
     remedy = "raise it or generation.tensor_parallel_size, or lower data.max_prompt_length or generation.max_length"
     if device.cuda and generation.kv_cache_gib is None:
@@ -109,11 +109,11 @@ def _generator(config: PlanConfig, policy: Blueprint, device: Device, samples: i
 
 
 def _decoding(config: PlanConfig, policy: Blueprint, device: Device, samples: int, prompt: int) -> Counter[str]:
-    """Bytes of vLLM beside weights and cache: a layer's activations for the tokens of one step, and the sampler's logits.
+    """Bytes of vLLM besides weights and cache: a layer's activations for the tokens of one step, and the sampler's logits.
 
     A layer holds the residual, its input, gate and up projection and their product. The sampler (``vllm/v1/sample``) holds
     logits in the model's dtype and in fp32 and log-probabilities in fp32; on a GPU also probabilities and noise in fp32. With
-    ``gpu_memory_utilization`` both are part of the share. ``generation.backend=hf`` reads all prompts at once.
+    ``gpu_memory_utilization`` both are part of vLLM's share. ``generation.backend=hf`` reads all prompts at once.
     """
     hf = config.generation.backend == "hf"
     if device.cuda and config.generation.kv_cache_gib is None and not hf:
@@ -130,14 +130,14 @@ def _decoding(config: PlanConfig, policy: Blueprint, device: Device, samples: in
 
 
 def _in_transit(config: PlanConfig, policy: Blueprint, device: Device) -> int:
-    """The new weights of a layer and, on a CPU, what its kernel packs them into, of the largest layers (embedding and head);
-    a bucket where what is sent is not the engine's own memory (merged adapters, shares put together)."""
+    """Bytes of the new weights of the largest layers (embedding and head), on a CPU also as packed for their kernel; plus a
+    bucket if the sent tensors are copies of the engine's (merged adapters, gathered shards)."""
     layers = 2 * policy.head * (1 if device.cuda else 2)
     copies = config.model.lora.rank or config.engine.zero_stage == 3
     return layers + (min(policy.base_weights, BUCKET_BYTES) if copies else 0)
 
 
 def _exported(config: PlanConfig, policy: Blueprint) -> int:
-    """safetensors turns the whole model into bytes before it writes them; merged adapters are a copy before that."""
+    """Bytes of an export: safetensors serializes the whole model before it writes; merged adapters need a copy before that."""
     copies = config.model.lora.rank or config.engine.zero_stage == 3
     return policy.base_weights * (2 if copies else 1)

@@ -1,4 +1,4 @@
-"""Which settings would save most, found by planning with each of them."""
+"""Finds the settings that would save most memory, by planning with each of them."""
 
 import copy
 from collections.abc import Collection, Iterator
@@ -12,15 +12,15 @@ from nemo_style_rlhf.schema.plan import PlanConfig
 
 ADAPTER_RANK = 16
 WORTH_NAMING = 2**20
-"""Bytes."""
+"""Smallest saving to name, in bytes."""
 
 
 @dataclass(frozen=True)
 class Change:
     text: str
-    """As it is written on the command line."""
+    """The setting as written on the command line."""
     saved: int
-    """Bytes on one device."""
+    """Saved bytes on one device."""
 
 
 class Plans(Protocol):
@@ -28,7 +28,7 @@ class Plans(Protocol):
 
 
 def best_changes(config: PlanConfig, planner: Plans, names: Collection[str], *, count: int = 3) -> list[Change]:
-    """The ``count`` single settings that lower most what the processes ``names`` want; fewer where fewer help."""
+    """The ``count`` single settings that save most memory of the processes ``names``; fewer if fewer help."""
     before = planner.demand(config, names)
     changes = []
     for key, value in candidates(config):
@@ -37,7 +37,7 @@ def best_changes(config: PlanConfig, planner: Plans, names: Collection[str], *, 
         try:
             validate(changed)
             saved = before - planner.demand(changed, names)
-        except UserError:  # this setting is not possible beside the others
+        except UserError:  # this setting conflicts with the others
             continue
         if saved >= WORTH_NAMING:
             changes.append(Change(f"{key}={str(value).lower() if isinstance(value, bool) else value}", saved))
@@ -45,7 +45,7 @@ def best_changes(config: PlanConfig, planner: Plans, names: Collection[str], *, 
 
 
 def candidates(config: PlanConfig) -> Iterator[tuple[str, Any]]:
-    """Settings to try, as key and value; what is set already is not among them."""
+    """Settings to try, as key and value, without those already set."""
     for prefix, side, ranks in (("", config, config.ranks), ("critic.", config.critic, config.critic_ranks)):
         if not side.model.lora.rank:
             yield f"{prefix}model.lora.rank", ADAPTER_RANK

@@ -1,4 +1,4 @@
-"""A model of a run as shapes alone: what its weights, its forward and its backward take."""
+"""A model of a run, described by shapes alone: bytes of its weights, its forward and its backward."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,25 +28,25 @@ ACTIVATIONS, LOGITS, GRADIENTS = "activations", "logits", "gradients"
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of sequences that are all as long as they may get."""
+    """A micro-batch of sequences that all have the maximum length."""
 
     rows: int
-    """With those of padding."""
+    """Number of rows, including padding."""
     length: int
     actions: int
-    """Entries whose log-probability is wanted."""
+    """Number of entries whose log-probability is needed."""
 
 
 class Blueprint:
-    """A policy (causal LM) or a critic or reward model (``scalar``) as its config describes it."""
+    """A policy (causal LM) or a critic or reward model (``scalar``), built from its config."""
 
     def __init__(self, config: ModelConfig, *, scalar: bool, cuda: bool) -> None:
         """
         Args:
-            cuda: plan for a CUDA device: attention that never holds [time, time], softmax of a whole chunk of logits.
+            cuda: plan for a CUDA device, where attention never holds [time, time] and softmax takes a whole chunk of logits.
 
         Raises:
-            UserError: ``config.path`` is no model that transformers knows.
+            UserError: ``config.path`` holds no model that transformers knows.
         """
         self._config = config
         self._scalar = scalar
@@ -56,10 +56,10 @@ class Blueprint:
         self.width = getattr(torch, config.dtype).itemsize
         """Bytes of a weight and of an activation."""
         self.elements = sum(parameter.numel() for parameter in parameters)
-        """Parameters, tied ones once, adapters included."""
+        """Number of parameters, counting tied ones once and including adapters."""
         self.trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         self.largest = max(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        """Elements of the largest tensor that is trained."""
+        """Number of elements of the largest trained tensor."""
         text = self.hf.config.get_text_config()
         self.vocabulary: int = text.vocab_size
         self.hidden: int = text.hidden_size
@@ -89,7 +89,7 @@ class Blueprint:
                     trust_remote_code=config.trust_remote_code,
                 )
                 if config.disable_dropout:
-                    switch_off_dropout(hf)  # not that of the adapters
+                    switch_off_dropout(hf)  # this leaves the adapters' dropout on
                 if self._scalar:
                     require_score_head(hf)
                 self._base = sum(parameter.numel() for parameter in hf.parameters())
@@ -106,7 +106,7 @@ class Blueprint:
 
     @property
     def _attention(self) -> str:
-        """As models/loading.py chooses; every kernel of a GPU is planned as torch's, whose memory grows with time alone."""
+        """The choice of models/loading.py. On a GPU every kernel is planned as torch's, whose memory grows linearly with time."""
         if self._cuda:
             return "eager" if self._config.attn_implementation == "eager" and not self._config.packing else "sdpa"
         if self._config.packing:
@@ -122,33 +122,33 @@ class Blueprint:
 
     @property
     def base_weights(self) -> int:
-        """The same without adapters: of a copy that is not trained."""
+        """Bytes of all parameters without adapters, as in a copy that is not trained."""
         return self._base * self.width
 
     @property
     def head(self) -> int:
-        """Bytes of the matrix [vocabulary, hidden] of the logits."""
+        """Bytes of the matrix [vocabulary, hidden] that computes logits."""
         return self.vocabulary * self.hidden * self.width
 
     @cached_property
     def on_disk(self) -> int:
-        """Bytes of the checkpoint's weight files, or, where they are not on this machine, what they are in the model's dtype."""
+        """Bytes of the checkpoint's weight files, or, if they are not on this machine, of the weights in the model's dtype."""
         found = sum(file.stat().st_size for file in Path(self._config.path).glob("*.safetensors"))
         return found or self.base_weights
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 
     def training(self, batch: Batch, *, with_entropy: bool = False) -> Counter[str]:
-        """Bytes of activations and logits when forward and backward of ``batch`` hold most, beside the gradients of an earlier
-        micro-batch, which are there already and not part of it.
+        """Peak bytes of activations and logits in forward and backward of ``batch``. Gradients of an earlier micro-batch, which
+        exist already, are not included.
 
         Raises:
-            UserError: what the model computes depends on more than shapes.
+            UserError: the model's computation depends on more than shapes.
         """
         if (batch, with_entropy) not in self._traced:
             self.hf.train()
             for module in self.hf.modules():
-                if hasattr(module, "layerdrop"):  # asks a random number for every layer, which shapes alone do not have
+                if hasattr(module, "layerdrop"):  # draws a random number per layer, which shapes cannot
                     module.training = False
             peak = self._peak(lambda: self._loss(batch, with_entropy).backward(), accumulated=True)
             del peak[GRADIENTS]
@@ -156,7 +156,7 @@ class Blueprint:
         return self._traced[batch, with_entropy].copy()
 
     def inference(self, batch: Batch) -> Counter[str]:
-        """The same of a forward without gradients."""
+        """Peak bytes of activations and logits in a forward without gradients."""
         if (batch, None) not in self._traced:
             self.hf.eval()
             with torch.no_grad():
@@ -195,7 +195,7 @@ class Blueprint:
 
     @property
     def _gpu_softmax(self) -> int:
-        """Bytes of log p, p and their gradient in fp32 of one chunk of logits, which a CPU computes in blocks that fit its cache
+        """Bytes of log p, p and their gradient in fp32 for one chunk of logits. A CPU computes them in blocks that fit its cache
         (models/logprobs.py)."""
         return 3 * 4 * CHUNK_ELEMENTS
 
@@ -210,8 +210,8 @@ class Blueprint:
             logits = self.hf(input_ids=ids, use_cache=False).logits.flatten(0, 1)[: batch.actions].clone()
             return sum(part.sum() for part in logits_logprobs(logits, targets))  # type: ignore[return-value]
         hidden = self.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        chosen = hidden.flatten(0, 1)[: batch.actions].clone()  # what a mask selects is a copy
-        # From the third chunk on nothing is held at a time that was not before.
+        chosen = hidden.flatten(0, 1)[: batch.actions].clone()  # selection by a mask makes a copy
+        # From the third chunk on, the peak does not grow any more.
         part = slice(0, 2 * max(1, CHUNK_ELEMENTS // self.vocabulary))
         found = token_logprobs(
             chosen[part],
@@ -223,6 +223,6 @@ class Blueprint:
 
     @property
     def _plain_head(self) -> bool:
-        """What :class:`PolicyModel` finds by computing: whether logits are one matrix product."""
+        """Whether logits are one matrix product, which :class:`PolicyModel` finds out by computing."""
         head = self.hf.get_output_embeddings()
         return isinstance(head, nn.Linear) and head.bias is None and not alters_logits(self.hf)

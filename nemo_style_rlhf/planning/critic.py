@@ -1,4 +1,4 @@
-"""The critic server's memory."""
+"""Plans the critic server's memory."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from nemo_style_rlhf.schema.plan import PlanConfig
 def plan_critic(config: PlanConfig, critic: Blueprint, device: Device, *, prompt_length: int) -> ProcessPlan:
     """
     Args:
-        prompt_length: tokens of the longest prompt.
+        prompt_length: length of the longest prompt in tokens.
     """
     server, ranks, algorithm = config.critic, config.critic_ranks, config.algorithm
     length = prompt_length + config.generation.max_length
@@ -23,9 +23,9 @@ def plan_critic(config: PlanConfig, critic: Blueprint, device: Device, *, prompt
     if server.critic.combine_rm_and_critic_server:
         offloaded = server.critic.offload_reward_model and device.cuda
         (scoring if offloaded else held)["reward model"] = critic.base_weights
-    samples = algorithm.num_rollout_samples  # ranks share micro-batches, which are those of one rank
+    samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
     scoring += critic.inference(_batch(config, min(samples, SCORING_GROUP), length))
-    if not algorithm.uses_critic:  # served and saved, but without a step, the first of which makes Adam's states
+    if not algorithm.uses_critic:  # served and saved, but never stepped, and the first step makes Adam's states
         copied = checkpoint_copy(critic.trained, critic.width, stage=server.engine.zero_stage, ranks=ranks)
         held["checkpoint"] = 0 if device.cuda else copied - held["optimizer states"]
         held["optimizer states"] = 0
@@ -38,7 +38,7 @@ def plan_critic(config: PlanConfig, critic: Blueprint, device: Device, *, prompt
 
 
 def _batch(config: PlanConfig, samples: int, length: int) -> Batch:
-    """The micro-batch of ``Batches`` where all sequences are as long as the longest."""
+    """The micro-batch of ``Batches`` if all sequences are as long as the longest."""
     engine = config.critic.engine
     rows = max(1, min(samples, engine.micro_batch_tokens // length))
     if not config.critic.model.packing:

@@ -1,4 +1,4 @@
-"""What a plan is measured against."""
+"""The device on which a plan must fit."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ LIBRARIES = {
     "cpu": {"actor": 640 * MIB, "critic": 440 * MIB},
     "cuda": {"actor": 500 * MIB, "critic": 500 * MIB},
 }
-"""Bytes before there is a model. cpu: the imports of each process, measured (``benchmarks/memory.py``); cuda: estimated, the
-context and its libraries; NCCL's buffers of several ranks come on top."""
+"""Bytes of a process before it loads a model. cpu: measured, imports of each process (``benchmarks/memory.py``); cuda: estimated,
+context and libraries, without NCCL's buffers for several ranks."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Device:
     kind: str
     """cpu or cuda."""
     memory: int
-    """Bytes."""
+    """Memory in bytes."""
     name: str
 
     @property
@@ -31,15 +31,15 @@ class Device:
         return self.kind == "cuda"
 
     def libraries(self, process: str) -> int:
-        """Bytes that ``actor`` or ``critic`` holds before it has a model."""
+        """Bytes that ``actor`` or ``critic`` holds before it loads a model."""
         return LIBRARIES[self.kind][process]
 
 
 def find_device(config: PlanConfig) -> Device:
-    """The device of ``run.device`` and ``device_gib``.
+    """The device that ``run.device`` and ``device_gib`` describe.
 
     Raises:
-        UserError: a CUDA device is asked for that is not here, and ``device_gib`` does not describe it.
+        UserError: ``run.device`` is a CUDA device, this machine has none, and ``device_gib`` does not describe it.
     """
     cuda = config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available())
     if config.device_gib is not None:

@@ -1,4 +1,4 @@
-"""What a process holds, phase by phase; the peak is that of the phase which holds most."""
+"""Memory of a process in each phase; the phase that holds most determines the peak."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ COMPONENTS = (
 class Phase:
     name: str
     parts: Counter[str]
-    """Bytes of each component, of one rank."""
+    """Bytes of each component on one rank."""
 
     @property
     def total(self) -> int:

@@ -1,4 +1,4 @@
-"""A plan as a table for the terminal."""
+"""Shows a plan as a table on the terminal."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from nemo_style_rlhf.planning.phases import COMPONENTS, GIB, ProcessPlan
 
 
 def table(processes: Sequence[ProcessPlan], device: Device, *, together: bool) -> Table:
-    """A row for each component that is there at a peak, a column for each process; GiB of one rank."""
+    """A table with a row for each component at a peak and a column for each process; in GiB of one rank."""
     result = Table(show_footer=True)
     totals = [plan.peak.total for plan in processes]
     result.add_column("", footer="total")

@@ -1,4 +1,4 @@
-"""What `trainers/plan.py` does once its configuration is checked."""
+"""The plan behind `trainers/plan.py`, from its checked configuration."""
 
 from collections.abc import Collection
 from dataclasses import asdict
@@ -20,13 +20,13 @@ from nemo_style_rlhf.schema.plan import PlanConfig
 
 
 def plan(config: PlanConfig) -> None:
-    """Print what each process will hold at its peak.
+    """Print the peak memory of each process.
 
     Raises:
-        UserError: it does not fit; or what the run itself would refuse about models and prompts.
+        UserError: the run does not fit, or it would refuse the models or prompts.
     """
     if not config.critic.model.path:
-        config.critic.model.path = config.model.path  # a reward model made of the policy
+        config.critic.model.path = config.model.path  # assume a reward model made from the policy
     planner = Planner(config)
     processes = planner.plan(config)
     console = Console(highlight=False)
@@ -37,7 +37,7 @@ def plan(config: PlanConfig) -> None:
 
 
 class Planner:
-    """Plans variants of one run; shapes are read and traced once for each model."""
+    """Plans variants of one run; reads and traces the shapes of each model once."""
 
     def __init__(self, config: PlanConfig) -> None:
         self.device: Device = find_device(config)
@@ -45,7 +45,7 @@ class Planner:
         self._blueprints: dict[tuple[str, bool], Blueprint] = {}
 
     def plan(self, config: PlanConfig, names: Collection[str] = (ACTOR, CRITIC)) -> list[ProcessPlan]:
-        """The plans of those processes in ``names`` that the run has."""
+        """Plans of the processes in ``names``, as far as the run has them."""
         policy = self._blueprint(config.model, scalar=False)
         critic = self._blueprint(config.critic.model, scalar=True) if config.uses_critic_process else None
         prompt = self._prompt_length(config, policy, critic)
@@ -57,7 +57,7 @@ class Planner:
         return processes
 
     def demand(self, config: PlanConfig, names: Collection[str]) -> int:
-        """Bytes that the processes ``names`` want of one device."""
+        """Bytes that the processes ``names`` need on one device."""
         return sum(on_device(plan, self.device) for plan in self.plan(config, names))
 
     def _blueprint(self, model: ModelConfig, *, scalar: bool) -> Blueprint:
@@ -67,7 +67,7 @@ class Planner:
         return self._blueprints[key]
 
     def _prompt_length(self, config: PlanConfig, policy: Blueprint, critic: Blueprint | None) -> int:
-        """Tokens of the longest prompt; without prompts, of the longest that the settings let in."""
+        """Length in tokens of the longest prompt; without prompts, of the longest that the settings allow."""
         response, longest = config.generation.max_length, self._longest_prompt
         limits = [(policy.max_positions, f"positions of {config.model.path}")]
         if critic is not None:
@@ -91,12 +91,12 @@ class Planner:
 
 
 def on_device(plan: ProcessPlan, device: Device) -> int:
-    """Bytes that ``plan`` wants of a device: ranks have one each, but only one host."""
+    """Bytes that ``plan`` needs on a device: each rank has its own GPU, but all ranks share one host."""
     return plan.peak.total * (1 if device.cuda else plan.ranks)
 
 
 def _longest_prompt(config: PlanConfig) -> int | None:
-    """Tokens, of those for validation too; None where there are no prompts yet."""
+    """Length in tokens of the longest prompt for training or validation; None if there are no prompts yet."""
     if not config.data.train_path:
         return None
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)

@@ -1,4 +1,4 @@
-"""The most memory that torch code holds at one time, found by running it on tensors that have shapes but no memory."""
+"""Finds the peak memory of torch code by running it on tensors that have shapes but no memory."""
 
 import weakref
 from collections import Counter
@@ -13,23 +13,23 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that is made under it, from its making to its end.
+    """Counts the bytes of every storage created within this mode, from its creation to its end.
 
-    ``peak`` is the split by kind at the moment the sum was highest. What existed before is not counted.
+    ``peak`` is the split by kind at the moment of the highest sum. Earlier storages are not counted.
     """
 
     def __init__(self, kind_of: Callable[[Tensor], str]) -> None:
-        """``kind_of`` names what a new tensor is part of."""
+        """``kind_of`` returns the kind of a new tensor."""
         super().__init__()
         self._kind_of = kind_of
         self._storages: dict[int, tuple[int, str]] = {}
         self._known: set[int] = set()
         self.live: Counter[str] = Counter()
-        """Now."""
+        """Current bytes by kind."""
         self.peak: Counter[str] = Counter()
 
     def ignore(self, module: nn.Module) -> None:
-        """Leave parameters and buffers of ``module``, and views of them, out."""
+        """Exclude parameters and buffers of ``module``, and views of them."""
         for tensor in (*module.parameters(), *module.buffers()):
             self._known.add(tensor.untyped_storage()._cdata)
 
@@ -67,10 +67,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def shapes_only(module: nn.Module) -> FakeTensorMode:
-    """Give ``module``, built on the meta device, fake CPU tensors: kernels choose as on a CPU but nothing is allocated.
+    """Give ``module``, built on the meta device, fake CPU tensors: kernels are chosen as on a CPU, but nothing is allocated.
 
     Returns:
-        The mode that code on it must run under.
+        The mode within which code on the module must run.
     """
     mode = FakeTensorMode()
     fakes: dict[int, Tensor] = {}  # tied parameters stay tied

@@ -1,8 +1,8 @@
 """Bytes of a trained model and its update.
 
-``trained`` counts the elements that learn, ``width`` their bytes (2 in bf16, 4 in fp32), ``ranks`` those that share. The shares
-are those of ZeRO (arXiv 1910.02054, figure 1); the buffers were read from DeepSpeed 0.19.8, ``zero/stage_1_and_2.py`` and
-``zero/stage3.py``.
+``trained`` is the number of trained elements, ``width`` their size in bytes (2 in bf16, 4 in fp32), ``ranks`` the number of ranks
+that shard them. Sizes of shards follow ZeRO (arXiv 1910.02054, figure 1); sizes of buffers were read from DeepSpeed 0.19.8,
+``zero/stage_1_and_2.py`` and ``zero/stage3.py``.
 """
 
 from collections import Counter
@@ -13,15 +13,15 @@ from nemo_style_rlhf.planning.phases import Phase
 from nemo_style_rlhf.schema.common import BUCKET_ELEMENTS, EngineConfig
 
 MASTER = 4
-"""fp32, also where the weights are fp32: DeepSpeed's stages 1 to 3 clone them (``single_partition_of_fp32_groups``)."""
+"""Bytes of an fp32 master element. DeepSpeed's stages 1 to 3 clone even fp32 weights (``single_partition_of_fp32_groups``)."""
 ADAM = 8
-"""exp_avg and exp_avg_sq in fp32."""
+"""Bytes of exp_avg and exp_avg_sq in fp32."""
 NORM = 8
-"""fp64."""
+"""Bytes of an fp64 element of the norm."""
 MAX_LIVE = 10**9
-"""Elements that ZeRO-3 keeps gathered: ``stage3_max_live_parameters``, which is as far apart as it looks for another use."""
+"""Elements that ZeRO-3 keeps gathered: ``stage3_max_live_parameters``, also the distance within which it looks for reuse."""
 SUB_GROUP = 10**9
-"""Elements of a share that ZeRO-3 steps at a time: ``sub_group_size``."""
+"""Elements of a shard that ZeRO-3 updates at a time: ``sub_group_size``."""
 
 
 def masters(trained: int, *, stage: int, ranks: int) -> int:
@@ -33,49 +33,49 @@ def optimizer_states(trained: int, *, stage: int, ranks: int) -> int:
 
 
 def weights(trained: int, frozen: int, width: int, *, stage: int, ranks: int) -> int:
-    """Bytes of the model in its dtype; ZeRO-3 holds a shard, and as much of the whole as it keeps gathered."""
+    """Bytes of the model in its dtype; ZeRO-3 holds a shard, and the part of the model that it keeps gathered."""
     if stage < 3:
         return (trained + frozen) * width
     return trained * width // ranks + min(trained, MAX_LIVE) * width
 
 
 def gradients(trained: int, width: int, *, stage: int, ranks: int) -> int:
-    """That add up between two optimizer steps, in the weights' dtype; from ZeRO-2 on a rank keeps those of its share."""
+    """Bytes of the gradients that add up between optimizer steps, in the weights' dtype; from ZeRO-2 on, of one shard only."""
     return trained * width // (ranks if stage >= 2 else 1)
 
 
 def step_buffers(trained: int, width: int, *, stage: int, ranks: int) -> dict[str, int]:
-    """What an optimizer step takes beside the gradients, in the order in which it does.
+    """Bytes that an optimizer step takes besides the gradients, in the order of allocation.
 
-    Without ZeRO the gradients are flattened once, for the reduction over ranks. With it: the bucket they are copied into
-    (``reduce_bucket_size``, see engine.py), its flattened copy where several ranks reduce it, the rank's share of the result,
-    that share flattened, and the same in fp32 where it is not yet.
+    Without ZeRO the gradients are flattened once, for the reduction over ranks. With ZeRO: the bucket into which they are copied
+    (``reduce_bucket_size``, see engine.py), its flattened copy if several ranks reduce it, the rank's shard of the result, the
+    flattened shard, and its fp32 copy if it is not in fp32.
     """
     if stage == 0:
         return {"reduction": trained * width}
-    share = trained * width // ranks
+    shard = trained * width // ranks
     bucket = min(trained, BUCKET_ELEMENTS) * width
     return {
         "bucket": bucket,
         "reduction": bucket if ranks > 1 else 0,
-        "share": share,
-        "flat": share,
+        "shard": shard,
+        "flat": shard,
         "fp32": MASTER * trained // ranks if width < MASTER else 0,
     }
 
 
 def kept_for_gradients(trained: int, width: int, *, ranks: int, offload: bool) -> int:
-    """What ZeRO-3 has on a GPU for the engine's whole life (``_setup_for_real_optimizer``): the bucket, and the rank's share."""
+    """Bytes that ZeRO-3 holds on a GPU for the engine's whole life (``_setup_for_real_optimizer``): bucket and rank's shard."""
     return (min(trained, BUCKET_ELEMENTS) + (0 if offload else trained // ranks)) * width
 
 
 def backward_buffers(trained: int, largest: int, width: int, *, stage: int, ranks: int, offload: bool) -> int:
-    """Gradients on a GPU in a backward that is not a step's first, and what they pass through.
+    """Bytes of gradients and their buffers on a GPU in any backward of a step but the first.
 
-    From ZeRO-1 on the first gradient makes the bucket (``setup_buckets``). ZeRO-2 reduces in every backward: with a flattened
-    copy where ranks are several (``allreduce_bucket``), into a share of its own that is then added to that of earlier ones
-    (``copy_grads_in_partition``). ZeRO-3, which has bucket and share already, copies for any number of ranks
-    (``reduce_scatter_coalesced``). With ``offload`` shares are in host memory, apart from a tensor on its way there.
+    From ZeRO-1 on, the first gradient allocates the bucket (``setup_buckets``). ZeRO-2 reduces in every backward: with a
+    flattened copy if there are several ranks (``allreduce_bucket``), into a new shard that is then added to that of earlier
+    backwards (``copy_grads_in_partition``). ZeRO-3, which has bucket and shard already, makes a copy for any number of ranks
+    (``reduce_scatter_coalesced``). With ``offload``, shards are in host memory, except for a tensor in transit.
     """
     bucket = min(trained, BUCKET_ELEMENTS) * width
     moving = largest * width if offload else 0
@@ -87,25 +87,25 @@ def backward_buffers(trained: int, largest: int, width: int, *, stage: int, rank
 
 
 def optimizer_step_buffers(trained: int, largest: int, width: int, *, stage: int, ranks: int, offload: bool) -> int:
-    """Gradients and their copies on a GPU when an optimizer step holds most.
+    """Peak bytes of gradients and their copies on a GPU in an optimizer step.
 
-    ZeRO-0 flattens as many as a bucket has (``buffered_allreduce_fallback``). ZeRO-1 reduces now (``reduce_ipg_grads``): the
-    first bucket is made while all gradients are there, and the share when a bucket of them is not any more. Then the share, the
-    same flattened and in fp32 where it is not yet are there at once; ZeRO-3, which has its share already, takes a sub-group at a
-    time (``_prepare_fp32_grad_for_sub_group``). The norm is taken before, of the share.
+    ZeRO-0 flattens one bucket of gradients at a time (``buffered_allreduce_fallback``). ZeRO-1 reduces in the step
+    (``reduce_ipg_grads``): the first bucket is allocated while all gradients exist, the shard once a bucket of them is freed.
+    Then the shard, its flattened copy and, if it is not in fp32, its fp32 copy exist at once; ZeRO-3, which has its shard
+    already, takes a sub-group at a time (``_prepare_fp32_grad_for_sub_group``). The norm of the shard is computed before that.
     """
     whole, bucket = trained * width, min(trained, BUCKET_ELEMENTS) * width
     if stage == 0:
         return whole + bucket
     mine = 0 if offload else trained // ranks
-    share = mine * width if stage < 3 else 0
+    shard = mine * width if stage < 3 else 0
     copies = min(mine, SUB_GROUP if stage == 3 else mine) * (width + (MASTER if width < MASTER else 0))
-    norm = NORM * largest  # one tensor after the other is copied to fp64 (get_norm_dtype)
-    return max(whole + max(bucket, share) if stage == 1 else 0, share + max(copies, norm))
+    norm = NORM * largest  # tensors are copied to fp64 one by one (get_norm_dtype)
+    return max(whole + max(bucket, shard) if stage == 1 else 0, shard + max(copies, norm))
 
 
 def checkpoint_copy(trained: int, width: int, *, stage: int, ranks: int) -> int:
-    """What a rank's snapshot holds until it is written (engine/snapshot.py), of the first rank, which has the weights, too."""
+    """Bytes of the first rank's snapshot (engine/snapshot.py), which also has the weights, until it is written."""
     states = masters(trained, stage=stage, ranks=ranks) + optimizer_states(trained, stage=stage, ranks=ranks)
     return states + (trained * width if stage < 3 else 0)
 
@@ -113,12 +113,12 @@ def checkpoint_copy(trained: int, width: int, *, stage: int, ranks: int) -> int:
 def trained_model(
     model: Blueprint, engine: EngineConfig, device: Device, *, ranks: int, libraries: int
 ) -> Counter[str]:
-    """What one rank holds of it from its start to its end."""
-    share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
+    """Bytes of ``model`` that one rank holds from start to end."""
+    sharding: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
     held = Counter(
         {
             "libraries": libraries,
-            "weights": weights(model.trained, model.elements - model.trained, model.width, **share),
+            "weights": weights(model.trained, model.elements - model.trained, model.width, **sharding),
         }
     )
     if engine.offload_parameters and device.cuda:
@@ -128,13 +128,13 @@ def trained_model(
             model.trained, model.width, ranks=ranks, offload=engine.offload_optimizer
         )
     if not (engine.offload_optimizer and device.cuda):
-        held["fp32 masters"] = masters(model.trained, **share)
-        held["optimizer states"] = optimizer_states(model.trained, **share)
+        held["fp32 masters"] = masters(model.trained, **sharding)
+        held["optimizer states"] = optimizer_states(model.trained, **sharding)
     return held
 
 
 def resting(engine: EngineConfig, held: Counter[str]) -> Counter[str]:
-    """What is left of ``held`` on a GPU while nothing is trained."""
+    """The part of ``held`` that stays on a GPU while nothing is trained."""
     if engine.offload_optimizer_states and engine.zero_stage in (1, 2):
         return Counter({name: size for name, size in held.items() if name not in ("fp32 masters", "optimizer states")})
     return held
@@ -150,28 +150,29 @@ def training_phases(
     *,
     ranks: int,
 ) -> list[Phase]:
-    """The phases of a step, beside what is ``held`` all the time.
+    """The phases of a step, which include the permanently ``held`` bytes.
 
-    On a GPU each frees its memory for the next. On a CPU the heap keeps it (launch/malloc.py), and the larger blocks of the next
-    find no room between small ones that stay: so there what all phases take, and every buffer of the optimizer step, add up. Only
-    the norm's copies, of a tensor each, fit where activations were, and a checkpoint's copy, of few and large blocks, where the
-    optimizer step's were side by side; what is more comes on top. Without ZeRO the copy's blocks are of a tensor each, too.
+    On a GPU each phase frees its memory for the next. On a CPU the heap keeps it (launch/malloc.py), and larger blocks of the
+    next phase do not fit between small blocks that stay, so the bytes of all phases and every buffer of the optimizer step add
+    up. There are two exceptions: the norm's copies, one tensor each, fit into freed activations, and a checkpoint's copy, a few
+    large blocks, fits into the adjacent freed buffers of the optimizer step; any excess comes on top. Without ZeRO the blocks of
+    the checkpoint's copy hold one tensor each, too.
     """
-    share: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
-    learned = Counter({"gradients": gradients(model.trained, model.width, **share)})
-    buffers = step_buffers(model.trained, model.width, **share)
+    sharding: dict[str, int] = {"stage": engine.zero_stage, "ranks": ranks}
+    accumulated = Counter({"gradients": gradients(model.trained, model.width, **sharding)})
+    buffers = step_buffers(model.trained, model.width, **sharding)
     if not device.cuda:
         kept = sum(inference.values(), start=update)
         room = sum(buffers.values()) + (0 if engine.zero_stage else kept.total())
-        copied = checkpoint_copy(model.trained, model.width, **share) - room
+        copied = checkpoint_copy(model.trained, model.width, **sharding) - room
         step = Counter({"optimizer step": sum(buffers.values()), "checkpoint": max(0, copied)})
-        return [Phase("update", held + learned + kept + step)]
+        return [Phase("update", held + accumulated + kept + step)]
     sizes = (model.trained, model.largest, model.width)
-    backward = backward_buffers(*sizes, **share, offload=engine.offload_optimizer)
-    step_peak = optimizer_step_buffers(*sizes, **share, offload=engine.offload_optimizer)
+    backward = backward_buffers(*sizes, **sharding, offload=engine.offload_optimizer)
+    step_peak = optimizer_step_buffers(*sizes, **sharding, offload=engine.offload_optimizer)
     loading = Counter({"libraries": held["libraries"], "weights": model.elements * model.width})
     return [
-        *([Phase("loading", loading)] if engine.zero_stage == 3 else []),  # it is shared out once it is on the device
+        *([Phase("loading", loading)] if engine.zero_stage == 3 else []),  # sharded once it is on the device
         *(Phase(name, resting(engine, held) + part) for name, part in inference.items()),
         Phase("forward and backward", held + update + Counter({"gradients": backward})),
         Phase("optimizer step", held + Counter({"optimizer step": step_peak})),

@@ -1,4 +1,4 @@
-"""What a run checks about itself: did the weights arrive, does the sampler agree, is the reward being gamed."""
+"""Checks of a run on itself: did the weights arrive, does the sampler agree, is the reward being gamed."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +15,13 @@ from nemo_style_rlhf.schema.actor import AuditConfig, SignsConfig
 log = logging.getLogger(__name__)
 PROBE_TOKENS = 64
 MAX_GAP = {"float32": 1e-3, "bfloat16": 1.0}
-"""bf16 kernels of trainer and sampler differ by 0.04 on average and 0.5 at most on peaked distributions."""
+"""Largest accepted gap in nats, by dtype. On peaked distributions the bf16 kernels of trainer and sampler differ by 0.04
+on average and by 0.5 at most."""
 
 MIN_BIGRAMS = 256
-"""Fewer say little about how much a rollout repeats itself."""
+"""Fewer bigrams say little about how much a rollout repeats itself."""
 WARNING_PERIOD = 10
-"""Steps between two warnings of one sign."""
+"""Steps between two warnings of the same health check."""
 STOPPED = "the run stops, the last checkpoint holds what was learned before"
 REMEDY = (
     "look at rollouts/step_%06d.jsonl, raise algorithm.initial_policy_kl_penalty or lower engine.optim.lr, and go back to a "
@@ -29,8 +30,8 @@ REMEDY = (
 
 
 class Probe:
-    """Two prompts of the run and a sequence that walks across the vocabulary: after every transfer the generator's
-    log-probabilities of them are compared with the trainer's."""
+    """Two prompts of the run and a sequence that walks across the vocabulary. After every transfer, the generator's
+    log-probabilities of these three are compared with the trainer's."""
 
     def __init__(self, prompts: Sequence[Prompt], vocab_size: int, *, max_length: int, max_gap: float) -> None:
         length = min(PROBE_TOKENS, max_length - 1)  # the generator adds a token
@@ -40,7 +41,7 @@ class Probe:
 
     @torch.no_grad()
     def target(self, engine: Engine) -> ProbeTarget:
-        """What a generator must compute that holds the weights of ``engine``; every rank calls it."""
+        """The log-probabilities that a generator with the weights of ``engine`` must compute; every rank calls this."""
         logprobs = []
         for sequence in self._sequences:
             ids = torch.tensor([sequence], device=engine.device)
@@ -70,11 +71,11 @@ class Health:
     """State that the health checks keep from earlier steps. Saved in every checkpoint."""
 
     distinct_2: float | None = None
-    """In the run's first rollout of MIN_BIGRAMS or more."""
+    """The metric of that name in the run's first rollout with at least MIN_BIGRAMS bigrams."""
     bigrams: int = 0
     """The number of bigrams in that rollout."""
     warned: dict[str, int] = field(default_factory=dict)
-    """By metric: the step of the last warning."""
+    """The step of the last warning, by metric."""
 
 
 def audit_signs(
@@ -87,18 +88,18 @@ def audit_signs(
     samples: Callable[[], Sequence[str]],
     shown: bool = True,
 ) -> Health:
-    """Compare a step's rollout with the signs of reward hacking and collapse in ``config.signs``.
+    """Run the health checks of ``config.signs``, which look for reward hacking and collapse, on a step's rollout.
 
     Args:
-        bigrams: in the responses of the rollout.
-        samples: lines that show some of the rollout, asked for only where there is a sign.
-        shown: whether to log it; every rank sees the same signs.
+        bigrams: their number in the responses of the rollout.
+        samples: returns lines that show some of the rollout; called only if a health check fails.
+        shown: whether to log failures; every rank finds the same ones.
 
     Returns:
         ``health`` after this step.
 
     Raises:
-        UserError: one is out of bounds and ``on_sign`` is stop.
+        UserError: a metric is out of bounds and ``on_sign`` is stop.
     """
     if health.distinct_2 is None and bigrams >= MIN_BIGRAMS:
         health = replace(health, distinct_2=metrics["train_rollouts/distinct_2"], bigrams=bigrams)
@@ -115,7 +116,7 @@ def audit_signs(
 
 
 def _signs(config: SignsConfig, metrics: Mapping[str, float], health: Health, bigrams: int) -> dict[str, str]:
-    """Sentences about the metrics that are out of bounds, by metric."""
+    """A sentence about each metric that is out of bounds, by metric."""
     found = {}
     for name, (low, high) in config.limits().items():
         if low is None and high is None:
@@ -125,7 +126,7 @@ def _signs(config: SignsConfig, metrics: Mapping[str, float], health: Health, bi
             found[name] = f"train_rollouts/{name}={value:.4g} is below audit.signs.min_{name}={low:g}"
         if high is not None and not value <= high:
             found[name] = f"train_rollouts/{name}={value:.4g} is above audit.signs.max_{name}={high:g}"
-    kl = metrics.get("train_rollouts/init_policy_kl", 0.0)  # nothing measures it without a reference
+    kl = metrics.get("train_rollouts/init_policy_kl", 0.0)  # not measured without a reference
     limit = config.runaway_kl if config.max_init_policy_kl is None else None
     if limit is not None and not kl <= limit:
         found["init_policy_kl"] = (
@@ -134,7 +135,7 @@ def _signs(config: SignsConfig, metrics: Mapping[str, float], health: Health, bi
     share, first = config.min_distinct_2_share, health.distinct_2
     if config.min_distinct_2 is None and share is not None and first is not None and bigrams >= MIN_BIGRAMS:
         value = metrics["train_rollouts/distinct_2"]
-        # A longer text repeats more of itself: there the number of different bigrams must have fallen, not their share alone.
+        # A longer text repeats more of itself. For it, the number of distinct bigrams must have fallen, not only their share.
         if value < share * first * min(1.0, health.bigrams / bigrams):
             found["distinct_2"] = (
                 f"train_rollouts/distinct_2={value:.4g} is below audit.signs.min_distinct_2_share={share:g} of the "

@@ -1,4 +1,4 @@
-"""From a checked configuration to a running trainer: loads everything in the order the libraries demand."""
+"""Builds the trainer from a checked configuration: loads everything in the order that the libraries demand."""
 
 import dataclasses
 import importlib.metadata
@@ -55,10 +55,10 @@ PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
 def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None) -> PPOTrainer:
     """Load data and models, meet the critic server, start DeepSpeed, then vLLM.
 
-    What can be refused cheaply is refused first: data, checkpoints and the server before any engine starts.
+    Cheap checks come first: data, checkpoints and the server are checked before any engine starts.
 
     Args:
-        whole: the run that ``config`` tries out; what it would refuse is refused.
+        whole: the run that ``config`` tries out; its checks apply, too.
     """
     whole = whole or config
     require_tensor_parallel(int(os.environ.get("WORLD_SIZE", "1")), config.generation.tensor_parallel_size)
@@ -141,8 +141,8 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
 
 
 def run_identity(config: PPOActorConfig, prompts: list[Prompt] | None = None) -> dict[str, Any]:
-    """Settings that give the weights, optimizer states and data position of a checkpoint their meaning, as far as they are known
-    without the ``prompts``; engine.zero_stage and the ranks may change."""
+    """Settings that give the weights, optimizer states and data position of a checkpoint their meaning. Without ``prompts``,
+    those that depend on them are missing. engine.zero_stage and the number of ranks may change, so they are not among them."""
     identity = {
         **lora_identity(config.model), "model.dtype": config.model.dtype, "run.seed": config.run.seed,
         "data.shuffle": config.data.shuffle,
@@ -158,11 +158,11 @@ def _rollout_writer(config: PPOActorConfig) -> RolloutWriter:
 
 
 def _found(config: PPOActorConfig) -> tuple[Manifest | None, dict[str, Any]]:
-    """The newest checkpoint of the run, which ``config`` may go on from, and the identity noted in it; what differs from the last
-    start is logged.
+    """The newest checkpoint of the run, from which ``config`` may resume, and the identity saved in it. Logs settings that
+    differ from the last start.
 
     Raises:
-        UserError: ``run.resume`` forbids it, or ``config`` differs in what the checkpoint depends on, as far as it tells.
+        UserError: ``run.resume`` forbids resuming, or ``config`` differs from the saved identity.
     """
     log_differences(Path(config.run.output_dir), config)
     store = CheckpointStore(Path(config.run.output_dir) / "checkpoints", config.checkpoint.keep_last)
@@ -209,7 +209,7 @@ def _optimizer_steps_per_rollout(config: PPOActorConfig) -> int:
 
 
 def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: PreTrainedModel) -> int:
-    """Tokens of the longest prompt with a full response."""
+    """Length in tokens of the longest prompt with a full response."""
     longest = max(len(prompt.token_ids) for prompt in prompts)
     needed = longest + config.generation.max_length
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)  # ALiBi models have none

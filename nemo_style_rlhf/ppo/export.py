@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 def export_policy(
     engine: Engine, ranks: Ranks, output_dir: Path, name: str, config: PPOActorConfig, *, tokenizer: PreTrainedTokenizerBase
 ) -> None:  # fmt: skip
-    """Write ``<output_dir>/<name>``, and with adapters ``<name>_adapter``; every rank calls it, the first writes.
+    """Write ``<output_dir>/<name>``, and with adapters ``<name>_adapter``. Every rank calls this; the first writes.
 
     Raises:
-        UserError: the disk refused.
+        UserError: the files cannot be written.
     """
     directory, model, data = output_dir / name, config.model, config.data
     write_notes = partial(

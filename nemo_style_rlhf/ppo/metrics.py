@@ -1,4 +1,4 @@
-"""What a rollout looks like in numbers, and on disk."""
+"""Metrics of a rollout, and its columns on disk."""
 
 import math
 from collections import defaultdict
@@ -15,15 +15,15 @@ from nemo_style_rlhf.rollout.types import Experience, Rollout, Sampled
 Array = np.ndarray[Any, Any]
 REPEATED_NGRAM = 4
 HASH_FACTOR, HASH_STEP = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
-"""Odd constants without pattern."""
+"""Odd constants without a bit pattern, for the n-gram hash."""
 EXCERPT_WIDTH = 72
-"""Characters of a text in a warning."""
+"""Maximum number of characters of a text in a warning."""
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
-    """`train_rollouts/*`: means over samples (rewards, lengths) or over learned tokens (KL, entropy, advantages).
+    """`train_rollouts/*`: means over samples (rewards, lengths) or over loss tokens (KL, entropy, advantages).
 
-    ``rewards_with_kl`` and ``init_policy_kl_per_sample`` are means over samples with a learned token: the others add nothing.
+    ``rewards_with_kl`` and ``init_policy_kl_per_sample`` are means over the samples that have a loss token.
     """
     mask = experience.mask
     scores = experience.scores
@@ -56,8 +56,8 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
 
 
 def _correction_metrics(weights: Tensor) -> dict[str, float]:
-    """Describe the importance weights [n] of the loss tokens by mean, share of zeros, and the share of the tokens that equal
-    weights would need for the same variance, (sum w)^2 / (n sum w^2) (Kish's effective sample size); 0 if all weights are."""
+    """Describe the importance weights [n] of the loss tokens by their mean, the share of zeros, and Kish's effective sample
+    size as a share of n, (sum w)^2 / (n sum w^2), which is 0 if all weights are 0."""
     weights = weights.double()
     squares = float(weights.square().sum())
     return {
@@ -68,9 +68,9 @@ def _correction_metrics(weights: Tensor) -> dict[str, float]:
 
 
 def validation_metrics(sampled: Sampled, *, pass_score: float | None) -> dict[str, float]:
-    """`val_rollouts/*`; with ``pass_score`` also the share of samples, and of prompts with any sample, that reach it.
+    """`val_rollouts/*`; with ``pass_score`` also the share of samples that reach it, and of prompts with a sample that does.
 
-    ``pass@k`` is over the k samples each prompt has (arXiv 2107.03374, section 2.1, with n = k).
+    ``pass@k`` is over the k samples of each prompt (arXiv 2107.03374, section 2.1, with n = k).
     """
     scores = sampled.scores.rewards
     metrics = {
@@ -81,7 +81,7 @@ def validation_metrics(sampled: Sampled, *, pass_score: float | None) -> dict[st
     }
     if pass_score is not None:
         passed: dict[int, list[bool]] = defaultdict(list)
-        # Comparing a tensor rounds pass_score to fp32, as the scores were: as a Python float .9 is above the score .9.
+        # Comparing with a tensor rounds pass_score to fp32, like the scores: the Python float .9 is above the fp32 score .9.
         for rollout, reached in zip(sampled.rollouts, (scores >= pass_score).tolist(), strict=True):
             passed[rollout.sample.prompt_id].append(reached)
         k = max(map(len, passed.values()))
@@ -104,8 +104,8 @@ def _sample_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def ngram_metrics(responses: Sequence[Array]) -> dict[str, float]:
-    """How much responses, int64 [length] each, repeat: ``distinct_2``, the share of different ones among all bigrams, and
-    ``repetition``, the mean share of the 4-grams of a response that occurred in it before; 0 for a response without any.
+    """How much responses, int64 [length] each, repeat: ``distinct_2``, the share of distinct bigrams among all bigrams, and
+    ``repetition``, the mean share of a response's 4-grams that occurred in it before; 0 for a response without 4-grams.
 
     N-grams are counted by a 64-bit hash: a million of them collide once in ten million rollouts.
     """
@@ -119,7 +119,7 @@ def ngram_metrics(responses: Sequence[Array]) -> dict[str, float]:
 
 
 def ngram_hashes(tokens: Array, n: int) -> Array:
-    """uint64 [max(length - n + 1, 0)]: a polynomial of the ``n`` tokens from each position on, modulo 2^64."""
+    """uint64 [max(length - n + 1, 0)]: a polynomial in the ``n`` tokens that start at each position, modulo 2^64."""
     count = max(len(tokens) - n + 1, 0)
     hashes = np.zeros(count, dtype=np.uint64)
     for offset in range(n):
@@ -133,13 +133,13 @@ def count_distinct(hashes: Array) -> int:
 
 
 def _mean(values: Tensor) -> float:
-    """Mean over the samples that have a number."""
+    """Mean over the samples whose value is not NaN."""
     return float(values.nanmean())
 
 
 def rollout_columns(experience: Experience) -> dict[str, Any]:
-    """What `rollouts/step_XXXXXX.jsonl` says of each sample, as columns of plain numbers, texts and arrays: cheap to send to the
-    process that writes it. ``kl`` is summed over the response, in nats; ``response`` is token ids."""
+    """Columns of `rollouts/step_XXXXXX.jsonl`, one entry per sample, as plain numbers, texts and arrays, which are cheap to
+    send to the process that writes the file. ``kl`` is summed over the response, in nats; ``response`` holds token ids."""
     rollouts, scores = experience.rollouts, experience.scores
     kl: Sequence[float | None] = [None] * len(rollouts)
     if experience.ref_logprobs is not None:
@@ -159,17 +159,17 @@ def rollout_columns(experience: Experience) -> dict[str, Any]:
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    """JSON has neither infinity nor NaN, which stands for the number that a failed sample lacks."""
+    """Replace infinity and NaN, which marks a failed sample, by None: JSON has neither."""
     return [number if math.isfinite(number) else None for number in values.tolist()]
 
 
 def excerpts(rewards: Sequence[float], texts: Callable[[int], tuple[str, str]]) -> list[str]:
-    """Show the samples with the highest and the lowest reward, a short line each; NaN is no reward.
+    """A short line for each of the samples with the highest and the lowest reward; a NaN reward is ignored.
 
-    Control characters are escaped: what a policy writes must not move a terminal's cursor.
+    Control characters are escaped: a policy's text must not move a terminal's cursor.
 
     Args:
-        texts: prompt and response of a sample.
+        texts: returns prompt and response of a sample.
     """
     order = sorted((row for row, reward in enumerate(rewards) if math.isfinite(reward)), key=lambda row: rewards[row])
     lines = []

@@ -1,4 +1,4 @@
-"""How both halves come to stand at one checkpoint: when a run starts, and whenever its server was lost."""
+"""Brings actor and critic to the same checkpoint: when a run starts, and whenever its server was lost."""
 
 import logging
 from collections.abc import Callable
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Every rank makes the same calls; the first alone changes the server."""
+    """Every rank makes the same calls; only the first changes the server."""
 
     def __init__(
         self, critic: RemoteCritic | None, store: CheckpointStore, ranks: Ranks, *, run_id: str, output_dir: Path
@@ -29,16 +29,16 @@ class Recovery:
         self._output_dir = output_dir
 
     def restore_critic(self, cause: Exception | None = None) -> Manifest | None:
-        """Bring the server to its half of the last common checkpoint.
+        """Have the server restore the critic checkpoint that belongs to the run's newest usable checkpoint.
 
         Args:
-            cause: how the server was lost that is waited for.
+            cause: the error by which the last server was lost.
 
         Returns:
-            That checkpoint; None for a run that starts.
+            The restored checkpoint; None for a new run.
 
         Raises:
-            UserError: no server came, no checkpoint can be restored, or the server has trained for another run.
+            UserError: no server appeared, no checkpoint can be restored, or the server has trained for another run.
             Preempted: the run was told to end while no server answered.
         """
         critic = self._critic
@@ -47,11 +47,11 @@ class Recovery:
         critic.forget_queued()
         status = self._wait(critic, cause)
         manifest = self._ranks.on_first(lambda: self._restore_critic(critic, status))
-        self._ranks.everyone(lambda: None if self._ranks.is_first else critic.shake_hands_again())  # with a new process
+        self._ranks.everyone(lambda: None if self._ranks.is_first else critic.shake_hands_again())  # new process
         return manifest
 
     def _wait(self, critic: RemoteCritic, cause: Exception | None) -> Status:
-        """All ranks do, so that it matters not which of them is told to end."""
+        """All ranks wait, so that it does not matter which of them is told to end."""
         told = self._ranks.flag()
 
         def heed() -> None:
@@ -66,7 +66,7 @@ class Recovery:
 
     def _restore_critic(self, critic: RemoteCritic, status: Status) -> Manifest | None:
         store = self._store
-        if not store.committed_steps():  # before the lease is taken from the run that it may belong to
+        if not store.committed_steps():  # before this run takes the lease, which may belong to another run
             self._require_untouched(status.critic_step)
         if status.lease_holder not in (None, self._run_id):
             log.warning("the critic server belonged to the run %s, which ends if it still trains", status.lease_holder)
@@ -84,14 +84,14 @@ class Recovery:
             )
 
     def undo(self) -> None:
-        """Put the server back to where this run found it, and remove what the run left there."""
+        """Return the server to the state in which this run found it, and remove the run's files there."""
         if self._critic is not None and self._ranks.is_first and (committed := self._store.committed_steps()):
             self._critic.restore(checkpoint_id(self._run_id, committed[0]), None)
             self._critic.commit(checkpoint_id(self._run_id, committed[0]), keep=0)
 
 
 def end_if_told(store: CheckpointStore, told: Callable[[], bool] = stop_requested) -> None:
-    """Called while no server answers: no step can be finished then, and nothing is lost that a later start would have.
+    """Called while no server answers, when no step can finish: ending now loses nothing that a later start would still have.
 
     Raises:
         Preempted: the run was told to end.
@@ -105,10 +105,10 @@ def end_if_told(store: CheckpointStore, told: Callable[[], bool] = stop_requeste
 
 
 def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | None:
-    """Have the server restore its half of the newest undamaged checkpoint whose half it has, undamaged, too.
+    """Have the server restore the newest checkpoint whose actor checkpoint and critic checkpoint are both undamaged.
 
     Raises:
-        UserError: there are checkpoints, but none of which both halves can be restored.
+        UserError: the run has checkpoints, but none that actor and critic can both restore.
     """
     refusal: ProtocolError | None = None
     for manifest in store.undamaged():
@@ -132,7 +132,7 @@ def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | N
 def require_critic_half(manifest: Manifest) -> None:
     """
     Raises:
-        UserError: the checkpoint has none, which a run with a critic server would need.
+        UserError: the manifest names no critic checkpoint, which a run with a critic server needs.
     """
     if not manifest.critic:
         raise UserError(

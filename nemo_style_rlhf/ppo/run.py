@@ -1,4 +1,4 @@
-"""What `trainers/train_ppo_actor.py` does once its configuration is checked."""
+"""The run behind `trainers/train_ppo_actor.py`, from its checked configuration."""
 
 import copy
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: PPOActorConfig) -> None:
-    """Train, or with ``run.dry_run`` go through every phase once and leave no trace.
+    """Train; with ``run.dry_run``, go through every phase once instead and leave no trace.
 
     Raises:
         SystemExit: SIGUSR1 ended the run early, exit code ``PREEMPTED_EXIT``.
@@ -38,7 +38,7 @@ def _run(config: PPOActorConfig) -> None:
         if not done:
             raise SystemExit(PREEMPTED_EXIT)
         return
-    interrupt.as_exception()  # there is something to undo
+    interrupt.as_exception()  # the critic server's changes must be undone
     tiny = tiny_run(config)
     _clear(tiny)
     try:
@@ -46,7 +46,7 @@ def _run(config: PPOActorConfig) -> None:
             try:
                 trainer.fit()
             except BaseException:
-                with suppress(UserError, ProtocolError, ServerRestarted):  # what ended the run is what there is to say
+                with suppress(UserError, ProtocolError, ServerRestarted):  # the user needs the error that ended the run
                     trainer.undo()
                 raise
             trainer.undo()
@@ -56,13 +56,13 @@ def _run(config: PPOActorConfig) -> None:
 
 
 def _clear(config: PPOActorConfig) -> None:
-    """By the first rank: the others may be done earlier."""
+    """Only the first rank removes the folder: the others may finish earlier."""
     if os.environ.get("RANK", "0") == "0":
         shutil.rmtree(config.run.output_dir, ignore_errors=True)
 
 
 def tiny_run(config: PPOActorConfig) -> PPOActorConfig:
-    """One small PPO step with validation, checkpoint and export, in a folder of its own."""
+    """A copy of ``config`` for one small PPO step with validation, checkpoint and export, in a separate folder."""
     tiny = copy.deepcopy(config)
     tiny.run.output_dir = str(Path(config.run.output_dir) / "dry_run")
     tiny.algorithm.max_steps = 1
@@ -75,9 +75,9 @@ def tiny_run(config: PPOActorConfig) -> PPOActorConfig:
     tiny.generation.min_length = min(config.generation.min_length, tiny.generation.max_length)
     tiny.algorithm.filter = FilterConfig()
     if tiny.algorithm.truncated_samples == "mask":
-        tiny.algorithm.truncated_samples = "keep"  # all are
-    tiny.audit.on_logprob_gap = tiny.audit.on_sign = "warn"  # so few and short samples say nothing
+        tiny.algorithm.truncated_samples = "keep"  # every sample of a tiny run is truncated
+    tiny.audit.on_logprob_gap = tiny.audit.on_sign = "warn"  # too few and too short samples for these checks
     tiny.tracking.wandb.enabled = False
     tiny.checkpoint.save_on_interrupt = False
-    tiny.checkpoint.keep_last = 2  # step 0's, for undo()
+    tiny.checkpoint.keep_last = 2  # undo() needs the checkpoint of step 0
     return tiny

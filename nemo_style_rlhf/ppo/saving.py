@@ -1,7 +1,7 @@
-"""Checkpoints that are written while training goes on: it stands still for the copy in memory, not for the disk.
+"""Checkpoints that are written while training goes on: training waits for the copy in memory, not for the disk.
 
-A disk that refuses one does not end the run at once: what was trained since the last checkpoint would be lost, and there may be
-room again soon. Every other failure does.
+A full disk does not end the run at once: the steps since the last checkpoint would be lost, and there may be room again
+soon. Every other failure ends it.
 """
 
 import json
@@ -22,11 +22,11 @@ from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
 log = logging.getLogger(__name__)
 IDENTITY_FILE = "identity.json"
-"""In the actor's half of a checkpoint: what a run that resumes from it must have in common with it."""
+"""File in the actor checkpoint: settings that a run must share with it to resume from it."""
 
 
 class Saver:
-    """Writes one checkpoint at a time. Every rank makes the same calls; what fails on one is raised on all."""
+    """Writes one checkpoint at a time. Every rank makes the same calls; an error on one rank is raised on all."""
 
     def __init__(
         self, store: CheckpointStore, critic: RemoteCritic | None, *, run_id: str, keep_last: int, max_failures: int,
@@ -38,21 +38,22 @@ class Saver:
         self._keep_last = keep_last
         self._max_failures = max_failures
         self._failures = 0
-        """In a row."""
+        """Failed checkpoints in a row."""
         self._uncommitted: list[str] = []
-        """Ids of whole checkpoints that the server has not been told of."""
+        """Ids of complete checkpoints that the server has not committed yet."""
         self._identity = identity
         self._rollouts = rollouts
         self._versions = versions
-        self._ranks = Ranks()  # of its own: training's would mix both threads' messages
+        self._ranks = Ranks()  # separate: training's would mix the messages of two threads
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
     def save(self, engine: Engine, step: int, state: dict[str, Any], *, critic_step: int, export_critic: bool) -> None:
-        """Copy what ``step`` has come to, and begin to write it; a train step asked of the critic later comes after its copy.
+        """Copy the state after ``step`` to memory and begin to write it. The critic makes its own copy before any train step
+        that is requested later.
 
         Raises:
-            Exception: as :meth:`settle`, of the checkpoint before, which may fail.
+            Exception: the previous checkpoint failed, see :meth:`settle`.
         """
         self.settle(at=step)
         critic_half: Future[dict[str, Any]] | None = None
@@ -65,23 +66,23 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether the checkpoint under way has failed, as far as this rank knows: then :meth:`settle` tells how."""
+        """Whether the checkpoint under way has failed, as far as this rank knows; :meth:`settle` then raises the error."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     @property
     def owed(self) -> bool:
-        """Whether the last checkpoint has failed, as :meth:`settle` found, and none has been begun since."""
+        """Whether :meth:`settle` found that the last checkpoint had failed, and none has begun since."""
         return self._failures > 0 and self._writing is None
 
     def settle(self, *, at: int | None = None) -> None:
         """Wait until the last checkpoint is written.
 
         Args:
-            at: the step that a run has done which makes up for a checkpoint that a disk refused, up to the limit.
+            at: the last finished step. With it, a checkpoint that the disk refused is only logged, up to the limit.
 
         Raises:
-            StorageError: the disk refused.
-            ProtocolError, ServerRestarted, ServerUnreachable: of the critic's half.
+            StorageError: the disk refused the checkpoint.
+            ProtocolError, ServerRestarted, ServerUnreachable: the critic checkpoint failed.
         """
         writing, self._writing = self._writing, None
         if writing is None:
@@ -101,7 +102,7 @@ class Saver:
                 )  # fmt: skip
 
     def abandon(self, *, at: int) -> None:
-        """As :meth:`settle`, but a checkpoint that the server did not live to see is none."""
+        """Like :meth:`settle`, but only log the failure of a checkpoint that was incomplete when the server was lost."""
         try:
             self.settle(at=at)
         except (ServerRestarted, ServerUnreachable) as error:
@@ -109,7 +110,7 @@ class Saver:
         self._uncommitted.clear()
 
     def load(self, engine: Engine, step: int) -> None:
-        """Bring back the actor's half."""
+        """Load the actor checkpoint of ``step``."""
         engine.load(self._store.actor_half(step) / "engine")
 
     def _write(
@@ -120,8 +121,8 @@ class Saver:
         critic_half: "Future[dict[str, Any]] | None",
         rows: "Future[None] | None",
     ) -> None:
-        """The critic's half first; then the actor's, and the manifest that names both; then both sides prune."""
-        half, whole_or_absent = self._store.actor_half(step), partial(self._store.whole_or_absent, step)
+        """Write the critic checkpoint, then the actor's, then the manifest that names both; then both sides prune."""
+        folder, whole_or_absent = self._store.actor_half(step), partial(self._store.whole_or_absent, step)
 
         def begin() -> dict[str, Any]:
             described = {} if critic_half is None else critic_half.result()
@@ -132,20 +133,20 @@ class Saver:
         def commit() -> None:
             with whole_or_absent():
                 if rows is not None:
-                    rows.result()  # a resumed run does not make them again
-                (half / IDENTITY_FILE).write_text(json.dumps(self._identity))
+                    rows.result()  # a resumed run does not generate these rollouts again
+                (folder / IDENTITY_FILE).write_text(json.dumps(self._identity))
                 self._store.commit(step, self._run_id, critic=described, state=state, versions=self._versions)
             if self._critic is not None:
                 self._uncommitted.append(checkpoint_id(self._run_id, step))
-                while self._uncommitted:  # more than one where the server's disk refused to note it
+                while self._uncommitted:  # more than one if the server's disk refused an earlier commit
                     self._critic.commit(self._uncommitted[0], self._keep_last)
                     del self._uncommitted[0]
             self._store.prune(step)
 
         try:
             described = self._ranks.on_first(begin)
-            with whole_or_absent():  # once all have ended: what it deletes, nobody may still be writing
-                self._ranks.everyone(lambda: copy.write(half / "engine"))
+            with whole_or_absent():  # deletes only after every rank has ended: none may still be writing
+                self._ranks.everyone(lambda: copy.write(folder / "engine"))
         finally:
-            copy.drop()  # an error's traceback would keep it
+            copy.drop()  # an error's traceback would keep the copy alive
         self._ranks.on_first(commit)

@@ -1,4 +1,4 @@
-"""Where a run stands and how it goes on: checkpoints, orders to stop, servers that get lost."""
+"""Progress of a run and what may interrupt it: checkpoints, orders to stop, servers that get lost."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -21,29 +21,29 @@ from nemo_style_rlhf.schema.actor import PPOActorConfig
 log = logging.getLogger(__name__)
 RECOVERY_PAUSE_S = 1.0
 MAX_RECOVERIES = 10
-"""Without getting any further: what takes the server away each time will not end by itself."""
+"""Recoveries in a row without a finished step, after which the run ends: the cause will not go away by itself."""
 
 
 @dataclass
 class Progress:
-    """Where the run stands. Saved in every checkpoint."""
+    """Progress of the run. Saved in every checkpoint."""
 
     step: int = 0
-    """PPO steps done."""
+    """Number of finished PPO steps."""
     data_position: int = 0
-    """Prompts taken from the sampler."""
+    """Number of prompts taken from the sampler."""
     critic_step: int = 0
-    """Train steps the critic has done."""
+    """Number of train steps that the critic has done."""
     collector: dict[str, Any] = field(default_factory=dict)
     """Fields of :class:`ShapingState`: KL coefficient and running reward statistics."""
     best_reward: float | None = None
-    """Highest mean reward of a validation, if checkpoint.keep_best is on."""
+    """Highest mean validation reward, if checkpoint.keep_best is on."""
     health: dict[str, Any] = field(default_factory=dict)
-    """Fields of :class:`audit.Health`; checkpoints from before it have none."""
+    """Fields of :class:`audit.Health`; empty in checkpoints that are older than that class."""
 
 
 class Session:
-    """One start of a run, from wherever its last checkpoint stands. Every rank makes the same calls."""
+    """One start of a run, from its last checkpoint. Every rank makes the same calls."""
 
     def __init__(
         self, config: PPOActorConfig, engine: Engine, store: CheckpointStore, saver: Saver, recovery: Recovery, ranks: Ranks,
@@ -58,9 +58,9 @@ class Session:
         self._total_steps = total_steps
         self.progress = Progress()
         self.restored = False
-        """Whether both processes stand where ``progress`` says."""
+        """Whether actor and critic are in the state that ``progress`` describes."""
         self.stopped = False
-        """Whether the run was told to end, and has committed the step that it was in."""
+        """Whether the run was told to end and has committed the step that was under way."""
         self.save_stall = 0.0
         """Seconds for which the last checkpoint held up training."""
         self._begun = False
@@ -73,16 +73,16 @@ class Session:
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
-        """Around all that asks the server: if it is lost, :meth:`restore` comes next.
+        """Context for all calls to the server. If the server is lost within it, call :meth:`restore` next.
 
         Raises:
-            UserError: it was lost too often.
+            UserError: the server was lost too often.
         """
         try:
             yield
         except (ServerRestarted, ServerUnreachable) as event:
             self._lost += 1
-            self._cause = event if self.restored else self._cause  # not how one was lost while it was restored
+            self._cause = event if self.restored else self._cause  # a loss during the restore is not the cause
             if self._lost > MAX_RECOVERIES:
                 raise UserError(
                     f"the critic server was lost {self._lost} times before step {self._furthest + 1} finished. "
@@ -93,10 +93,10 @@ class Session:
             sleep(RECOVERY_PAUSE_S)  # a server that is stopping still answers for its status
 
     def restore(self, begin: Callable[[], None]) -> None:
-        """Bring actor and critic to the last common checkpoint; a run without one starts, and commits its step 0.
+        """Bring actor and critic to the last common checkpoint. A run without one is new, and commits its step 0.
 
         Args:
-            begin: called when weights and ``progress`` are those to go on from, before a start commits them.
+            begin: called when weights and ``progress`` are in place, before a new run commits them.
 
         Raises:
             Preempted: the run was told to end while no server answered.
@@ -106,7 +106,7 @@ class Session:
         if manifest is None:
             begin()
             self._commit()
-            self._saver.settle()  # a step before it is whole would have nothing to go back to
+            self._saver.settle()  # until it is complete, a step would have no checkpoint to go back to
         else:
             self._store.resume_from(manifest.step)
             self._saver.load(self._engine, manifest.step)
@@ -119,12 +119,12 @@ class Session:
         self._begun = True
 
     def end_step(self) -> None:
-        """Commit the step that is done if that is due, and heed orders to stop.
+        """Commit the finished step if a checkpoint is due, and heed orders to stop.
 
-        SIGUSR1 (launch/preemption.py) ends the run after the step it came in, committed; in the last one it is ignored. With
-        checkpoint.save_on_interrupt the first Ctrl-C does, too.
+        SIGUSR1 (launch/preemption.py) ends the run after it has committed the step under way; during the last step it is
+        ignored. With checkpoint.save_on_interrupt the first Ctrl-C does the same.
         """
-        # Not every rank may have been told by now.
+        # The order may not have reached every rank yet.
         told = self._ranks.all_gather((stop_requested(), self._saver.failed))
         stop, save_failed = map(any, zip(*told, strict=True))
         if save_failed:
@@ -139,7 +139,7 @@ class Session:
             self._lost, self._furthest = 0, step
 
     def undo(self) -> None:
-        """Put the critic server back to where this run found it, and its folder (dry runs)."""
+        """Return the critic server and its folder to the state in which this run found them (dry runs)."""
         self._recovery.undo()
 
     def _commit(self) -> None:
@@ -154,7 +154,7 @@ class Session:
         self.save_stall = perf_counter() - began
 
     def _heed_interrupts(self) -> None:
-        if self._config.run.dry_run:  # nothing goes on from where it stands
+        if self._config.run.dry_run:  # nothing resumes from a dry run
             return
         interrupt.describe(self._standing)
         if self._config.checkpoint.save_on_interrupt:

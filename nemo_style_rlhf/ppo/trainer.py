@@ -37,32 +37,32 @@ from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
 log = logging.getLogger(__name__)
 VALIDATION_SEED_OFFSET = 2**32
-"""Validation samples have seeds of their own, the same ones every time."""
+"""Keeps the seeds of validation samples apart from those of training; they are the same at every validation."""
 
 
 @dataclass
 class Parts:
-    """What the loop connects."""
+    """The components that the loop connects."""
 
     engine: Engine
     generator: Generator
     producer: Producer
     experience: ExperienceBuilder
     critic: RemoteCritic | None
-    """None where neither the algorithm nor the reward needs that process. All ranks ask it; the first alone changes it."""
+    """None if neither the algorithm nor the reward needs the critic process. All ranks query it; only the first changes it."""
     sampler: PromptSampler
     val_prompts: list[Prompt]
     tokenizer: PreTrainedTokenizerBase
     probe: Probe
     metrics: MetricsWriter | None
-    """On the first rank."""
+    """None except on the first rank."""
     rollouts: RolloutWriter | None
-    """On the first rank, unless tracking.save_rollouts is off."""
+    """None except on the first rank, and if tracking.save_rollouts is off."""
     ranks: Ranks
 
 
 class PPOTrainer:
-    """Every rank runs it; the first alone writes, and speaks to the server for all but scores."""
+    """Every rank runs the loop; only the first writes files and asks the server for anything but scores."""
 
     def __init__(self, config: PPOActorConfig, parts: Parts, session: Session, *, total_steps: int) -> None:
         self._config = config
@@ -77,13 +77,13 @@ class PPOTrainer:
         self._probe_gap = 0.0
 
     def fit(self) -> bool:
-        """Run to the last step from wherever the last committed checkpoint stands, and export the policy.
+        """Run from the last committed checkpoint to the last step, and export the policy.
 
         Returns:
-            Whether the last step is done; otherwise the run was told to end, and has committed the step it was in.
+            Whether the last step is done; if not, the run was told to end and has committed the step under way.
 
         Raises:
-            Preempted: it was told to end while no server answered.
+            Preempted: the run was told to end while no server answered.
         """
         session = self._session
         shown = self._config.tracking.progress and self._ranks.is_first
@@ -120,11 +120,11 @@ class PPOTrainer:
         return not session.stopped
 
     def undo(self) -> None:
-        """Put the critic server back to where this run found it, and its folder (dry runs)."""
+        """Return the critic server and its folder to the state in which this run found them (dry runs)."""
         self._session.undo()
 
     def close(self) -> None:
-        """End what runs beside the loop, calls under way included."""
+        """End everything that runs beside the loop, including calls under way."""
         self._parts.producer.close()
         for part in (self._parts.critic, self._parts.rollouts):
             if part is not None:
@@ -211,7 +211,7 @@ class PPOTrainer:
         return self._parts.critic.train(critic_batch(experience, plan), step=self._session.progress.critic_step + 1)
 
     def _publish(self, version: int, timers: Timers) -> None:
-        """Give the generator the weights of the engine, and what it must compute with them."""
+        """Give the generator the engine's weights, and the log-probabilities that it must compute with them."""
         target = self._parts.probe.target(self._parts.engine)
         timers.lap("transfer_probe")
         update = OwnWeights(version, self._parts.engine.hf_weights(), target)
@@ -232,7 +232,7 @@ class PPOTrainer:
         )
         metrics = validation_metrics(sampled, pass_score=algorithm.val_pass_score)
         reward, best = metrics["val_rollouts/rewards"], self._session.progress.best_reward
-        # NaN, where every sample failed, is never the best.
+        # A validation in which every sample failed has reward NaN and is never the best.
         if self._config.checkpoint.keep_best and reward > (-math.inf if best is None else best):
             self._session.progress = replace(self._session.progress, best_reward=reward)
             self._export("best")
@@ -250,7 +250,7 @@ class PPOTrainer:
             self._write_metrics(0, self._validate())
 
     def _begin(self) -> None:
-        """The engine holds the weights to go on from."""
+        """Called when the engine holds the weights to continue from."""
         progress = self._session.progress
         self._parts.experience.state = ShapingState(**progress.collector) if progress.collector else self._untouched
         self._publish(progress.step, Timers())
@@ -262,7 +262,7 @@ class PPOTrainer:
 
 
 def critic_batch(experience: Experience, plan: list[list[int]]) -> CriticTrainBatch:
-    """What the critic needs of an experience, in the wire's dtypes."""
+    """The part of an experience that the critic trains on, in the dtypes of the protocol."""
 
     def split(flat: Tensor) -> list[Any]:
         return [part.numpy() for part in flat.split(experience.lengths)]

@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 def mini_batch_plan(experience: Experience, config: AlgorithmConfig, *, seed: int, step: int) -> list[list[int]]:
-    """Which samples each optimizer step sees: ``ppo_epochs`` shuffled passes, each cut into ``mini_batches`` parts.
+    """The samples of each optimizer step: ``ppo_epochs`` shuffled passes, each cut into ``mini_batches`` parts.
 
-    A pure function of seed, step and mask; actor and critic follow the same plan. Samples without an action are left
-    out, since an optimizer step on nothing would still move the weights.
+    The plan is a pure function of seed, step and mask; actor and critic follow the same plan. Samples without an action are
+    left out, since an optimizer step on nothing would still move the weights.
     """
     useful = pad(experience.mask, experience.lengths).any(-1).nonzero().flatten().tolist()
     plan = []
@@ -46,15 +46,16 @@ def update_actor(
     max_length: int,
     seed: int,
 ) -> dict[str, float]:
-    """One optimizer step for each entry of ``plan``; metrics averaged over tokens, of the last step where noted.
+    """Take one optimizer step for each entry of ``plan``. Returns metrics, averaged over tokens unless noted as the last
+    step's.
 
-    Every loss is divided by the token or sequence count of its whole optimizer step, so the split into micro-batches does
-    not change the gradient; ``ranks`` share them. An optimizer step whose gradient is 0 is taken all the same, and counted in
-    ``train_optim/empty_steps``; with ``skip_empty_steps`` optimizer, schedule and weights stay as they are.
+    Every loss is divided by the token or sequence count of its whole optimizer step, so the split into micro-batches, which
+    ``ranks`` share, does not change the gradient. An optimizer step whose gradient is 0 is taken all the same, and counted in
+    ``train_optim/empty_steps``; with ``skip_empty_steps``, optimizer, schedule and weights then stay as they are.
 
     Args:
-        max_length: tokens a response may have, the constant of ``seq_sum_constant``.
-        seed: of dropout, this step's and rank's, so that an actor that was restored needs no generator's state.
+        max_length: the most tokens that a response may have, the constant of ``seq_sum_constant``.
+        seed: dropout seed of this step and rank, so that a restored actor needs no saved state of a random generator.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite.
@@ -126,7 +127,7 @@ def update_actor(
 
 
 def _only_signal(experience: Experience, config: AlgorithmConfig) -> Tensor | None:
-    """[N] what the policy loss of each token is multiplied by, if the loss has no other term with a gradient; else None."""
+    """[N] factor of each token's policy loss, if no other term of the loss has a gradient; else None."""
     kl_term = config.kl_in == "loss" and experience.ref_logprobs is not None and experience.kl_coef != 0
     if kl_term or config.entropy_bonus != 0:
         return None
@@ -134,14 +135,15 @@ def _only_signal(experience: Experience, config: AlgorithmConfig) -> Tensor | No
 
 
 def samples_per_step(experience: Experience, plan: Sequence[Sequence[int]]) -> list[float]:
-    """Samples of the rollout that each optimizer step of ``plan`` stands for: with an even share of those that train nothing."""
+    """Number of samples that each optimizer step of ``plan`` represents: its own, and an even share of those without a loss
+    token."""
     planned = {row for rows in plan for row in rows}
     return [len(rows) * len(experience.lengths) / len(planned) for rows in plan]
 
 
 def loss_normalizer(batches: Sequence[MicroBatch], aggregation: str, *, samples: float, max_length: int) -> float:
-    """Divisor of the micro-batches' losses of one optimizer step: its loss tokens, its sequences with any, or for
-    ``seq_sum_constant`` all its ``samples`` times ``max_length``, which no mask changes."""
+    """Divisor of the micro-batch losses of one optimizer step: the number of its loss tokens, or of its sequences with a loss
+    token, or for ``seq_sum_constant`` all its ``samples`` times ``max_length``, which no mask changes."""
     if aggregation == "seq_sum_constant":
         return samples * max_length
     if aggregation == "token_mean":
@@ -152,11 +154,11 @@ def loss_normalizer(batches: Sequence[MicroBatch], aggregation: str, *, samples:
 def micro_batch_loss(
     policy: PolicyForward, experience: Experience, batch: MicroBatch, config: AlgorithmConfig, normalizer: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This micro-batch's share of the optimizer step's loss, and means over its tokens."""
+    """The part that this micro-batch adds to the optimizer step's loss, and means over its tokens."""
     mask = batch.action_mask
 
     def rows(flat: Tensor) -> Tensor:
-        """[n] at the selected actions to [rows, T]."""
+        """Scatter [n] values at the selected actions into [rows, T]."""
         return torch.zeros_like(mask, dtype=flat.dtype).masked_scatter(mask.bool(), flat.to(mask.device))
 
     with_entropy = config.entropy_bonus != 0

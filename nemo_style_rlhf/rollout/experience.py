@@ -1,4 +1,4 @@
-"""The stateful half of a rollout: from a batch of scored samples to what each token learns."""
+"""The stateful part of a rollout: turns a batch of scored samples into the training signal of each token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class ExperienceBuilder:
     temperature: float
     """Default temperature, from ``generation.temperature``."""
     ranks: Ranks
-    """They share the forwards; each has the whole Experience."""
+    """Ranks that share the forwards; each gets the whole Experience."""
 
     def __post_init__(self) -> None:
         algorithm = self.algorithm
@@ -64,16 +64,16 @@ class ExperienceBuilder:
 
     @state.setter
     def state(self, state: ShapingState) -> None:
-        if self.algorithm.kl_target:  # else the config's, which may have been changed
+        if self.algorithm.kl_target:  # without a target, the config's coefficient holds: the user may have changed it
             self._kl.coef = state.kl_coef
         if state.normalizer:
             self._normalizer.load_state_dict(state.normalizer)
 
     def build(self, batch: Batch, timers: Timers) -> Experience:
-        """Log-probabilities, KL, advantages and corrections of a batch, whose scores may still be on their way.
+        """Compute log-probabilities, KL, advantages and corrections of a batch, whose scores may still be pending.
 
         Raises:
-            NothingToLearnError: no sample has an action to learn from.
+            NothingToLearnError: no sample has a loss token.
             UserError: the critic's values are not finite, or come from more than one of its steps.
         """
         algorithm, rollouts = self.algorithm, batch.rollouts
@@ -133,14 +133,14 @@ class ExperienceBuilder:
         return experience
 
     def _temperatures(self, rollouts: Sequence[Rollout]) -> Tensor | None:
-        """[B] with the run's temperature for prompts without one; None if no prompt has its own."""
+        """[B], the run's temperature for prompts without their own; None if no prompt has its own."""
         own = [rollout.prompt.sampling.temperature for rollout in rollouts]
         if all(temperature is None for temperature in own):
             return None
         return torch.tensor([temperature or self.temperature for temperature in own])
 
     def _without_truncated(self, rollouts: Sequence[Rollout], lengths: Sequence[int], actions: Tensor) -> Tensor:
-        """``actions``, without those of truncated samples where the configuration masks them."""
+        """``actions``, without those of truncated samples if the configuration masks these."""
         out = [self.algorithm.truncated_samples == "mask" and rollout.truncated for rollout in rollouts]
         mask = actions * (~torch.tensor(out)).float().repeat_interleave(torch.tensor(lengths))
         if not mask.any():
@@ -201,7 +201,7 @@ def require_one_critic_step(steps: frozenset[int]) -> None:
 def require_finite_values(values: Tensor | None, mask: Tensor, lengths: Sequence[int]) -> None:
     """
     Raises:
-        UserError: the critic has no number for a state whose action is learned from: both processes would learn NaN.
+        UserError: the critic's value at a loss token is not finite: both processes would learn NaN.
     """
     assert values is not None
     wrong = mask.bool() & ~values.isfinite()

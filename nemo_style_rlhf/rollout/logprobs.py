@@ -29,13 +29,13 @@ class MicroBatch:
     """Rows of a ragged batch, padded for one forward."""
 
     positions: Tensor
-    """[n] where the selected actions are in the flat tensors of the batch, row by row."""
+    """[n] positions of the selected actions in the flat tensors of the batch, row by row."""
     input_ids: Tensor
     """[rows, T] int64 on the device."""
     action_mask: Tensor
     """[rows, T] on the device."""
     temperature: Tensor | None
-    """[rows] on the device, where prompts have their own."""
+    """[rows] on the device; None if no prompt has its own."""
 
     def emptied(self) -> "MicroBatch":
         """The same forward with no action selected: a loss of 0."""
@@ -48,8 +48,9 @@ def micro_batch_iterator(
 ) -> Iterator[MicroBatch]:  # fmt: skip
     """Split the sequences ``rows`` (default all) of a flat batch under the engine's token budget.
 
-    A pure function of lengths and row order. Rows are padded to a multiple of ``config.row_multiple`` where the budget
-    has room for it, time to a multiple of 8; padding selects no action and so adds nothing to any sum.
+    The split is a pure function of lengths and row order. The number of rows is padded to a multiple of
+    ``config.row_multiple`` if the budget has room, time to a multiple of 8; padding selects no action and so adds nothing to
+    any sum.
 
     Args:
         tokens, mask, temperatures: [N], [N] and [B], see :class:`Experience`.
@@ -99,10 +100,10 @@ def batch_logprobs(
 
 
 def action_mask(rollouts: Sequence[Rollout]) -> Tensor:
-    """[N] float32: 1 at entry t of a sequence where token t+1 is the policy's."""
+    """[N] float32: 1 at entry t of a sequence if the policy produced token t+1."""
     return torch.cat([action_aligned(rollout.response_mask) for rollout in rollouts]).float()
 
 
 def action_aligned(per_token: Tensor) -> Tensor:
-    """[T] of tokens to [T] of actions: entry t becomes that of token t+1, the last one 0."""
+    """Shift [T] per-token values to [T] per-action values: entry t takes the value of token t+1, the last entry is 0."""
     return torch.cat([per_token[1:], per_token.new_zeros(1)])

@@ -1,4 +1,4 @@
-"""The stateless half of a rollout: from prompts to samples whose scores are on their way."""
+"""The stateless part of a rollout: turns prompts into samples whose scores are pending."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ SCORING_GROUP = 32
 """Samples per scoring request: small enough that scoring starts early, large enough that the server's batches are full."""
 
 Decode = Callable[[list[int], list[int]], str]
-"""Token ids of prompt and response to the response's text, without special tokens."""
+"""Decodes token ids of prompt and response to the response's text, without special tokens."""
 
 
 class NothingToLearnError(UserError):
@@ -45,7 +45,7 @@ def make_requests(
     prompts: Sequence[Prompt], *, step: int, samples_per_prompt: int, max_tokens: int, run_seed: int,
     seen: Counter[int] | None = None,
 ) -> list[GenerationRequest]:  # fmt: skip
-    """``samples_per_prompt`` requests for each prompt; a prompt that occurs again counts its samples on, in ``seen``."""
+    """``samples_per_prompt`` requests for each prompt. If a prompt occurs again, its sample numbers continue from ``seen``."""
     seen = Counter() if seen is None else seen
     requests = []
     for prompt in prompts:
@@ -60,12 +60,12 @@ def make_requests(
 
 @dataclass
 class PendingScores:
-    """Scores to come, of samples that were dealt to the generators in turn."""
+    """Pending scores of samples that were dealt to the generators in turn."""
 
     groups: dict[int, "Future[Scores]"]
-    """Groups of neighbors among the samples of this rank's generator, by number."""
+    """Futures of groups of consecutive samples of this rank's generator, by group number."""
     lengths: list[int]
-    """Tokens of each sample of the batch."""
+    """Number of tokens of each sample of the batch."""
     ranks: Ranks
 
     def result(self) -> Scores:
@@ -79,7 +79,7 @@ class PendingScores:
 
 @dataclass
 class KnownScores:
-    """Scores that were waited for already."""
+    """Scores that have already arrived."""
 
     scores: Scores
 
@@ -89,25 +89,25 @@ class KnownScores:
 
 @dataclass
 class Producer:
-    """Makes the batches of steps, each a pure function of configuration, prompts, seed and weights."""
+    """Makes one batch per step, each a pure function of configuration, prompts, seed and weights."""
 
     generator: Generator
     scorer: Scorer
     take: Callable[[int, int], list[Prompt]]
-    """Position in the stream of training prompts and a number: the next prompts from there."""
+    """Takes a position in the stream of training prompts and a number, and returns that many prompts from there."""
     decode: Decode
     algorithm: AlgorithmConfig
     max_length: int
     run_seed: int
     ranks: Ranks
-    """Each group of ranks that shares a generator makes a part of the samples; all ranks get the whole batch."""
+    """Each tensor-parallel group shares a generator and makes a part of the samples; all ranks get the whole batch."""
 
     def batch(self, step: int, position: int, version: int, timers: Timers) -> Batch:
-        """The samples of step ``step``; with a filter, after as many rounds as it takes.
+        """The samples of step ``step``. A filter may need several rounds of generation.
 
         Args:
-            position: prompts taken before this step.
-            version: of the weights that sample.
+            position: number of prompts taken before this step.
+            version: version of the weights to sample with.
 
         Raises:
             NothingToLearnError: the filter dropped every prompt.
@@ -146,7 +146,7 @@ class Producer:
         return Batch(step, rollouts, scores, position, {"filtered_prompts": float(dropped), "rounds": float(rounds)})
 
     def sample(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, run_seed: int, version: int) -> Sampled:
-        """Generate and score only: validation."""
+        """Generate and score, for validation."""
         requests = make_requests(
             prompts, step=0, samples_per_prompt=samples_per_prompt, max_tokens=self.max_length, run_seed=run_seed
         )
@@ -160,8 +160,8 @@ class Producer:
         """Rows of the prompts whose mean filtering score lies strictly between the bounds."""
         bounds, size = self.algorithm.filter, self.algorithm.samples_per_prompt
         looked_at = scores.rewards if scores.filter_scores is None else scores.filter_scores
-        # Comparing a tensor rounds the bounds to fp32, as the scores were: as Python's floats 2 of 10 would be above 0.2.
-        means = looked_at.double().view(-1, size).nanmean(-1).float()  # NaN, which goes, where all samples failed
+        # Comparing with a tensor rounds the bounds to fp32, like the scores: as Python floats, 2 of 10 would be above 0.2.
+        means = looked_at.double().view(-1, size).nanmean(-1).float()  # NaN, which is dropped, if all samples failed
         low = -torch.inf if bounds.low is None else bounds.low
         high = torch.inf if bounds.high is None else bounds.high
         teach = (low < means) & (means < high)
@@ -170,13 +170,13 @@ class Producer:
     def _generate(
         self, requests: Sequence[GenerationRequest], prompts: Sequence[Prompt], version: int
     ) -> tuple[list[Rollout], PendingScores]:
-        """Generate every request; a group of neighbors is sent to be scored as soon as it is complete.
+        """Generate every request; scoring of a group of consecutive samples starts as soon as the group is complete.
 
-        Requests are dealt to the generators in turn, so that the samples of a prompt, which are alike, are spread; groups are
-        cut by position. Neither depends on who finishes first: all batches are the same in every run.
+        Requests are dealt to the generators in turn, which spreads the similar samples of a prompt; groups are cut by
+        position. Neither depends on which sample finishes first, so all batches are the same in every run.
 
         Returns:
-            Rollouts of all ranks in the order of ``requests``, and the scores to come.
+            Rollouts of all ranks in the order of ``requests``, and their pending scores.
         """
         ranks, by_id = self.ranks, {prompt.prompt_id: prompt for prompt in prompts}
         own = [requests[number] for number in ranks.deal(len(requests))[ranks.generator]]
@@ -203,7 +203,7 @@ class Producer:
 def gather_rollouts(
     ranks: Ranks, own: Sequence[Rollout], requests: Sequence[GenerationRequest], prompts: dict[int, Prompt]
 ) -> list[Rollout]:
-    """The rollouts of all ranks in the order of ``requests``; what every rank knows from the requests does not travel."""
+    """The rollouts of all ranks in the order of ``requests``; data that every rank knows from the requests is not sent."""
     if ranks.size == 1:
         whole = {rollout.sample: rollout for rollout in own}
         return [whole[request.sample] for request in requests]

@@ -22,7 +22,7 @@ class Reference(Protocol):
 
 
 class AdaptersOff:
-    """The policy that is trained, without its adapters: no second model."""
+    """The trained policy with its adapters switched off, so that no second model is needed."""
 
     def __init__(
         self, policy: PolicyForward, module: nn.Module, config: EngineConfig, device: torch.device, ranks: Ranks
@@ -46,7 +46,7 @@ class FrozenCopy:
     def __init__(
         self, model: PolicyModel, config: EngineConfig, device: torch.device, ranks: Ranks, *, cpu_offload: bool
     ) -> None:
-        """With ``cpu_offload`` it is on ``device`` only while it computes. Each of ``ranks`` has one, whole."""
+        """With ``cpu_offload`` the copy is on ``device`` only while it computes. Each of ``ranks`` has a whole copy."""
         self._model = model.eval().requires_grad_(False)
         self._config = config
         self._device, self._ranks = device, ranks

@@ -1,4 +1,4 @@
-"""From scores, KL and values to what each token learns: shaping, then the advantage estimator."""
+"""Turns scores, KL and values into the training signal of each token: shaping, then the advantage estimator."""
 
 from dataclasses import dataclass
 
@@ -19,28 +19,28 @@ from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 
 @dataclass
 class Signal:
-    """[batch, time] each, 0 where nothing is learned."""
+    """Tensors are [batch, time], 0 except at loss tokens."""
 
     rewards: Tensor
-    """Score at the last action, and the KL penalty where it is part of the reward."""
+    """Score at the last action, and the KL penalty if it is part of the reward."""
     advantages: Tensor
     returns: Tensor | None
-    """What the critic learns, where there is one."""
+    """Training targets of the critic; None without a critic."""
     equal_groups: float | None
-    """Share of the groups in which there is nothing to compare, of those with any sample; None with one sample per prompt."""
+    """Share of non-empty groups whose scores are all equal; None with one sample per prompt."""
 
 
 def shape_scores(
     scores: Tensor, failed: Tensor, lengths: Tensor, truncated: Tensor, config: AlgorithmConfig, *, max_length: Tensor | int,
     normalizer: RunningNormalizer,
 ) -> Tensor:  # fmt: skip
-    """Scores [B] normalised, clipped, then charged for length or replaced; before any baseline sees them.
+    """Normalize and clip scores [B], then penalize length or replace scores, all before any baseline sees them.
 
     Args:
         failed: [B] bool, samples without a score: they get 0 and stay out of the running statistics.
         lengths: [B] response tokens.
         truncated: [B] bool.
-        max_length: tokens that each response, [B], or all of them might have had; overlong_buffer is at most that.
+        max_length: limit on response tokens, one for all or [B]; overlong_buffer is at most that.
     """
     shaping = config.shaping
     if shaping.normalize == "running":
@@ -64,22 +64,22 @@ def estimate(
 ) -> Signal:  # fmt: skip
     """Advantages of every token, by ``config.advantage_estimator``.
 
-    The estimators that compare responses to one prompt take the whole response's KL penalty into its score (TRL's
-    RLOO), where ``kl_in`` is reward; the others put it on each token.
+    If ``kl_in`` is reward, the estimators that compare responses to one prompt add the whole response's KL penalty to its
+    score (as TRL's RLOO does); the others put it on each token.
 
     Args:
-        scores: [B], shaped, ``samples_per_prompt`` neighbours to each prompt.
+        scores: [B], shaped, ``samples_per_prompt`` consecutive ones per prompt.
         kl: [B, T].
         values: [B, T], for gae.
-        mask: [B, T], all actions of the samples that have a score; a sequence without actions is no part of its group.
-        learned: [B, T], the actions of ``mask`` that train (default all): the others are compared with, but get 0 and are no
-            part of whitening.
+        mask: [B, T], all actions of the samples that have a score; a sequence without actions is left out of its group.
+        learned: [B, T], the loss tokens among the actions of ``mask`` (default all). The others count in comparisons of a
+            group, but get 0 and are left out of whitening.
     """
     learned = mask if learned is None else learned
     penalty = kl_coef if config.kl_in == "reward" else 0.0
     rewards = place_rewards(scores, kl if penalty else torch.zeros_like(kl), mask, kl_coef=penalty)
     group_size, kept = config.samples_per_prompt, mask.bool().any(-1)
-    # In float64, and not the sum of ``rewards``: in fp32 a small KL is rounded away beside a large score.
+    # In float64, and not from the sum of ``rewards``: in fp32 a small KL is rounded away beside a large score.
     compared = scores.double() - (penalty * zero_masked(kl, mask).double().sum(-1) if penalty else 0)
     returns = None
     if config.advantage_estimator == "gae":

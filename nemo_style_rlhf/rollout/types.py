@@ -1,4 +1,4 @@
-"""The data types that carry everything: a sample, the samples of a step, and a batch ready to learn from."""
+"""Data types of a rollout: a sample, the samples of a step, and a batch ready to train on."""
 
 from array import array
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ class Turn:
     start: int
     """Position of its first token in the sequence."""
     end: int
-    """The position behind its last token."""
+    """Position after its last token."""
     finish_reason: str
     """``stop`` or ``length``."""
 
 
 @dataclass
 class Rollout:
-    """One sample: a prompt and what the policy made of it. L is the length of the whole sequence in tokens."""
+    """One sample: a prompt and the policy's response. L is the length of the whole sequence in tokens."""
 
     sample: SampleId
     seed: int
@@ -34,14 +34,14 @@ class Rollout:
     tokens: Tensor
     """[L] int64: prompt and response."""
     response_mask: Tensor
-    """[L] bool: on tokens the policy produced; off on the prompt and on text an environment inserted."""
+    """[L] bool: True on tokens that the policy produced; False on the prompt and on text that an environment inserted."""
     sampler_logprobs: Tensor
-    """[L] float32, nats: of each response token when it was sampled; 0 elsewhere."""
+    """[L] float32, nats: log-probability of each response token when it was sampled; 0 elsewhere."""
     weights_version: Tensor
-    """[L] int64: the policy that produced each response token; -1 elsewhere."""
+    """[L] int64: version of the policy that produced each response token; -1 elsewhere."""
     turns: tuple[Turn, ...]
     max_length: int
-    """Tokens the response could have had: generation.max_length, or the prompt's own."""
+    """Limit on response tokens: generation.max_length, or the prompt's own."""
 
     @property
     def finish_reason(self) -> str:
@@ -53,7 +53,7 @@ class Rollout:
 
     @property
     def response_tokens(self) -> Tensor:
-        """[number of tokens the policy produced] int64."""
+        """int64 [response_length], the tokens that the policy produced."""
         return self.tokens[self.response_mask]
 
     @property
@@ -62,7 +62,7 @@ class Rollout:
 
     @staticmethod
     def from_completion(completion: Completion, prompt: Prompt) -> "Rollout":
-        """A rollout of one turn: everything after the prompt is the policy's."""
+        """A rollout of one turn: the policy produced everything after the prompt."""
         request = completion.request
         start, end = len(request.prompt), len(request.prompt) + len(completion.token_ids)
         logprobs = torch.zeros(end)
@@ -73,7 +73,7 @@ class Rollout:
             sample=request.sample,
             seed=request.seed,
             prompt=prompt,
-            # Through an array: torch reads a list ten times slower.
+            # An array, since torch reads a list ten times slower.
             tokens=torch.frombuffer(array("q", [*request.prompt, *completion.token_ids]), dtype=torch.int64),
             response_mask=torch.arange(end) >= start,
             sampler_logprobs=logprobs,
@@ -100,22 +100,22 @@ class ScoresToCome(Protocol):
         """The scores of all samples, on every rank; every rank calls it.
 
         Raises:
-            Exception: what a source raised on any rank.
+            Exception: a source's error, on any rank.
         """
 
 
 @dataclass
 class Batch:
-    """All that a step needs of the world outside the trainer."""
+    """All that a step needs from outside the trainer."""
 
     step: int
     rollouts: list[Rollout]
-    """``samples_per_prompt`` neighbors to each prompt."""
+    """``samples_per_prompt`` consecutive rollouts for each prompt."""
     scores: ScoresToCome
     data_end: int
-    """Prompts taken from the sampler up to here."""
+    """Number of prompts taken from the sampler, including this batch's."""
     counts: dict[str, float]
-    """How the batch came about: prompts filtered out and rounds that it took."""
+    """Statistics of filtering: prompts filtered out and rounds needed."""
 
 
 @dataclass(frozen=True)
@@ -123,24 +123,24 @@ class Experience:
     """A batch of B rollouts laid end to end, N tokens in all, aligned to actions.
 
     Entry t of a sequence is the state after tokens 0..t, whose action is token t+1; its last entry has no action.
-    Per-token tensors are [N] float32 and mean nothing where ``mask`` is 0.
+    Per-token tensors are [N] float32 and undefined where ``mask`` is 0.
     """
 
     rollouts: list[Rollout]
     lengths: list[int]
     """[B] tokens per sequence."""
     temperatures: Tensor | None
-    """[B] float32, where prompts have their own."""
+    """[B] float32; None if no prompt has its own."""
     tokens: Tensor
     """[N] int64."""
     mask: Tensor
-    """1 where the action is a token the policy produced and learns from; what was masked for being truncated is compared with."""
+    """1 where the action is a loss token. Samples masked for being truncated are 0 here, but still count in their group."""
     sampler_logprobs: Tensor | None
-    """Nats, as reported by the generator; None where they are ``logprobs``."""
+    """Nats, as reported by the generator; None if ``logprobs`` are already the sampler's."""
     logprobs: Tensor
-    """Nats, of the policy that is about to be updated (PPO's "old" policy)."""
+    """Nats, under the policy before its update (PPO's "old" policy)."""
     ref_logprobs: Tensor | None
-    """Nats, of the frozen reference; None where nothing needs it."""
+    """Nats, under the frozen reference; None if no KL term is used."""
     scores: Scores
     """Scores of the whole sequences, as their sources gave them, and the critic's values before its update."""
     kl: Tensor
@@ -148,11 +148,11 @@ class Experience:
     kl_coef: float
     """Coefficient of this step's KL term."""
     rewards: Tensor
-    """Per token: KL penalty where it is part of the reward, and the shaped score at the last action."""
+    """Per token: the KL penalty if it is part of the reward, and the shaped score at the last action."""
     advantages: Tensor
     returns: Tensor | None
-    """Advantages, before whitening, plus values: what the critic learns; None without a critic."""
+    """Training targets of the critic: advantages before whitening, plus values; None without a critic."""
     correction: Tensor | None
     """Importance weights trainer / sampler on the policy loss; None if there is no correction."""
     counts: dict[str, float]
-    """How the batch came about: see :class:`Batch`, and the share of groups without a difference."""
+    """As in :class:`Batch`, and the share of groups whose scores are all equal."""

@@ -15,10 +15,10 @@ from nemo_style_rlhf.schema.tracking import TrackingConfig
 
 @dataclass
 class PolicyConfig(ModelConfig):
-    """The policy, and the frozen copy of it that KL is measured against."""
+    """The policy, and its frozen copy, against which KL is measured."""
 
     reference: str = "copy"
-    """copy (on the training device), or cpu_offload (in host memory, on the device only while it is used)."""
+    """copy (stays on the training device), or cpu_offload (in host memory, on the device only while it is used)."""
 
     def validate(self) -> None:
         super().validate()
@@ -35,17 +35,17 @@ class CheckpointConfig:
     save_interval: int = 50
     """PPO steps between checkpoints; the last step is always saved."""
     keep_last: int = 2
-    """Committed checkpoints kept, on both sides."""
+    """Number of committed checkpoints that actor and server each keep."""
     max_failed_saves: int = 10
-    """A checkpoint that a full disk refuses, on either side, is tried again after the next step while training goes on; this many
-    refusals in a row end the run. The checkpoint of the last step, or of a run that is told to end, has one attempt."""
+    """If a full disk refuses a checkpoint on either side, training goes on and the next step tries again; this many refusals in
+    a row end the run. The checkpoint of the last step, or of a run that is told to end, has one attempt."""
     keep_best: bool = False
     """After each validation that has the highest val_rollouts/rewards so far, export the policy to <run.output_dir>/best."""
     save_on_interrupt: bool = False
-    """The first Ctrl-C ends the run after the running step, with a checkpoint, and only the second one at once. torchrun gives
-    its ranks 30 s for that, see docs/cluster.md."""
+    """The first Ctrl-C ends the run after the running step, with a checkpoint; only the second one ends it at once. torchrun
+    gives its ranks 30 s for that, see docs/cluster.md."""
     export_critic: bool = False
-    """At the end, write the critic as a Hugging Face sequence-classification directory, too (on the server)."""
+    """At the end, have the server also write the critic as a Hugging Face sequence-classification directory."""
 
     def validate(self) -> None:
         require(self.save_interval > 0, "checkpoint.save_interval", self.save_interval, "a number of steps above 0")
@@ -55,24 +55,24 @@ class CheckpointConfig:
 
 @dataclass
 class SignsConfig:
-    """Signs of reward hacking and collapse, in the units of the metrics they are compared with; null disables the check. The
-    last two have defaults: a run that goes wrong says so unasked."""
+    """Limits of the health checks for reward hacking and collapse, in the units of their metrics; null disables a check. The
+    last two have defaults, so that a run that goes wrong says so unasked."""
 
     max_response_lengths: float | None = None
-    """Mean tokens."""
+    """Mean length in tokens."""
     min_response_lengths: float | None = None
     max_repetition: float | None = None
-    """Share of a response's 4-grams that occurred before in it."""
+    """Share of a response's 4-grams that occurred in it before."""
     min_distinct_2: float | None = None
-    """Different bigrams over bigrams, of the whole rollout."""
+    """Distinct bigrams divided by all bigrams of the rollout."""
     min_entropy: float | None = None
     """Nats per token."""
     max_init_policy_kl: float | None = None
-    """Nats per token. Loads a reference policy even where nothing else needs one."""
+    """Nats per token. Loads a reference policy even if nothing else needs one."""
     runaway_kl: float | None = 1.0
-    """Nats per token: the limit where max_init_policy_kl is null and a reference is there anyway. Healthy runs stay far below."""
+    """Nats per token: the limit if max_init_policy_kl is null and a reference is loaded anyway. Healthy runs stay far below."""
     min_distinct_2_share: float | None = 0.5
-    """Lowest distinct_2, as a share of what it was in the run's first rollout with enough text (see ppo/audit.py)."""
+    """Lowest distinct_2, as a share of its value in the run's first rollout with enough text (see ppo/audit.py)."""
 
     def validate(self) -> None:
         kl, share = self.runaway_kl, self.min_distinct_2_share
@@ -85,7 +85,7 @@ class SignsConfig:
         )
 
     def limits(self) -> dict[str, tuple[float | None, float | None]]:
-        """Metric of `train_rollouts/` to (lowest, highest) allowed value, where the user gave one."""
+        """Map metrics of `train_rollouts/` to their (lowest, highest) allowed value; None for a bound that was not given."""
         return {
             "response_lengths": (self.min_response_lengths, self.max_response_lengths),
             "repetition": (None, self.max_repetition),
@@ -97,17 +97,18 @@ class SignsConfig:
 
 @dataclass
 class AuditConfig:
-    """What a run checks about itself: did the weights arrive, does the sampler still agree, is the reward being gamed."""
+    """Checks of a run on itself: did the weights arrive, does the sampler still agree, is the reward being gamed."""
 
     max_probe_gap: float = 0.0
-    """Largest |difference| on a fixed probe after a weight transfer before the run stops; 0: 1e-3 in fp32, 1.0 in bf16."""
+    """Largest accepted |difference| of log-probabilities, in nats, on a fixed probe after a weight transfer; a larger one stops
+    the run. 0 takes 1e-3 in fp32, 1.0 in bf16."""
     max_logprob_gap: float | None = None
-    """Largest mean |sampler - trainer| log-probability of a rollout, nats (train_rollouts/sampler_logprob_gap_mean)."""
+    """Largest accepted mean |sampler - trainer| log-probability of a rollout, nats (train_rollouts/sampler_logprob_gap_mean)."""
     on_logprob_gap: str = "warn"
     """warn, or stop before the update."""
     signs: SignsConfig = field(default_factory=SignsConfig)
     on_sign: str = "warn"
-    """warn (once, and every 10 steps while it lasts), or stop after the step's metrics are written."""
+    """warn (once, then every 10 steps while the check fails), or stop after the step's metrics are written."""
 
     def validate(self) -> None:
         require_choice("audit.on_logprob_gap", self.on_logprob_gap, ("warn", "stop"))
@@ -116,7 +117,7 @@ class AuditConfig:
 
 @dataclass
 class PPOActorConfig:
-    """`trainers/train_ppo_actor.py`."""
+    """Configuration of `trainers/train_ppo_actor.py`."""
 
     run: TrainerRunConfig = field(default_factory=TrainerRunConfig)
     model: PolicyConfig = field(default_factory=PolicyConfig)
@@ -136,7 +137,7 @@ class PPOActorConfig:
 
     @property
     def uses_critic_process(self) -> bool:
-        """For the values of gae, for its reward model, or both."""
+        """Whether the run needs the critic process, for the values of gae, for its reward model, or both."""
         return self.algorithm.uses_critic or self.reward.critic.weight != 0
 
     @property

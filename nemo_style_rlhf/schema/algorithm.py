@@ -1,4 +1,4 @@
-"""The algorithm: how often, from what signal, and with which loss the policy is updated."""
+"""The algorithm: how often, from which signal, and with which loss the policy is updated."""
 
 from dataclasses import dataclass, field
 
@@ -14,10 +14,10 @@ class CorrectionConfig:
     """Importance weights trainer / sampler on the policy loss, see algorithms/corrections.py."""
 
     kind: str = "none"
-    """none, tis (token weights clamped), icepop (tokens outside of the bounds masked) or sequence_mask (sequences whose geometric
-    mean is outside masked, the others weighted per token)."""
+    """none, tis (clamps token weights), icepop (masks tokens outside of the bounds) or sequence_mask (masks sequences whose
+    geometric mean is outside of the bounds, weights the others per token)."""
     low: float = 0.0
-    """verl bounds tis from above alone, at 2; OpenRLHF has 0.5 and 5 for every kind, as IcePop's authors."""
+    """Lower bound of the weights. verl bounds tis only from above, at 2; OpenRLHF and IcePop's authors use 0.5 and 5."""
     high: float = 2.0
 
     def validate(self) -> None:
@@ -27,16 +27,16 @@ class CorrectionConfig:
 
 @dataclass
 class ShapingConfig:
-    """From raw scores to the rewards that train, in this order: normalise, clip, penalties."""
+    """Turns raw scores into rewards for training, in this order: normalize, clip, add penalties."""
 
     normalize: str = "none"
-    """none, or running: by mean and standard deviation of every score so far. OpenRLHF's --normalize_reward (off by default) is
-    another thing, the fixed statistics stored with the reward model: the server's critic.normalize_rewards."""
+    """none, or running: by mean and standard deviation of every score so far. OpenRLHF's --normalize_reward (off by default)
+    differs: it uses fixed statistics stored with the reward model, as the server's critic.normalize_rewards does."""
     clip_low: float | None = None
     clip_high: float | None = None
     """Scores are clipped before any baseline or group statistics see them."""
     overlong_buffer: int = 0
-    """The last tokens before generation.max_length, or the row's own, that cost a growing penalty (DAPO); 0 turns it off."""
+    """Number of tokens before generation.max_length, or the row's own limit, over which a penalty grows (DAPO); 0 for none."""
     overlong_factor: float = 1.0
     """The penalty at full length."""
 
@@ -62,7 +62,7 @@ class FilterConfig:
     high: float | None = None
     """A prompt counts only if its mean filtering score is above low and below high; null leaves a side open."""
     max_rounds: int = 4
-    """Rollouts a step may take to find enough prompts; then it goes on with those it has."""
+    """Maximum number of rollouts per step to find enough prompts; after that, the step uses those found."""
 
     @property
     def enabled(self) -> bool:
@@ -76,10 +76,10 @@ class FilterConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """Names are NeMo-Aligner's where it has one; docs/algorithms.md explains the presets of conf/algorithm/."""
+    """Keys have NeMo-Aligner's names if it has the setting; docs/algorithms.md explains the presets of conf/algorithm/."""
 
     max_steps: int = -1
-    """PPO steps (rollout, then update); -1: as many as max_epochs over the prompts give."""
+    """PPO steps (rollout, then update); -1 takes the number that max_epochs gives."""
     max_epochs: int = 1
     """Passes over the training prompts when max_steps is -1."""
     num_rollout_samples: int = 512
@@ -91,19 +91,19 @@ class AlgorithmConfig:
     mini_batches: int = 1
     """Optimizer steps per pass."""
     critic_warmup_steps: int = 0
-    """First PPO steps that train the critic alone: it starts as a reward model and must learn to predict returns."""
+    """Number of first PPO steps that train only the critic, which starts as a reward model and must learn to predict returns."""
     val_check_interval: int = 0
-    """PPO steps between validation rollouts, before the first step and after the last included; 0 turns them off."""
+    """PPO steps between validation rollouts, which also run before the first step and after the last; 0 turns them off."""
     num_val_samples: int = 128
     """Prompts per validation, the first ones of data.val_path."""
     val_samples_per_prompt: int = 1
-    """Responses to each of them: k of pass@k."""
+    """Responses to each validation prompt: k of pass@k."""
     val_pass_score: float | None = None
-    """The reward from which on a response counts as passed in val_rollouts/pass@1 and pass@k; null for rewards that have none."""
+    """Lowest reward with which a response passes in val_rollouts/pass@1 and pass@k; null if rewards have no such threshold."""
 
     advantage_estimator: str = "gae"
-    """gae (with a critic), reinforce (discounted rewards to go), or from the other responses to the same prompt: grpo, dr_grpo,
-    rloo, reinforce_baseline. All but gae need no critic."""
+    """gae (with a critic), reinforce (discounted rewards to go), or one that compares responses to the same prompt: grpo,
+    dr_grpo, rloo, reinforce_baseline. Only gae needs a critic."""
     discount_factor: float = 1.0
     gae_lambda: float = 0.95
     group_eps: float = 1e-6
@@ -121,19 +121,19 @@ class AlgorithmConfig:
     """Gradient of the KL term with kl_in=loss. unbiased: the estimator's value with k2's gradient, which is that of KL (verl's
     k3+); plain: the estimator's own (TRL, OpenRLHF), for k1 zero in expectation and for k3 that of the reversed KL."""
     kl_target: float = 0.0
-    """KL per token the coefficient is steered to (arXiv 1909.08593, section 2.2); 0 keeps the coefficient."""
+    """KL per token to which the coefficient is steered (arXiv 1909.08593, section 2.2); 0 keeps the coefficient constant."""
     kl_horizon: int = 10000
     """Samples over which the coefficient moves: by up to 20 % x num_rollout_samples / kl_horizon in a step."""
     kl_min_multiplier: float = 0.5
-    """Least factor by which a step may lower the coefficient; without a bound it would turn negative where num_rollout_samples is
-    more than 5 x kl_horizon."""
+    """Smallest factor that a step may apply to the coefficient; without a bound, the coefficient would turn negative if
+    num_rollout_samples is more than 5 x kl_horizon."""
 
     ratio_eps: float = 0.2
     """PPO clips the probability ratio to 1 - ratio_eps .. 1 + ratio_eps."""
     ratio_eps_high: float | None = None
-    """Another upper bound, DAPO's clip-higher: 1 + ratio_eps_high."""
+    """Different upper bound 1 + ratio_eps_high (DAPO's clip-higher); null takes ratio_eps."""
     dual_clip: float | None = None
-    """Bound of the loss where the advantage is negative, in units of it (arXiv 1912.09729): 3 in verl; null for none."""
+    """Bound of the loss at negative advantages, in units of the advantage (arXiv 1912.09729): 3 in verl; null for none."""
     ratio_level: str = "token"
     """token, or sequence (GSPO)."""
     loss_aggregation: str = "token_mean"
@@ -142,17 +142,17 @@ class AlgorithmConfig:
     entropy_bonus: float = 0.0
     skip_empty_steps: bool = False
     """Leave out optimizer steps in which every advantage is 0 and the loss has no KL or entropy term: Adam's momentum and weight
-    decay would move the weights all the same. train_optim/empty_steps counts them either way."""
+    decay would still move the weights. train_optim/empty_steps counts these steps either way."""
     old_logprobs: str = "trainer"
-    """What the ratio's denominator and the KL penalty use. trainer: the training engine's own log-probabilities, so that the
-    first ratio is 1 and KL at the start 0 but for rounding (NeMo-Aligner, OpenRLHF, verl). sampler: those the generator sampled
-    with (TRL's PPOTrainer): a forward pass less per step, off by the gap between both engines."""
+    """Log-probabilities for the ratio's denominator and the KL penalty. trainer: the training engine's own, so that the first
+    ratio is 1 and KL starts at 0, up to rounding (NeMo-Aligner, OpenRLHF, verl). sampler: the generator's (TRL's PPOTrainer),
+    which saves a forward pass per step, but is off by the gap between both engines."""
 
     truncated_samples: str = "keep"
-    """Responses that reached generation.max_length: keep, mask (they train nothing, but others of their group are compared with
-    them), penalise (truncation_penalty is added to their score) or replace (truncation_penalty becomes their score)."""
+    """Treatment of responses that reached generation.max_length: keep, mask (no loss tokens, but they still count in their
+    group), penalise (add truncation_penalty to their score) or replace (truncation_penalty becomes their score)."""
     truncation_penalty: float = -1.0
-    """What truncated samples pay (penalise), or their score after all other shaping (replace)."""
+    """Added to the score of truncated samples (penalise), or their score after all other shaping (replace)."""
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)

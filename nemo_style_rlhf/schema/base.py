@@ -1,4 +1,4 @@
-"""From a composed Hydra config to checked dataclasses.
+"""Turns a composed Hydra config into checked dataclasses.
 
 Every default lives in a dataclass of this package; YAML files only override. A dataclass may define
 ``validate(self) -> None`` for ranges and cross-field rules; it raises :class:`UserError` with one sentence.
@@ -38,14 +38,14 @@ def build(schema: type[Schema], config: DictConfig) -> Schema:
 
 
 def one_sentence(error: OmegaConfBaseException) -> str:
-    """An OmegaConf error without its multi-line context, with the key it is about."""
+    """The text of an OmegaConf error with its key, without the multi-line context."""
     reason = str(error).splitlines()[0].rstrip(".") + _meant(error)
     key = getattr(error, "full_key", None)
     return f"configuration key {key}: {reason}" if key and str(key) not in reason else f"configuration: {reason}"
 
 
 def _meant(error: OmegaConfBaseException) -> str:
-    """What an unknown key may stand for."""
+    """Suggest keys that the user may have meant by an unknown key."""
     if not dataclasses.is_dataclass(error.object_type):
         return ""
     known = [field.name for field in dataclasses.fields(error.object_type)]
@@ -55,7 +55,7 @@ def _meant(error: OmegaConfBaseException) -> str:
 
 
 def validate(node: Any) -> None:
-    """Call every ``validate`` of a dataclass and of those in it, innermost first.
+    """Call ``validate`` of a dataclass and of all dataclasses in it, innermost first.
 
     Raises:
         UserError: an impossible value or combination.

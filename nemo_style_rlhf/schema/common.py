@@ -15,19 +15,19 @@ BEAT_S = 2.0
 
 @dataclass
 class RunConfig:
-    """Where a run lives and what makes it repeatable."""
+    """A run's folder and device, and the settings that make it repeatable."""
 
     output_dir: str = MISSING
-    """Everything the run writes goes below this folder. One server and one trainer may use it at a time."""
+    """Folder for everything that the run writes. One server and one trainer may use it at a time."""
     takeover_s: float = 60.0
-    """On another machine than the last process that used output_dir, a start takes it for dead after so long without a heartbeat.
-    One that ended by itself needs no waiting."""
+    """If the last user of output_dir ran on another machine, a start considers it dead after this time without a heartbeat.
+    No wait is needed after a process that ended by itself."""
     seed: int = 1234
-    """Seeds data order, sampling and initialisation; two runs with one seed are equal to the last bit on CPU in fp32."""
+    """Seed of data order, sampling and initialization; two runs with the same seed are equal to the last bit on CPU in fp32."""
     num_threads: int = 0
     """torch intra-op threads; 0 leaves torch's default. Part of the result's bits: keep it when resuming."""
     device: str = "auto"
-    """auto (CUDA where there is one), cpu (hides CUDA devices: a vLLM built for them needs generation=hf then) or cuda."""
+    """auto (CUDA if available), cpu (hides CUDA devices; a vLLM built for CUDA then needs generation=hf) or cuda."""
     dry_run: bool = False
     """Load everything, run one tiny step of every phase and exit (command line: --dry-run)."""
 
@@ -50,7 +50,7 @@ class TrainerRunConfig(RunConfig):
     """The settings of a run that writes checkpoints."""
 
     resume: str = "auto"
-    """auto (from the last committed checkpoint, if there is one), never (refuse an output_dir with checkpoints), or must."""
+    """auto (resume from the last committed checkpoint, if any), never (refuse an output_dir with checkpoints), or must."""
 
     def validate(self) -> None:
         super().validate()
@@ -59,16 +59,16 @@ class TrainerRunConfig(RunConfig):
 
 @dataclass
 class LoRAConfig:
-    """Low-rank adapters (arXiv 2106.09685) instead of all weights; the model without them is its own reference."""
+    """Train low-rank adapters (arXiv 2106.09685) instead of all weights; the model without adapters is the reference."""
 
     rank: int = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: int = 16
     """The adapter's output is scaled by alpha / rank."""
     dropout: float = 0.0
-    """On the adapter's input."""
+    """Dropout on the adapter's input."""
     target_modules: list[str] | None = None
-    """Last names of the layers that get one, such as q_proj; null for all linear layers but the head."""
+    """Last names of the layers that get an adapter, such as q_proj; null for all linear layers but the head."""
 
     def validate(self) -> None:
         require(self.rank >= 0, "model.lora.rank", self.rank, "a rank above 0, or 0 for no adapters")
@@ -88,13 +88,13 @@ class ModelConfig:
     attn_implementation: str = "auto"
     """auto (flash_attention_2 or sdpa on CUDA, eager on CPU, where it trains faster), eager, sdpa, flash_attention_2."""
     packing: bool = False
-    """Compute sequences end to end instead of padded (block-diagonal attention): the same numbers without the padding."""
+    """Lay sequences end to end instead of padding them (block-diagonal attention): the same results without computing padding."""
     compile: bool = False
     """torch.compile the training forward: about 1 minute once, then faster steps."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     disable_dropout: bool = True
-    """Dropout off while training (arXiv 2403.17031, detail 17): with it the PPO ratio is not 1 before the first update."""
+    """Turn dropout off in training (arXiv 2403.17031, detail 17): with it, the PPO ratio is not 1 before the first update."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -136,7 +136,7 @@ class SchedulerConfig:
     warmup_steps: int = 0
     """Optimizer steps from 0 to the full learning rate."""
     total_steps: int = 0
-    """Optimizer steps until the floor is reached (linear, cosine). The actor knows it where this is 0; a server must be told."""
+    """Optimizer steps until the floor is reached (linear, cosine). With 0 the actor computes the number; a server needs it."""
     min_lr_ratio: float = 0.0
     """Floor of the decay, as a share of lr."""
 
@@ -148,7 +148,7 @@ class SchedulerConfig:
 
 
 BUCKET_ELEMENTS = 5 * 10**8
-"""Most gradient elements that DeepSpeed reduces at a time; a smaller model's are all in one bucket."""
+"""Maximum number of gradient elements that DeepSpeed reduces at a time; those of a smaller model fit one bucket."""
 
 
 @dataclass
@@ -160,22 +160,22 @@ class EngineConfig:
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     gradient_clip_val: float = 1.0
-    """Global L2 norm the gradient is clipped to; 0 turns clipping off."""
+    """Global L2 norm to which the gradient is clipped; 0 turns clipping off."""
     micro_batch_tokens: int = 16384
-    """Padded tokens (rows x longest row) one forward and backward may hold; a longer single sequence goes alone."""
+    """Maximum padded tokens (rows x longest row) of one forward and backward; a longer single sequence is computed alone."""
     row_multiple: int = 8
-    """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows: small odd batches take other
-    matrix kernels and other bits."""
+    """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows: small odd batches would use
+    other matrix kernels, with other bits."""
     offload_optimizer_states: bool = False
     """Move optimizer states to host memory while the model is not training: zero_stage 1 and 2 (no effect on a CPU)."""
     offload_optimizer: bool = False
     """Keep optimizer states and fp32 masters in host memory, and step there (ZeRO-Offload, arXiv 2101.06840): zero_stage 1-3."""
     offload_parameters: bool = False
-    """Keep the shares of the weights in host memory until a layer needs them (ZeRO-Infinity, arXiv 2104.07857): zero_stage 3.
-    The model is on the device once as a whole, when it is loaded."""
+    """Keep the shards of the weights in host memory until a layer needs them (ZeRO-Infinity, arXiv 2104.07857): zero_stage 3.
+    The whole model is on the device once, while it is loaded."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Merged over the generated DeepSpeed config, for what has no key here, such as {data_types: {grad_accum_dtype: fp32}}, which
-    sums the bf16 gradients of many micro-batches without rounding in between: zero_stage 2 and 3."""
+    """Merged into the generated DeepSpeed config, for settings without a key here, such as {data_types: {grad_accum_dtype:
+    fp32}}, which sums the bf16 gradients of many micro-batches without rounding in between: zero_stage 2 and 3."""
 
     def validate(self) -> None:
         require(0 <= self.zero_stage <= 3, "engine.zero_stage", self.zero_stage, "0, 1, 2 or 3")
@@ -212,7 +212,7 @@ class EngineConfig:
         )
 
     def validate_with(self, model: ModelConfig) -> None:
-        """Whether it can train ``model``, whose process calls this."""
+        """Check that the engine can train ``model``; called by the process that trains it."""
         if self.zero_stage == 3 and model.lora.rank:
             raise UserError(
                 f"engine.zero_stage=3 with model.lora.rank={model.lora.rank} would have to merge adapters that are in shares: "
@@ -226,7 +226,7 @@ class EngineConfig:
 
 @dataclass
 class TokenConfig:
-    """Where a shared secret comes from: a file or an environment variable, never the command line."""
+    """Source of a shared secret: a file or an environment variable, never the command line."""
 
     token_file: str | None = field(default=None, metadata={CHECK: existing_file})
     """A file that holds the token (its permissions are yours to set)."""

@@ -9,19 +9,19 @@ from nemo_style_rlhf.schema.paths import CHECK, existing_file
 
 @dataclass
 class CriticConfig:
-    """What the critic learns and what is served beside it."""
+    """The critic's loss, and the models and limits of its server."""
 
     loss_clip_val: float | None = 0.2
     """PPO's value clipping: predictions may move this far from the rollout's values; null turns it off."""
     combine_rm_and_critic_server: bool = True
-    """Serve the frozen reward model in this process too; false serves values only."""
+    """Also serve the frozen reward model in this process; false serves only values."""
     max_length: int = 0
-    """Longest sequence accepted, in tokens; 0 takes the model's max_position_embeddings."""
+    """Longest accepted sequence, in tokens; 0 takes the model's max_position_embeddings."""
     append_eos: bool | None = None
-    """Whether reward_infer ends every response with the end-of-text token; null does as the reward model's training noted."""
+    """Whether reward_infer ends every response with the end-of-text token; null does as in the reward model's training."""
     max_staged_bytes: int = 512 * 2**20
-    """Tensor bytes of a train step that came in parts and is not complete: 16 per token and 4 per sequence, so that the default
-    holds 4,000 sequences of 8,000 tokens. They are copied once more when the step is."""
+    """Maximum tensor bytes of an incomplete train step that is sent in parts: 16 per token and 4 per sequence, so that the
+    default holds 4,000 sequences of 8,000 tokens. The bytes are copied once more when the step is complete."""
     normalize_rewards: bool = False
     """Serve (reward - mean) / std, by the statistics stored with the reward model, and values on that scale."""
     offload_reward_model: bool = False
@@ -40,11 +40,11 @@ class ServerTlsConfig:
     """Certificates of the server, as PEM files; without them the protocol is plain HTTP."""
 
     certificate: str | None = field(default=None, metadata={CHECK: existing_file})
-    """The server's certificate, its chain after it."""
+    """The server's certificate, followed by its chain."""
     key: str | None = field(default=None, metadata={CHECK: existing_file})
-    """Its private key, without a passphrase; null where it stands in the certificate's file."""
+    """Its private key, without a passphrase; null if the certificate's file holds it."""
     client_ca: str | None = field(default=None, metadata={CHECK: existing_file})
-    """For mutual TLS: clients must show a certificate that one of these signed."""
+    """Authorities for mutual TLS: clients must show a certificate that one of them signed."""
 
     def validate(self) -> None:
         given = self.key or self.client_ca
@@ -54,24 +54,24 @@ class ServerTlsConfig:
 
 @dataclass
 class ServerConfig:
-    """The door: where the server listens and who may come in."""
+    """The front door: the server's address, and the conditions of access."""
 
     host: str = "127.0.0.1"
-    """Name or address to bind. Anything but loopback needs a token."""
+    """Name or address to bind. Any address but loopback needs a token."""
     port: int = 5567
     """HTTP port; 0 takes a free one (see ready_file)."""
     metrics: bool = False
     """Serve Triton's Prometheus metrics at /metrics, to callers with the token."""
     token: TokenConfig = field(default_factory=TokenConfig)
-    """The secret every request must carry in the header x-critic-token. Without one of your own a server on loopback makes
+    """The secret that every request must carry in the header x-critic-token. If you give none, a server on loopback makes
     ~/.config/nemo_style_rlhf/token, and your actor on the same host reads it."""
     tls: ServerTlsConfig = field(default_factory=ServerTlsConfig)
     shutdown_grace_s: float = 20.0
-    """After SIGTERM a running call may take this long to finish; then it is abandoned and counts as not applied."""
+    """Seconds after SIGTERM for a running call to finish; then it is abandoned and counts as not applied."""
     ready_file: str | None = None
-    """JSON with host, port, pid and boot_id, written when the server answers and removed when it ends."""
+    """JSON file with host, port, pid and boot_id, written when the server answers and removed when it ends."""
     max_request_bytes: int = 64 * 2**20
-    """Tensor bytes of one request; clients split."""
+    """Maximum tensor bytes of one request; clients split larger ones."""
     verbose: bool = False
     """Show Triton's own log."""
 
@@ -88,15 +88,15 @@ class ServerConfig:
 
 @dataclass
 class PPOCriticConfig:
-    """``servers/serve_ppo_critic.py``."""
+    """Configuration of ``servers/serve_ppo_critic.py``."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The reward model: a sequence-classification checkpoint with one label. The critic starts as its copy."""
+    """The reward model, a sequence-classification checkpoint with one label. The critic starts as a copy of it."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    """How the critic is trained."""
+    """Training of the critic."""
 
     def validate(self) -> None:
         self.engine.validate_with(self.model)

@@ -1,4 +1,4 @@
-"""What the prompts of a PPO run are and how they become tokens."""
+"""The prompts of a PPO run, and how they become tokens."""
 
 from dataclasses import dataclass, field
 
@@ -14,21 +14,21 @@ PROMPT_FORMATS = ("text", "messages", "hh")
 
 @dataclass
 class PromptTemplateConfig:
-    """How the text of a prompt is wrapped before it is tokenised."""
+    """How the text of a prompt is wrapped before it is tokenized."""
 
     prompt_template: str | None = None
     """Text around the prompt, e.g. "Question: {prompt}\\nAnswer:", or @file; null leaves prompts as they are."""
     chat_template: str | None = None
-    """A Jinja chat template for `messages`: a file (its path, or @path) or the text itself; null uses the tokenizer's own. What
-    the model is exported with."""
+    """A Jinja chat template for `messages`: a file (its path, or @path) or the text itself; null uses the tokenizer's own. The
+    model is exported with it."""
     input_key: str | None = None
-    """Column whose text follows the prompt after a blank line where it is not empty (`input` of Alpaca); null for none."""
+    """Column whose text, if not empty, follows the prompt after a blank line (`input` of Alpaca); null for none."""
     on_template_mismatch: str = "refuse"
-    """refuse or warn when the model was trained with another prompt or chat template, or the critic server's reward model with
+    """refuse or warn if the model was trained with another prompt or chat template, or the critic server's reward model with
     another prompt template; SFT may change them and does neither."""
 
     def validate(self) -> None:
-        """From here on both templates are texts: what the files hold is part of the configuration."""
+        """Replace both templates by the texts of their files, which thus become part of the configuration."""
         require_choice("data.on_template_mismatch", self.on_template_mismatch, ("refuse", "warn"))
         if self.chat_template is not None:
             self.chat_template = chat_template_text(self.chat_template)
@@ -51,14 +51,14 @@ class PromptRowsConfig(PromptTemplateConfig):
     """text (a string), messages (a list of {role, content}) or hh (an Anthropic-HH transcript). Transcripts, and messages that
     end with an answer, are cut before it."""
     prompt_key: str | None = None
-    """Where the prompt is in a row; null is `prompt` for text, `messages` for messages, `chosen` for hh."""
+    """Column of the prompt; null is `prompt` for text, `messages` for messages, `chosen` for hh."""
     label_key: str | None = None
-    """Where the reference answer is, handed to reward functions; null for none."""
+    """Column of the reference answer, which reward functions get; null for none."""
     sampling_key: str | None = None
-    """Where a row's own sampling settings are: an object of temperature, top_p, top_k, min_length, max_length, stop and
-    stop_token_ids, each in place of generation's; null for none."""
+    """Column of a row's own sampling settings: an object of temperature, top_p, top_k, min_length, max_length, stop and
+    stop_token_ids, which override generation's; null for none."""
     max_prompt_length: int = 1024
-    """Tokens; longer prompts are dropped and counted, never cut."""
+    """Maximum tokens of a prompt; longer prompts are dropped and counted, never cut."""
 
     @property
     def key(self) -> str:
@@ -92,6 +92,6 @@ class PromptDataConfig(PromptRowsConfig):
     train_path: str = field(default=MISSING, metadata={CHECK: data_source})
     """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
     val_path: str | None = field(default=None, metadata={CHECK: data_source})
-    """Held-out prompts, same forms; null turns validation rollouts off, which need algorithm.val_check_interval, too."""
+    """Held-out prompts, in the same forms; null turns validation rollouts off. They also need algorithm.val_check_interval."""
     shuffle: bool = True
     """A new seeded permutation of the training prompts every epoch; validation prompts keep their order."""

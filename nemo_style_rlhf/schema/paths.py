@@ -1,4 +1,4 @@
-"""The user's own paths, checked before anything heavy is imported. A field's metadata says what its path must lead to."""
+"""Checks the user's paths before anything heavy is imported. A field's metadata says what its path must lead to."""
 
 import ast
 import dataclasses
@@ -12,7 +12,7 @@ from nemo_style_rlhf.errors import UserError
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json")
 _HUB_DATA_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.\-\[\]%]+)?$")
 Check = Callable[[str, Any], str | None]
-"""What is wrong with a value, given the dataclass that holds it; or None."""
+"""Returns the fault of a value, given the dataclass that holds it; or None."""
 CHECK = "path_check"
 """The key of a :data:`Check` in a field's metadata."""
 
@@ -20,7 +20,7 @@ CHECK = "path_check"
 def require_paths(config: Any) -> None:
     """
     Raises:
-        UserError: files or folders that the process will read are missing; all of them.
+        UserError: files or folders that the process will read are missing; the sentence names all of them.
     """
     if problems := list(_problems(config, "", getattr(config, "unread", ()))):
         raise UserError("; ".join(problems))
@@ -40,7 +40,7 @@ def _problems(node: Any, prefix: str, unread: tuple[str, ...]) -> Iterator[str]:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Whether a model or data set of that name cannot be meant to come from the hub."""
+    """Whether ``name`` is clearly a path, not the name of a model or data set on the hub."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
 
 
@@ -79,7 +79,7 @@ def existing_file(path: str, _: Any = None) -> str | None:
 
 
 def function_file(path: str, node: Any) -> str | None:
-    """Python that binds ``node.name`` somewhere; whether that is the function is seen when it is imported."""
+    """A Python file that binds ``node.name`` somewhere; only the import shows whether that is the function."""
     if not Path(path).is_file():
         return "there is no such file, it must be the reward function's Python file"
     try:

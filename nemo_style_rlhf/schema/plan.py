@@ -1,4 +1,4 @@
-"""Configuration of the memory preflight: both processes of a run, and where they are to run."""
+"""Configuration of the memory preflight: both processes of a run, and their devices."""
 
 from dataclasses import dataclass, field
 
@@ -9,21 +9,21 @@ from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
 @dataclass
 class PlanConfig(PPOActorConfig):
-    """`trainers/plan.py`: the actor's keys as they are, the critic server's with ``critic.`` before them."""
+    """Configuration of `trainers/plan.py`: the actor's keys unchanged, the critic server's with the prefix ``critic.``."""
 
     critic: PPOCriticConfig = field(default_factory=PPOCriticConfig)
     device_gib: float | None = None
-    """Memory of one device in GiB; null: that of this machine's CUDA device, or of this host where there is none."""
+    """Memory of one device in GiB; null takes that of this machine's CUDA device, or of this host if there is none."""
     ranks: int = 1
-    """Ranks of the actor, each with a device of its own; on a CPU they share the host."""
+    """Number of ranks of the actor, each with its own device; on a CPU they share the host."""
     critic_ranks: int = 1
-    """Ranks of the critic server."""
+    """Number of ranks of the critic server."""
     together: bool = False
-    """Both processes share the devices, so that the sum has to fit."""
+    """Whether both processes share the devices, so that their sum must fit."""
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """As :attr:`PPOActorConfig.unread`: models and prompts are all that a plan looks at."""
+        """Like :attr:`PPOActorConfig.unread`: a plan looks only at models and prompts."""
         return ("reward", "remote_critic_rm", "critic.server", "generation.backend")
 
     def validate(self) -> None:
@@ -31,6 +31,6 @@ class PlanConfig(PPOActorConfig):
         gib = self.device_gib
         require(gib is None or gib > 0, "device_gib", gib, "the GiB of one device")
         require(self.ranks > 0, "ranks", self.ranks, "a number of ranks above 0")
-        team = self.generation.tensor_parallel_size
-        require(self.ranks % team == 0, "ranks", self.ranks, f"a multiple of generation.tensor_parallel_size={team}")
+        size = self.generation.tensor_parallel_size
+        require(self.ranks % size == 0, "ranks", self.ranks, f"a multiple of generation.tensor_parallel_size={size}")
         require(self.critic_ranks > 0, "critic_ranks", self.critic_ranks, "a number of ranks above 0")

@@ -1,4 +1,4 @@
-"""How the actor reaches the critic process."""
+"""Configuration of the actor's connection to the critic process."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -16,35 +16,35 @@ def _existing_ca(path: str, _: object = None) -> str | None:
 
 @dataclass
 class ClientTlsConfig:
-    """How a server that has a certificate is verified, as PEM files."""
+    """PEM files to verify a server that has a certificate."""
 
     ca: str | None = field(default=None, metadata={CHECK: _existing_ca})
     """Trusted signers of the server's certificate, or that certificate itself; "system" takes the host's. null: plain HTTP."""
     certificate: str | None = field(default=None, metadata={CHECK: existing_file})
-    """For mutual TLS: the certificate that this process shows."""
+    """The certificate that this process shows, for mutual TLS."""
     key: str | None = field(default=None, metadata={CHECK: existing_file})
-    """Its private key, without a passphrase; null where it stands in the certificate's file."""
+    """Its private key, without a passphrase; null if the certificate's file holds it."""
 
     def validate_in(self, section: str) -> None:
-        """Raises UserError where keys contradict each other."""
+        """Raise UserError if keys contradict each other."""
         given = self.certificate or self.key
         require(self.ca is not None or given is None, f"{section}.tls.ca", None, f"a file, or system, beside {given}")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """How error sentences speak of a server."""
+    """Names of a server, its script and its keys in error sentences."""
 
     name: str
     script: str
-    """What starts it."""
+    """Script that starts the server."""
     section: str
-    """The actor's configuration keys about it."""
+    """Section of the actor's configuration about the server."""
     arguments: str
-    """What the script cannot do without."""
+    """Arguments that the script requires."""
 
     def command(self, port: int) -> str:
-        """What starts it, in the repository's folder."""
+        """The command that starts the server, in the repository's folder."""
         return f".venv-server/bin/python {self.script} {self.arguments} server.port={port}"
 
 
@@ -60,11 +60,11 @@ class RemoteCriticConfig:
     port: int = 5567
     """server.port of the critic process."""
     token: TokenConfig = field(default_factory=TokenConfig)
-    """The secret the server was started with. Without it a server on loopback is asked with that of this user's own servers, see
-    server.token."""
+    """The secret with which the server was started. Without it, requests to loopback carry the token of this user's own servers,
+    see server.token."""
     tls: ClientTlsConfig = field(default_factory=ClientTlsConfig)
     wait_for_server_s: float = 600.0
-    """How long a server that is still loading, or gone, is waited for."""
+    """Longest wait for a server that is still loading, or gone."""
     infer_timeout_s: float = 300.0
     """Longest wait for one inference answer."""
     train_timeout_base_s: float = 300.0
@@ -72,10 +72,10 @@ class RemoteCriticConfig:
     train_timeout_per_1k_tokens_s: float = 2.0
     """... this for every 1,000 tokens of the step."""
     retries: int = 8
-    """Attempts after a broken connection, a timeout or the refusal of a server that is stopping, 0.5 s apart at first, up to
-    10 s; retries never train twice."""
+    """Attempts after a broken connection, a timeout or the refusal of a stopping server, 0.5 s apart at first, up to 10 s;
+    retries never train twice."""
     max_request_bytes: int = 64 * 2**20
-    """Tensor bytes of one request; bigger batches are split. The server's own limit counts where it is smaller."""
+    """Maximum tensor bytes of one request; larger batches are split. If the server's own limit is smaller, it counts."""
 
     def validate(self) -> None:
         section = self.peer.section

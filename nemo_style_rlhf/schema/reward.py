@@ -1,4 +1,4 @@
-"""Where rewards come from; several sources add up, each times its weight."""
+"""Reward sources; the rewards of several sources add up, each times its weight."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -15,13 +15,13 @@ class CriticRewardConfig:
     """The reward model of the critic process (remote_critic_rm)."""
 
     weight: float = 1.0
-    """0 does not ask it for rewards."""
+    """With 0, the reward model is not asked."""
 
 
 @dataclass
 class RewardServerConfig(RemoteCriticConfig):
-    """A reward-only server (servers/serve_reward_model.py): takes text, so its tokenizer may be another one, but not with
-    data.format=messages."""
+    """A reward-only server (servers/serve_reward_model.py). It takes text, so its tokenizer may differ from the policy's, but not
+    with data.format=messages."""
 
     peer: ClassVar[Peer] = Peer(
         "reward server", "servers/serve_reward_model.py", "reward.server", "model.path=REWARD_MODEL"
@@ -30,10 +30,10 @@ class RewardServerConfig(RemoteCriticConfig):
     port: int = 5568
     weight: float = 0.0
     replicas: list[str] = field(default_factory=list)
-    """host:port of further servers of the same reward model. Each request goes to the least busy one; one that does not answer,
-    or is another one when it comes back, is left out and asked again later."""
+    """host:port of further servers of the same reward model. Each request goes to the least busy server; a server that does not
+    answer, or comes back with another model, is left out and asked again later."""
     cooldown_s: float = 10.0
-    """How long a replica that failed is left alone, while others answer."""
+    """Seconds for which a failed replica is left out, while others answer."""
 
     def validate(self) -> None:
         super().validate()
@@ -45,7 +45,7 @@ class RewardServerConfig(RemoteCriticConfig):
 
     @property
     def servers(self) -> "list[RewardServerConfig]":
-        """One for each server. Of several, a request that fails goes to another one at once."""
+        """One configuration per server. With several servers, a failed request goes to another server at once."""
         if not self.replicas:
             return [self]
         places = [
@@ -68,11 +68,11 @@ class FunctionRewardConfig:
     name: str = "reward_func"
     weight: float = 0.0
     per_sample: bool = False
-    """Call it for each sample with lists of one, so that a time limit or an error concerns that sample only."""
+    """Call the function once per sample, with lists of one, so that a time limit or an error affects only that sample."""
     timeout_s: float = 60.0
-    """Longest run of one call, after the file has been imported; its process is killed."""
+    """Longest run of one call, after the file's import; then its process is killed."""
     processes: int = 2
-    """Calls at a time."""
+    """Maximum number of calls at a time."""
 
     def validate(self) -> None:
         if self.weight != 0 and not self.path:
@@ -86,14 +86,14 @@ class EndpointRewardConfig:
     """HTTP endpoints that take POST {"query": [...], "prompts": [...], "labels": [...]} and answer as reward functions do."""
 
     urls: list[str] = field(default_factory=list)
-    """Requests go to the least busy one that is healthy."""
+    """Addresses of equal endpoints. Each request goes to the least busy healthy one."""
     weight: float = 0.0
     timeout_s: float = 60.0
-    """Longest silence of an endpoint that was asked."""
+    """Longest silence of an endpoint during a request."""
     retries: int = 3
-    """Further attempts of a request, on another endpoint where there is one, else 0.5 s apart at first, up to 10 s."""
+    """Further attempts of a request, on another endpoint if there is one, else 0.5 s apart at first, up to 10 s."""
     cooldown_s: float = 10.0
-    """An endpoint that failed is left alone this long, while others answer."""
+    """Seconds for which a failed endpoint is left out, while others answer."""
 
     def validate(self) -> None:
         if self.weight != 0 and not self.urls:
@@ -112,8 +112,8 @@ class RewardConfig:
     function: FunctionRewardConfig = field(default_factory=FunctionRewardConfig)
     endpoints: EndpointRewardConfig = field(default_factory=EndpointRewardConfig)
     on_error: str = "stop"
-    """When a source fails on samples, or gives them NaN or infinite rewards. stop: the run ends with the reason; mask: they train
-    nothing and are counted in train_rollouts/reward_failures."""
+    """Reaction to a source that fails on samples, or gives them NaN or infinite rewards. stop: end the run with the reason; mask:
+    leave the samples out of training and count them in train_rollouts/reward_failures."""
 
     @property
     def weights(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from nemo_style_rlhf.schema.critic import ServerConfig
 @dataclass
 class RewardServerRunConfig(RunConfig):
     output_dir: str = "."
-    """This server keeps nothing, so nothing is written here."""
+    """Unused: this server writes no files."""
 
 
 @dataclass
@@ -18,16 +18,16 @@ class RewardModelConfig:
     """How texts become rewards."""
 
     max_length: int = 0
-    """Longest sequence accepted, in tokens; 0 takes the model's max_position_embeddings."""
+    """Longest accepted sequence, in tokens; 0 takes the model's max_position_embeddings."""
     append_eos: bool | None = None
-    """Whether every response ends with the end-of-text token; null does as the reward model's training noted."""
+    """Whether every response ends with the end-of-text token; null does as in the reward model's training."""
     normalize_rewards: bool = False
     """Serve (reward - mean) / std, by the statistics stored with the reward model."""
     micro_batch_tokens: int = 16384
-    """Padded tokens (rows x longest row) one forward may hold; a longer single sequence goes alone."""
+    """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence is computed alone."""
     row_multiple: int = 8
-    """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows: small odd batches take other
-    matrix kernels and other bits."""
+    """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows: small odd batches would use
+    other matrix kernels, with other bits."""
 
     def validate(self) -> None:
         require(
@@ -44,11 +44,11 @@ class RewardModelConfig:
 
 @dataclass
 class RewardServerProcessConfig:
-    """``servers/serve_reward_model.py``."""
+    """Configuration of ``servers/serve_reward_model.py``."""
 
     run: RewardServerRunConfig = field(default_factory=RewardServerRunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    """A sequence-classification checkpoint with one label, frozen: keys about training change nothing."""
+    """A sequence-classification checkpoint with one label. It is frozen, so keys about training have no effect."""
     reward: RewardModelConfig = field(default_factory=RewardModelConfig)
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=5568))
 

@@ -14,17 +14,17 @@ from nemo_style_rlhf.schema.paths import CHECK, config_source, data_source
 from nemo_style_rlhf.schema.tracking import TrackingConfig
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-"""By ``trainer.strategy``."""
+"""ZeRO stage by ``trainer.strategy``."""
 
 
 @dataclass
 class SupervisedModelConfig(ModelConfig):
-    """The model a supervised stage starts from."""
+    """The model that a supervised stage starts from."""
 
     init: str = "pretrained"
     """pretrained, or random: fresh weights of the architecture in config_path (SFT only)."""
     config_path: str | None = field(default=None, metadata={CHECK: config_source})
-    """With init=random: a Hugging Face config JSON; null takes config.json in model.path. The tokenizer is model.path's."""
+    """Hugging Face config JSON for init=random; null takes config.json in model.path. The tokenizer is model.path's."""
 
     def validate(self) -> None:
         super().validate()
@@ -44,13 +44,13 @@ class SupervisedDataConfig(PromptTemplateConfig):
     train_path: str = field(default=MISSING, metadata={CHECK: data_source})
     """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
     val_path: str | None = field(default=None, metadata={CHECK: data_source})
-    """Held-out rows, same forms; null turns validation off."""
+    """Held-out rows, in the same forms; null turns validation off."""
     prompt_key: str = "prompt"
-    """The prompt. In SFT, rows without it are plain text under response_key or `text`."""
+    """Column of the prompt. In SFT, rows without it are plain text under response_key or `text`."""
     max_length: int = 1024
-    """Tokens of prompt and response together; longer rows are dropped and counted."""
+    """Maximum tokens of prompt and response together; longer rows are dropped and counted."""
     append_eos: bool = True
-    """End every response with the end-of-text token; a policy that never saw one never stops."""
+    """End every response with the end-of-text token: a policy trained without it never stops."""
 
     def validate(self) -> None:
         super().validate()
@@ -59,7 +59,7 @@ class SupervisedDataConfig(PromptTemplateConfig):
 
 @dataclass
 class SFTDataConfig(SupervisedDataConfig):
-    """prompt and response (loss on the response alone), messages (loss on the answers), or plain text (loss on all)."""
+    """Rows of prompt and response (loss on the response), messages (loss on the answers), or plain text (loss on all)."""
 
     format: str = "auto"
     """auto (by the keys of the first row), prompt_response, text or messages."""
@@ -67,7 +67,7 @@ class SFTDataConfig(SupervisedDataConfig):
     text_key: str = "text"
     messages_key: str = "messages"
     learn: str = "all_answers"
-    """Turns of a conversation that are learned: all_answers of the assistant, or the last_answer alone."""
+    """Turns of a conversation whose tokens are loss tokens: all_answers of the assistant, or only the last_answer."""
 
     def validate(self) -> None:
         super().validate()
@@ -77,13 +77,13 @@ class SFTDataConfig(SupervisedDataConfig):
 
 @dataclass
 class PairDataConfig(SupervisedDataConfig):
-    """prompt, chosen and rejected, as texts or as messages (the conversation then under prompt_key, or whole under both
-    others); or two Anthropic-HH transcripts."""
+    """Rows of prompt, chosen and rejected, as texts or as messages (with the conversation under prompt_key, or in both other
+    columns); or of two Anthropic-HH transcripts."""
 
     FORMATS: ClassVar[tuple[str, ...]] = ("auto", "pairs", "hh")
 
     format: str = "auto"
-    """auto (pairs where rows have prompt_key or messages, else hh), pairs, or hh."""
+    """auto (pairs if rows have prompt_key or messages, else hh), pairs, or hh."""
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
 
@@ -94,51 +94,51 @@ class PairDataConfig(SupervisedDataConfig):
 
 @dataclass
 class PreferenceDataConfig(PairDataConfig):
-    """Pairs of a reward model."""
+    """Pairs for a reward model."""
 
     margin_key: str | None = None
-    """By how much the chosen response is better, for the loss's margin; null for none."""
+    """Column that says by how much the chosen response is better, for the loss's margin; null for none."""
     subset_key: str | None = None
-    """What a row belongs to (a source, a topic): pair_evaluation.json has figures for each; null for none."""
+    """Column of a row's subset (a source, a topic); pair_evaluation.json has figures for each subset. null for none."""
 
 
 @dataclass
 class UnpairedDataConfig(PairDataConfig):
-    """prompt, completion (a text or messages) and whether it is desirable; a pair (as for DPO) counts as one desirable and one
-    undesirable row."""
+    """Rows of prompt, completion (a text or messages) and a label that says whether it is desirable; a pair (as for DPO) counts
+    as one desirable and one undesirable row."""
 
     FORMATS: ClassVar[tuple[str, ...]] = ("auto", "unpaired", "pairs", "hh")
 
     format: str = "auto"
-    """auto (rows that have chosen_key and not label_key are pairs or hh), unpaired, pairs, or hh."""
+    """auto (rows with chosen_key but without label_key are pairs or hh), unpaired, pairs, or hh."""
     completion_key: str = "completion"
     label_key: str = "label"
-    """Holds true for a desirable completion, false for an undesirable one."""
+    """Column that holds true for a desirable completion, false for an undesirable one."""
 
 
 @dataclass
 class FitConfig:
-    """How long and in which batches (carried out by Lightning's Trainer)."""
+    """Length of training and size of batches; Lightning's Trainer does the training."""
 
     max_epochs: float = 1
-    """Passes over the training rows; parts of one are possible."""
+    """Passes over the training rows; fractions are possible."""
     max_steps: int = 0
     """Optimizer steps; 0 lets max_epochs decide."""
     batch_size: int = 64
     """Rows (SFT, KTO) or pairs (reward model, DPO) per optimizer step."""
     micro_batch_size: int = 0
-    """Rows in one forward and backward; 0 for all at once. The loss is normalised over the whole step."""
+    """Rows in one forward and backward; 0 for all at once. The loss is normalized over the whole step."""
     micro_batch_tokens: int = 0
-    """Instead of micro_batch_size: tokens one forward and backward may hold, rows x longest row, or with model.packing their
-    sum (of pairs, the longer text counts). A longer row goes alone."""
+    """Instead of micro_batch_size: maximum tokens of one forward and backward, counted as rows x longest row, or with
+    model.packing as their sum (the longer text of a pair counts). A longer row is computed alone."""
     val_interval: int = 0
     """Optimizer steps between validations; 0 validates once, at the end."""
     val_batch_size: int = 64
     log_interval: int = 10
     """Optimizer steps between lines of metrics.jsonl."""
     strategy: str = "auto"
-    """auto (one device, or DDP over the ranks of torchrun), or DeepSpeed's zero1, zero2, zero3: optimizer states, gradients,
-    weights in shares over the ranks. Their checkpoints resume with the same strategy and number of ranks."""
+    """auto (one device, or DDP over the ranks of torchrun), or DeepSpeed's zero1, zero2, zero3, which shard optimizer states,
+    gradients, weights over the ranks. Their checkpoints resume with the same strategy and number of ranks."""
 
     def validate(self) -> None:
         require_choice("trainer.strategy", self.strategy, ("auto", *ZERO_STAGES))
@@ -172,7 +172,7 @@ class SupervisedEngineConfig:
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     gradient_clip_val: float = 1.0
-    """Global L2 norm the gradient is clipped to; 0 turns clipping off."""
+    """Global L2 norm to which the gradient is clipped; 0 turns clipping off."""
 
     def validate(self) -> None:
         require(
@@ -195,7 +195,7 @@ class SupervisedCheckpointConfig:
 
 @dataclass
 class SupervisedConfig:
-    """What every supervised stage has."""
+    """Settings of every supervised stage."""
 
     run: TrainerRunConfig = field(default_factory=TrainerRunConfig)
     model: SupervisedModelConfig = field(default_factory=SupervisedModelConfig)
@@ -204,7 +204,7 @@ class SupervisedConfig:
     checkpoint: SupervisedCheckpointConfig = field(default_factory=SupervisedCheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     export_dir: str | None = None
-    """Where the trained model goes as a plain Hugging Face directory; null is run.output_dir/export."""
+    """Folder for the trained model, as a plain Hugging Face directory; null is run.output_dir/export."""
 
     @property
     def export_path(self) -> str:
@@ -214,14 +214,14 @@ class SupervisedConfig:
 
 @dataclass
 class SFTConfig(SupervisedConfig):
-    """trainers/train_sft.py"""
+    """Configuration of trainers/train_sft.py."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
 
 
 @dataclass
 class RewardModelConfig(SupervisedConfig):
-    """trainers/train_reward_model.py"""
+    """Configuration of trainers/train_reward_model.py."""
 
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     loss: str = "sigmoid"
@@ -229,7 +229,8 @@ class RewardModelConfig(SupervisedConfig):
     centring: float = 0.0
     """Coefficient of (chosen + rejected)^2, which keeps the scores around 0 (arXiv 2312.09244, with 0.01); 0 for none."""
     statistics_pairs: int = 2048
-    """Training pairs whose rewards' mean and deviation are stored with the model (see critic.normalize_rewards); 0: none."""
+    """Number of training pairs whose mean reward and deviation are stored with the model (see critic.normalize_rewards); 0 for
+    none."""
 
     def validate(self) -> None:
         require_choice("loss", self.loss, REWARD_MODEL_LOSSES)
@@ -240,15 +241,15 @@ class RewardModelConfig(SupervisedConfig):
 
 @dataclass
 class DPOConfig(SupervisedConfig):
-    """trainers/train_dpo.py"""
+    """Configuration of trainers/train_dpo.py."""
 
     data: PairDataConfig = field(default_factory=PairDataConfig)
     beta: float = 0.1
-    """Pull towards the reference policy, the model that training starts from; for ipo, 1 / (2 beta) is the margin aimed at."""
+    """Strength of the pull towards the reference policy, the model before training; for ipo, 1 / (2 beta) is the margin."""
     loss: str = "sigmoid"
     """sigmoid (DPO), or ipo (on log-probabilities per token)."""
     label_smoothing: float = 0.0
-    """Share of pairs believed to be labelled the wrong way round (cDPO), below 0.5; with loss=sigmoid only."""
+    """Share of pairs assumed to be labeled the wrong way round (cDPO), below 0.5; only with loss=sigmoid."""
     nll_weight: float = 0.0
     """Weight of the chosen response's negative log-likelihood per token (arXiv 2404.19733, with 1); 0 for none."""
 
@@ -264,13 +265,13 @@ class DPOConfig(SupervisedConfig):
 
 @dataclass
 class KTOConfig(SupervisedConfig):
-    """trainers/train_kto.py"""
+    """Configuration of trainers/train_kto.py."""
 
     data: UnpairedDataConfig = field(default_factory=UnpairedDataConfig)
     beta: float = 0.1
-    """How fast the value of gains and losses against the reference policy saturates."""
+    """Rate at which the value of gains and losses against the reference policy saturates."""
     desirable_weight: float = 1.0
-    """Weight of the desirable rows' loss; the paper wants it times their number at 1 to 4/3 of the same product below."""
+    """Weight of the desirable rows' loss. The paper recommends weight x number of rows at 1 to 4/3 of the undesirable rows'."""
     undesirable_weight: float = 1.0
     """Weight of the undesirable rows' loss."""
 

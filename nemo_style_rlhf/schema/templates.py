@@ -1,4 +1,4 @@
-"""Templates as they are given in a configuration: a text, or the file that holds it."""
+"""Reads templates that a configuration gives as a text or as the name of a file."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ JINJA_OPENS = ("{{", "{%", "{#")
 
 
 class _Generation(Extension):
-    """``{% generation %}``, with which transformers lets a template mark what the assistant writes."""
+    """Parses ``{% generation %}``, transformers' tag with which a template marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -25,7 +25,7 @@ class _Generation(Extension):
 
 
 def unrendered(template: str | None, text: str) -> str:
-    """The prompt in a ``text`` that was made by putting it into ``template``."""
+    """Recover the prompt from a ``text`` that was rendered with ``template``."""
     if template is None:
         return text
     before, after = template.split(PLACEHOLDER)
@@ -33,10 +33,10 @@ def unrendered(template: str | None, text: str) -> str:
 
 
 def prompt_template_text(given: str) -> str:
-    """``given``, or for ``@file`` the file's text without the line break at its end.
+    """``given``, or for ``@file`` the file's text without its final line break.
 
     Raises:
-        UserError: there is no such file.
+        UserError: the file does not exist.
     """
     if not given.startswith(FILE_MARK) or PLACEHOLDER in given:
         return given
@@ -44,10 +44,10 @@ def prompt_template_text(given: str) -> str:
 
 
 def chat_template_text(given: str) -> str:
-    """``given`` where it is Jinja; else the text of the file that it names, with or without ``@`` before the path.
+    """``given`` if it is Jinja; else the text of the file that it names, with or without ``@`` before the path.
 
     Raises:
-        UserError: there is no such file, or it is no Jinja template.
+        UserError: the file does not exist, or is no Jinja template.
     """
     if _is_jinja(given):
         text, source = given, "data.chat_template"

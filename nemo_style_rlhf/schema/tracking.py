@@ -1,4 +1,4 @@
-"""What a run writes for people to watch."""
+"""Output of a run for people to watch."""
 
 from dataclasses import dataclass, field
 
@@ -9,16 +9,16 @@ class WandbConfig:
     project: str = "nemo_style_rlhf"
     name: str | None = None
     offline: bool = False
-    """Write below the output folder, to be sent later with `wandb sync`."""
+    """Write below the output folder, for a later `wandb sync`."""
 
 
 @dataclass
 class TrackingConfig:
-    """metrics.jsonl is always written."""
+    """Optional outputs; metrics.jsonl is always written."""
 
     progress: bool = True
-    """A progress bar on the terminal."""
+    """Show a progress bar on the terminal."""
     tensorboard: bool = False
     wandb: WandbConfig = field(default_factory=WandbConfig)
     save_rollouts: bool = True
-    """rollouts/step_XXXXXX.jsonl with every sample."""
+    """Write every sample to rollouts/step_XXXXXX.jsonl."""

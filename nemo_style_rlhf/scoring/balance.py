@@ -1,4 +1,4 @@
-"""Which of several equal servers is asked next."""
+"""Balances requests over several equal servers."""
 
 import threading
 import time
@@ -16,19 +16,20 @@ LONGEST_RETRY_WAIT_S = 10.0
 class _Place(Generic[Server]):
     server: Server
     running: int = 0
-    """Requests it is working on."""
+    """Number of requests under way."""
     asked_at: float = 0.0
-    """time.monotonic() of the last one."""
+    """time.monotonic() of the last request."""
     resting_until: float = 0.0
-    """time.monotonic() before which it is asked only if no other is left."""
+    """time.monotonic() until which the server is asked only if all others rest, too."""
 
 
 class LeastBusy(Generic[Server]):
-    """Requests go to the healthy server with the fewest of them, of several to the one asked longest ago; one that fails rests
-    for a while. Thread-safe."""
+    """Sends each request to the healthy server with the fewest requests under way, and among equals to the one asked longest
+    ago. A server that fails rests for a while. Thread-safe."""
 
     def __init__(self, servers: Sequence[Server], *, rest_s: float, first: int) -> None:
-        """``first`` is the index of the server that is asked first, modulo their number: ranks do not know of each other's."""
+        """``first`` is the index of the server to ask first, modulo their number: ranks, which balance on their own, give
+        different ones."""
         first %= len(servers)
         self._places = [_Place(server) for server in (*servers[first:], *servers[:first])]
         self._rest_s = rest_s
@@ -36,7 +37,7 @@ class LeastBusy(Generic[Server]):
 
     @contextmanager
     def take(self) -> Iterator[Server]:
-        """The server for one request; an exception within the context is its failure."""
+        """The server for one request; an exception within the context counts as a failure of the server."""
         place = self._chosen()
         try:
             yield place.server
@@ -49,7 +50,7 @@ class LeastBusy(Generic[Server]):
                 place.running -= 1
 
     def attempts(self, count: int, closing: threading.Event) -> Iterator[int]:
-        """Numbers of the attempts at one request; one after which all servers rest is waited for, longer each time, unless
+        """Number the attempts at one request. If all servers rest, wait before the next attempt, longer each time, unless
         ``closing`` is set."""
         wait_s = FIRST_RETRY_S
         for attempt in range(count):
@@ -64,7 +65,7 @@ class LeastBusy(Generic[Server]):
             return all(place.resting_until > time.monotonic() for place in self._places)
 
     def _chosen(self) -> _Place[Server]:
-        """Where all are resting, the one that has rested longest."""
+        """If all servers rest, choose the one whose rest ends first."""
         with self._lock:
             now = time.monotonic()
             healthy = [place for place in self._places if place.resting_until <= now]

@@ -1,15 +1,15 @@
-"""Which tests the Python code of a response passes, judged where the code cannot reach.
+"""Tells which tests the Python code of a response passes. The code cannot reach the process that judges.
 
 Code and tests run in two interpreters, each in a sandbox of its own (scoring/sandbox.py), joined by one socket
 (scoring/code_peers.py). The tests' interpreter calls the code's functions across it and gets plain data back; it compares them
 with what it expects, and it alone tells the verdict. So the code cannot patch a comparison or an ``assert``, cannot write a
 verdict, and never sees the tests: it gets the arguments of calls, but no expected value.
 
-That does not make a test better than it is. `assert f(3)` passes by any true value; a test that leaves the decision to the code,
-by comparing two objects of its own classes or by calling one of its functions, is decided by the code; and arguments that give
-the answer away give it away. Of honest code these tests fail that passed in one interpreter: arithmetic between an object of the
-code's class and a value of the test's, an object of a test's class as an argument, a class derived from one of the code's, and
-files or printed text that the test looks for itself.
+That does not make a test better than it is. Any true value passes `assert f(3)`; the code decides a test that compares two
+objects of the code's classes or that calls one of its functions to judge; and arguments may give the answer away. Some tests of
+honest code pass in one interpreter but fail here: those with arithmetic between an object of the code's class and a value of the
+test, with an object of a test's class as an argument, with a class derived from one of the code's, or that look for files or
+printed text themselves.
 """
 
 import json
@@ -25,15 +25,15 @@ PEERS = str(Path(__file__).with_name("code_peers.py"))
 
 
 def passed_tests(code: str, tests: Sequence[str], *, wall_s: float = 8.0, limits: Limits | None = None) -> set[int]:
-    """Indices of the tests, Python text, that finish without an exception. They run one after another on the same import of
-    ``code``; those that have passed count when time runs out.
+    """Indices of the ``tests`` (Python text) that finish without an exception. They run one after another on the same import of
+    ``code``; if time runs out, the tests that have passed by then count.
 
     Args:
-        wall_s: for all of it.
-        limits: of each of the two processes.
+        wall_s: seconds for everything together.
+        limits: limits of each of the two processes.
 
     Raises:
-        UserError: no sandbox can be had on this machine, see :func:`sandbox.require_sandbox`.
+        UserError: this machine cannot run a sandbox, see :func:`sandbox.require_sandbox`.
     """
     limits = limits or Limits()
     python = [sys.executable, "-I", "-B", PEERS]

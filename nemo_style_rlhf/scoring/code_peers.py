@@ -1,10 +1,10 @@
-"""The two interpreters that judge a response: ``python code_peers.py code|tests``. scoring/code_judge.py says what for.
+"""The two interpreters that judge a response: ``python code_peers.py code|tests``. scoring/code_judge.py explains why.
 
-The one runs the response's code, the other the tests. They share a socket, on which values cross as JSON: plain data as copies,
-everything else as the number of an object that stays where it is. The tests' end takes nothing but values from the other, and
-never asks it whether two of them are equal unless both are objects of the code's own.
+One interpreter runs the response's code, the other the tests. They share a socket, on which values cross as JSON: plain data as
+copies, everything else as the number of an object that stays in its process. The tests' end takes only values from the other end,
+and asks it whether two values are equal only if both are objects of the code.
 
-Imports the standard library only, as it is run by its path.
+This file imports only the standard library, since it is run by its path.
 """
 
 import ast
@@ -24,7 +24,7 @@ from fractions import Fraction
 from typing import Any, BinaryIO
 
 MODULE = "answer"
-"""``__name__`` of the code."""
+"""``__name__`` of the code under test."""
 LONGEST_MESSAGE = 1 << 24
 SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
@@ -39,7 +39,8 @@ TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 MUTABLE = (list, dict, set, deque, bytearray)
 OWN_MODULES = {name: name for name in ("math", "cmath", "collections", "itertools", "functools", "statistics", "numpy")}
 OWN_MODULES["np"] = "numpy"
-"""Modules that tests may use by these names without importing them. They get the real ones, whatever the code calls so."""
+"""Modules that tests may use by these names without importing them. Tests get the real modules even if the code defines these
+names."""
 
 
 class Peer:
@@ -50,14 +51,15 @@ class Peer:
         self._kept: dict[int, Any] = {}
         """Objects that the other end may name, by their number."""
         self._seen: dict[int, Any] = {}
-        """What stands here for an object of the other end, by its number."""
+        """Local proxies of the other end's objects, by their number."""
         self._bases: dict[int, Any] = {}
-        """Plain data that stand for an object of the other end, by its number. They cannot change between two comparisons."""
+        """Plain data of the other end's objects, by their number. Kept, so that they cannot change between two comparisons."""
         self.functions: dict[str, Callable[..., Any]] = {}
-        """What the other end may call by name."""
+        """Functions that the other end may call by name."""
 
     def ask(self, function: Any, *given: Any, **named: Any) -> Any:
-        """The other end's answer, or its exception raised here. Lists, sets and dicts among ``given`` are changed as there."""
+        """Return the other end's answer, or raise its exception. Changes that it makes to lists, sets and dicts among ``given``
+        are made here, too."""
         name = function if isinstance(function, str) else self.encode(function)
         self._send(["ask", name, [self.encode(value) for value in given], self.encode(named)])
         while (message := self._receive())[0] == "ask":
@@ -73,7 +75,7 @@ class Peer:
         return self.decode(value)
 
     def base(self, remote: "Remote") -> Any:
-        """A string, number, list and so on for an object whose class is derived from it, else the object itself."""
+        """The plain value (string, number, list, ...) of an object whose class is derived from a plain type; else the object."""
         number = object.__getattribute__(remote, "_number")
         if number not in self._bases:
             value = self.ask("base", remote)
@@ -111,7 +113,8 @@ class Peer:
         return message
 
     def encode(self, value: Any, *, base: bool = False) -> Any:
-        """What crosses for ``value``; with ``base`` an object whose class the code derived from plain data as such data."""
+        """The JSON form of ``value``. With ``base``, an object whose class the code derived from a plain type crosses as plain
+        data."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
@@ -169,7 +172,7 @@ class Peer:
 
 
 class Remote:
-    """An object of the other end. What is done to it is done there."""
+    """Proxy of an object of the other end, which carries out every operation."""
 
     __slots__ = ("_number", "_peer")
 
@@ -211,7 +214,7 @@ def _is_builtin(kind: type) -> bool:
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Give a mutable ``old`` the content of ``new``."""
+    """Replace the content of the mutable ``old`` by that of ``new``."""
     if isinstance(old, list | bytearray):
         old[:] = new
     elif isinstance(old, deque):
@@ -230,7 +233,7 @@ def _alone(function: str) -> Callable[..., Any]:
 
 
 def _with_another(name: str, *, reflected: bool = False) -> Callable[[Remote, Any], Any]:
-    """Between two objects of the code's own it decides. A value of the test's stays here, and so does the decision on it."""
+    """The code's end computes operations between two of its objects. With a value of the test, the operation happens here."""
     function = getattr(operator, name)
 
     def forward(self: Remote, other: Any) -> Any:
@@ -274,7 +277,7 @@ for _name in ARITHMETIC:
 
 
 def run_code(end: socket.socket) -> None:
-    """Run what the other end sends and then do what it asks, without standard streams."""
+    """Run the code that the other end sends, then answer its requests, without standard streams."""
     names: dict[str, Any] = {"__name__": MODULE}
     peer = Peer(end.makefile("rb"), end.makefile("wb"))
     functions = [getattr(builtins, name, None) or getattr(operator, name) for name in ALONE + ORDER + ARITHMETIC]
@@ -292,7 +295,7 @@ def run_code(end: socket.socket) -> None:
 
 
 def run_tests(end: socket.socket) -> None:
-    """Code and tests come on standard input; the number of each test that passes goes to standard output."""
+    """Read code and tests from standard input, and write the number of each test that passes to standard output."""
     given = json.load(sys.stdin)
     verdicts = os.dup(1)
     _silence()
@@ -316,7 +319,8 @@ def _run_test(peer: Peer, test: str) -> None:
             bound.add(node.name)
         elif isinstance(node, ast.arg):
             bound.add(node.arg)
-    # What the code calls like a builtin is not what a test means by it, but for `assert sum(10, 15) == 6`, of nothing else.
+    # A builtin's name in a test means the builtin, even if the code defines it, unless the test reads no other name, as in
+    # `assert sum(10, 15) == 6`.
     own = {name for name in read if hasattr(builtins, name) or name in OWN_MODULES}
     wanted = read - bound - own or (read if len(read) == 1 else set())
     names: dict[str, Any] = {"__name__": "test"}

@@ -1,4 +1,4 @@
-"""Several sources as one, and what happens when one fails."""
+"""Combines several reward sources into one, and handles their failures."""
 
 import functools
 import logging
@@ -20,8 +20,8 @@ class CombinedScorer:
     def __init__(self, sources: Mapping[str, tuple[Scorer, float]], *, on_error: str) -> None:
         """
         Args:
-            sources: name to (source, weight); with weight 0 only its values count.
-            on_error: ``stop`` raises what a source raised; ``mask`` marks the samples as failed and logs why.
+            sources: name to (source, weight); with weight 0 only the source's values count.
+            on_error: ``stop`` raises a source's error; ``mask`` marks the samples as failed and logs the reason.
         """
         self._sources = dict(sources)
         self._on_error = on_error
@@ -35,7 +35,7 @@ class CombinedScorer:
             source.close()
 
     def _guarded(self, name: str, samples: Sequence[ScoringSample]) -> "Future[Scores]":
-        """A group a source failed on, as configured; errors that are not the source's stay errors."""
+        """Score with one source. Its failures are handled as configured; other errors stay errors."""
         source, _ = self._sources[name]
         return mapped(caught(source.score(samples), RewardError), functools.partial(self._checked, name, len(samples)))
 
@@ -48,7 +48,7 @@ class CombinedScorer:
     def _handled(self, scores: Scores) -> Scores:
         """
         Raises:
-            RewardError: samples failed, and the run is to stop for that.
+            RewardError: samples failed, and ``on_error`` is stop.
         """
         if scores.reasons:
             reason = scores.reasons[0]
@@ -86,7 +86,7 @@ class CombinedScorer:
 
 
 def finite(scores: Scores, what: str, advice: str) -> Scores:
-    """The samples whose reward is NaN or infinite are failed, too; ``what`` and ``advice`` go into the reason."""
+    """Mark samples whose reward is NaN or infinite as failed, too; ``what`` and ``advice`` go into the reason."""
     wrong = ~(scores.rewards.isfinite() | scores.failures)
     if not wrong.any():
         return scores
@@ -104,7 +104,7 @@ def finite(scores: Scores, what: str, advice: str) -> Scores:
 
 
 def failure(count: int, reason: RewardError) -> Scores:
-    """Scores of ``count`` samples that have none."""
+    """Scores of ``count`` failed samples."""
     return Scores(
         rewards=torch.full((count,), torch.nan),
         failed=torch.ones(count, dtype=torch.bool),
@@ -113,5 +113,5 @@ def failure(count: int, reason: RewardError) -> Scores:
 
 
 def stacked(parts: "Sequence[Scores | RewardError]") -> Scores:
-    """One group out of single samples, some of which may have failed."""
+    """Join single samples, some of which may have failed, into one group."""
     return Scores.joined([failure(1, part) if isinstance(part, RewardError) else part for part in parts])

@@ -1,4 +1,4 @@
-"""What reward functions and endpoints are given and may answer: OpenRLHF's contract, checked."""
+"""Arguments and answers of reward functions and endpoints: OpenRLHF's contract, checked."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
 SHOWN = 60
-"""Characters of a wrong answer in a sentence."""
+"""Maximum number of characters of a wrong answer that an error quotes."""
 
 
 def arguments(samples: Sequence[ScoringSample]) -> dict[str, list[Any]]:
@@ -23,10 +23,10 @@ def arguments(samples: Sequence[ScoringSample]) -> dict[str, list[Any]]:
 
 
 def read_answer(answer: Any, count: int, source: str) -> Scores:
-    """Rewards of ``count`` samples from a list, array, tensor, or a dict of ``rewards``, ``scores``, ``extra_logs``.
+    """Read rewards of ``count`` samples from a list, array, tensor, or a dict of ``rewards``, ``scores``, ``extra_logs``.
 
     Raises:
-        RewardError: anything but ``count`` finite numbers under each name; the sentence says what came.
+        RewardError: a name does not hold ``count`` finite numbers; the sentence quotes the answer.
     """
     if not isinstance(answer, Mapping):
         answer = {"rewards": answer}

@@ -1,4 +1,4 @@
-"""Reward endpoints over HTTP: load balancing, retries, and a pause for those that fail."""
+"""Reward endpoints over HTTP: load balancing, retries, and a rest for endpoints that fail."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ THREADS_PER_ENDPOINT = 4
 
 
 class EndpointScorer:
-    """POST {"query", "prompts", "labels"} to one of several equal endpoints, as OpenRLHF's remote reward models take it."""
+    """Posts {"query", "prompts", "labels"} to one of several equal endpoints, as OpenRLHF's remote reward models expect it."""
 
     def __init__(self, config: EndpointRewardConfig, *, rank: int = 0) -> None:
         self._config = config
@@ -33,7 +33,7 @@ class EndpointScorer:
     def _score(self, samples: list[ScoringSample]) -> Scores:
         """
         Raises:
-            RewardError: every attempt failed; the sentence has the last reason.
+            RewardError: every attempt failed; the sentence gives the last reason.
         """
         given = arguments(samples)
         body = {"query": given["queries"], "prompts": given["prompts"], "labels": given["labels"]}

@@ -28,7 +28,7 @@ class FunctionScorer:
         self._config = config
         self._function = (str(Path(config.path).resolve()), config.name)
         self._source = f"the reward function {config.name} of {config.path}"
-        worker.load_function(*self._function)  # refuse now, not in a worker during the first rollout
+        worker.load_function(*self._function)  # fail now, not in a worker during the first rollout
         self._pool = self._new_pool()
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
@@ -39,11 +39,11 @@ class FunctionScorer:
     def close(self) -> None:
         self._pool.stop()
         for process in tuple(self._pool._pool_manager.worker_manager.workers.values()):
-            process.kill()  # join removes semaphores first, which one that still starts would look for, and say so at length
+            process.kill()  # join removes semaphores, and a worker that still starts would complain at length about them
         self._pool.join()
 
     def _new_pool(self) -> ProcessPool:
-        """Spawned, not forked: this process has threads, and maybe a CUDA context."""
+        """Workers are spawned, not forked: this process has threads, and maybe a CUDA context."""
         return ProcessPool(
             max_workers=self._config.processes,
             initializer=worker.prepare,
@@ -52,7 +52,7 @@ class FunctionScorer:
         )
 
     def _call(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
-        """One call of the function; whatever goes wrong with it is a :class:`RewardError`."""
+        """Call the function once; every failure of the call is a :class:`RewardError`."""
         if not self._pool.active:  # a worker was killed between two calls
             self._pool.join()
             self._pool = self._new_pool()
@@ -66,7 +66,7 @@ class FunctionScorer:
     def _finish(self, scores: "Future[Scores]", count: int, job: "Future[tuple[Any, str | None]]") -> None:
         try:
             scores.set_result(self._read(count, job))
-        except BaseException as error:  # noqa: BLE001 it is the future's to carry
+        except BaseException as error:  # noqa: BLE001 the future carries it
             scores.set_exception(error)
 
     def _read(self, count: int, job: "Future[tuple[Any, str | None]]") -> Scores:

@@ -1,4 +1,4 @@
-"""Small combinators of futures."""
+"""Combinators of futures."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ _LOCK = threading.Lock()
 
 
 def mapped(source: "Future[Source]", function: Callable[[Source], Result]) -> "Future[Result]":
-    """A future of ``function(source.result())``; errors of both are its error."""
+    """A future of ``function(source.result())``; it carries errors of ``source`` and of ``function``."""
     return gathered([source], lambda results: function(results[0]))
 
 
 def caught(source: "Future[Source]", *kinds: type[Error]) -> "Future[Source | Error]":
-    """A future of ``source.result()``, or of its error where that is of one of ``kinds``."""
+    """A future of ``source.result()``, or of the error of ``source`` as a value if the error is one of ``kinds``."""
     result: Future[Source | Error] = Future()
 
     def settle(_: "Future[Source]") -> None:
@@ -25,7 +25,7 @@ def caught(source: "Future[Source]", *kinds: type[Error]) -> "Future[Source | Er
             result.set_result(source.result())
         except kinds as error:
             result.set_result(error)
-        except BaseException as error:  # noqa: BLE001 it is the future's to carry
+        except BaseException as error:  # noqa: BLE001 the future carries it
             result.set_exception(error)
 
     source.add_done_callback(settle)
@@ -33,7 +33,8 @@ def caught(source: "Future[Source]", *kinds: type[Error]) -> "Future[Source | Er
 
 
 def gathered(sources: "Sequence[Future[Any]]", function: Callable[[list[Any]], Result]) -> "Future[Result]":
-    """A future of ``function([every result])`` once all of one or more are there; the first error in order is its error."""
+    """A future of ``function([every result])``, set once all ``sources`` (at least one) are done; it carries the first error in
+    their order."""
     result: Future[Result] = Future()
     missing = len(sources)
 
@@ -45,7 +46,7 @@ def gathered(sources: "Sequence[Future[Any]]", function: Callable[[list[Any]], R
                 return
         try:
             result.set_result(function([source.result() for source in sources]))
-        except BaseException as error:  # noqa: BLE001 it is the future's to carry
+        except BaseException as error:  # noqa: BLE001 the future carries it
             result.set_exception(error)
 
     for source in sources:

@@ -1,4 +1,4 @@
-"""Where rewards come from."""
+"""Interface of reward sources: samples, scores and the scorer protocol."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,7 +19,7 @@ class Message(NamedTuple):
 
 
 class ScoringSample:
-    """What a source may look at."""
+    """The data of a sample that a source may look at."""
 
     def __init__(self, tokens: Tensor, label: str | None, messages: Callable[[], Sequence[Message]]) -> None:
         """
@@ -33,7 +33,7 @@ class ScoringSample:
 
     @staticmethod
     def of_texts(tokens: Tensor, prompt: str, response: str, label: str | None = None) -> "ScoringSample":
-        """A sample of one turn whose texts are known."""
+        """A sample of one turn, from its texts."""
         messages = [Message("prompt", prompt), Message("response", response)]
         return ScoringSample(tokens, label, lambda: messages)
 
@@ -47,7 +47,7 @@ class ScoringSample:
 
     @property
     def response(self) -> str:
-        """All that the policy wrote."""
+        """All text that the policy wrote."""
         return "".join(message.text for message in self.messages if message.role == "response")
 
 
@@ -58,17 +58,17 @@ class Scores:
     rewards: Tensor
     """[B] float32; NaN where ``failed``."""
     filter_scores: Tensor | None = None
-    """[B] float32: what algorithm.filter looks at, where that is not the reward; NaN where ``failed``."""
+    """[B] float32: scores for algorithm.filter, which uses ``rewards`` if this is None; NaN where ``failed``."""
     values: Tensor | None = None
-    """[N] float32, action-aligned: of the critic process."""
+    """[N] float32, action-aligned values from the critic process."""
     critic_steps: frozenset[int] = frozenset()
     """Train steps that the critic had seen when it gave ``values``; more than one if it changed between its answers."""
     extra: dict[str, Tensor] = field(default_factory=dict)
     """More metrics, [B] each."""
     failed: Tensor | None = None
-    """[B] bool: samples a source could not score."""
+    """[B] bool: True for samples that a source could not score."""
     reasons: list["RewardError"] = field(default_factory=list)
-    """Why they failed, one or more."""
+    """Reasons of the failures, at least one if there are any."""
 
     @property
     def failures(self) -> Tensor:
@@ -76,7 +76,7 @@ class Scores:
 
     @staticmethod
     def joined(groups: "Sequence[Scores]") -> "Scores":
-        """Neighboring groups as one; a metric that only some groups have is NaN in the others."""
+        """Join consecutive groups into one; a metric that only some groups have is NaN in the others."""
         values = [group.values for group in groups if group.values is not None]
         names = sorted({name for group in groups for name in group.extra})
         with_filter = any(group.filter_scores is not None for group in groups)
@@ -109,17 +109,17 @@ class Scores:
 
 
 class RewardError(UserError):
-    """A source failed on samples; the sentence says which source, how, and what to change."""
+    """A source failed on samples; the sentence names the source, the failure, and what to change."""
 
 
 def require_one_family(reward_model: str, its_tokenizer: str, policy: str, policys_tokenizer: str) -> None:
-    """Where the policy's chat template rendered the prompts, only the policy's tokenizer knows its markup.
+    """Require equal tokenizers: if the policy's chat template rendered the prompts, only its tokenizer knows the markup.
 
     Args:
         its_tokenizer, policys_tokenizer: digests.
 
     Raises:
-        UserError: they differ.
+        UserError: the digests differ.
     """
     if its_tokenizer != policys_tokenizer:
         raise UserError(
@@ -133,4 +133,4 @@ class Scorer(Protocol):
         """Start scoring a group; the future carries every error."""
 
     def close(self) -> None:
-        """Let go of processes and connections."""
+        """Release processes and connections."""

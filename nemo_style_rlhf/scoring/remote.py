@@ -1,4 +1,4 @@
-"""Scores of the critic process, and of a reward-only server."""
+"""Scores from the critic process, and from a reward-only server."""
 
 import logging
 import threading
@@ -25,14 +25,14 @@ from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 LOGGER = logging.getLogger(__name__)
 THREADS_PER_REPLICA = 2
 Model = tuple[str, str]
-"""Digests of a reward model and of what decides its numbers."""
+"""Digests of a reward model and of the settings that decide its numbers."""
 
 
 class RemoteCriticScorer:
-    """Values, and the rewards of the reward model beside the critic."""
+    """Values from the critic, and rewards from the reward model beside it."""
 
     def __init__(self, critic: RemoteCritic, *, want: Want = "both") -> None:
-        """``want="values"`` leaves the reward at 0: another source gives it."""
+        """``want="values"`` leaves the rewards at 0, for runs that get them from another source."""
         self._critic = critic
         self._want = want
 
@@ -41,7 +41,7 @@ class RemoteCriticScorer:
         return mapped(self._critic.infer(sequences, want=self._want), self._scores)
 
     def close(self) -> None:
-        """The connection belongs to the trainer."""
+        """Do nothing: the connection belongs to the trainer."""
 
     @staticmethod
     def _scores(result: CriticInference) -> Scores:
@@ -53,7 +53,7 @@ class RemoteCriticScorer:
 
 
 class RewardServerScorer:
-    """Rewards of text, by one or more servers of one reward model, whose tokenizer may be another one than the policy's."""
+    """Rewards of text, from one or more servers of one reward model, whose tokenizer may differ from the policy's."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class RewardServerScorer:
     ) -> None:
         """
         Args:
-            model: what :func:`served_by` found, the same on every rank.
-            prompt_template: the policy's, which prompts come in; the server puts the reward model's own around them.
-            rendered: prompts come from the chat template of the policy, whose tokenizer is the reward model's then.
+            model: result of :func:`served_by`, the same on every rank.
+            prompt_template: the policy's template, which is removed from the prompts; the server applies the reward model's.
+            rendered: whether the policy's chat template rendered the prompts; the reward model then has the same tokenizer.
         """
         self._config = config
         self._model = model
@@ -98,17 +98,17 @@ class RewardServerScorer:
         return server.score_text(prompts, responses, rendered=self._rendered).result()
 
     def _ask_any(self, prompts: list[str], responses: list[str]) -> Array | Exception:
-        """The rewards, or why the texts are refused, as the other replicas would.
+        """The rewards, or the error with which the texts are refused; the other replicas would refuse them, too.
 
         Raises:
-            UserError, ProtocolError: each replica failed, and then ``retries`` more attempts.
+            UserError, ProtocolError: every replica failed, and then ``retries`` more attempts.
         """
         last = self._config.retries + len(self._servers) - 1
         for attempt in self._replicas.attempts(last + 1, self._closing):
             try:
                 with self._replicas.take() as server:
-                    _require_same(server, server.status(), self._model)  # what comes back may be another one
-                    # Texts that are refused are no fault of this server.
+                    _require_same(server, server.status(), self._model)  # a restarted server may serve another model
+                    # A refusal of texts does not count as a failure of this server.
                     asked = server.score_text(prompts, responses, rendered=self._rendered)
                     return caught(asked, ProtocolError).result()
             except (UserError, ProtocolError) as error:
@@ -121,7 +121,7 @@ class RewardServerScorer:
     def _scores(rewards: "Array | Exception") -> Scores:
         if isinstance(rewards, Exception):
             reason = rewards.message if isinstance(rewards, ProtocolError) else rewards
-            raise RewardError(str(reason)) from rewards  # not the critic's: nothing to go back to
+            raise RewardError(str(reason)) from rewards  # not a loss of the critic, which a run would recover from
         return Scores(rewards=torch.tensor(rewards, dtype=torch.float32))
 
 
@@ -129,15 +129,15 @@ def served_by(
     config: RewardServerConfig, progress: Callable[[str], None], heed: Callable[[], None] = lambda: None, *,
     tokenizer_digest: str | None = None,
 ) -> Model:  # fmt: skip
-    """Wait for a server, and meet all that answer by then; the others are asked once they do.
+    """Wait until a server answers, and check all that answer by then; requests go to the others once they answer.
 
     Args:
         progress, heed: as for :func:`wait_for_any`.
-        tokenizer_digest: of the policy, where its chat template renders the prompts; None for prompts that are plain text.
+        tokenizer_digest: the policy's, if its chat template renders the prompts; None if prompts are plain text.
 
     Raises:
-        UserError: none answers, or one that does serves no reward model, or another one than the first, or one that reads
-            rendered prompts with another tokenizer.
+        UserError: no server answers; or a server that answers serves no reward model, another one than the first server, or
+            one whose tokenizer cannot read the rendered prompts.
     """
     with ExitStack() as connections:
         servers = [connections.enter_context(RemoteRewardModel(server)) for server in config.servers]

@@ -1,8 +1,8 @@
-"""Programs that nobody vouches for, run by bubblewrap: they see Python and an empty folder, and nothing else of the machine.
+"""Runs untrusted programs with bubblewrap: they see Python and an empty folder, and nothing else of the machine.
 
-Each has user, process, network, IPC and mount namespaces of its own. It sees the system's programs and libraries and this
-Python, which it cannot write to, and /tmp, which is empty, small and its own: no /proc, no home, no files of a run, no shared
-memory, no network. It cannot start processes (a seccomp filter), and its memory, CPU time, files and wall time are bounded.
+Each program has its own user, process, network, IPC and mount namespaces. It sees the system's programs and libraries and this
+Python, all read-only, and a private, small, initially empty /tmp: no /proc, no home, no files of a run, no shared memory, no
+network. A seccomp filter forbids starting processes, and memory, CPU time, files and wall time are bounded.
 """
 
 import errno
@@ -25,7 +25,7 @@ from nemo_style_rlhf.errors import UserError
 
 LOGGER = logging.getLogger(__name__)
 WITHOUT = "NSR_CODE_WITHOUT_SANDBOX"
-"""Set to 1 in the environment of a machine on which code may do what it likes."""
+"""Set this variable to 1 in the environment of a machine on which code may do anything."""
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 CLONE_THREAD = 0x10000
 REFUSED = {
@@ -52,11 +52,11 @@ REFUSED = {
     }
     | {"perf_event_open": 241, "io_uring_setup": 425, "add_key": 217, "request_key": 218, "keyctl": 219},
 }
-"""System calls that fail with EPERM: those that start, watch or signal processes, keep memory that no limit counts, open
-sockets, or have opened ways out of sandboxes before."""
+"""System calls that fail with EPERM: they start, watch or signal processes, keep memory that no limit counts, open sockets, or
+have opened ways out of sandboxes before."""
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3 = 435
-"""Its flags lie in memory, where no filter sees them: it fails with ENOSYS, and libraries take clone instead."""
+"""The flags of clone3 lie in memory, where no filter sees them. It fails with ENOSYS, so that libraries use clone instead."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Limits:
     cpu_s: int = 5
     file_bytes: int = 1 << 20
     folder_bytes: int = 64 << 20
-    """All files of its /tmp together; they lie in memory."""
+    """Total size of the files in /tmp, which lie in memory."""
     open_files: int = 64
 
     @property
@@ -83,10 +83,10 @@ class Limits:
 
 @functools.cache
 def require_sandbox() -> bool:
-    """Try a sandbox once; False where there is none and the environment says that it is not needed.
+    """Try a sandbox once. Returns False if none works and the environment says that none is needed.
 
     Raises:
-        UserError: no sandbox can be had here.
+        UserError: this machine cannot run a sandbox.
     """
     if (why := why_no_sandbox()) is None:
         return True
@@ -104,7 +104,7 @@ def require_sandbox() -> bool:
 
 
 def why_no_sandbox() -> str | None:
-    """What a sandbox lacks on this machine; None where one has just been started."""
+    """The reason why this machine cannot run a sandbox; None if one has just been started."""
     if missing := [program for program in ("bwrap", "prlimit") if shutil.which(program) is None]:
         return f"{missing[0]} is not installed"
     if platform.machine() not in CLONE:
@@ -126,14 +126,14 @@ def confined(
     pass_fds: Sequence[int] = (),
     readable: Sequence[str] = (),
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run ``command`` in a sandbox until the context ends, when it is killed. What it prints and how it exits is its own say.
+    """Run ``command`` in a sandbox, and kill it when the context ends. Its output and exit code are untrusted.
 
     Args:
         readable: files and folders that it may read, besides Python and the system's programs.
         pass_fds: open files that it keeps; it can do everything with them that they allow.
 
     Raises:
-        UserError: no sandbox can be had here, see :func:`require_sandbox`.
+        UserError: this machine cannot run a sandbox, see :func:`require_sandbox`.
     """
     with _started(require_sandbox(), command, limits, stdin, stdout, pass_fds=pass_fds, readable=readable) as process:
         yield process
@@ -164,7 +164,7 @@ def _started(
         process = subprocess.Popen(
             [*words, *command],
             cwd="/" if inside else folder,
-            # The environment of a trainer holds tokens, and so may that of a user's shell.
+            # The environment of a trainer or of a user's shell may hold tokens.
             env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"},
             stdin=stdin,
             stdout=stdout,
@@ -176,12 +176,12 @@ def _started(
             yield process
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # bwrap takes its namespace along
+                os.killpg(process.pid, signal.SIGKILL)  # the namespace ends with bwrap
             process.wait()
 
 
 def _bubblewrap(limits: Limits, readable: Sequence[str], filter_fd: int) -> list[str]:
-    python = sorted({sys.base_prefix, sys.prefix})  # a folder before what lies in it
+    python = sorted({sys.base_prefix, sys.prefix})  # a folder before its subfolders
     show = [word for path in SYSTEM for word in ("--ro-bind-try", path, path)]
     show += [word for path in (*python, *readable) for word in ("--ro-bind", path, path)]
     return [

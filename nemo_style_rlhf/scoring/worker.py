@@ -1,4 +1,4 @@
-"""What runs in the worker processes of a reward function; imports no torch, so that they start fast and stay small."""
+"""Code of a reward function's worker processes; it imports no torch, so that they start fast and stay small."""
 
 import asyncio
 import contextlib
@@ -19,23 +19,23 @@ MODULE = "reward_function"
 
 
 def prepare(path: str, name: str) -> None:
-    """Import in a fresh worker what the function needs, before its time counts; the worker ends with the trainer."""
+    """Import the function's file in a new worker, before the time limit starts; have the worker end with the trainer."""
     end_with_parent()
-    with contextlib.suppress(UserError):  # the call will meet it again, and report it
+    with contextlib.suppress(UserError):  # the call fails in the same way, and reports it
         load_function(path, name)
 
 
 def call(path: str, name: str, given: dict[str, list[Any]]) -> tuple[Any, str | None]:
-    """The function's answer as plain lists, numbers and strings, or None and what it raised.
+    """The function's answer as plain lists, numbers and strings, and None; or None and a sentence about its exception.
 
-    Its exceptions and objects stay here: another process may be unable to unpickle them.
+    The function's exceptions and objects stay here: another process may be unable to unpickle them.
     """
     try:
         answer = load_function(path, name)(**given)
         if inspect.isawaitable(answer):
             answer = asyncio.run(_awaited(answer))
         return _plain(answer), None
-    except BaseException as error:  # noqa: BLE001 sys.exit() included, it would end the pool
+    except BaseException as error:  # noqa: BLE001 sys.exit() would end the pool
         return None, _sentence(error, path)
 
 
@@ -44,14 +44,14 @@ def load_function(path: str, name: str) -> Any:
     """The function ``name`` of the file ``path``.
 
     Raises:
-        UserError: there is none, or the file cannot be imported.
+        UserError: the file has no such function, or cannot be imported.
     """
     if not Path(path).is_file():
         raise UserError(f"there is no file {path}: reward.function.path must name the reward function's Python file")
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=SourceFileLoader(MODULE, path))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module  # dataclasses look their module up
+    sys.modules[MODULE] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except UserError:
@@ -71,7 +71,7 @@ async def _awaited(awaitable: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and arrays as lists, numbers and None as they are, anything else as its text."""
+    """Convert tensors and arrays to lists, keep numbers, texts and None, and convert anything else to a number or text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -84,7 +84,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sentence(error: BaseException, path: str) -> str:
-    """Type, first line, and where in the user's file."""
+    """Type, first line, and position in the user's file."""
     said = str(error).strip().splitlines()
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if isinstance(error, SyntaxError) and error.filename == path:

@@ -32,9 +32,9 @@ class SFTBatch:
     input_ids: Tensor
     """[B, T] int64."""
     action_mask: Tensor
-    """[B, T] int64: 1 at entry t where token t+1 is learned."""
+    """[B, T] int64: 1 at entry t if token t+1 is a loss token."""
     step_count: int
-    """Learned tokens in the whole optimizer step: what its loss is divided by."""
+    """Number of loss tokens in the whole optimizer step, the divisor of its loss."""
 
 
 @dataclass
@@ -48,16 +48,16 @@ class PairBatch:
     margins: Tensor
     """[B] float32."""
     step_count: int
-    """Pairs in the whole optimizer step."""
+    """Number of pairs in the whole optimizer step."""
 
 
 def learned_tokens(rows: Sequence[SFTExample]) -> int:
-    """How many tokens of ``rows`` are learned."""
+    """Number of loss tokens in ``rows``."""
     return sum(row.num_learned for row in rows)
 
 
 def collate_sft(rows: Sequence[SFTExample], step_rows: Sequence[SFTExample], pad_token_id: int) -> SFTBatch:
-    """``rows`` of the optimizer step ``step_rows``."""
+    """A batch of ``rows``, a part of the optimizer step ``step_rows``."""
     lengths = [len(row) for row in rows]
     tokens = torch.tensor([token for row in rows for token in row.token_ids])
     actions = torch.tensor([learned for row in rows for learned in [*row.learned()[1:], False]]).long()
@@ -65,7 +65,7 @@ def collate_sft(rows: Sequence[SFTExample], step_rows: Sequence[SFTExample], pad
 
 
 def collate_pairs(rows: Sequence[PreferencePair], step_rows: Sequence[PreferencePair], pad_token_id: int) -> PairBatch:
-    """``rows`` of the optimizer step ``step_rows``."""
+    """A batch of ``rows``, a part of the optimizer step ``step_rows``."""
     texts = [row.chosen for row in rows] + [row.rejected for row in rows]
     lengths = [len(text) for text in texts]
     tokens = torch.tensor([token for text in texts for token in text])
@@ -88,9 +88,9 @@ class TrainingBatches(Dataset[Batch], Generic[Row, Batch]):
     ) -> None:  # fmt: skip
         """
         Args:
-            batch_size: rows of an optimizer step.
-            micro_batches: of an optimizer step.
-            packed: balance them by tokens; otherwise rows of about one length go together.
+            batch_size: number of rows of an optimizer step.
+            micro_batches: number of micro-batches of an optimizer step.
+            packed: balance micro-batches by tokens; otherwise group rows of similar length.
         """
         self.rows, self.collate, self.pad_token_id = rows, collate, pad_token_id
         self.batch_size, self.micro_batches, self.steps, self.packed = batch_size, micro_batches, steps, packed
@@ -113,13 +113,13 @@ class TrainingBatches(Dataset[Batch], Generic[Row, Batch]):
 
 
 def split(lengths: Sequence[int], parts: int, *, packed: bool) -> list[list[int]]:
-    """Indices into ``lengths`` in ``parts`` groups, none empty: balanced in tokens, or of about equal lengths and rows."""
+    """Split the indices of ``lengths`` into ``parts`` non-empty groups: balanced by tokens, or of similar lengths and sizes."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     if not packed:
         edges = [round(part * len(order) / parts) for part in range(parts + 1)]
         return [order[start:end] for start, end in pairwise(edges)]
     groups: list[list[int]] = [[] for _ in range(parts)]
-    lightest = [(0, part) for part in range(parts)]  # the longest row first, always to the lightest group
+    lightest = [(0, part) for part in range(parts)]  # each row, longest first, goes to the lightest group
     for row in order:
         tokens, part = heapq.heappop(lightest)
         groups[part].append(row)
@@ -128,7 +128,7 @@ def split(lengths: Sequence[int], parts: int, *, packed: bool) -> list[list[int]
 
 
 def parts_within(lengths: Sequence[int], token_budget: int, *, packed: bool) -> int:
-    """Into how many groups :func:`split` must divide these rows so that each fits the budget, or is one row."""
+    """Number of groups into which :func:`split` must divide these rows so that each fits the budget, or is a single row."""
 
     def fits(parts: int) -> bool:
         groups = [[lengths[row] for row in group] for group in split(lengths, parts, packed=packed)]
@@ -140,12 +140,12 @@ def parts_within(lengths: Sequence[int], token_budget: int, *, packed: bool) -> 
 
 
 def even_parts(parts: int, rows: int, ranks: int) -> int:
-    """``parts`` or a few more, so that every rank gets as many; of at least ``ranks`` rows, none is empty."""
+    """``parts`` or a few more, so that every rank gets the same number; with at least ``ranks`` rows, none is empty."""
     return min(round_up(parts, ranks), rows // ranks * ranks)
 
 
 class Positions(Sampler[int]):
-    """Every ``stride``-th item of ``total`` from ``rank`` on, without the first ``done``; its length counts these, too."""
+    """Every ``stride``-th item of ``total`` from ``rank`` on, without the first ``done`` of them, which its length includes."""
 
     def __init__(self, total: int, *, rank: int = 0, stride: int = 1, done: int = 0) -> None:
         self._positions = range(rank, total, stride)
@@ -159,7 +159,7 @@ class Positions(Sampler[int]):
 
 
 class ValidationBatches(Dataset[Batch], Generic[Row, Batch]):
-    """Every row once, longest first; as many batches for each rank."""
+    """Batches of every row once, longest first; each rank gets the same number of batches."""
 
     def __init__(
         self, rows: Sequence[Row], collate: Collate, pad_token_id: int, *, batch_size: int, ranks: int = 1

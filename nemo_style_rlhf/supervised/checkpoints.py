@@ -1,4 +1,4 @@
-"""Checkpoints of an unfinished stage, written and read by Lightning; ours is that they are whole, and of this run."""
+"""Checkpoints of an unfinished stage. Lightning writes and reads them; this module checks that they are whole and of this run."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ from nemo_style_rlhf.schema.supervised import SupervisedConfig
 
 IDENTITY = "stage_identity"
 PROGRESS_FILE = "progress.pt"
-"""In a checkpoint that is a folder: its identity and how far the run had come."""
+"""File in a checkpoint that is a folder, with the identity and progress of the run."""
 
 
 def checkpoint_dir(config: SupervisedConfig) -> Path:
@@ -24,10 +24,10 @@ def checkpoint_dir(config: SupervisedConfig) -> Path:
 
 
 def last_checkpoint(config: SupervisedConfig) -> Path | None:
-    """What ``run.resume`` says the run starts from; None is the beginning.
+    """The checkpoint from which ``run.resume`` lets the run start; None starts from the beginning.
 
     Raises:
-        UserError: there are checkpoints and it says never, or there are none and it says must.
+        UserError: there are checkpoints and ``run.resume`` is never, or there are none and it is must.
     """
     found = sorted(checkpoint_dir(config).glob("step_*.ckpt"))
     if found and config.run.resume == "never":
@@ -40,15 +40,15 @@ def last_checkpoint(config: SupervisedConfig) -> Path | None:
 
 
 def saved_steps(config: SupervisedConfig) -> list[int]:
-    """Optimizer steps after which there are checkpoints, in order."""
+    """Optimizer steps whose checkpoints exist, in order."""
     return sorted(int(path.stem.removeprefix("step_")) for path in checkpoint_dir(config).glob("step_*.ckpt"))
 
 
 def completed_micro_batches(path: Path, identity: dict[str, Any]) -> int:
-    """How many micro-batches (of each rank) the checkpoint has behind it.
+    """Number of micro-batches per rank that were done when the checkpoint was written.
 
     Raises:
-        UserError: it is of a run with another model, other data, batches or seed, or holds something else than data.
+        UserError: the checkpoint is from a run with another model, data, batches or seed, or holds something other than data.
     """
     file = path / PROGRESS_FILE if path.is_dir() else path
     checkpoint = read_data(file, mmap=True)
@@ -69,7 +69,7 @@ def checkpoint_callback(config: SupervisedConfig) -> ModelCheckpoint:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """A checkpoint has its name only once it is whole and on the disk."""
+    """Gives a checkpoint its name only once it is complete on the disk."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         final = Path(path)

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the policy itself is trained on preference pairs, held to the model it starts from."""
+"""Direct preference optimization: trains the policy itself on preference pairs, and keeps it close to the initial model."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from nemo_style_rlhf.supervised.stage import Stage, training_precision
 
 
 class DPOModule(SupervisedModule):
-    """Both responses of a pair in one forward of the policy and one of the reference."""
+    """Computes both responses of a pair in one forward of the policy and one of the reference."""
 
     def __init__(self, hf: PreTrainedModel, config: DPOConfig, total_steps: int) -> None:
         super().__init__(config.engine, total_steps)
@@ -29,7 +29,7 @@ class DPOModule(SupervisedModule):
         logprobs = response_logprobs(self.policy, batch.input_ids, batch.action_mask)
         reference = self.reference.logprobs(batch.input_ids, batch.action_mask)
         lengths = batch.action_mask.sum(1).clamp(min=1)
-        # The square of a sum over tokens would make long responses count most.
+        # With the square of a sum over tokens, long responses would count most.
         divisor = lengths if self.dpo.loss == "ipo" else 1
         loss = dpo_loss(
             *(logprobs / divisor).chunk(2),
@@ -56,7 +56,7 @@ class DPOModule(SupervisedModule):
 
 
 def train_dpo(config: DPOConfig) -> dict[str, float]:
-    """Train, validate and export; the validation metrics."""
+    """Train, validate and export; returns the validation metrics."""
     stage = Stage(config, config.data, load_pairs, collate_dpo)
     hf = load_causal_lm(training_precision(config.model))
     add_lora(hf, config.model)

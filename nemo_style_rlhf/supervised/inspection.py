@@ -1,4 +1,4 @@
-"""Training samples as the model sees them: every token, and which of them are learned."""
+"""Shows training samples as the model sees them: every token, and the loss tokens among them."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ SPECIAL_OPEN, SPECIAL_CLOSE = "⟨", "⟩"
 VISIBLE = {" ": "·", "\n": "⏎\n", "\t": "→\t", "\r": "␍"}
 STYLES = {"learned": "bold green", "read": "", "special": "magenta", "border": "bright_black", "heading": "bold"}
 EXCERPT = 200
-"""Characters of a dropped row."""
+"""Maximum number of characters shown of a dropped row."""
 Loader = Callable[[str, Any, PreTrainedTokenizerBase], tuple[Sequence[Any], DropReport]]
 LOADERS: dict[str, Loader] = {"sft": load_sft, "reward_model": load_pairs, "dpo": load_pairs, "kto": load_unpaired}
 
@@ -35,14 +35,14 @@ class Shown:
     heading: str
     token_ids: Sequence[int]
     learned: Sequence[bool]
-    """One entry for each token."""
+    """Whether each token is a loss token."""
 
 
 def inspect_data(config: InspectDataConfig) -> None:
-    """Print the first samples of ``data.train_path`` and what was dropped from each file.
+    """Print the first samples of ``data.train_path``, and the dropped rows of each file.
 
     Raises:
-        UserError: what training would refuse about the tokenizer and the data.
+        UserError: training would refuse the tokenizer or the data.
     """
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without Unicode
     console = Console(highlight=False)
@@ -68,19 +68,19 @@ def inspect_data(config: InspectDataConfig) -> None:
 
 
 class TokenTexts:
-    """What to write for a token id."""
+    """Maps a token id to the text to show."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._special = set(tokenizer.all_special_ids)
-        # A token shows the space before it only behind another one.
+        # A tokenizer decodes the space before a token only after another token.
         self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])[-1:]
         self._before = self._decode(self._anchor)
 
     def __call__(self, token_id: int) -> tuple[str, bool]:
         """The token's text with visible white space, and whether it is a special token.
 
-        Part of a character, which has no text of its own, is written as the vocabulary has it.
+        A token that is only part of a character has no text, so its form in the vocabulary is shown.
         """
         if token_id in self._special:
             return f"{SPECIAL_OPEN}{self._tokenizer.convert_ids_to_tokens(token_id)}{SPECIAL_CLOSE}", True
@@ -94,7 +94,7 @@ class TokenTexts:
 
 
 def render(shown: Shown, tokens: TokenTexts) -> Text:
-    """Tokens with a border between them, learned ones within brackets: the brackets say what the colours say."""
+    """Tokens with a border between them, loss tokens in brackets: the brackets repeat the information of the colors."""
     result = Text()
     previous = False
     for position, (token_id, learned) in enumerate(zip(shown.token_ids, shown.learned, strict=True)):
@@ -114,7 +114,7 @@ def render(shown: Shown, tokens: TokenTexts) -> Text:
 
 
 def scored_token(token_ids: Sequence[int], pad_token_id: int | None) -> list[bool]:
-    """Mark the token at which a reward model is read."""
+    """Mark the token whose score is the reward."""
     positions = torch.arange(len(token_ids), dtype=torch.float32)[None]
     where = sequence_scores(positions, torch.tensor([list(token_ids)]), torch.tensor([len(token_ids)]), pad_token_id)
     return [position == int(where) for position in range(len(token_ids))]
@@ -136,7 +136,7 @@ def _sample(row: Any, config: InspectDataConfig, pad_token_id: int | None) -> li
 
 
 def _pad_token_id(config: InspectDataConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """As training sets it: the model's own, or the tokenizer's."""
+    """The pad token id as training sets it: the model's own, or the tokenizer's."""
     own = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code).pad_token_id
     return tokenizer.pad_token_id if own is None else own
 

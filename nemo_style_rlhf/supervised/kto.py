@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: the policy is trained on single responses that were judged desirable or not."""
+"""Kahneman-Tversky optimization: trains the policy on single responses that were judged desirable or not."""
 
 import logging
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class KTOModule(SupervisedModule):
-    """Responses against the KL, which is estimated once per optimizer step, from all its rows.
+    """Compares responses with the KL, which is estimated once per optimizer step, from all its rows.
 
-    The estimate carries no gradient and the weights stay until the step's end, so what the first micro-batch finds holds for
-    all of them, and how a step is split into micro-batches or over ranks changes neither its loss nor its gradient.
-    Validation takes one estimate from all validation rows, whatever the size of its batches.
+    The estimate carries no gradient and the weights do not change until the step's end, so the first micro-batch's estimate
+    holds for all of them, and the split of a step into micro-batches or over ranks changes neither its loss nor its gradient.
+    Validation uses one estimate from all validation rows, whatever its batch size.
     """
 
     def __init__(self, hf: PreTrainedModel, config: KTOConfig, total_steps: int) -> None:
@@ -36,9 +36,9 @@ class KTOModule(SupervisedModule):
         self.policy = PolicyModel(hf, temperature=1.0, compile_backbone=config.model.compile)
         self.reference = Reference(self.policy, compile_backbone=config.model.compile)
         self._kl: Tensor | None = None
-        """Estimate for the optimizer step or validation under way; None outside of training, where each batch has its own."""
+        """Estimate for the optimizer step or validation under way; None outside of training, where each batch makes its own."""
         self._estimated_for = -1
-        """The optimizer step that ``_kl`` is of."""
+        """Optimizer step for which ``_kl`` was estimated."""
 
     def training_step(self, batch: KTOBatch, batch_index: int) -> Tensor:
         step = batch_index // self.trainer.accumulate_grad_batches
@@ -80,7 +80,7 @@ class KTOModule(SupervisedModule):
 
     @torch.no_grad()
     def sum_ratios(self, pairs: MismatchedPairs, *, rank: int = 0, ranks: int = 1) -> Tensor:
-        """[2] float32: the summed log-ratios of one rank's share of ``pairs``, in nats, and their number. Without dropout."""
+        """[2] float32: the sum of log-ratios over one rank's part of ``pairs``, in nats, and their number. Without dropout."""
         sums = torch.zeros(2, device=self.device)
         training = self.policy.training
         self.policy.eval()
@@ -89,17 +89,17 @@ class KTOModule(SupervisedModule):
             ratios = response_logprobs(self.policy, input_ids, mask) - self.reference.logprobs(input_ids, mask)
             sums += torch.stack([ratios.sum(), ratios.new_tensor(len(ratios))])
         self.policy.train(training)
-        torch.clear_autocast_cache()  # or the training forward would reuse casts that have no gradient
+        torch.clear_autocast_cache()  # else the training forward would reuse casts without gradient
         return sums
 
 
 def mean_kl(sums: Tensor) -> Tensor:
-    """KL(policy || reference) in nats per response, a scalar, at least 0; 0 where a single row left nothing to mismatch."""
+    """KL(policy || reference) in nats per response, a scalar, at least 0; 0 if a single row left nothing to mismatch."""
     return (sums[0] / sums[1].clamp(min=1)).clamp(min=0)
 
 
 def train_kto(config: KTOConfig) -> dict[str, float]:
-    """Train, validate and export; the validation metrics."""
+    """Train, validate and export; returns the validation metrics."""
     collate = partial(collate_kto, fit=config.trainer, max_length=config.data.max_length)
     stage = Stage(config, config.data, load_unpaired, collate)
     logger.info("%s", balance(stage.train_rows, config))
@@ -111,7 +111,7 @@ def train_kto(config: KTOConfig) -> dict[str, float]:
 
 
 def balance(rows: Sequence[UnpairedExample], config: KTOConfig) -> str:
-    """How many rows are of which kind, and what the weights make of it."""
+    """Describe the numbers of desirable and undesirable rows, and their balance after weighting."""
     desirable = sum(row.desirable for row in rows)
     undesirable = len(rows) - desirable
     text = f"{desirable} desirable and {undesirable} undesirable rows"

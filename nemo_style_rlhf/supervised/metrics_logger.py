@@ -1,4 +1,4 @@
-"""Lightning's metrics into the project's one metrics writer."""
+"""Passes Lightning's metrics to the project's metrics writer."""
 
 from argparse import Namespace
 from typing import Any
@@ -27,7 +27,7 @@ class MetricsLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """The writer has had the whole configuration from the start."""
+        """Do nothing: the writer gets the whole configuration at its start."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the LightningModules of the supervised stages share: optimizer, loss of an optimizer step, metrics."""
+"""Common base of the supervised stages' LightningModules: optimizer, loss of an optimizer step, metrics."""
 
 import math
 import time
@@ -17,13 +17,13 @@ from nemo_style_rlhf.schema.supervised import SupervisedEngineConfig
 from nemo_style_rlhf.supervised.checkpoints import IDENTITY
 
 Sums = dict[str, Tensor | tuple[Tensor, int]]
-"""By metric: a sum that is averaged as the loss is, or a sum and the count it is averaged over."""
+"""By metric: a sum that is divided like the loss, or a sum with its own divisor."""
 
 
 class SupervisedModule(pl.LightningModule, ABC):
-    """A subclass says what a batch costs: :meth:`losses`.
+    """A subclass computes the loss of a batch: :meth:`losses`.
 
-    The loss of an optimizer step is its summed loss over its count (tokens or pairs), however it is split into
+    The loss of an optimizer step is its summed loss divided by its count (tokens or pairs), however it is split into
     micro-batches.
     """
 
@@ -32,22 +32,22 @@ class SupervisedModule(pl.LightningModule, ABC):
         self.config = config
         self.total_steps = total_steps
         self.seed = 0
-        """Seed of dropout; the stage sets it."""
+        """Dropout seed; the stage sets it."""
         self.identity: dict[str, Any] = {}
-        """Noted in every checkpoint; the stage sets it."""
+        """Identity of the run, saved in every checkpoint; the stage sets it."""
         self.validates = False
-        """There are rows for it; the stage sets it."""
+        """Whether there are validation rows; the stage sets it."""
         self._trained, self._validated = Tally(), Tally()
         self._stepped_at = self._grad_norm = 0.0
         self._validated_at = -1
 
     @abstractmethod
     def losses(self, batch: Any) -> tuple[Tensor, int, Sums]:
-        """The summed loss of ``batch`` (scalar), how many tokens or pairs it sums, and the sums of other metrics."""
+        """The summed loss of ``batch`` (scalar), its number of tokens or pairs, and the sums of other metrics."""
 
     @property
     def strict_loading(self) -> bool:
-        """A checkpoint holds what is trained: without adapters everything."""
+        """Whether a checkpoint holds all weights: with adapters, it holds only the trained ones."""
         return all(parameter.requires_grad for parameter in self.parameters())
 
     def on_train_start(self) -> None:
@@ -55,11 +55,11 @@ class SupervisedModule(pl.LightningModule, ABC):
         self._stepped_at = time.perf_counter()
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
-        # Dropout as a function of seed and micro-batch: a resumed run needs no generator state.
+        # Dropout depends only on seed and micro-batch, so that a resumed run needs no generator state.
         torch.manual_seed(mixed_seed(self.seed, batch_index, self.global_rank))
         loss, count, others = self.losses(batch)
         self._trained.add({"loss": loss, **others}, count)
-        # Lightning divides by the number of micro-batches and of ranks; the step's own count is the right divisor.
+        # Lightning divides by the numbers of micro-batches and ranks, but the step's own count is the right divisor.
         divisors = self.trainer.accumulate_grad_batches * self.trainer.world_size
         if self._zero is not None:  # DeepSpeed divides by the number of micro-batches once more
             divisors *= self.trainer.accumulate_grad_batches
@@ -67,7 +67,7 @@ class SupervisedModule(pl.LightningModule, ABC):
 
     @property
     def _zero(self) -> DeepSpeedStrategy | None:
-        """What holds the gradients in shares, and clips them."""
+        """The strategy that shards gradients and clips them; None without ZeRO."""
         return self.trainer.strategy if isinstance(self.trainer.strategy, DeepSpeedStrategy) else None
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -106,14 +106,14 @@ class SupervisedModule(pl.LightningModule, ABC):
         self._validated_at = self.global_step
 
     def on_train_end(self) -> None:
-        """Validate what the last step made, if that has not been done."""
+        """Validate the final weights, unless that has been done."""
         if self.validates and self._validated_at != self.global_step:
             self.trainer.validating = True
             self.trainer.fit_loop.epoch_loop.val_loop.run()
             self.trainer.training = True
 
     def _means(self, tally: "Tally") -> dict[str, float]:
-        """The metrics of all ranks since the last call."""
+        """The means over all ranks since the last call."""
         totals = self.trainer.strategy.reduce(tally.totals().to(self.device), reduce_op="sum").tolist()
         means = {name: total / count for name, (total, count) in zip(tally.sums, totals, strict=True) if count}
         tally.clear()
@@ -123,11 +123,11 @@ class SupervisedModule(pl.LightningModule, ABC):
         checkpoint[IDENTITY] = self.identity
         named = self.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in named if not parameter.requires_grad}
-        for name in frozen:  # with adapters, the model they belong to is on disk already
+        for name in frozen:  # with adapters, the base model is on disk already
             del checkpoint["state_dict"][name]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A run may have been made longer since: then its last batch is the last no more, and Lightning would train nothing."""
+        """Reopen a run that was made longer since: otherwise Lightning would take its data for finished and train nothing."""
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         progress["is_last_batch"] = checkpoint["global_step"] >= self.total_steps
 
@@ -149,11 +149,11 @@ class SupervisedModule(pl.LightningModule, ABC):
 
 
 class Tally:
-    """Sums of metrics and what they are averaged over. (Lightning's own weighted mean rounds over ranks.)"""
+    """Sums of metrics with their divisors. (Lightning's own weighted mean rounds over ranks.)"""
 
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {}
-        """By metric: [sum, count]."""
+        """[sum, count] by metric."""
 
     def add(self, sums: Sums, count: int) -> None:
         for name, value in sums.items():

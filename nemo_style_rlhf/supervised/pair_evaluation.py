@@ -1,4 +1,4 @@
-"""How good a reward model is on held-out pairs: accuracy, margin and calibration, in all and by subset."""
+"""Evaluates a reward model on held-out pairs: accuracy, margin and calibration, over all pairs and by subset."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,10 +21,10 @@ class PairStatistics:
     margin: float
     """Mean reward of the chosen minus that of the rejected response."""
     loss: float
-    """Mean negative log-likelihood under Bradley-Terry, in nats; ln 2 is a coin's."""
+    """Mean negative log-likelihood under Bradley-Terry, in nats; a coin flip has ln 2."""
     calibration_error: float
     """Expected calibration error (arXiv 1706.04599, eq. 3): mean |confidence - accuracy| over bins of the confidence
-    sigmoid(|margin|), weighted by their pairs; 0 when 70 % confidence is right in 70 % of the pairs."""
+    sigmoid(|margin|), weighted by their numbers of pairs; 0 if, say, a confidence of 70 % is right for 70 % of the pairs."""
 
 
 def pair_statistics(chosen: Tensor, rejected: Tensor) -> PairStatistics:
@@ -44,7 +44,7 @@ def pair_statistics(chosen: Tensor, rejected: Tensor) -> PairStatistics:
 
 
 def evaluation(chosen: Tensor, rejected: Tensor, subsets: Sequence[str]) -> Mapping[str, object]:
-    """``all`` pairs, and each of ``subsets`` [pairs] where rows name one."""
+    """Statistics of ``all`` pairs, and of each subset that ``subsets`` [pairs] names."""
     names = sorted(set(subsets) - {""})
     of = {name: torch.tensor([subset == name for subset in subsets]) for name in names}
     return {

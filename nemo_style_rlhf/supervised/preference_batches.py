@@ -21,32 +21,32 @@ class DPOBatch:
     action_mask: Tensor
     """[2B, T] int64: 1 at entry t where token t+1 belongs to the response."""
     step_count: int
-    """Pairs in the whole optimizer step."""
+    """Number of pairs in the whole optimizer step."""
 
 
 def collate_dpo(rows: Sequence[PreferencePair], step_rows: Sequence[PreferencePair], pad_token_id: int) -> DPOBatch:
-    """``rows`` of the optimizer step ``step_rows``."""
+    """A batch of ``rows``, a part of the optimizer step ``step_rows``."""
     sides = [row.chosen for row in rows] + [row.rejected for row in rows]
     texts = _padded([SFTExample(side, row.prompt_length) for side, row in zip(sides, [*rows, *rows])], pad_token_id)
     return DPOBatch(texts.input_ids, texts.action_mask, len(step_rows))
 
 
 class MismatchedPairs:
-    """Every prompt of ``rows`` before the response to another one: what KTO's KL is estimated from.
+    """Every prompt of ``rows`` with the response to another prompt, from which KTO's KL is estimated.
 
-    They are padded only on demand, because of all micro-batches of a step the first alone is asked for them. No dataclass:
-    Lightning would look through all its rows for tensors to move.
+    Pairs are padded only on demand, because only the first micro-batch of a step needs them. This is no dataclass, since
+    Lightning would search all its rows for tensors to move.
     """
 
     def __init__(self, rows: Sequence[UnpairedExample], pad_token_id: int, fit: FitConfig, max_length: int) -> None:
         self.rows, self.pad_token_id, self.fit, self.max_length = rows, pad_token_id, fit, max_length
 
     def of(self, rows: Sequence[UnpairedExample]) -> "MismatchedPairs":
-        """The same of other rows."""
+        """The mismatched pairs of other rows, with the same settings."""
         return MismatchedPairs(rows, self.pad_token_id, self.fit, self.max_length)
 
     def micro_batches(self, rank: int = 0, ranks: int = 1) -> Iterator[SFTBatch]:
-        """The share of one rank; of at least ``ranks`` rows every rank gets as many."""
+        """The micro-batches of one rank; with at least ``ranks`` rows, every rank gets the same number."""
         pairs = mismatched(self.rows, self.max_length)
         if not pairs:
             return
@@ -59,11 +59,11 @@ class MismatchedPairs:
 
 
 def mismatched(rows: Sequence[UnpairedExample], max_length: int) -> list[SFTExample]:
-    """The prompts of ``rows``, each before the response of another row, cut to ``max_length`` tokens; every response is used
-    once. None for a single row.
+    """The prompts of ``rows``, each with the response of another row, cut to ``max_length`` tokens; every response is used once.
+    Empty for a single row.
 
-    No prompt gets a response of its own unless more than half of the rows have that prompt: equal prompts, sorted, stand
-    together, and each row takes the response half the way round.
+    No prompt gets a response to itself unless more than half of the rows have that prompt: rows are sorted, which puts equal
+    prompts together, and each row takes the response half of the list further on, cyclically.
     """
     if len(rows) < 2:
         return []
@@ -89,16 +89,16 @@ class KTOBatch:
     desirable: Tensor
     """[B] bool."""
     mismatched: MismatchedPairs
-    """The pairs of the whole optimizer step."""
+    """The mismatched pairs of the whole optimizer step."""
     step_count: int
-    """Responses in the whole optimizer step."""
+    """Number of responses in the whole optimizer step."""
 
 
 def collate_kto(
     rows: Sequence[UnpairedExample], step_rows: Sequence[UnpairedExample], pad_token_id: int, *, fit: FitConfig,
     max_length: int,
 ) -> KTOBatch:  # fmt: skip
-    """``rows`` of the optimizer step ``step_rows``; ``max_length`` bounds prompt and response together."""
+    """A batch of ``rows``, a part of the optimizer step ``step_rows``; ``max_length`` bounds prompt and response together."""
     texts = _padded(rows, pad_token_id)
     others = MismatchedPairs(step_rows, pad_token_id, fit, max_length)
     desirable = torch.tensor([row.desirable for row in rows])

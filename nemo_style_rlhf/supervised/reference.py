@@ -1,4 +1,4 @@
-"""Log-probabilities of whole responses, under the policy that is trained and under the one training started from."""
+"""Log-probabilities of whole responses, under the trained policy and under the initial policy."""
 
 import copy
 
@@ -11,7 +11,7 @@ from nemo_style_rlhf.models.policy import PolicyModel
 
 
 def response_logprobs(policy: PolicyModel, input_ids: Tensor, action_mask: Tensor) -> Tensor:
-    """[B] float32, in nats: of each row the sum over its actions.
+    """[B] float32, nats: the sum of log-probabilities over each row's actions.
 
     Args:
         input_ids: [B, T] int64, padded on the right.
@@ -22,9 +22,9 @@ def response_logprobs(policy: PolicyModel, input_ids: Tensor, action_mask: Tenso
 
 
 class Reference:
-    """The model as it was at the start: a copy, or with adapters the trained model itself, without them.
+    """The model before training: a copy, or the trained model with its adapters switched off.
 
-    No ``nn.Module``: the LightningModule that holds it neither trains nor saves it.
+    This is no ``nn.Module``, so that the LightningModule that holds it neither trains nor saves it.
     """
 
     def __init__(self, policy: PolicyModel, *, compile_backbone: bool) -> None:
@@ -35,7 +35,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, input_ids: Tensor, action_mask: Tensor) -> Tensor:
-        """As :func:`response_logprobs`, without gradients or dropout."""
+        """Like :func:`response_logprobs`, without gradients or dropout."""
         if self._trained is not None:
             return self._without_adapters(self._trained, input_ids, action_mask)
         if self._policy.hf.device != input_ids.device:

@@ -30,7 +30,7 @@ class RewardModelModule(SupervisedModule):
         self.loss, self.centring = loss, centring
 
     def scores(self, batch: PairBatch) -> Tensor:
-        """[2B]: of the chosen texts, then of the rejected ones."""
+        """[2B] scores of the chosen texts, then of the rejected ones."""
         positions = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device)
         attention_mask = (positions < batch.lengths[:, None]).long()
         token_scores = self.model(batch.input_ids, attention_mask)
@@ -50,11 +50,11 @@ class RewardModelModule(SupervisedModule):
 
 
 def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
-    """Train, validate and export; the validation metrics."""
+    """Train, validate and export; returns the validation metrics."""
     stage = Stage(config, config.data, load_pairs, collate_pairs)
     model = load_reward_model(training_precision(config.model), new_head=True)
     if model.hf.config.pad_token_id is None:
-        model.hf.config.pad_token_id = stage.tokenizer.pad_token_id  # transformers pools by it
+        model.hf.config.pad_token_id = stage.tokenizer.pad_token_id  # transformers pools the last token before padding
     if config.model.compile:
         model.hf.base_model.compile(dynamic=True)
     add_lora(model.hf, config.model)
@@ -76,8 +76,8 @@ def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
 def _rewards(
     module: RewardModelModule, stage: Stage, pairs: Sequence[PreferencePair]
 ) -> tuple[Tensor, Tensor, list[str]]:
-    """Rewards of the chosen and of the rejected responses, float64 [pairs], and the subsets the pairs belong to."""
-    module.to(stage.device).eval()  # after a fit Lightning leaves it on the CPU
+    """Rewards of the chosen and of the rejected responses, float64 [pairs], and the subsets of the pairs."""
+    module.to(stage.device).eval()  # Lightning leaves the module on the CPU after a fit
     rows, scores = [], []
     with stage.autocast():
         for part, batch in stage.on_device(pairs):

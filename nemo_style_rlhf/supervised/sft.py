@@ -14,7 +14,7 @@ from nemo_style_rlhf.supervised.stage import Stage, training_precision
 
 
 class SFTModule(SupervisedModule):
-    """Mean negative log-likelihood per learned token, in nats."""
+    """Mean negative log-likelihood per loss token, in nats."""
 
     def __init__(
         self, hf: PreTrainedModel, config: SupervisedEngineConfig, total_steps: int, compile_backbone: bool
@@ -28,7 +28,7 @@ class SFTModule(SupervisedModule):
 
 
 def train_sft(config: SFTConfig) -> dict[str, float]:
-    """Train, validate and export; the validation metrics."""
+    """Train, validate and export; returns the validation metrics."""
     stage = Stage(config, config.data, load_sft, collate_sft)
     model = training_precision(config.model)
     hf = new_causal_lm(model, model.config_path) if model.init == "random" else load_causal_lm(model)

@@ -1,4 +1,4 @@
-"""A supervised stage from files to an exported model; Lightning's Trainer does the training."""
+"""Runs a supervised stage from files to an exported model; Lightning's Trainer does the training."""
 
 import dataclasses
 import logging
@@ -51,7 +51,7 @@ Loader = Callable[[str, Any, PreTrainedTokenizerBase], tuple[Sequence[Any], Drop
 
 
 def training_precision(model: Model) -> Model:
-    """``model`` with fp32 weights: bfloat16 is Lightning's mixed precision over fp32 masters."""
+    """``model`` with fp32 weights: for bfloat16, Lightning uses mixed precision over fp32 masters."""
     return dataclasses.replace(model, dtype="float32")
 
 
@@ -59,10 +59,10 @@ class Stage:
     """Data, Trainer and export of one stage."""
 
     def __init__(self, config: SupervisedConfig, data: SupervisedDataConfig, load: Loader, collate: Collate) -> None:
-        """Set the process up and load the data, before any model.
+        """Set up the process and load the data, before any model.
 
         Raises:
-            UserError: anything wrong with the data, or fewer rows in a step than ranks.
+            UserError: the data is unusable, or a step has fewer rows than ranks.
         """
         self.config, self.data, self.collate = config, data, collate
         self.device = setup(config.run)
@@ -72,7 +72,7 @@ class Stage:
         if self.is_first_rank:
             log_differences(Path(config.run.output_dir), config)
         self.tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        if isinstance(data, PairDataConfig):  # rewards and preferences are about texts as the model writes them
+        if isinstance(data, PairDataConfig):  # rewards and preferences judge texts as the model writes them
             check_template(config.model.path, data, self.tokenizer)
         self.train_rows = self._load(load, data.train_path)
         self.val_rows = self._load(load, data.val_path) if data.val_path else []
@@ -87,7 +87,7 @@ class Stage:
         require_reachable(self._done // self._accumulate, self.total_steps, "trainer.max_steps", config.run.output_dir)
 
     def fit(self, module: SupervisedModule, hf: PreTrainedModel) -> dict[str, float]:
-        """Train ``module`` from the beginning or the last checkpoint, and validate; the last validation's metrics."""
+        """Train ``module`` from the beginning or the last checkpoint, and validate; returns the last validation's metrics."""
         config, resumed = self.config, self._resumed
         if config.model.gradient_checkpointing:
             hf.gradient_checkpointing_enable()
@@ -112,7 +112,7 @@ class Stage:
         return metrics
 
     def _standing(self) -> str:
-        """Where an interrupt finds it."""
+        """The sentence for an interrupt, about the stage's progress."""
         done, saved = self.trainer.global_step, saved_steps(self.config)
         where = f"in step {done + 1}" if done < self.total_steps else "after the last step"
         return f"stopped {where}; {f'step {saved[-1]} is saved' if saved else 'no step is saved yet'}; the same command goes on"
@@ -123,7 +123,7 @@ class Stage:
         return rows
 
     def _parts_of_a_step(self) -> int:
-        """Micro-batches, all ranks together; the same for every step, and so what the fullest one needs."""
+        """Micro-batches of a step over all ranks: the number that the fullest step needs, used for every step."""
         fit, packed = self.config.trainer, self.config.model.packing
         parts = fit.batch_size // (fit.micro_batch_size or fit.batch_size)
         if fit.micro_batch_tokens:
@@ -139,16 +139,16 @@ class Stage:
 
     @property
     def is_first_rank(self) -> bool:
-        """The one that writes."""
+        """Whether this rank writes files."""
         return self._rank == 0
 
     @property
     def _accumulate(self) -> int:
-        """Micro-batches that each rank sees per optimizer step."""
+        """Number of micro-batches per rank and optimizer step."""
         return self._micro_batches // self._world_size
 
     def _identify(self) -> dict[str, Any]:
-        """What the order of the micro-batches and the meaning of a checkpoint's weights depend on."""
+        """Settings on which the order of micro-batches and the meaning of a checkpoint's weights depend."""
         fit, run = self.config.trainer, self.config.run
         return {
             **lora_identity(self.config.model),
@@ -194,14 +194,14 @@ class Stage:
         return self.config.model.dtype == "bfloat16" and not emulated
 
     def autocast(self) -> torch.autocast:
-        """What the models compute in."""
+        """Context for the models' computations, in their precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocasts)
 
     def _strategy(self) -> Strategy | str:
         stage = ZERO_STAGES.get(self.config.trainer.strategy)
         if stage is None:
             return "ddp" if self._world_size > 1 else "auto"
-        from nemo_style_rlhf.supervised.zero import ZeroStrategy  # 3 s, and only now is its device known
+        from nemo_style_rlhf.supervised.zero import ZeroStrategy  # takes 3 s, and must follow the choice of device
 
         clip = self.config.engine.gradient_clip_val
         return ZeroStrategy(stage, gradient_clip_val=clip, autocasts=self._autocasts, device=self.device)
@@ -215,8 +215,8 @@ class Stage:
             devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             num_nodes=self._world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             strategy=strategy,
-            use_distributed_sampler=False,  # each rank's share is in its loader already
-            # A strategy that is more than a name brings its own.
+            use_distributed_sampler=False,  # each rank's loader already selects its own micro-batches
+            # A strategy object sets its own precision.
             precision="bf16-mixed" if self._autocasts and isinstance(strategy, str) else None,
             max_epochs=1,  # the data set is the whole run
             accumulate_grad_batches=self._accumulate,
@@ -246,7 +246,7 @@ class Stage:
         return [self.train_rows[position] for position in positions]
 
     def on_device(self, rows: Sequence[Any]) -> Iterator[tuple[list[Any], Any]]:
-        """``rows``, longest first, in batches on the model's device: the rows of each, and the batch."""
+        """Batches of ``rows``, longest first, on the model's device: yields the rows of each batch, and the batch."""
         batches: ValidationBatches[Any, Any] = ValidationBatches(
             rows, self.collate, self.tokenizer.pad_token_id, batch_size=self.config.trainer.val_batch_size
         )

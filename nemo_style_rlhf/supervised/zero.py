@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeed strategy as the stages use it: also on CPUs, with checkpoints that are whole or absent."""
+"""Lightning's DeepSpeed strategy, extended to CPUs and to checkpoints that are either complete or absent."""
 
 import shutil
 from pathlib import Path
@@ -21,11 +21,11 @@ from nemo_style_rlhf.supervised.checkpoints import IDENTITY, PROGRESS_FILE
 class ZeroStrategy(DeepSpeedStrategy):
     """ZeRO 1 to 3 (arXiv 1910.02054), with fp32 weights.
 
-    When a fit has ended well the module is plain again, on the CPU, and the first rank's weights are whole.
+    After a successful fit the module is an ordinary one again, on the CPU, and the first rank has the whole weights.
     """
 
     def __init__(self, stage: int, *, gradient_clip_val: float, autocasts: bool, device: torch.device) -> None:
-        """``autocasts``: compute in bfloat16, as Lightning's bf16-mixed does without DeepSpeed."""
+        """With ``autocasts``, compute in bfloat16, as Lightning's bf16-mixed does without DeepSpeed."""
         on_cpu = device.type == "cpu"
         super().__init__(
             stage=stage,
@@ -37,14 +37,14 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         self.config["gradient_clipping"] = gradient_clip_val
         self.config["torch_autocast"] = {"enabled": autocasts, "dtype": "bfloat16", "lower_precision_safe_modules": []}
-        self._device = torch.device("cpu", 0) if on_cpu else device  # DeepSpeed wants an index
+        self._device = torch.device("cpu", 0) if on_cpu else device  # DeepSpeed requires an index
 
     @property
     def root_device(self) -> torch.device:
         return self._device
 
     def setup_environment(self) -> None:
-        DDPStrategy.setup_environment(self)  # Lightning's own refuses CPUs, which DeepSpeed does not
+        DDPStrategy.setup_environment(self)  # Lightning's own method refuses CPUs, which DeepSpeed supports
 
     def setup_distributed(self) -> None:
         reset_seed()
@@ -58,15 +58,15 @@ class ZeroStrategy(DeepSpeedStrategy):
             use_heads_in_shares(model)
             torch.set_autocast_cache_enabled(
                 False
-            )  # it would keep the bf16 weights of every layer until the forward ends
+            )  # the cache would keep the bf16 weights of every layer until the forward ends
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """A folder, to which every rank adds its share."""
+        """Write a folder, to which every rank adds its shard."""
         final = Path(self.broadcast(str(filepath)))
         beside = final.with_name(final.name + ".tmp")
         if self.is_global_zero:
             require_owned()
-            shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(beside, ignore_errors=True)  # left by a killed run
         self.barrier()
         try:
             super().save_checkpoint(checkpoint, beside, storage_options)

@@ -1,4 +1,4 @@
-"""Where a step's metrics go: metrics.jsonl always, TensorBoard and W&B through Lightning's loggers if asked for."""
+"""Writes metrics: always to metrics.jsonl, and if configured to TensorBoard and W&B, through Lightning's loggers."""
 
 import json
 import logging
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one JSON object per step; after a resume the lines of steps that are done again are gone."""
+    """Appends one JSON object per step; a resume removes the lines of steps that are repeated."""
 
     def __init__(self, output_dir: Path, config: TrackingConfig, resolved: dict[str, Any]) -> None:
-        """``resolved`` is the run's whole configuration, shown by the loggers as hyper-parameters."""
+        """``resolved`` is the run's whole configuration, which the loggers show as hyperparameters."""
         output_dir.mkdir(parents=True, exist_ok=True)
         self._path = output_dir / METRICS_FILE
         self._loggers = _loggers(output_dir, config)
@@ -25,10 +25,10 @@ class MetricsWriter:
             logger.log_hyperparams(resolved)
 
     def rewind(self, step: int) -> None:
-        """Forget everything after ``step``, which will be computed again, and lines that are damaged.
+        """Remove all lines after ``step``, whose steps will be repeated, and damaged lines.
 
         Raises:
-            UserError: the file cannot be read, or something else has its name.
+            UserError: the file cannot be read, or something other than a file has its name.
         """
         try:
             lines = self._path.read_bytes().split(b"\n")
@@ -60,7 +60,7 @@ class MetricsWriter:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line; None where it is damaged, as by a crash that cut it short."""
+    """The step of a line; None if the line is damaged, for example cut short by a crash."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError, RecursionError):

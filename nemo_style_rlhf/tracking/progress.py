@@ -35,7 +35,7 @@ class StepProgress:
     def show(
         self, step: int, *, reward: float, kl: float | None, tokens_per_second: float, seconds_per_step: float
     ) -> None:
-        """``kl`` is None where no reference is there to measure it."""
+        """``kl`` is None if there is no reference to measure it."""
         divergence = "" if kl is None else f"KL {kl:.4f}  "
         status = f"reward {reward:.3f}  {divergence}{tokens_per_second:,.0f} tokens/s"
         if self._bar:

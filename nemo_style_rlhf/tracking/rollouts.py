@@ -1,4 +1,4 @@
-"""`rollouts/step_XXXXXX.jsonl`: decoded and written by a process beside training. Imports no torch, so that it starts fast."""
+"""Decodes and writes `rollouts/step_XXXXXX.jsonl` in a process beside training. Imports no torch, so that it starts fast."""
 
 import json
 import multiprocessing
@@ -10,7 +10,7 @@ from typing import Any
 from nemo_style_rlhf.launch.children import end_with_parent
 
 _tokenizer: Any = None
-"""In the writing process."""
+"""The tokenizer, only in the writing process."""
 
 
 class RolloutWriter:
@@ -22,18 +22,18 @@ class RolloutWriter:
             load_tokenizer: called in the writing process; must be picklable.
         """
         self._folder = folder
-        # Spawned, not forked: this process has threads, and maybe a CUDA context.
+        # Spawn, since this process has threads, and maybe a CUDA context, which do not survive a fork.
         self._process = ProcessPoolExecutor(
             1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(load_tokenizer,)
         )
         self.writing: Future[None] | None = None
-        """The samples of the last step; None once they are known to be written."""
+        """Write of the last step's samples; None once it is known to be done."""
 
     def write(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Have ``columns``, of the samples of a step, written: ``response`` as token ids, the rest as JSON has it.
+        """Start to write ``columns`` of a step's samples: ``response`` holds token ids, the others plain JSON values.
 
         Raises:
-            Exception: the samples of the step before could not be written.
+            Exception: the samples of the previous step could not be written.
         """
         self.flush()
         self.writing = self._process.submit(_write, self._folder / f"step_{step:06d}.jsonl", dict(columns))

@@ -29,57 +29,57 @@ from tests.integration.test_ppo import STEPS, actor_overrides, metrics, save_inp
 from tests.integration.warm import ROOT, SLOW_DISK_PATH
 
 MESSAGES = 30
-"""A fault comes after up to as many messages, questions for the status not counted; a PPO step is about ten."""
+"""A fault happens after at most this many messages, status requests not counted; a PPO step takes about ten."""
 PATIENCE_S = 12.0
-"""Or after up to this time, in which an actor has loaded and made its first steps."""
+"""Or it happens after at most this time, within which an actor has loaded and made its first steps."""
 RUN_TIMEOUT_S = 400.0
 SHM_BYTES = 2**28
 OWN_SHM = [
     "unshare", "--map-root-user", "--mount", "sh", "-c", f'mount -t tmpfs -o size={SHM_BYTES} tmpfs /dev/shm && exec "$@"', "sh",
 ]  # fmt: skip
-"""Runs a command that has a /dev/shm of its own, which may be filled."""
+"""Runs a command with its own /dev/shm, which may be filled."""
 DROPOUT = "model.disable_dropout=false"
-"""As the policy's config has it: the same in every step that is taken again."""
+"""Keeps the dropout of the policy's config, which must be the same when a step is repeated."""
 
 
 @dataclass
 class Run:
-    """Server and actor below ``folder``, and what happens to them."""
+    """Server and actor below ``folder``, and the faults that happen to them."""
 
     folder: Path
     inputs: Path
     server: Process
     port: int
     faults: list[Callable[["Run"], None]]
-    """Still to come."""
+    """Faults that have not happened yet."""
     draw: random.Random
     shm: int
     """The process whose /dev/shm all its servers share."""
     actor: Process | None = None
     happened: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    """What should not have happened meanwhile."""
+    """Events that should not have happened."""
     proxy_port: int = 0
     actors_log: int = 0
-    """Bytes of it from before its last start."""
+    """Bytes of the actor's log from before its last start."""
     lost: bool = False
-    """Checkpoints were taken away."""
+    """Whether checkpoints were taken away."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._draw_moment()
 
     def _draw_moment(self) -> None:
-        """Of the next fault."""
+        """Draw the moment of the next fault."""
         timed = self.draw.random() < 0.3
         self._messages = 2**62 if timed else self.draw.randint(1, MESSAGES)
         self._moment = time.monotonic() + self.draw.uniform(0, PATIENCE_S) if timed else float("inf")
 
     def happens(self, where: str, *, message: bool) -> None:
-        """The next fault, if this is its moment.
+        """Apply the next fault, if this is its moment.
 
         Raises:
-            Broken: the message under way ends with it.
+            Broken: the fault ends the message under way.
         """
         with self._lock:
             self._messages -= message
@@ -101,7 +101,7 @@ class Run:
         return self.actor is not None and self.actor.poll() == 0
 
     def said(self) -> str:
-        """What the actor has printed since its last start."""
+        """The actor's output since its last start."""
         assert self.actor is not None
         return self.actor.log.read_bytes()[self.actors_log :].decode(errors="replace")
 
@@ -121,7 +121,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def own_shm() -> Iterator[int]:
-    """The id of a process that has a /dev/shm of its own."""
+    """The id of a process that has its own /dev/shm."""
     command = [*OWN_SHM, "sh", "-c", "echo mounted && exec sleep infinity"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"mounted\n"
@@ -137,7 +137,7 @@ def start_chaos_server(folder: Path, inputs: Path, shm: int) -> tuple[Process, i
 
 
 def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
-    """As many runs as it takes for all faults to happen, each compared with a run without any; what happened."""
+    """Run until all faults have happened, compare each run with one without faults, and return the story."""
     inputs = save_inputs(folder / "inputs")
     (folder / "undisturbed").mkdir()
     run_pair(folder / "undisturbed", server_overrides(inputs), [*actor_overrides(inputs), DROPOUT])
@@ -180,14 +180,14 @@ def disturbed_run(
 
 
 def keep_running(run: Run) -> int | None:
-    """Start again what has ended; the actor's exit code."""
+    """Restart processes that have ended, and return the actor's exit code."""
     if run.actor is not None and run.actor.poll() is not None:
         mend(run)
     if run.server.poll() is not None:
         run.server, run.port = start_chaos_server(run.folder, run.inputs, run.shm)
     code = None if run.actor is None else run.actor.poll()
     if run.actor is None or code not in (None, 0):
-        limit_files(run.server, psutil.RLIM_INFINITY)  # somebody has made room
+        limit_files(run.server, psutil.RLIM_INFINITY)  # the user has made room
         log = run.folder / "actor" / "actor.log"
         run.actors_log = log.stat().st_size if log.exists() else 0
         run.actor = start_actor(
@@ -197,7 +197,7 @@ def keep_running(run: Run) -> int | None:
 
 
 def mend(run: Run) -> None:
-    """Do what the actor, which has ended, tells its user about folders that faults have replaced or taken away."""
+    """Follow the advice of the ended actor to its user about folders that faults have replaced or taken away."""
     assert run.actor is not None
     for half in ("actor", "critic"):
         if failure := put_back(run.folder / half / "checkpoints"):
@@ -211,7 +211,7 @@ def mend(run: Run) -> None:
 
 
 def check(run: Run, undisturbed: Path) -> None:
-    """It ended as if nothing had happened.
+    """Check that the run ended as if nothing had happened.
 
     Raises:
         AssertionError: it did not.
@@ -224,7 +224,7 @@ def check(run: Run, undisturbed: Path) -> None:
         assert left == right, story
     for pattern in ("actor/export/model.safetensors", "critic/exports/*/critic/model.safetensors"):
         (expected,) = undisturbed.glob(pattern)
-        exports = list(run.folder.glob(pattern))  # of the critic several, where the run had to start over
+        exports = list(run.folder.glob(pattern))  # several of the critic, if the run had to start over
         assert len(exports) == 1 or (exports and run.lost), (story, exports)
         assert all(export.read_bytes() == expected.read_bytes() for export in exports), story
     store = CheckpointStore(run.folder / "actor" / "checkpoints", keep_last=2)
@@ -236,7 +236,7 @@ def check(run: Run, undisturbed: Path) -> None:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """By what they were started with; Triton's know ``folder`` by the environment alone."""
+    """Processes of ``folder``, found by their command lines; Triton's have the folder only in their environment."""
     return [
         process
         for process in psutil.process_iter(["cmdline", "environ"])

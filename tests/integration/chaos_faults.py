@@ -1,4 +1,4 @@
-"""What may happen to a chaos run: each fault is a function of the run."""
+"""Faults that may happen to a chaos run: each is a function of the run."""
 
 import contextlib
 import json
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from tests.integration.chaos import Run
 
 TIMEOUT_S = 5.0
-"""Of the actor's calls; a stalled one takes longer."""
+"""Timeout of the actor's calls; a stalled call takes longer."""
 FULL_DISK_BYTES = 2**18
-"""A file may not grow beyond it; a model's does."""
+"""Limit on the size of a file, which a model's file exceeds."""
 PAUSE_S = 60.0
-"""A paused process stands still for so long."""
+"""Duration of a pause of a process."""
 INTRUDER_S = 60.0
-"""A second process on a folder in use has been refused by then."""
+"""Time within which a second process on a folder in use must be refused."""
 
 
 class Broken(ConnectionError):
@@ -64,7 +64,7 @@ def kill_tritonserver(run: "Run") -> None:
 
 
 def kill_endpoint(run: "Run") -> None:
-    """A process of tritonserver's, or one of that's own."""
+    """Kill a child process of tritonserver, or a child of that."""
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(run.server.pid).children(recursive=True)
         if inner := [child for child in children if child.ppid() != run.server.pid]:
@@ -72,7 +72,7 @@ def kill_endpoint(run: "Run") -> None:
 
 
 def kill_parents_of_hung_endpoint(run: "Run") -> None:
-    """At once: neither tritonserver nor the server process can end it."""
+    """Kill both parents at the same time, so that neither tritonserver nor the server process can end the endpoint."""
     with contextlib.suppress(psutil.NoSuchProcess):
         server = psutil.Process(run.server.pid)
         tritonserver = next((each for each in server.children(recursive=True) if each.name() == "tritonserver"), None)
@@ -92,7 +92,7 @@ def stall(run: "Run") -> None:
 
 
 def deliver_late(run: "Run") -> None:
-    """When its sender has long sent it again."""
+    """Deliver a message when its sender has long sent it again."""
     time.sleep(TIMEOUT_S + 2)
 
 
@@ -111,7 +111,7 @@ def terminate_server(run: "Run") -> None:
 
 
 def take_over(run: "Run") -> None:
-    """As a second actor would; it leaves at once, at the latest when there is no server."""
+    """Take the lease as a second actor would, which ends at once, at the latest when there is no server."""
     settings = RemoteCriticConfig(port=run.port, retries=0)
     with contextlib.suppress(ServerUnreachable), RemoteCritic(settings) as intruder:
         status = intruder.status()
@@ -120,7 +120,7 @@ def take_over(run: "Run") -> None:
 
 
 def damage(folder: Path, draw: random.Random) -> None:
-    """Of any file, what it says about itself or others included: one bit, or all from somewhere on."""
+    """Damage one bit of any file, records and manifests included, or everything from a random position on."""
     path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
     content = bytearray(path.read_bytes())
     where = draw.randrange(len(content))
@@ -132,7 +132,7 @@ def damage(folder: Path, draw: random.Random) -> None:
 
 
 def damage_actor_half(run: "Run") -> None:
-    """Of the last of several checkpoints: a run whose only one is lost cannot go on."""
+    """Damage the last of several actor checkpoints: a run that loses its only one cannot go on."""
     run.kill_both()
     if len(steps := run.committed()) > 1 and not run.over:
         damage(run.folder / "actor" / "checkpoints" / f"step_{steps[-1]:06d}", run.draw)
@@ -144,7 +144,7 @@ def damage_critic_half(run: "Run") -> None:
     if len(steps := run.committed()) > 1 and not run.over:
         for half in (run.folder / "critic" / "checkpoints").glob(
             f"*-step_{steps[-1]:06d}/critic"
-        ):  # one, if it is not lost
+        ):  # one match, if it is not lost
             damage(half, run.draw)
     raise Broken
 
@@ -168,7 +168,7 @@ def slow_disk(folder: Path) -> Path:
 
 
 def slow_both_disks(run: "Run") -> None:
-    """Until the next fault."""
+    """Slow down both disks until the next fault."""
     slow_disk(run.folder).touch()
 
 
@@ -179,7 +179,7 @@ def processes_below(process: Process) -> list[psutil.Process]:
 
 
 def pause(processes: list[psutil.Process]) -> None:
-    """SIGSTOP, and SIGCONT later."""
+    """Send SIGSTOP, and SIGCONT later."""
 
     def signal_all(number: signal.Signals) -> None:
         for process in processes:
@@ -193,7 +193,7 @@ def pause(processes: list[psutil.Process]) -> None:
 
 
 def pause_server(run: "Run") -> None:
-    """The process itself, or with all it has started."""
+    """Pause the server process, alone or with all its children."""
     processes = processes_below(run.server)
     pause(processes if run.draw.random() < 0.5 else processes[:1])
 
@@ -204,7 +204,7 @@ def pause_actor(run: "Run") -> None:
 
 
 def hang_up(run: "Run") -> None:
-    """Clients that know the token send every call, or a part of it, and are gone."""
+    """Have clients that know the token send every call, or a part of it, and hang up."""
     token = own_token()
     assert token is not None
     for raw in (
@@ -221,8 +221,8 @@ def hang_up(run: "Run") -> None:
 
 
 def fill_shared_memory(run: "Run") -> None:
-    """For a while."""
-    filler = Path(f"/proc/{run.shm}/root/dev/shm/filler")  # a server may be gone when the time is up
+    """Fill /dev/shm for a while."""
+    filler = Path(f"/proc/{run.shm}/root/dev/shm/filler")  # a server may have gone when the time is up
     with contextlib.suppress(OSError), filler.open("wb") as file:
         while True:
             file.write(bytes(2**20))
@@ -245,7 +245,7 @@ def second_server(run: "Run") -> None:
 
 
 def intrude(run: "Run", owner: Process, half: str, python: Path, command: list[str]) -> None:
-    """Start a second process on the folder of ``owner``, once that has it; unless the owner ends meanwhile it is refused."""
+    """Start a second process on the folder of ``owner``, once that owns it: it is refused, unless the owner ends meanwhile."""
     deadline = time.monotonic() + INTRUDER_S
     while owner.poll() is None and owner_of(run.folder / half) != owner.pid and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -261,7 +261,7 @@ def intrude(run: "Run", owner: Process, half: str, python: Path, command: list[s
 
 
 def owner_of(folder: Path) -> int | None:
-    """The process that owns it."""
+    """The id of the process that owns the folder."""
     for record in folder.glob(".owner_*.json"):
         with contextlib.suppress(OSError, ValueError):
             return int(json.loads(record.read_bytes())["pid"])
@@ -279,7 +279,7 @@ def lose_critics_checkpoints(run: "Run") -> None:
 
 
 def replace_by_link(folder: Path) -> None:
-    """An empty folder elsewhere takes its place; :func:`put_back` is what its user does about it."""
+    """Replace the folder by a link to an empty one; its user repairs that with :func:`put_back`."""
     elsewhere = folder.with_name("elsewhere")
     elsewhere.mkdir(exist_ok=True)
     if folder.is_dir() and not folder.is_symlink():
@@ -288,7 +288,7 @@ def replace_by_link(folder: Path) -> None:
 
 
 def link_actors_checkpoints(run: "Run") -> None:
-    """While it runs: a link that it finds when it starts is where its user wants checkpoints."""
+    """Replace the folder while the actor runs: a link that exists at its start is the user's choice of a place."""
     assert run.actor is not None
     if run.actor.poll() is None and any(sign in run.said() for sign in ("resumed from step", "PPO 1/")):
         replace_by_link(run.folder / "actor" / "checkpoints")
@@ -300,7 +300,7 @@ def link_critics_checkpoints(run: "Run") -> None:
 
 
 def put_back(folder: Path) -> str | None:
-    """Undo :func:`replace_by_link`; what was wrongly written there."""
+    """Undo :func:`replace_by_link`, and return a sentence about files that were wrongly written through the link."""
     if not folder.is_symlink():
         return None
     written = sorted(str(path) for path in folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""Critic servers: one that most tests share, and a factory for those that must break one."""
+"""Fixtures of critic servers: one that most tests share, and a factory for tests that must break one."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[CriticServer]:
-    """For tests that leave it serving. Its checkpoint ``START`` is the untrained critic: the fixture ``critic`` restores it."""
+    """A server for tests that keep it serving. The fixture ``critic`` restores its checkpoint ``START``: the untrained critic."""
     server = CriticServer(tmp_path_factory.mktemp("shared_server"), reward_model).start()
     with server.client() as critic:
         critic.save(START).result()
@@ -28,7 +28,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) 
 
 @pytest.fixture
 def critic(shared_server: CriticServer) -> Iterator[RemoteCritic]:
-    """The lease of the shared server, its critic at step 0."""
+    """A client with the lease of the shared server, whose critic is at step 0."""
     with shared_server.client() as client:
         client.restore(START, None)
         yield client
@@ -36,7 +36,7 @@ def critic(shared_server: CriticServer) -> Iterator[RemoteCritic]:
 
 @pytest.fixture
 def make_server(tmp_path: Path, reward_model: Path) -> Iterator[Callable[..., CriticServer]]:
-    """``make_server(*overrides, environment=..., ranks=...)``: a server of the test's own, not started yet."""
+    """``make_server(*overrides, environment=..., ranks=...)`` makes a server for one test, not started yet."""
     made: list[CriticServer] = []
 
     def make(*overrides: str, environment: dict[str, str] | None = None, ranks: int = 1) -> CriticServer:

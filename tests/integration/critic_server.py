@@ -22,7 +22,7 @@ START_TIMEOUT_S = 120.0
 VOCABULARY = 64
 TOKEN_ENV = "NSR_CRITIC_TOKEN"
 KEPT_BYTES = 64 * 2**20
-"""What strangers may make a server keep (:meth:`CriticServer.kept_bytes`)."""
+"""Limit on the memory that strangers may make a server keep (:meth:`CriticServer.kept_bytes`)."""
 START = "test-step_000000"
 """Checkpoint id of the untrained critic on the shared server."""
 
@@ -79,16 +79,16 @@ class CriticServer:
         return self
 
     def half(self, checkpoint_id: str) -> str:
-        """Digest of the weights, optimizer state and schedule in this half of a checkpoint."""
+        """Digest of the weights, optimizer state and schedule in the critic checkpoint."""
         return digest_of_files(self.output_dir / "checkpoints" / checkpoint_id / "critic")
 
     def processes(self) -> list[psutil.Process]:
-        """The server's own, Triton's and the door's."""
+        """The processes of the server, of Triton and of the front door."""
         parent = psutil.Process(self.process.pid)
         return [parent, *parent.children(recursive=True)]
 
     def kept_bytes(self) -> int:
-        """Private memory of these processes, and what they have in /dev/shm."""
+        """Private memory of these processes, plus their segments in /dev/shm."""
         processes = self.processes()
         private = sum(process.memory_full_info().uss for process in processes)
         mapped = {place.path for process in processes for place in process.memory_maps(grouped=True)}
@@ -98,7 +98,7 @@ class CriticServer:
         return private + sum(path.stat().st_blocks * 512 for path in shared)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until its Triton has gone too."""
+        """Send SIGKILL, and wait until the server's Triton has gone, too."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait()
@@ -106,7 +106,7 @@ class CriticServer:
             time.sleep(0.1)
 
     def terminate(self, timeout_s: float = 60) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM, and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
@@ -123,7 +123,7 @@ class CriticServer:
         return RemoteCriticConfig(**settings)  # type: ignore[arg-type]
 
     def client(self, run_id: str = "test", **changes: object) -> RemoteCritic:
-        """Connected, with the lease."""
+        """A connected client with the lease."""
         critic = RemoteCritic(self.config(**changes))
         status = critic.wait_until_ready(lambda line: None)
         agree(critic, status)
@@ -132,7 +132,7 @@ class CriticServer:
 
 
 def runs(process: psutil.Process) -> bool:
-    """False for zombies too: nobody may reap the orphans of a killed server."""
+    """Whether a process runs. A zombie does not: the orphans of a killed server may never be reaped."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -140,7 +140,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run after the seconds in which they notice that their parent is gone."""
+    """The processes that still run after the seconds in which they notice that their parent has gone."""
     deadline = time.monotonic() + 5
     while (running := list(filter(runs, processes))) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -148,7 +148,7 @@ def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def segments_of(processes: list[psutil.Process]) -> set[Path]:
-    """What they have of /dev/shm in their memory."""
+    """The segments of /dev/shm that the processes have mapped."""
     maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
     return {Path(path) for path in re.findall(r"/dev/shm/\S+", maps)}
 

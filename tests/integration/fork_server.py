@@ -1,4 +1,4 @@
-"""A process that has libraries loaded, and becomes in forks of itself what its standard input asks for.
+"""A process that has loaded libraries, and forks itself to run the scripts that its standard input names.
 
     python -m tests.integration.fork_server MODULE...
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 GRACE_S = 30
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
                 become_ranks(ranks)
             run_to_the_end()
         os.close(writer)
-        os.read(reader, 1)  # it has a session of its own from here on
+        os.read(reader, 1)  # the fork has its own session from here on
         os.close(reader)
         threading.Thread(target=report, args=(pid, exit_code), daemon=True).start()
         print(pid, flush=True)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def become(command: list[str], stdout: str, stderr: str, environment: dict[str, str]) -> None:
-    """What ``python COMMAND >> stdout 2>> stderr`` finds in a new session."""
+    """Set up this process like ``python COMMAND >> stdout 2>> stderr`` in a new session."""
     os.setsid()
     for path, stream in ((os.devnull, sys.stdin), (stdout, sys.stdout), (stderr, sys.stderr)):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -62,11 +62,12 @@ def become(command: list[str], stdout: str, stderr: str, environment: dict[str, 
     with contextlib.suppress(ImportError):
         from setproctitle import setproctitle
 
-        setproctitle(" ".join([sys.executable, *command]))  # for whoever looks for orphans
+        setproctitle(" ".join([sys.executable, *command]))  # for tests that look for orphans
 
 
 def become_ranks(count: int) -> None:
-    """Returns in ``count`` forks. This process is their torchrun: a failure, or a SIGTERM to it, is a SIGTERM to all."""
+    """Fork ``count`` ranks, and return in each. This process acts as their torchrun: if a rank fails, or SIGTERM arrives, it
+    sends SIGTERM to all."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     ranks: list[int] = []
@@ -99,7 +100,7 @@ def become_ranks(count: int) -> None:
 
 
 def run_to_the_end() -> NoReturn:
-    """The end of an interpreter, without its last collections, which would go through all that the forks share."""
+    """End the interpreter without its last collections, which would go through all memory that the forks share."""
     code: object = None
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

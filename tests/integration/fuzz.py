@@ -42,21 +42,21 @@ from tests.models import save_reward_model
 
 BATCH = 1000
 AT_ONCE = 24
-"""Connections; the door reserves room for 32 of the largest calls, so that no good request finds it full."""
+"""Number of connections; the door reserves room for 32 of the largest calls, so that no good request finds it full."""
 ANSWER_S, SILENCE_S = 60.0, 0.25
-"""An answer that must come may take so long; one that may come or not is waited for so long."""
+"""Longest waits for an answer that must come, and for one that may or may not come."""
 GOOD_ANSWER_S = 1.0
 LOST_ANSWER_BYTES = 2**19
-"""Who still sends when the door ends the connection may not get to read the answer."""
+"""A client that still sends this much when the door ends the connection may lose the answer."""
 PROBLEMS = 5
-"""So many are seen before a run ends."""
+"""Number of problems after which a run ends."""
 NOBODYS_LEASE = "nobody's"
 REFUSAL_BY_DOOR = re.compile(
     rb"HTTP/1\.1 401 Unauthorized\r\nContent-Type: application/json\r\nContent-Length: \d+\r\n"
     rb"(Connection: (close|Keep-Alive)\r\n)?\r\n"
     rb'(\{"error": "\[unauthorized\] the header x-critic-token is (missing|wrong)"\})?|HTTP/1\.1 400 Bad Request\r\n\r\n'
 )
-"""All that a stranger ever reads; without the sentence after HEAD."""
+"""The only answers that a stranger gets; those to HEAD have no sentence."""
 SENTENCE = re.compile(
     r"\[(invalid|lease_lost|wrong_step|conflict|not_found|restarted|stopping|unauthorized)\] .{5,600}"
     r"|(\[request id: <id_unknown>\] )?(incomplete|expected|unexpected) .{5,100} for inference input .{5,300}",  # Triton's own
@@ -73,7 +73,7 @@ def make(seed: int, number: int, lease: str) -> Attack:
         call = partial(valid_json, lease, int(draw.integers(JSON_CALLS)))
         raw = pick(draw, [valid_infer, partial(valid_train, lease), call, call, valid_reward, valid_status])()
         mutation = pick(draw, MUTATIONS + KSERVE_MUTATIONS)
-        if not raw.tensors and mutation in MUTATIONS:  # nothing there to make wrong
+        if not raw.tensors and mutation in MUTATIONS:  # there is no tensor to make wrong
             mutation = pick(draw, KSERVE_MUTATIONS)
         mutation(raw, draw)
         wire = Wire.of(raw, REFUSED | {401})
@@ -89,7 +89,7 @@ def make(seed: int, number: int, lease: str) -> Attack:
 
 
 def harmless(draw: Random) -> Wire:
-    """A request that is right and changes nothing, or would change something and has no lease: anything may come of it."""
+    """A correct request that changes nothing, or would change something but has no lease: any answer is accepted."""
     call = partial(valid_json, NOBODYS_LEASE, int(draw.integers(JSON_CALLS)))
     makers = [valid_infer, valid_infer, valid_reward, valid_status, partial(valid_train, NOBODYS_LEASE), call, call]
     chosen = int(draw.integers(len(makers)))
@@ -103,7 +103,7 @@ def harmless(draw: Random) -> Wire:
 
 
 class Link(asyncio.Protocol):
-    """What comes back, also when the connection is reset behind it."""
+    """Collects the received bytes, even if the connection is then reset."""
 
     def __init__(self) -> None:
         self.received = bytearray()
@@ -131,7 +131,7 @@ class Link(asyncio.Protocol):
         await self._writable.wait()
 
     async def more(self, timeout_s: float) -> bool:
-        """Whether anything came, or the end, within the time."""
+        """Whether data or the end of the connection came within the time."""
         self._news.clear()
         if self.closed:
             return False
@@ -144,17 +144,17 @@ class Link(asyncio.Protocol):
 
 @dataclass
 class Outcome:
-    """What came of an attack."""
+    """Result of an attack."""
 
     raw: bytes
     answers: list[tuple[int, bytes]]
-    """Status and body; interim ones (100) are left out."""
+    """Status and body of each answer; interim answers (100) are left out."""
     closed: bool
-    """The door ended the connection."""
+    """Whether the door ended the connection."""
 
 
 def answers_in(raw: bytes, *, bodiless: bool) -> list[tuple[int, bytes]]:
-    """The whole answers at the start of ``raw``; after HEAD they are ``bodiless``."""
+    """The complete answers at the start of ``raw``; those to HEAD are ``bodiless``."""
     answers: list[tuple[int, bytes]] = []
     while match := re.match(rb"HTTP/1\.1 (\d{3}) (.*?)\r\n\r\n", raw, re.DOTALL):
         raw = raw[match.end() :]
@@ -204,12 +204,12 @@ async def send(port: int, attack: Attack) -> Outcome:
 
 
 def judge(attack: Attack, outcome: Outcome) -> str | None:
-    """What is wrong with the outcome; None if nothing."""
+    """The fault of the outcome; None if it has none."""
     answers = outcome.answers
     if attack.stranger:
         left = REFUSAL_BY_DOOR.sub(b"", outcome.raw)
         if left and not outcome.closed and attack.statuses is None:
-            left = b""  # in the middle of an answer, which has not come to its end in time
+            left = b""  # an answer that has not ended in time
         if left:
             return f"a stranger read {left[:300]!r}"
     for status, body in answers:
@@ -235,8 +235,8 @@ def judge(attack: Attack, outcome: Outcome) -> str | None:
 
 
 def unclear(status: int, body: bytes) -> str | None:
-    """Why an error is not one clear sentence without secrets; one of HTTP's own has no sentence."""
-    if not body and status in (400, 401, 405):  # the last two after HEAD
+    """The reason why an error is not one clear sentence without secrets; errors of HTTP itself have no sentence."""
+    if not body and status in (400, 401, 405):  # the last two for HEAD
         return None
     try:
         sentence = json.loads(body)["error"]
@@ -251,11 +251,11 @@ def unclear(status: int, body: bytes) -> str | None:
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 BEFORE, AFTER = "test-step_000001", "test-step_000002"
-"""Checkpoints."""
+"""Ids of the checkpoints before and after the attacks."""
 
 
 class Watch:
-    """A server, and what must stay as it is."""
+    """A server, and its state that must not change."""
 
     def __init__(self, server: CriticServer, critic: RemoteCritic) -> None:
         self._server = server
@@ -267,16 +267,16 @@ class Watch:
         self._kept = server.kept_bytes()
 
     def check(self) -> None:
-        """After any batch.
+        """Check the server after a batch.
 
         Raises:
-            AssertionError: the server is not what it was.
+            AssertionError: the server has changed.
         """
         log = self._server.log.read_text()
         assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:4000]
         assert {process.pid for process in self._server.processes()} == self._processes, log[-4000:]
         took = []
-        for _ in range(3):  # the machine may be busy with others
+        for _ in range(3):  # the machine may be busy with other work
             began = time.monotonic()
             post(self._server, valid_infer())
             took.append(time.monotonic() - began)
@@ -290,7 +290,7 @@ class Watch:
         print(f"{more / 2**20:.1f} MiB kept", flush=True)
 
     def check_weights(self) -> None:
-        """At the end: weights, optimizer and schedule to the bit, and a train step goes through."""
+        """Check at the end that weights, optimizer and schedule are equal to the bit, and that a train step succeeds."""
         after = self._critic.save(AFTER).result()
         assert self._server.half(AFTER) == self._server.half(BEFORE)
         lease = self._critic._require_lease()
@@ -301,10 +301,10 @@ class Watch:
 
 
 async def attack_all(port: int, seed: int, numbers: range, lease: str) -> Counter[str]:
-    """All of them, many at a time; how often each answer came.
+    """Send the requests ``numbers``, many at a time, and count the answers.
 
     Raises:
-        AssertionError: one of them got an answer that it should not get, or none.
+        AssertionError: a request got a wrong answer, or none.
     """
     left, seen, problems = iter(numbers), Counter[str](), list[str]()
 
@@ -330,7 +330,7 @@ async def attack_all(port: int, seed: int, numbers: range, lease: str) -> Counte
 
 
 def fuzz(folder: Path, *, seed: int, numbers: range) -> Counter[str]:
-    """These requests of a seed, to a server of their own below ``folder``; how often each answer came."""
+    """Send the requests ``numbers`` of a seed to a new server below ``folder``, and count the answers."""
     token_file = folder / "token"
     token_file.write_text(TOKEN)
     token_file.chmod(0o600)

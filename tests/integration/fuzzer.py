@@ -1,4 +1,4 @@
-"""Requests to the critic server as bytes, valid ones and seeded ways to make them wrong."""
+"""Valid requests to the critic server as bytes, and seeded ways to make them wrong."""
 
 import json
 import struct
@@ -29,17 +29,17 @@ DATATYPES = {
 
 @dataclass
 class Raw:
-    """A request as bytes, so that anything can be wrong with it."""
+    """A request as bytes, so that every part of it can be made wrong."""
 
     model: str
     tensors: dict[str, tuple[str, list[int], bytes]]
     """name: (datatype, shape, raw content)."""
     headers: dict[str, str | None] = field(default_factory=dict)
-    """Beside, or instead of, those that the body needs; None takes one away."""
+    """Headers in addition to, or instead of, those that the body needs; None removes one."""
     cut: int = 0
-    """Bytes missing at the end of the body."""
+    """Number of bytes missing at the end of the body."""
     head: bytes | None = None
-    """Replaces the JSON head."""
+    """Replacement of the JSON head."""
 
     def kserve(self) -> dict[str, Any]:
         """The JSON head, before :attr:`head` replaces it."""

@@ -1,4 +1,4 @@
-"""HTTP requests as bytes, and seeded ways to break what surrounds their content: framing, heads, targets, timing, hang-ups."""
+"""HTTP requests as bytes, and seeded ways to break everything but their content: framing, heads, targets, timing, hang-ups."""
 
 import gzip
 import re
@@ -11,7 +11,7 @@ from tests.integration.fuzzer import TOKEN, Random, Raw, valid_infer
 from tests.integration.kserve_faults import pick
 
 CLOSED = 0
-"""In the place of a status: the door may end the connection without an answer."""
+"""Takes the place of a status: the door may end the connection without an answer."""
 REFUSED = {400, 404, 405, 411, 413, 415, 503}
 BAD = {400}
 KNOWS_TOKEN = re.compile(rb"(?m)^(?i:x-critic-token):[ \t]*" + TOKEN.encode() + rb"[ \t]*\r?$")
@@ -24,7 +24,7 @@ PATHS = (
     "/v2/models/critic_status/versions/1/infer", "/v2/models/critic_status/generate",
     "/v2/models/critic_status/generate_stream", "/v1/chat/completions", "/metrics/",
 )  # fmt: skip
-"""Nothing is served there."""
+"""Paths at which nothing is served."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Wire:
     headers: list[tuple[bytes, bytes]]
     body: bytes
     right: set[int]
-    """Statuses of its answer as long as it is a request at all."""
+    """Allowed statuses of the answer, as long as this is a request at all."""
     method: bytes = b"POST"
     version: bytes = b"HTTP/1.1"
     line_end: bytes = b"\r\n"
@@ -56,7 +56,7 @@ class Wire:
         return [(known, value) for known, value in self.headers if known.lower() != name.lower()]
 
     def with_headers(self, *headers: tuple[bytes, bytes]) -> "Wire":
-        """These in the place of all of the same names."""
+        """The request with ``headers`` in place of all headers with the same names."""
         kept = self.headers
         for name, _ in headers:
             kept = replace(self, headers=kept).without(name)
@@ -65,20 +65,20 @@ class Wire:
 
 @dataclass
 class Attack:
-    """All that goes over one connection."""
+    """All bytes that are sent over one connection."""
 
     pieces: list[bytes]
     statuses: list[set[int]] | None
-    """Of the answers, in order. None: the requests may be whole or not, right or wrong."""
+    """Allowed statuses of the answers, in order. None: the requests may be complete or not, right or wrong."""
     pause_s: float = 0.0
-    """Between pieces."""
+    """Pause between pieces."""
     ending: str = "wait"
     """hang up, reset, or wait until there are as many answers as statuses; or "to the end", until the door ends it."""
     name: str = field(default="", compare=False)
 
     @property
     def stranger(self) -> bool:
-        """No line of it shows the token."""
+        """Whether no line of the attack shows the token."""
         return not KNOWS_TOKEN.search(b"".join(self.pieces))
 
 
@@ -123,7 +123,7 @@ def content_length(wire: Wire, draw: Random) -> Attack:
 
 
 def chunked(wire: Wire, draw: Random) -> Attack:
-    """In chunks, right ones or wrong ones, with a Content-Length or without; behind it a request that must not be one."""
+    """Send right or wrong chunks, with or without a Content-Length, followed by bytes that must not pass as a request."""
     size = int(pick(draw, [1, 7, 1000]))
     chunks = [b"%x\r\n%s\r\n" % (len(part), part) for part in sliced(wire.body, size)] + [b"0\r\n\r\n"]
     where = int(draw.integers(len(chunks)))
@@ -140,7 +140,7 @@ def chunked(wire: Wire, draw: Random) -> Attack:
     headers = [*headers, *[(name, coding)] * int(pick(draw, [1, 1, 2]))]
     smuggled = Wire.of(valid_infer(), {200}).encode()
     sent = replace(wire, headers=headers, body=b"".join(chunks)).encode() + (smuggled if draw.random() < 0.5 else b"")
-    refused = {401} if wire.right == {401} else {411}  # a token in a trailer is none
+    refused = {401} if wire.right == {401} else {411}  # a token in a trailer does not count
     return Attack([sent], [refused], ending=pick(draw, ["to the end", "wait", "wait", "wait"]))
 
 
@@ -176,8 +176,8 @@ def slow(wire: Wire, draw: Random) -> Attack:
 
 
 def pipelined(wire: Wire, draw: Random) -> Attack:
-    """Several requests at once: right ones, some without the token, some to nowhere. A refusal ends the connection, and those
-    that are on their way then may take back the answers before it."""
+    """Send several requests at once: right ones, some without the token, some to unknown paths. A refusal ends the connection,
+    and requests under way at that moment may cause the loss of earlier answers."""
     known = (protocol.TOKEN_HEADER.encode(), TOKEN.encode())
     good = Wire.of(valid_infer(), {200})
     lost = Wire(pick(draw, PATHS).encode(), [(b"Host", b"critic"), known], b"", {404}, method=b"GET")
@@ -190,7 +190,7 @@ def pipelined(wire: Wire, draw: Random) -> Attack:
 
 
 def cut_off(wire: Wire, draw: Random) -> Attack:
-    """A part of it, or all, and nobody who waits for the answer."""
+    """Send a part of the request, or all of it, without waiting for the answer."""
     sent = wire.encode()
     ending = pick(draw, ["hang up", "reset", "wait"])
     return Attack([sent[: draw.integers(len(sent) + 1)]], None, ending=ending)
@@ -205,7 +205,7 @@ def line_ends(wire: Wire, draw: Random) -> Attack:
 
 
 def odd_header(wire: Wire, draw: Random) -> Attack:
-    """A line that is no header."""
+    """Add a line that is no header."""
     lines = [
         b"x-a: b\r\n  folded", b"\tx: y", b" Transfer-Encoding: chunked", b"x-a: b\0c", b"x\0a: b", b"no colon", b": no name",
         b"Transfer-Encoding : chunked", b"x a: b", b"x-\xff: b", b"x-a: \x01", b"x-a: \x1b[31m", b"x-a\x0b: b", b"(x): y",
@@ -227,7 +227,7 @@ def huge_head(wire: Wire, draw: Random) -> Attack:
 
 
 def token_lines(wire: Wire, draw: Random) -> Attack:
-    """The token beside a wrong one, in another place, in another form."""
+    """Send the token beside a wrong one, in another place, or in another form."""
     name, token = protocol.TOKEN_HEADER.encode(), TOKEN.encode()
     bare = wire.without(name)
     lines: list[list[tuple[bytes, bytes]]] = [
@@ -239,7 +239,7 @@ def token_lines(wire: Wire, draw: Random) -> Attack:
 
 
 def ignored_header(wire: Wire, draw: Random) -> Attack:
-    """It asks for what the door does not offer, and gets what everybody gets."""
+    """Ask for a feature that the door does not offer; the answer must be the usual one."""
     headers = pick(draw, [
         [(b"Expect", b"100-continue")], [(b"Expect", b"200-ok")], [(b"Range", b"bytes=0-5")], [(b"Accept-Encoding", b"gzip")],
         [(b"Upgrade", b"h2c"), (b"Connection", b"Upgrade, HTTP2-Settings"), (b"HTTP2-Settings", b"AAMAAABkAAQ")],
@@ -271,7 +271,7 @@ def other_endpoint(wire: Wire, draw: Random) -> Attack:
 
 
 def metrics(wire: Wire, draw: Random) -> Attack:
-    """Served with the token; a body means nothing there."""
+    """Ask for metrics, which are served with the token; a body has no meaning."""
     wire = replace(wire, target=b"/metrics", method=b"GET", body=b"" if draw.random() < 0.5 else wire.body)
     wire = wire.with_headers((b"Content-Length", b"%d" % len(wire.body)))
     return whole(wire, {200})
@@ -304,7 +304,7 @@ def version(wire: Wire, draw: Random) -> Attack:
 
 
 def other_protocol(wire: Wire, draw: Random) -> Attack:
-    """HTTP/2 with prior knowledge, TLS, SSH, HTTP/0.9, noise."""
+    """Speak HTTP/2 with prior knowledge, TLS, SSH, HTTP/0.9, or noise."""
     hello = b"\x16\x03\x01\x00\xc8\x01\x00\x00\xc4\x03\x03" + draw.bytes(32) + b"\x20" + draw.bytes(160)
     openings = [
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00", hello, b"SSH-2.0-OpenSSH_9.9\r\n", b"GET /\r\n",
@@ -324,7 +324,7 @@ def flipped(wire: Wire, draw: Random) -> Attack:
 
 
 def spliced(wire: Wire, draw: Random) -> Attack:
-    """A stretch of it is lost, doubled, replaced by noise or follows later."""
+    """Lose a stretch of the request, double it, replace it by noise, or send it later."""
     sent = wire.encode()
     first, second = sorted(int(draw.integers(len(sent) + 1)) for _ in range(2))
     before, stretch, after = sent[:first], sent[first:second], sent[second:]
@@ -338,4 +338,4 @@ FAULTS: list[Callable[[Wire, Random], Attack]] = [
     other_protocol, flipped, flipped, flipped, spliced, spliced,
 ]  # fmt: skip
 RARELY = slow
-"""It takes seconds."""
+"""An attack that takes seconds."""

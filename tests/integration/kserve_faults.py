@@ -14,7 +14,7 @@ DEEPEST = 200_000
 ODD: list[Any] = [
     None, True, -1, 0.5, 2**31, 2**63, 2**64, 10**4000, "", "x", "\u0000", "\ud800", "y" * 5000, [], {}, [[]], [None],
 ]  # fmt: skip
-"""JSON of every kind, none of which is right where a name, a datatype, a shape or a size belongs."""
+"""JSON values of every kind, none of which is a valid name, datatype, shape or size."""
 
 
 def pick(draw: Random, options: Any) -> Any:
@@ -50,7 +50,7 @@ def send_json(raw: Raw, content: bytes) -> None:
 
 
 def odd_entry(raw: Raw, draw: Random) -> None:
-    """In the head: a name, a datatype, a shape, a size, or something instead of a tensor."""
+    """Replace a name, a datatype, a shape, a size or a tensor in the head."""
     content = raw.kserve()
     place = pick(draw, ["name", "datatype", "shape", "parameters", "size", "extent", "tensor", "inputs"])
     if place == "inputs" or not content["inputs"]:
@@ -69,7 +69,7 @@ def odd_entry(raw: Raw, draw: Random) -> None:
 
 
 def wrong_binary_size(raw: Raw, draw: Random) -> None:
-    """Each tensor's bytes overlap the next one's, or leave some unclaimed, or reach beyond the body."""
+    """Make each tensor's bytes overlap the next one's, leave some unclaimed, or reach beyond the body."""
     content = raw.kserve()
     if not content["inputs"]:
         return odd_entry(raw, draw)
@@ -89,7 +89,7 @@ def repeated_tensor(raw: Raw, draw: Random) -> None:
 
 
 def shared_memory(raw: Raw, draw: Random) -> None:
-    """Triton would read a tensor from memory that the request names."""
+    """Ask Triton to read a tensor from memory that the request names."""
     content = raw.kserve()
     if not content["inputs"]:
         return odd_entry(raw, draw)
@@ -112,7 +112,7 @@ def repeated_key(raw: Raw, _: Random) -> None:
 
 
 def deep(raw: Raw, draw: Random) -> None:
-    """Nested up to 200,000 deep, with an end or without."""
+    """Send JSON nested up to 200,000 deep, with or without its end."""
     depth = int(10 ** draw.uniform(1, np.log10(DEEPEST)))
     opening, closing = pick(draw, [(b"[", b"]"), (b'{"a":', b"}")])
     start = pick(draw, [b'{"inputs":', b'{"inputs":[{"name":', b'{"inputs":[],"outputs":[{"name":', b""])
@@ -134,7 +134,7 @@ def wrong_head_length(raw: Raw, draw: Random) -> None:
 
 
 def wrong_text_lengths(raw: Raw, draw: Random) -> None:
-    """The lengths that stand in a BYTES tensor before each text."""
+    """Change the lengths before each text in a BYTES tensor."""
     names = [name for name, (datatype, _, _) in raw.tensors.items() if datatype == "BYTES"]
     if not names:
         return odd_entry(raw, draw)
@@ -147,7 +147,7 @@ def wrong_text_lengths(raw: Raw, draw: Random) -> None:
 
 
 def wrong_data(raw: Raw, draw: Random) -> None:
-    """An entry of a tensor that travels as JSON."""
+    """Change an entry of a tensor that is sent as JSON."""
     content = as_json(raw)
     if not content["inputs"]:
         return odd_entry(raw, draw)
@@ -187,7 +187,7 @@ def odd_boot_id(raw: Raw, draw: Random) -> None:
 
 
 def random_bytes(raw: Raw, draw: Random) -> None:
-    """In the place of the head, or of the whole body."""
+    """Send random bytes in place of the head, or of the whole body."""
     junk = draw.bytes(int(draw.integers(0, 2000)))
     if draw.random() < 0.5:
         raw.head = junk

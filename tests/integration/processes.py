@@ -1,4 +1,4 @@
-"""The real server and the real actor as child processes, and a proxy between them that can pull the plug."""
+"""Runs the real server and the real actor as child processes, with a proxy between them that can cut the connection."""
 
 import contextlib
 import http.server
@@ -22,13 +22,13 @@ READY_TIMEOUT_S = 120
 
 
 class Process:
-    """A child in its own process group, its output in a file."""
+    """A child in its own process group, with its output in a file."""
 
     def __init__(
         self, command: list[str], log: Path, *, warm_python: Path | None = None, ranks: int = 1,
         environment: Mapping[str, str] = os.environ,
     ) -> None:  # fmt: skip
-        """With ``warm_python`` the command is a script for it, which finds its libraries loaded."""
+        """With ``warm_python``, the command is a script for that Python, which has already loaded its libraries."""
         self.log = log
         self._child: subprocess.Popen[bytes] | warm.Forked
         if warm_python is not None:
@@ -44,13 +44,13 @@ class Process:
         return self._child.pid
 
     def kill(self) -> None:
-        """SIGKILL to the whole group."""
+        """Send SIGKILL to the whole group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
 
     def signal(self, number: int) -> None:
-        """To the child alone."""
+        """Send a signal to the child alone."""
         self._child.send_signal(number)
 
     def terminate(self) -> int:
@@ -71,7 +71,8 @@ def start_server(
     directory: Path, *overrides: str, ranks: int = 1, cold: Sequence[str] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> tuple[Process, int]:  # fmt: skip
-    """`servers/serve_ppo_critic.py` on a free port; returns when it answers. ``cold`` stands before its command, if only []."""
+    """Start `servers/serve_ppo_critic.py` on a free port; returns when it answers. ``cold``, even if [], is put before the
+    command of a process without preloaded libraries."""
     ready = directory / "ready.json"
     ready.unlink(missing_ok=True)
     where = [f"run.output_dir={directory}", "server.port=0", f"server.ready_file={ready}"]
@@ -89,7 +90,7 @@ def start_server(
 
 
 def wait_for_output(process: Process, text: str, *, after: int = 0) -> None:
-    """Until ``text`` stands in the output behind its first ``after`` characters."""
+    """Wait until ``text`` occurs in the output after its first ``after`` characters."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while text not in process.output()[after:]:
         assert process.poll() is None and time.monotonic() < deadline, process.output()
@@ -97,7 +98,7 @@ def wait_for_output(process: Process, text: str, *, after: int = 0) -> None:
 
 
 def run_pair(directory: Path, server_overrides: list[str], actor_overrides: list[str]) -> None:
-    """Server and actor below ``directory``, from start to end."""
+    """Run server and actor below ``directory``, from start to end."""
     (directory / "critic").mkdir(exist_ok=True)
     server, port = start_server(directory / "critic", *server_overrides)
     actor = start_actor(directory / "actor", port, *actor_overrides)
@@ -124,7 +125,7 @@ Watcher = Callable[[str, str], None]
 
 @contextlib.contextmanager
 def proxy(target_port: Callable[[], int], watcher: Watcher) -> Iterator[int]:
-    """An HTTP proxy on a free port that shows every message to ``watcher``; whatever it raises breaks the connection."""
+    """An HTTP proxy on a free port that shows every message to ``watcher``; an error of the watcher breaks the connection."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -151,7 +152,7 @@ def proxy(target_port: Callable[[], int], watcher: Watcher) -> Iterator[int]:
 
     class Server(http.server.ThreadingHTTPServer):
         def handle_error(self, *where: Any) -> None:
-            if not isinstance(sys.exc_info()[1], ConnectionError):  # whoever was killed closes no connection
+            if not isinstance(sys.exc_info()[1], ConnectionError):  # killed processes do not close their connections
                 super().handle_error(*where)
 
     with Server(("127.0.0.1", 0), Handler) as server:

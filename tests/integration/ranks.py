@@ -1,5 +1,5 @@
-"""Started by test_ranks.py under torchrun: an actor's update over these ranks, in float64 where ZeRO allows it, and the losses of
-actor and critic at its first optimizer step without DeepSpeed, always in float64."""
+"""Started by test_ranks.py under torchrun: computes an actor's update over these ranks, in float64 if ZeRO allows it, and the
+losses of actor and critic at its first optimizer step without DeepSpeed, always in float64."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ from tests.models import SHAPE
 from tests.unit.test_invariance import MAX_LENGTH, experience, policy
 
 PLAN = [[0, 1, 2, 3, 4], [5, 6, 7, 2], [1]]
-"""Of the last step all ranks but one have nothing."""
+"""Rows of each optimizer step. In the last step, all ranks but one have nothing to compute."""
 
 
 def main(preset: str, zero_stage: int, output: Path) -> None:
@@ -49,7 +49,7 @@ def main(preset: str, zero_stage: int, output: Path) -> None:
     model = policy(PACKED_ATTENTION)
     losses = [loss_without_deepspeed(model, seen, config, engine_config, ranks), critic_loss_without_deepspeed()]
     if zero_stage == 0:
-        model.float()  # DeepSpeed's plain reduction knows no float64
+        model.float()  # DeepSpeed's plain reduction does not support float64
     engine = Engine(model, engine_config, device=torch.device("cpu"))
     metrics = update_actor(engine, seen, PLAN, config, ranks, max_length=MAX_LENGTH, seed=0)
     weights = torch.cat([weight.flatten() for _, weight in engine.named_weights()])
@@ -77,7 +77,7 @@ def loss_without_deepspeed(
 
 @torch.no_grad()
 def critic_loss_without_deepspeed() -> float:
-    """Of seven sequences in micro-batches of at most 48 tokens, as critic_service/worker.py forms and shares them."""
+    """Loss of seven sequences in micro-batches of at most 48 tokens, formed and shared as in critic_service/worker.py."""
     draw = np.random.default_rng(0)
     lengths = [12, 3, 20, 7, 16, 5, 9]
     torch.manual_seed(0)

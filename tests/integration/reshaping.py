@@ -1,4 +1,4 @@
-"""Started by test_reshape.py under torchrun, and used by it: checkpoints of an engine, and what comes of loading them."""
+"""Started by test_reshape.py under torchrun, and used by it: writes checkpoints of an engine, and loads them."""
 
 import sys
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, Schedul
 
 X = torch.linspace(-1, 1, 56).view(8, 7)
 FURTHER = 3
-"""Steps after the checkpoint."""
+"""Number of steps after the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Stage and ranks before and after."""
+    """ZeRO stage and number of ranks, before and after."""
 
     before: tuple[int, int]
     after: tuple[int, int]
     dtype: torch.dtype = torch.float32
     frozen: bool = False
     steps: int = 3
-    """Before the checkpoint."""
+    """Number of steps before the checkpoint."""
     used: int = 0
-    """Steps the loading engine has taken already."""
+    """Number of steps that the loading engine has already taken."""
     offload: str = ""
-    """What the stage can: ``always``, or only ``after`` the checkpoint."""
+    """When everything that the stage can offload is offloaded: ``always``, or only ``after`` the checkpoint."""
     regrouped: bool = False
     """Whether ZeRO-3's flat tensors are larger after the checkpoint."""
 
@@ -72,7 +72,7 @@ CASES = [
 
 
 class Model(nn.Module):
-    """No parameter but one has an even number of elements; ``forwards`` stands for a buffer that training changes."""
+    """Only one parameter has an even number of elements; ``forwards`` is a buffer that training changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def take_steps(engine: Engine, count: int) -> None:
 
 
 def whole(engine: Engine) -> dict[str, Any]:
-    """Everything training depends on, gathered; every rank calls it."""
+    """Everything that training depends on, gathered; every rank calls this."""
     inner = engine._deepspeed
     states = inner.basic_optimizer.state
     found: dict[str, Any] = {
@@ -134,7 +134,7 @@ def whole(engine: Engine) -> dict[str, Any]:
 
 
 def write(case: Case, folder: Path) -> None:
-    """A checkpoint, and what an engine is then and further on."""
+    """Write a checkpoint, and the state of the engine at that moment and ``FURTHER`` steps later."""
     engine = make_engine(case.before[0], case, offload=case.offload == "always")
     take_steps(engine, case.steps)
     engine.snapshot().write(folder / str(case))

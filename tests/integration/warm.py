@@ -1,4 +1,4 @@
-"""Scripts in processes of their own that find their libraries loaded: seconds less for each."""
+"""Runs scripts in separate processes that have already loaded their libraries, which saves seconds for each."""
 
 import functools
 import json
@@ -29,13 +29,13 @@ LIBRARIES = {
 
 
 class Forked:
-    """As ``subprocess.Popen`` of a script and its arguments in the repository's root, in a new session."""
+    """Like ``subprocess.Popen`` of a script and its arguments, in the repository's root and a new session."""
 
     def __init__(
         self, command: Sequence[str], stdout: Path, stderr: Path, *,
         python: Path = ACTOR_PYTHON, ranks: int = 1, environment: Mapping[str, str] = os.environ,
     ) -> None:  # fmt: skip
-        """Several ``ranks`` are started as torchrun would start them."""
+        """Starts several ``ranks`` as torchrun would."""
         self._command = list(command)
         self._folder = tempfile.TemporaryDirectory()
         self._exit_code = Path(self._folder.name) / "exit_code"
@@ -75,7 +75,7 @@ def run(
     command: Sequence[str], *, timeout: float, python: Path = ACTOR_PYTHON, ranks: int = 1,
     environment: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """A script and its arguments, as ``subprocess.run(..., cwd=ROOT, capture_output=True, text=True)`` would."""
+    """Run a script and its arguments like ``subprocess.run(..., cwd=ROOT, capture_output=True, text=True)``."""
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder) / "stdout", Path(folder) / "stderr"
         process = Forked(command, stdout, stderr, python=python, ranks=ranks, environment=environment)
@@ -89,7 +89,7 @@ def run(
 
 @functools.cache
 def _fork_server(python: Path) -> subprocess.Popen[str]:
-    """It ends with this process, which holds its input."""
+    """The fork server of ``python``. It ends with this process, which holds its input open."""
     return subprocess.Popen(
         [str(python), "-m", "tests.integration.fork_server", *LIBRARIES[python]],
         cwd=ROOT,
