@@ -7,7 +7,6 @@ it. A main thread deep in a kernel or a collective cannot delay the end, and no 
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -86,14 +85,19 @@ def end() -> None:
     import psutil  # not at the top: this file is imported before the Python interpreter is checked
 
     try:
-        for child in multiprocessing.active_children():
+        stderr = os.dup(2)
+        # Silences the other threads, and a child that they start from now on, which would complain that its parent is gone.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        listed = {child.pid for child in multiprocessing.active_children()}  # lacks one that is being started
+        for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
-                for process in [*psutil.Process(child.pid).children(recursive=True), child]:
-                    process.kill()
+                if child.pid in listed or "--multiprocessing-fork" in child.cmdline():
+                    for process in [*child.children(recursive=True), child]:
+                        process.kill()
         if os.environ.get("RANK", "0") == "0":
-            cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
+            cursor = SHOW_CURSOR if os.isatty(stderr) else ""
             # On a separate line after any progress bar, and not through Python's buffer, which the main thread may have locked.
-            os.write(2, f"\n{cursor}{_standing()}\n".encode())
+            os.write(stderr, f"\n{cursor}{_standing()}\n".encode())
     finally:
         os._exit(INTERRUPTED_EXIT)
 
