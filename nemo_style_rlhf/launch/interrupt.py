@@ -81,7 +81,7 @@ def _wait() -> None:
 
 
 def end() -> None:
-    """End the process as SIGINT does, with all its descendants, which the terminal's SIGINT does not reach."""
+    """End the process as SIGINT does, with those that multiprocessing started for it and their descendants: they block SIGINT."""
     import psutil  # not at the top: this file is imported before the Python interpreter is checked
 
     try:
