@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -152,8 +153,9 @@ def test_an_ordinary_user_has_a_sandbox_too(tmp_path):
                  "scoring/code_peers.py", "scoring/__init__.py", "critic_service/__init__.py"):  # fmt: skip
         (copy / "nemo_style_rlhf" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "nemo_style_rlhf" / name, copy / "nemo_style_rlhf" / name)
+    temporary = Path(tempfile.gettempdir())
     for folder in [copy, *copy.parents]:
-        if folder.is_relative_to("/tmp") and folder != Path("/tmp"):
+        if folder.is_relative_to(temporary) and folder != temporary:
             folder.chmod(0o755)
     program = (
         f"import os, sys\nsys.path.insert(0, {str(copy)!r})\nfrom nemo_style_rlhf.scoring.code_judge import passed_tests\n"
