@@ -11,6 +11,7 @@ import pytest
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.tracking import TrackingConfig
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
+from tests.folders import let_others_read
 
 GOOD = [json.dumps({"step": step, "reward": step / 2}).encode() for step in range(4)]
 ONE, TWO = GOOD[1:3]
@@ -88,9 +89,7 @@ def ordinary_user(tmp_path: Path) -> Iterator[None]:
     """Root may read everything."""
     uid = os.geteuid()
     if uid == 0:
-        for folder in (tmp_path, *tmp_path.parents):
-            if folder.is_relative_to("/tmp") and folder != Path("/tmp"):
-                folder.chmod(0o755)
+        let_others_read(tmp_path)
         tmp_path.chmod(0o777)
         os.seteuid(65534)
     yield

@@ -72,14 +72,14 @@ def serve(
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_each_message_is_handled_on_every_rank_and_an_unknown_one_is_not_sent(size: int, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a worker of pytest may have a process group by now
     outcome = context.SimpleQueue()
     ranks = [context.Process(target=serve, args=(rank, size, tmp_path, outcome), daemon=True) for rank in range(size)]
     for rank in ranks:
         rank.start()
     try:
         for rank in ranks:
-            rank.join(60)
+            rank.join(120)
             assert rank.exitcode == 0
     finally:
         for rank in ranks:

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from nemo_style_rlhf.scoring import sandbox
 from nemo_style_rlhf.scoring.function import FunctionScorer
 from nemo_style_rlhf.scoring.interface import ScoringSample
 from nemo_style_rlhf.scoring.sandbox import Limits, confined
+from tests.folders import let_others_read
 from tests.integration.processes import ROOT
 from tests.unit.examples.rewards import REWARDS
 
@@ -153,10 +153,7 @@ def test_an_ordinary_user_has_a_sandbox_too(tmp_path):
                  "scoring/code_peers.py", "scoring/__init__.py", "critic_service/__init__.py"):  # fmt: skip
         (copy / "nemo_style_rlhf" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "nemo_style_rlhf" / name, copy / "nemo_style_rlhf" / name)
-    temporary = Path(tempfile.gettempdir())
-    for folder in [copy, *copy.parents]:
-        if folder.is_relative_to(temporary) and folder != temporary:
-            folder.chmod(0o755)
+    let_others_read(copy)
     program = (
         f"import os, sys\nsys.path.insert(0, {str(copy)!r})\nfrom nemo_style_rlhf.scoring.code_judge import passed_tests\n"
         "print(os.getuid() == 0, passed_tests('import os\\ndef add(a, b): return a + b', "
