@@ -5,8 +5,11 @@ before torch is loaded. Reward functions' processes, too, import the script that
 """
 
 import argparse
+import functools
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.entry import entry_point, refuse
@@ -17,7 +20,7 @@ from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
-from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
+from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 
 
 @entry_point(PPOCriticConfig, config_name="ppo_critic")
@@ -62,60 +65,59 @@ def train_ppo_actor(config: PPOActorConfig) -> None:
         run(config)
 
 
+Stage = TypeVar("Stage", bound=SupervisedConfig)
+
+
+def _stage(train: Callable[[Stage], None]) -> Callable[[Stage], None]:
+    """Have ``train`` own the run's folder, and a run that is done not begin again."""
+
+    @functools.wraps(train)
+    def owning(config: Stage) -> None:
+        from nemo_style_rlhf.checkpoint.owner import owned
+        from nemo_style_rlhf.checkpoint.starts import is_done
+
+        if is_done(config, longer="trainer.max_steps"):
+            return
+        with owned(config.run, "trainer"):
+            train(config)
+
+    return owning
+
+
 @entry_point(SFTConfig, config_name="sft")
+@_stage
 def train_sft(config: SFTConfig) -> None:
     """Supervised fine-tuning."""
-    from nemo_style_rlhf.checkpoint.owner import owned
-    from nemo_style_rlhf.checkpoint.starts import is_done
+    from nemo_style_rlhf.supervised.sft import train_sft
 
-    if is_done(config, longer="trainer.max_steps"):
-        return
-    with owned(config.run, "trainer"):
-        from nemo_style_rlhf.supervised.sft import train_sft
-
-        train_sft(config)
+    train_sft(config)
 
 
 @entry_point(RewardModelConfig, config_name="reward_model")
+@_stage
 def train_reward_model(config: RewardModelConfig) -> None:
     """A reward model from preference pairs."""
-    from nemo_style_rlhf.checkpoint.owner import owned
-    from nemo_style_rlhf.checkpoint.starts import is_done
+    from nemo_style_rlhf.supervised.reward_model import train_reward_model
 
-    if is_done(config, longer="trainer.max_steps"):
-        return
-    with owned(config.run, "trainer"):
-        from nemo_style_rlhf.supervised.reward_model import train_reward_model
-
-        train_reward_model(config)
+    train_reward_model(config)
 
 
 @entry_point(DPOConfig, config_name="dpo")
+@_stage
 def train_dpo(config: DPOConfig) -> None:
     """DPO, IPO and cDPO on preference pairs."""
-    from nemo_style_rlhf.checkpoint.owner import owned
-    from nemo_style_rlhf.checkpoint.starts import is_done
+    from nemo_style_rlhf.supervised.dpo import train_dpo
 
-    if is_done(config, longer="trainer.max_steps"):
-        return
-    with owned(config.run, "trainer"):
-        from nemo_style_rlhf.supervised.dpo import train_dpo
-
-        train_dpo(config)
+    train_dpo(config)
 
 
 @entry_point(KTOConfig, config_name="kto")
+@_stage
 def train_kto(config: KTOConfig) -> None:
     """KTO on judged responses."""
-    from nemo_style_rlhf.checkpoint.owner import owned
-    from nemo_style_rlhf.checkpoint.starts import is_done
+    from nemo_style_rlhf.supervised.kto import train_kto
 
-    if is_done(config, longer="trainer.max_steps"):
-        return
-    with owned(config.run, "trainer"):
-        from nemo_style_rlhf.supervised.kto import train_kto
-
-        train_kto(config)
+    train_kto(config)
 
 
 @entry_point(EvaluationConfig, config_name="evaluate")

@@ -1,4 +1,4 @@
-"""Who may compute, and until when."""
+"""Decides who may compute, and until when."""
 
 import secrets
 import threading
@@ -17,7 +17,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.boot_id = secrets.token_hex(8)
-        """Of this start of the process."""
+        """Random id, which tells this start of the process from every other."""
         self.shutdown_requested = threading.Event()
         """A client wants the process to end."""
         self.abandoning = threading.Event()

@@ -1,4 +1,4 @@
-"""What a server answers: its status, and the endpoints that it is given. No network."""
+"""A server without its network: it answers with its status and through the endpoints that it is given."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""What another user of the host sees of a server: nothing. Only root can look as another user does."""
+"""Another user of the host sees nothing of a server. Only root can look as another user does."""
 
 import json
 import secrets
