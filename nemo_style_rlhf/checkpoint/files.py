@@ -1,12 +1,16 @@
-"""Durable files: written to a temporary name, flushed to disk, renamed; and digests that prove them undamaged."""
+"""Durable files: written under another name, flushed to disk, renamed; and digests that prove them undamaged."""
 
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+
+from nemo_style_rlhf.checkpoint.owner import require_owned
 
 STORAGE_ERRORS = (OSError, RuntimeError, SafetensorError)
 """Errors that a refusing disk may cause; :func:`storage_failure` tells whether one did."""
@@ -28,23 +32,72 @@ def storage_failure(error: BaseException) -> str | None:
     return "the file could not be written whole" if from_writer else None
 
 
+def unpublished(target: Path) -> Path:
+    """The path at which :func:`published` has a new ``target`` written."""
+    return target.with_name(target.name + ".tmp")
+
+
+@contextmanager
+def published(target: Path) -> Iterator[Path]:
+    """Context that yields a free path for a new file or folder. When the block ends, it is flushed to disk and renamed to
+    ``target``, so that a crash leaves either the whole old one or the whole new one. If the block fails, it is removed.
+
+    No system call replaces a folder: an old one is renamed first, and :func:`finish_publishing` mends what a crash leaves.
+
+    Raises:
+        UserError: this process no longer owns its output folder; another process's files stay as they are.
+    """
+    beside, replaced = unpublished(target), _replaced(target)
+    require_owned()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    finish_publishing(target)
+    try:
+        yield beside
+        fsync_tree(beside)
+        require_owned()
+        if target.is_dir():
+            target.rename(replaced)
+        beside.replace(target)
+        fsync(target.parent)
+    except BaseException:
+        require_owned()
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        remove(beside)
+        raise
+    remove(replaced)
+
+
+def finish_publishing(target: Path) -> None:
+    """Remove what a crash during :func:`published` has left, and give an old folder its name back if there is no new one."""
+    remove(unpublished(target))
+    if _replaced(target).exists() and not target.exists():
+        _replaced(target).rename(target)
+    remove(_replaced(target))
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(target.name + ".old")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all that is in it, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content`` so that a crash leaves either the whole old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    fsync(path.parent)
+    with published(path) as beside:
+        beside.write_bytes(content)
 
 
-def fsync_tree(directory: Path) -> None:
-    """Flush every file and folder below ``directory`` to disk."""
-    for path in sorted(directory.rglob("*")):
-        fsync(path)
-    fsync(directory)
+def fsync_tree(path: Path) -> None:
+    """Flush a file, or a folder with every file and folder below it, to disk."""
+    for below in sorted(path.rglob("*")):
+        fsync(below)
+    fsync(path)
 
 
 def sha256(path: Path) -> str:

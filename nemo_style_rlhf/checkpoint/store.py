@@ -1,4 +1,7 @@
-"""Checkpoints of a run: folders that count only once a manifest, written last, names every file of actor and critic."""
+"""Checkpoints of a run: folders that count only once a manifest, written last, names every file of actor and critic.
+
+The folders in a checkpoint's folder are its named parts. The manifest covers them all, so a new part needs no change here.
+"""
 
 import hashlib
 import json
@@ -25,7 +28,7 @@ from nemo_style_rlhf.errors import StorageError, UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-ACTOR_HALF = "actor"
+ACTOR = "actor"
 log = logging.getLogger(__name__)
 
 
@@ -37,8 +40,9 @@ class Manifest:
     step: int
     """Number of finished PPO steps."""
     run_id: str
-    actor: dict[str, str]
-    """SHA-256 of the actor's files, by path below ``actor/`` (``rng.pt`` holds the RNG states)."""
+    files: dict[str, str]
+    """SHA-256 of the checkpoint's files, by path below its folder; manifests of earlier versions have ``actor``, the files by
+    path below ``actor/``."""
     critic: dict[str, Any]
     """The critic checkpoint as the server described it: its step, files and their digests."""
     state: dict[str, Any]
@@ -58,22 +62,22 @@ class CheckpointStore:
         self._left_behind: list[int] = []
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the actor checkpoint, which counts once it is committed."""
+        """An empty folder for the part ``actor`` of a checkpoint, which counts once it is committed."""
         require_owned(self._root)
         shutil.rmtree(self._folder(step), ignore_errors=True)  # left by an attempt that ended early, or damaged
-        folder = self.actor_half(step)
+        folder = self.part(step, ACTOR)
         folder.mkdir(parents=True)
         return folder
 
     def commit(
         self, step: int, run_id: str, *, critic: dict[str, Any], state: dict[str, Any], versions: dict[str, str]
     ) -> None:
-        """Turn the files of the actor checkpoint and the description ``critic`` into a checkpoint: the manifest, which names
-        both, appears last, by rename."""
-        folder, actor_folder = self._folder(step), self.actor_half(step)
+        """Turn the files of all parts and the description ``critic`` into a checkpoint: the manifest, which names them, appears
+        last, by rename."""
+        folder = self._folder(step)
         fsync_tree(folder)
         require_owned(self._root)
-        manifest = Manifest(FORMAT, step, run_id, file_digests(actor_folder), critic, state, versions)
+        manifest = Manifest(FORMAT, step, run_id, file_digests(folder), critic, state, versions)
         content = asdict(manifest)
         content["digest"] = _digest(content)
         write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
@@ -143,7 +147,9 @@ class CheckpointStore:
         """The committed checkpoints whose files are exactly those written, complete and unchanged; newest first."""
         for step in reversed(self.committed_steps()):
             manifest = self._read(step)
-            damaged = [MANIFEST] if manifest is None else deviations(self.actor_half(step), manifest.actor)
+            damaged = (
+                [MANIFEST] if manifest is None else deviations(self._folder(step), manifest.files, besides=[MANIFEST])
+            )
             if damaged:
                 log.warning("checkpoint step_%06d is damaged (%s): falling back to the one before it", step, damaged[0])
             elif manifest is not None:
@@ -165,15 +171,19 @@ class CheckpointStore:
                 raise UserError(
                     f"{path} has format {found}, this version reads {FORMAT}: resume with the version that wrote it"
                 )
-            manifest = Manifest(**content)
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            fields = dict(content)
+            if "actor" in fields:
+                fields["files"] = {f"{ACTOR}/{name}": value for name, value in fields.pop("actor").items()}
+            manifest = Manifest(**fields)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
-        if not (is_run_id(manifest.run_id) and manifest.step == step and isinstance(manifest.actor, dict)):
+        if not (is_run_id(manifest.run_id) and manifest.step == step and isinstance(manifest.files, dict)):
             return None
         return manifest if manifest.digest in ("", _digest(content)) else None
 
-    def actor_half(self, step: int) -> Path:
-        return self._folder(step) / ACTOR_HALF
+    def part(self, step: int, name: str) -> Path:
+        """The folder of a named part."""
+        return self._folder(step) / name
 
     def committed_steps(self) -> list[int]:
         return [step for step in self._steps() if (self._folder(step) / MANIFEST).is_file()]

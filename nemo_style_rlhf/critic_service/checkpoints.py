@@ -1,4 +1,4 @@
-"""The critic's half of checkpoints: save, commit and restore, under the locks that they need."""
+"""Critic checkpoints: save, commit and restore, under the locks that they need."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +13,7 @@ from nemo_style_rlhf.critic_service.gate import Gate
 from nemo_style_rlhf.critic_service.ledger import Ledger
 from nemo_style_rlhf.critic_service.protocol import Array, Code, ProtocolError
 from nemo_style_rlhf.critic_service.service import Tensors, response
-from nemo_style_rlhf.critic_service.store import HalfStore
+from nemo_style_rlhf.critic_service.store import CriticCheckpointStore
 from nemo_style_rlhf.critic_service.worker import BeginFiles, CriticWorker, EndFiles, Export, Load, TakeSnapshot
 from nemo_style_rlhf.engine.files import unreadable_files
 
@@ -21,7 +21,7 @@ from nemo_style_rlhf.engine.files import unreadable_files
 class Checkpoints:
     """The endpoints that concern checkpoints."""
 
-    def __init__(self, worker: CriticWorker, store: HalfStore, ledger: Ledger, gate: Gate) -> None:
+    def __init__(self, worker: CriticWorker, store: CriticCheckpointStore, ledger: Ledger, gate: Gate) -> None:
         self._worker = worker
         self._group = worker.group
         self._store = store
@@ -66,10 +66,10 @@ class Checkpoints:
             return step, answer
 
     def _written(self, checkpoint_id: str, step: int, exported: dict[str, Any]) -> dict[str, Any]:
-        files = self._store.save(checkpoint_id, step, self._write_half).digests
+        files = self._store.save(checkpoint_id, step, self._write).digests
         return {"critic_step": step, "files": files, **exported}
 
-    def _write_half(self, directory: Path) -> None:
+    def _write(self, directory: Path) -> None:
         with self._gate.model_lock:
             self._group.run(BeginFiles(directory))
         self._worker.wait_for_files()
@@ -86,16 +86,16 @@ class Checkpoints:
 
     def restore(self, request: protocol.RestoreRequest) -> dict[str, Any]:
         with self._gate.checkpoints(), self._leased(request, "restore"):
-            directory, half = self._store.verified(request.checkpoint_id, request.digests)
+            directory, record = self._store.verified(request.checkpoint_id, request.digests)
             if unreadable := unreadable_files(directory):  # before anything changes, on any rank
                 raise ProtocolError(
                     Code.CONFLICT, f"checkpoint {request.checkpoint_id} is damaged: {unreadable[0]} {NOT_DATA}"
                 )
             self._group.run(Load(directory))
-            self._ledger.restored(half.critic_step)
+            self._ledger.restored(record.critic_step)
             self._last_save = None
             self._store.commit(request.checkpoint_id, keep=None)  # a manifest names it, so the pair is whole
-            return {"critic_step": half.critic_step}
+            return {"critic_step": record.critic_step}
 
     @contextmanager
     def _leased(

@@ -19,7 +19,7 @@ from nemo_style_rlhf.critic_service.protocol import Array, Code, InferRequest, P
 from nemo_style_rlhf.critic_service.reward_model import Score
 from nemo_style_rlhf.critic_service.reward_server import reward_handler
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors, response
-from nemo_style_rlhf.critic_service.store import HalfStore
+from nemo_style_rlhf.critic_service.store import CriticCheckpointStore
 from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker, Infer, Train
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.engine.engine import NonFiniteError
@@ -140,12 +140,12 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
         "trained parameters": worker.trained,
         "reward model": worker.identity.model_digest,
     }
-    store = HalfStore(output_dir, described)
+    store = CriticCheckpointStore(output_dir, described)
     record_start(output_dir, config, after=store.last_committed or "step_000000")
     return _composed(config, worker, store, gate)
 
 
-def _composed(config: PPOCriticConfig, worker: CriticWorker, store: HalfStore, gate: Gate) -> Service:
+def _composed(config: PPOCriticConfig, worker: CriticWorker, store: CriticCheckpointStore, gate: Gate) -> Service:
     ledger = Ledger(max_staged_bytes=config.critic.max_staged_bytes)
     limits = worker.identity.limits(config.server.max_request_bytes)
     critic, checkpoints = Critic(worker, ledger, limits, gate), Checkpoints(worker, store, ledger, gate)

@@ -8,7 +8,8 @@ the same ``<checkpoint_id>`` folder: the server touches only ``critic``.
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from nemo_style_rlhf.checkpoint.files import (
     STORAGE_ERRORS,
     deviations,
     file_digests,
-    fsync_tree,
+    finish_publishing,
+    published,
     storage_failure,
     write_atomically,
 )
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Half:
+class Record:
     """Content of ``critic.json``, which describes a critic checkpoint."""
 
     critic_step: int
@@ -41,7 +43,7 @@ class Half:
     """Properties of the critic that a server must share to restore the checkpoint."""
 
 
-class HalfStore:
+class CriticCheckpointStore:
     """All critic checkpoints below one output directory."""
 
     def __init__(self, output_dir: Path, critic: dict[str, Any] | None = None) -> None:
@@ -53,13 +55,8 @@ class HalfStore:
         self._committed_file = self._checkpoints / "critic_committed.json"
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         self.committed = self._read_committed()
-        for left_over in self._checkpoints.glob("*/critic.tmp"):
-            shutil.rmtree(left_over, ignore_errors=True)
-        for replaced in self._checkpoints.glob("*/critic.old"):  # a crash between the two renames of _publish
-            if replaced.with_name("critic").exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                replaced.rename(replaced.with_name("critic"))
+        for folder in self._checkpoints.glob("*/"):
+            finish_publishing(folder / "critic")
 
     def _read_committed(self) -> list[str]:
         if not self._committed_file.exists():
@@ -77,30 +74,29 @@ class HalfStore:
     def last_committed(self) -> str | None:
         return self.committed[-1] if self.committed else None
 
-    def save(self, checkpoint_id: str, critic_step: int, write: Callable[[Path], None]) -> Half:
+    def save(self, checkpoint_id: str, critic_step: int, write: Callable[[Path], None]) -> Record:
         """Save a checkpoint durably; ``write`` fills a directory. Replaces an earlier checkpoint of that id.
 
         Raises:
             ProtocolError: STORAGE if the disk refuses; earlier checkpoints stay whole.
         """
         self._require_owned()
-
-        def write_half(directory: Path) -> None:
+        target = self._folder(checkpoint_id)
+        with _published(target) as directory:
             write(directory)
-            half = Half(critic_step, file_digests(directory), self._critic)
-            (directory / RECORD).write_text(json.dumps(asdict(half), indent=1))
-
-        target = self._half(checkpoint_id)
-        _publish(target, write_half)
+            record = Record(critic_step, file_digests(directory), self._critic)
+            (directory / RECORD).write_text(json.dumps(asdict(record), indent=1))
         return _read(target)
 
     def export(self, checkpoint_id: str, write: Callable[[Path], None]) -> Path:
         """Write a directory for other programs, which is never pruned."""
         self._require_owned()
-        _publish(self._exports / checkpoint_id / "critic", write)
-        return self._exports / checkpoint_id / "critic"
+        target = self._exports / checkpoint_id / "critic"
+        with _published(target) as directory:
+            write(directory)
+        return target
 
-    def verified(self, checkpoint_id: str, digests: dict[str, str] | None) -> tuple[Path, Half]:
+    def verified(self, checkpoint_id: str, digests: dict[str, str] | None) -> tuple[Path, Record]:
         """The directory of a checkpoint whose files are as saved and as in ``digests``, without any other file.
 
         Raises:
@@ -108,25 +104,25 @@ class HalfStore:
         """
         directory = self._require(checkpoint_id)
         try:
-            half = _read(directory)
+            record = _read(directory)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolError(Code.CONFLICT, f"checkpoint {checkpoint_id} is damaged: {RECORD}") from error
         for name, value in self._critic.items():
-            if (was := half.critic.get(name, value)) != value:
+            if (was := record.critic.get(name, value)) != value:
                 raise ProtocolError(
                     Code.CONFLICT,
                     f"checkpoint {checkpoint_id} is of a critic with {name} {was}, this one has {value}: start it as it was",
                 )
-        if digests is not None and digests != half.digests:
+        if digests is not None and digests != record.digests:
             differing = sorted(
-                name for name in {*digests, *half.digests} if digests.get(name) != half.digests.get(name)
+                name for name in {*digests, *record.digests} if digests.get(name) != record.digests.get(name)
             )
             raise ProtocolError(
                 Code.CONFLICT, f"checkpoint {checkpoint_id} is not the one asked for: {', '.join(differing[:3])} differ"
             )
-        if damaged := deviations(directory, half.digests, besides=[RECORD]):
+        if damaged := deviations(directory, record.digests, besides=[RECORD]):
             raise ProtocolError(Code.CONFLICT, f"checkpoint {checkpoint_id} is damaged: {', '.join(damaged[:3])}")
-        return directory, half
+        return directory, record
 
     def commit(self, checkpoint_id: str, keep: int | None) -> list[str]:
         """Record that actor and critic have saved the checkpoint. With ``keep``, remove all critic checkpoints of the run but
@@ -156,9 +152,9 @@ class HalfStore:
         if keep is None:
             return []
         pruned = [
-            half.parent
-            for half in sorted(self._checkpoints.glob("*/critic"))
-            if run_of(half.parent.name) == run and half.parent.name not in committed
+            saved.parent
+            for saved in sorted(self._checkpoints.glob("*/critic"))
+            if run_of(saved.parent.name) == run and saved.parent.name not in committed
         ]
         if keep == 0:
             pruned += [export.parent for export in self._exports.glob("*/critic") if run_of(export.parent.name) == run]
@@ -180,11 +176,11 @@ class HalfStore:
                 Code.STORAGE, "the server can no longer write to its folder; its log says why"
             ) from error
 
-    def _half(self, checkpoint_id: str) -> Path:
+    def _folder(self, checkpoint_id: str) -> Path:
         return self._checkpoints / checkpoint_id / "critic"
 
     def _require(self, checkpoint_id: str) -> Path:
-        directory = self._half(checkpoint_id)
+        directory = self._folder(checkpoint_id)
         if not (directory / RECORD).exists():
             raise ProtocolError(
                 Code.NOT_FOUND,
@@ -193,41 +189,35 @@ class HalfStore:
         return directory
 
 
-def _read(directory: Path) -> Half:
+def _read(directory: Path) -> Record:
     """
     Raises:
         OSError, ValueError, TypeError, AttributeError, RecursionError: the record cannot be read or is invalid.
     """
     if not (directory / RECORD).is_file():
         raise OSError(f"{RECORD} is no file")
-    record = json.loads((directory / RECORD).read_bytes())
-    record.setdefault("critic", record.pop("shape", {}))  # the key of earlier versions
-    half = Half(**record)
-    if not (type(half.critic_step) is int and isinstance(half.digests, dict) and isinstance(half.critic, dict)):
-        raise TypeError(f"{RECORD} is no record of a half")
-    return half
+    content = json.loads((directory / RECORD).read_bytes())
+    content.setdefault("critic", content.pop("shape", {}))  # the key of earlier versions
+    record = Record(**content)
+    if not (type(record.critic_step) is int and isinstance(record.digests, dict) and isinstance(record.critic, dict)):
+        raise TypeError(f"{RECORD} is no record of a checkpoint")
+    return record
 
 
-def _publish(target: Path, write: Callable[[Path], None]) -> None:
-    """Fill ``target`` so that a crash leaves either the whole old directory or the whole new one."""
-    beside, replaced = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")
+@contextmanager
+def _published(target: Path) -> Iterator[Path]:
+    """
+    Raises:
+        ProtocolError: STORAGE if the disk refuses.
+    """
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        write(beside)
-        fsync_tree(beside)
-        if target.exists():
-            target.rename(replaced)
-        beside.rename(target)
-        fsync_tree(target.parent)
+        with published(target) as beside:
+            beside.mkdir()
+            yield beside
     except STORAGE_ERRORS as error:
         if storage_failure(error) is None:
             raise
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
-        shutil.rmtree(beside, ignore_errors=True)
         raise _storage_error(error) from error
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _storage_error(error: BaseException) -> ProtocolError:

@@ -37,7 +37,7 @@ class SFTExample:
         return len(self.token_ids)
 
     @property
-    def num_learned(self) -> int:
+    def num_loss_tokens(self) -> int:
         return len(self) - max(self.prompt_length, 1)
 
     def learned(self) -> list[bool]:
@@ -53,8 +53,8 @@ class Conversation(SFTExample):
     """Begin and end of each such text, as token positions."""
 
     @property
-    def num_learned(self) -> int:
-        return super().num_learned - sum(end - start for start, end in self.read)
+    def num_loss_tokens(self) -> int:
+        return super().num_loss_tokens - sum(end - start for start, end in self.read)
 
     def learned(self) -> list[bool]:
         learned = super().learned()

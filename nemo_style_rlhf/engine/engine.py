@@ -15,7 +15,7 @@ from nemo_style_rlhf.checkpoint.data import NOT_DATA
 from nemo_style_rlhf.engine.files import unreadable_files
 from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
 from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
-from nemo_style_rlhf.engine.shares import settle, use_heads_in_shares, whole
+from nemo_style_rlhf.engine.shards import settle, use_sharded_heads, whole
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.lora import merged
@@ -71,7 +71,7 @@ class Engine:
         self._deepspeed.checkpoint_engine = InMemory(self._deepspeed._config)
         self._deepspeed._copy_recovery_script = lambda _: None  # it would write to disk at once
         if config.zero_stage == 3:
-            use_heads_in_shares(module)
+            use_sharded_heads(module)
         self._offloaded = False
         self._partly_frozen = not all(parameter.requires_grad for parameter in module.parameters())
 

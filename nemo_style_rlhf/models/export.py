@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from nemo_style_rlhf.checkpoint.files import published
 from nemo_style_rlhf.models.loading import original_dropout
 from nemo_style_rlhf.models.lora import CARRIED_FILES, merged
 
@@ -19,29 +20,23 @@ def export_model(
     """Write ``model`` with the tokenizer, chat template, dropout settings and notes of ``source``, the model before training.
 
     A model built from a bare config takes its dropout settings from ``config_source``; a model with sharded weights needs the
-    whole ``weights``. Adapters are merged. ``write_notes`` adds files, which replace the notes of ``source``. The folder is
-    written under a temporary name and renamed, so that ``directory`` is either complete or unchanged.
+    whole ``weights``. Adapters are merged. ``write_notes`` adds files, which replace the notes of ``source``. A
+    failure leaves ``directory`` unchanged.
     """
-    beside = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
     original = original_dropout(config_source or source, trust_remote_code=trust_remote_code)
     trained_with = {key: getattr(model.config, key) for key in (*original, "use_cache")}
     _set(model, {**original, "use_cache": True})
     try:
-        model.save_pretrained(beside, state_dict=dict(merged((weights or model.state_dict()).items(), model)))
-        AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(beside)
-        for name in CARRIED_FILES:
-            if (Path(source) / name).is_file():
-                shutil.copy(Path(source) / name, beside / name)
-        if write_notes is not None:
-            write_notes(beside)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
+        with published(directory) as beside:
+            model.save_pretrained(beside, state_dict=dict(merged((weights or model.state_dict()).items(), model)))
+            AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(beside)
+            for name in CARRIED_FILES:
+                if (Path(source) / name).is_file():
+                    shutil.copy(Path(source) / name, beside / name)
+            if write_notes is not None:
+                write_notes(beside)
     finally:
         _set(model, trained_with)
-    shutil.rmtree(directory, ignore_errors=True)
-    beside.rename(directory)
 
 
 def _set(model: PreTrainedModel, settings: dict[str, object]) -> None:

@@ -10,7 +10,7 @@ from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import ProbeTarget
-from nemo_style_rlhf.schema.actor import AuditConfig, SignsConfig
+from nemo_style_rlhf.schema.actor import AuditConfig, HealthConfig
 
 log = logging.getLogger(__name__)
 PROBE_TOKENS = 64
@@ -25,7 +25,7 @@ WARNING_PERIOD = 10
 STOPPED = "the run stops, the last checkpoint holds what was learned before"
 REMEDY = (
     "look at rollouts/step_%06d.jsonl, raise algorithm.initial_policy_kl_penalty or lower engine.optim.lr, and go back to a "
-    "checkpoint from before it (audit.on_sign=stop ends a run here)"
+    "checkpoint from before it (audit.on_unhealthy=stop ends a run here)"
 )
 
 
@@ -78,7 +78,7 @@ class Health:
     """The step of the last warning, by metric."""
 
 
-def audit_signs(
+def check_health(
     config: AuditConfig,
     metrics: Mapping[str, float],
     health: Health,
@@ -88,7 +88,7 @@ def audit_signs(
     samples: Callable[[], Sequence[str]],
     shown: bool = True,
 ) -> Health:
-    """Run the health checks of ``config.signs``, which look for reward hacking and collapse, on a step's rollout.
+    """Run the health checks of ``config.health``, which look for reward hacking and collapse, on a step's rollout.
 
     Args:
         bigrams: their number in the responses of the rollout.
@@ -99,23 +99,23 @@ def audit_signs(
         ``health`` after this step.
 
     Raises:
-        UserError: a metric is out of bounds and ``on_sign`` is stop.
+        UserError: a metric is out of bounds and ``on_unhealthy`` is stop.
     """
     if health.distinct_2 is None and bigrams >= MIN_BIGRAMS:
         health = replace(health, distinct_2=metrics["train_rollouts/distinct_2"], bigrams=bigrams)
-    for name, sentence in _signs(config.signs, metrics, health, bigrams).items():
+    for name, sentence in _failed_checks(config.health, metrics, health, bigrams).items():
         due = step - health.warned.get(name, -WARNING_PERIOD) >= WARNING_PERIOD
-        if due or config.on_sign == "stop":
+        if due or config.on_unhealthy == "stop":
             if shown:
                 lines = "".join(f"\n  {line}" for line in samples())
                 log.warning("step %d: %s: %s. Samples of this step:%s", step, sentence, REMEDY % step, lines)
             health = replace(health, warned=health.warned | {name: step})
-        if config.on_sign == "stop":
+        if config.on_unhealthy == "stop":
             raise UserError(f"{sentence}; {STOPPED}")
     return health
 
 
-def _signs(config: SignsConfig, metrics: Mapping[str, float], health: Health, bigrams: int) -> dict[str, str]:
+def _failed_checks(config: HealthConfig, metrics: Mapping[str, float], health: Health, bigrams: int) -> dict[str, str]:
     """A sentence about each metric that is out of bounds, by metric."""
     found = {}
     for name, (low, high) in config.limits().items():
@@ -123,14 +123,14 @@ def _signs(config: SignsConfig, metrics: Mapping[str, float], health: Health, bi
             continue
         value = metrics[f"train_rollouts/{name}"]
         if low is not None and value < low:
-            found[name] = f"train_rollouts/{name}={value:.4g} is below audit.signs.min_{name}={low:g}"
+            found[name] = f"train_rollouts/{name}={value:.4g} is below audit.health.min_{name}={low:g}"
         if high is not None and not value <= high:
-            found[name] = f"train_rollouts/{name}={value:.4g} is above audit.signs.max_{name}={high:g}"
+            found[name] = f"train_rollouts/{name}={value:.4g} is above audit.health.max_{name}={high:g}"
     kl = metrics.get("train_rollouts/init_policy_kl", 0.0)  # not measured without a reference
     limit = config.runaway_kl if config.max_init_policy_kl is None else None
     if limit is not None and not kl <= limit:
         found["init_policy_kl"] = (
-            f"train_rollouts/init_policy_kl={kl:.4g} is above audit.signs.runaway_kl={limit:g} nats per token"
+            f"train_rollouts/init_policy_kl={kl:.4g} is above audit.health.runaway_kl={limit:g} nats per token"
         )
     share, first = config.min_distinct_2_share, health.distinct_2
     if config.min_distinct_2 is None and share is not None and first is not None and bigrams >= MIN_BIGRAMS:
@@ -138,7 +138,7 @@ def _signs(config: SignsConfig, metrics: Mapping[str, float], health: Health, bi
         # A longer text repeats more of itself. For it, the number of distinct bigrams must have fallen, not only their share.
         if value < share * first * min(1.0, health.bigrams / bigrams):
             found["distinct_2"] = (
-                f"train_rollouts/distinct_2={value:.4g} is below audit.signs.min_distinct_2_share={share:g} of the "
+                f"train_rollouts/distinct_2={value:.4g} is below audit.health.min_distinct_2_share={share:g} of the "
                 f"{first:.4g} it began with"
             )
     return found

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.starts import log_differences, record_start, require_reachable, require_same
-from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest
+from nemo_style_rlhf.checkpoint.store import ACTOR, CheckpointStore, Manifest
 from nemo_style_rlhf.critic_service.protocol import Want
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.data.encoding import decode_response
@@ -32,7 +32,7 @@ from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.audit import MAX_GAP, Probe
-from nemo_style_rlhf.ppo.recovery import Recovery, end_if_told, require_critic_half
+from nemo_style_rlhf.ppo.recovery import Recovery, end_if_told, require_critic_checkpoint
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE, Saver
 from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
@@ -175,10 +175,10 @@ def _found(config: PPOActorConfig) -> tuple[Manifest | None, dict[str, Any]]:
         if config.run.resume == "must":
             raise UserError(f"run.resume=must but {config.run.output_dir} holds no checkpoint: use run.resume=auto")
         return None, {}
-    saved = json.loads((store.actor_half(manifest.step) / IDENTITY_FILE).read_bytes())
+    saved = json.loads((store.part(manifest.step, ACTOR) / IDENTITY_FILE).read_bytes())
     require_same(saved, run_identity(config), config.run.output_dir)
     if config.uses_critic_process:
-        require_critic_half(manifest)
+        require_critic_checkpoint(manifest)
     return manifest, saved
 
 

@@ -113,7 +113,7 @@ def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | N
     refusal: ProtocolError | None = None
     for manifest in store.undamaged():
         name = checkpoint_id(manifest.run_id, manifest.step)
-        require_critic_half(manifest)
+        require_critic_checkpoint(manifest)
         try:
             restored, expected = critic.restore(name, manifest.critic["files"]), manifest.critic["critic_step"]
             if restored != expected:
@@ -129,7 +129,7 @@ def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | N
     return store.latest()
 
 
-def require_critic_half(manifest: Manifest) -> None:
+def require_critic_checkpoint(manifest: Manifest) -> None:
     """
     Raises:
         UserError: the manifest names no critic checkpoint, which a run with a critic server needs.

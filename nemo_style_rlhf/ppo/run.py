@@ -76,7 +76,7 @@ def tiny_run(config: PPOActorConfig) -> PPOActorConfig:
     tiny.algorithm.filter = FilterConfig()
     if tiny.algorithm.truncated_samples == "mask":
         tiny.algorithm.truncated_samples = "keep"  # every sample of a tiny run is truncated
-    tiny.audit.on_logprob_gap = tiny.audit.on_sign = "warn"  # too few and too short samples for these checks
+    tiny.audit.on_logprob_gap = tiny.audit.on_unhealthy = "warn"  # too few and too short samples for these checks
     tiny.tracking.wandb.enabled = False
     tiny.checkpoint.save_on_interrupt = False
     tiny.checkpoint.keep_last = 2  # undo() needs the checkpoint of step 0

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
-from nemo_style_rlhf.checkpoint.store import CheckpointStore
+from nemo_style_rlhf.checkpoint.store import ACTOR, CheckpointStore
 from nemo_style_rlhf.critic_service.connection import ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.distributed.ranks import Ranks
@@ -56,13 +56,13 @@ class Saver:
             Exception: the previous checkpoint failed, see :meth:`settle`.
         """
         self.settle(at=step)
-        critic_half: Future[dict[str, Any]] | None = None
+        critic_checkpoint: Future[dict[str, Any]] | None = None
         if self._critic is not None and self._ranks.is_first:
-            critic_half = self._critic.save(
+            critic_checkpoint = self._critic.save(
                 checkpoint_id(self._run_id, step), critic_step=critic_step, export=export_critic
             )
         rows = None if self._rollouts is None else self._rollouts.writing
-        self._writing = self._thread.submit(self._write, step, engine.snapshot(), state, critic_half, rows)
+        self._writing = self._thread.submit(self._write, step, engine.snapshot(), state, critic_checkpoint, rows)
 
     @property
     def failed(self) -> bool:
@@ -111,21 +111,21 @@ class Saver:
 
     def load(self, engine: Engine, step: int) -> None:
         """Load the actor checkpoint of ``step``."""
-        engine.load(self._store.actor_half(step) / "engine")
+        engine.load(self._store.part(step, ACTOR) / "engine")
 
     def _write(
         self,
         step: int,
         copy: Snapshot,
         state: dict[str, Any],
-        critic_half: "Future[dict[str, Any]] | None",
+        critic_checkpoint: "Future[dict[str, Any]] | None",
         rows: "Future[None] | None",
     ) -> None:
         """Write the critic checkpoint, then the actor's, then the manifest that names both; then both sides prune."""
-        folder, whole_or_absent = self._store.actor_half(step), partial(self._store.whole_or_absent, step)
+        folder, whole_or_absent = self._store.part(step, ACTOR), partial(self._store.whole_or_absent, step)
 
         def begin() -> dict[str, Any]:
-            described = {} if critic_half is None else critic_half.result()
+            described = {} if critic_checkpoint is None else critic_checkpoint.result()
             with whole_or_absent():
                 self._store.begin(step)
             return described

@@ -22,7 +22,7 @@ from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import OwnWeights
-from nemo_style_rlhf.ppo.audit import Health, Probe, audit_gap, audit_signs
+from nemo_style_rlhf.ppo.audit import Health, Probe, audit_gap, check_health
 from nemo_style_rlhf.ppo.export import export_policy
 from nemo_style_rlhf.ppo.metrics import excerpts, rollout_columns, rollout_metrics, validation_metrics
 from nemo_style_rlhf.ppo.session import Session
@@ -182,15 +182,15 @@ class PPOTrainer:
         metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._session.save_stall}
         self._session.save_stall = 0.0
         self._write_metrics(step, metrics)
-        self._audit_signs(step, metrics, experience)
+        self._check_health(step, metrics, experience)
         return metrics
 
-    def _audit_signs(self, step: int, metrics: dict[str, float], experience: Experience) -> None:
+    def _check_health(self, step: int, metrics: dict[str, float], experience: Experience) -> None:
         def texts(row: int) -> tuple[str, str]:
             rollout = experience.rollouts[row]
             return rollout.prompt.text, str(self._parts.tokenizer.decode(rollout.response_tokens))
 
-        health = audit_signs(
+        health = check_health(
             self._config.audit,
             metrics,
             Health(**self._session.progress.health),

@@ -54,7 +54,7 @@ class CheckpointConfig:
 
 
 @dataclass
-class SignsConfig:
+class HealthConfig:
     """Limits of the health checks for reward hacking and collapse, in the units of their metrics; null disables a check. The
     last two have defaults, so that a run that goes wrong says so unasked."""
 
@@ -76,10 +76,10 @@ class SignsConfig:
 
     def validate(self) -> None:
         kl, share = self.runaway_kl, self.min_distinct_2_share
-        require(kl is None or kl > 0, "audit.signs.runaway_kl", kl, "nats per token above 0, or null for no check")
+        require(kl is None or kl > 0, "audit.health.runaway_kl", kl, "nats per token above 0, or null for no check")
         require(
             share is None or 0 < share < 1,
-            "audit.signs.min_distinct_2_share",
+            "audit.health.min_distinct_2_share",
             share,
             "a share between 0 and 1, or null for no check",
         )
@@ -106,13 +106,13 @@ class AuditConfig:
     """Largest accepted mean |sampler - trainer| log-probability of a rollout, nats (train_rollouts/sampler_logprob_gap_mean)."""
     on_logprob_gap: str = "warn"
     """warn, or stop before the update."""
-    signs: SignsConfig = field(default_factory=SignsConfig)
-    on_sign: str = "warn"
+    health: HealthConfig = field(default_factory=HealthConfig)
+    on_unhealthy: str = "warn"
     """warn (once, then every 10 steps while the check fails), or stop after the step's metrics are written."""
 
     def validate(self) -> None:
         require_choice("audit.on_logprob_gap", self.on_logprob_gap, ("warn", "stop"))
-        require_choice("audit.on_sign", self.on_sign, ("warn", "stop"))
+        require_choice("audit.on_unhealthy", self.on_unhealthy, ("warn", "stop"))
 
 
 @dataclass
@@ -133,7 +133,7 @@ class PPOActorConfig:
 
     @property
     def needs_reference(self) -> bool:
-        return self.algorithm.initial_policy_kl_penalty != 0 or self.audit.signs.max_init_policy_kl is not None
+        return self.algorithm.initial_policy_kl_penalty != 0 or self.audit.health.max_init_policy_kl is not None
 
     @property
     def uses_critic_process(self) -> bool:

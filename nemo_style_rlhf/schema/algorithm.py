@@ -112,7 +112,7 @@ class AlgorithmConfig:
     """Whiten advantages over all response tokens of the rollout (PPO, REINFORCE++; GRPO and RLOO do not)."""
 
     initial_policy_kl_penalty: float = 0.01
-    """Coefficient of the KL term; with 0 no reference is loaded and KL is not measured, unless audit.signs asks for it."""
+    """Coefficient of the KL term; with 0 no reference is loaded and KL is not measured, unless audit.health asks for it."""
     kl_in: str = "reward"
     """reward (per token, PPO and REINFORCE++) or loss (a term of the policy loss, GRPO)."""
     kl_estimator: str = "k1"

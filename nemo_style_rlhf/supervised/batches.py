@@ -53,7 +53,7 @@ class PairBatch:
 
 def learned_tokens(rows: Sequence[SFTExample]) -> int:
     """Number of loss tokens in ``rows``."""
-    return sum(row.num_learned for row in rows)
+    return sum(row.num_loss_tokens for row in rows)
 
 
 def collate_sft(rows: Sequence[SFTExample], step_rows: Sequence[SFTExample], pad_token_id: int) -> SFTBatch:

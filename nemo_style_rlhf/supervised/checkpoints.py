@@ -1,6 +1,7 @@
 """Checkpoints of an unfinished stage. Lightning writes and reads them; this module checks that they are whole and of this run."""
 
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from nemo_style_rlhf.checkpoint.data import read_data
-from nemo_style_rlhf.checkpoint.files import storage_failure
-from nemo_style_rlhf.checkpoint.owner import require_owned
+from nemo_style_rlhf.checkpoint.files import published, storage_failure
 from nemo_style_rlhf.checkpoint.starts import require_same
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import SupervisedConfig
@@ -68,25 +68,27 @@ def checkpoint_callback(config: SupervisedConfig) -> ModelCheckpoint:
     )
 
 
+@contextmanager
+def storage_errors(checkpoint: Path) -> Iterator[None]:
+    """Context for everything that writes ``checkpoint``.
+
+    Raises:
+        UserError: the disk refused.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        reason = storage_failure(error)
+        if reason is None:
+            raise
+        raise UserError(
+            f"the checkpoint {checkpoint} cannot be written ({reason}): make room and start again, the last one is whole"
+        ) from error
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Gives a checkpoint its name only once it is complete on the disk."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        final = Path(path)
-        beside = final.with_name(final.name + ".tmp")
-        require_owned()
-        try:
-            beside.unlink(missing_ok=True)  # an earlier owner may still have it open
+        with storage_errors(Path(path)), published(Path(path)) as beside:
             super().save_checkpoint(checkpoint, beside, storage_options)
-            with beside.open("rb") as file:
-                os.fsync(file.fileno())
-            require_owned()
-            beside.replace(final)
-        except (OSError, RuntimeError) as error:
-            beside.unlink(missing_ok=True)
-            reason = storage_failure(error)
-            if reason is None:
-                raise
-            raise UserError(
-                f"the checkpoint {final} cannot be written ({reason}): make room and start again, the last one is whole"
-            ) from error

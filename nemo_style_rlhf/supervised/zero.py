@@ -1,6 +1,6 @@
 """Lightning's DeepSpeed strategy, extended to CPUs and to checkpoints that are either complete or absent."""
 
-import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,11 @@ from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.plugins.precision import DeepSpeedPrecision
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 
-from nemo_style_rlhf.checkpoint.files import fsync, fsync_tree, storage_failure
-from nemo_style_rlhf.checkpoint.owner import require_owned
+from nemo_style_rlhf.checkpoint.files import published, unpublished
 from nemo_style_rlhf.engine.files import read_data_only
-from nemo_style_rlhf.engine.shares import make_whole, use_heads_in_shares
-from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.engine.shards import make_whole, use_sharded_heads
 from nemo_style_rlhf.launch.bootstrap import init_distributed
-from nemo_style_rlhf.supervised.checkpoints import IDENTITY, PROGRESS_FILE
+from nemo_style_rlhf.supervised.checkpoints import IDENTITY, PROGRESS_FILE, storage_errors
 
 
 class ZeroStrategy(DeepSpeedStrategy):
@@ -55,7 +53,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         super()._initialize_deepspeed_train(model)
         read_data_only(self.deepspeed_engine)
         if self.zero_stage_3:
-            use_heads_in_shares(model)
+            use_sharded_heads(model)
             torch.set_autocast_cache_enabled(
                 False
             )  # the cache would keep the bf16 weights of every layer until the forward ends
@@ -63,27 +61,13 @@ class ZeroStrategy(DeepSpeedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a folder, to which every rank adds its shard."""
         final = Path(self.broadcast(str(filepath)))
-        beside = final.with_name(final.name + ".tmp")
-        if self.is_global_zero:
-            require_owned()
-            shutil.rmtree(beside, ignore_errors=True)  # left by a killed run
-        self.barrier()
-        try:
-            super().save_checkpoint(checkpoint, beside, storage_options)
+        with storage_errors(final), published(final) if self.is_global_zero else nullcontext():
+            self.barrier()  # until the first rank has removed what a killed run left
+            super().save_checkpoint(checkpoint, unpublished(final), storage_options)
             self.barrier()
             if self.is_global_zero:
-                torch.save({name: checkpoint[name] for name in (IDENTITY, "loops")}, beside / PROGRESS_FILE)
-                fsync_tree(beside)
-                require_owned()
-                beside.replace(final)
-                fsync(final.parent)
-        except (OSError, RuntimeError) as error:
-            reason = storage_failure(error)
-            if reason is None:
-                raise
-            raise UserError(
-                f"the checkpoint {final} cannot be written ({reason}): make room and start again, the last one is whole"
-            ) from error
+                progress = {name: checkpoint[name] for name in (IDENTITY, "loops")}
+                torch.save(progress, unpublished(final) / PROGRESS_FILE)
         self.barrier()
 
     def on_train_end(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.tracking import TrackingConfig
 
@@ -43,9 +44,7 @@ class MetricsWriter:
         if damaged := steps.count(None):
             log.warning("%s: damaged lines left out, %d of %d", self._path, damaged, len(lines))
         kept = [line for line, its in zip(lines, steps, strict=True) if its is not None and its <= step]
-        beside = self._path.with_suffix(".tmp")
-        beside.write_bytes(b"".join(line + b"\n" for line in kept))
-        beside.replace(self._path)
+        write_atomically(self._path, b"".join(line + b"\n" for line in kept))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._path.open("a") as file:

@@ -199,8 +199,8 @@ def keep_running(run: Run) -> int | None:
 def mend(run: Run) -> None:
     """Follow the advice of the ended actor to its user about folders that faults have replaced or taken away."""
     assert run.actor is not None
-    for half in ("actor", "critic"):
-        if failure := put_back(run.folder / half / "checkpoints"):
+    for process in ("actor", "critic"):
+        if failure := put_back(run.folder / process / "checkpoints"):
             run.failures.append(failure)
     sentence = run.said().rpartition("error: ")[2]
     if run.lost and "no checkpoint can be restored" in sentence:

@@ -131,7 +131,7 @@ def damage(folder: Path, draw: random.Random) -> None:
     path.write_bytes(content)
 
 
-def damage_actor_half(run: "Run") -> None:
+def damage_actor_checkpoint(run: "Run") -> None:
     """Damage the last of several actor checkpoints: a run that loses its only one cannot go on."""
     run.kill_both()
     if len(steps := run.committed()) > 1 and not run.over:
@@ -139,13 +139,13 @@ def damage_actor_half(run: "Run") -> None:
     raise Broken
 
 
-def damage_critic_half(run: "Run") -> None:
+def damage_critic_checkpoint(run: "Run") -> None:
     run.kill_both()
     if len(steps := run.committed()) > 1 and not run.over:
-        for half in (run.folder / "critic" / "checkpoints").glob(
+        for checkpoint in (run.folder / "critic" / "checkpoints").glob(
             f"*-step_{steps[-1]:06d}/critic"
         ):  # one match, if it is not lost
-            damage(half, run.draw)
+            damage(checkpoint, run.draw)
     raise Broken
 
 
@@ -244,12 +244,12 @@ def second_server(run: "Run") -> None:
     )
 
 
-def intrude(run: "Run", owner: Process, half: str, python: Path, command: list[str]) -> None:
+def intrude(run: "Run", owner: Process, role: str, python: Path, command: list[str]) -> None:
     """Start a second process on the folder of ``owner``, once that owns it: it is refused, unless the owner ends meanwhile."""
     deadline = time.monotonic() + INTRUDER_S
-    while owner.poll() is None and owner_of(run.folder / half) != owner.pid and time.monotonic() < deadline:
+    while owner.poll() is None and owner_of(run.folder / role) != owner.pid and time.monotonic() < deadline:
         time.sleep(0.1)
-    if owner_of(run.folder / half) != owner.pid:
+    if owner_of(run.folder / role) != owner.pid:
         return
     log = run.folder / f"intruder{len(run.happened)}.log"
     intruder = Process(command, log, warm_python=python)
@@ -257,7 +257,7 @@ def intrude(run: "Run", owner: Process, half: str, python: Path, command: list[s
         time.sleep(0.1)
     intruder.kill()
     if f"(process {owner.pid} on " not in intruder.output() and owner.poll() is None:
-        run.failures.append(f"a second process on {half} was not refused: {intruder.output()[-3000:]}")
+        run.failures.append(f"a second process on {role} was not refused: {intruder.output()[-3000:]}")
 
 
 def owner_of(folder: Path) -> int | None:
@@ -311,7 +311,7 @@ def put_back(folder: Path) -> str | None:
 
 FAULTS = [
     kill_actor, kill_server, kill_both, kill_tritonserver, kill_endpoint, cut_connection, stall, deliver_late,
-    terminate_actor, preempt_actor, terminate_server, take_over, damage_actor_half, damage_critic_half,
+    terminate_actor, preempt_actor, terminate_server, take_over, damage_actor_checkpoint, damage_critic_checkpoint,
     fill_actors_disk, fill_servers_disk, slow_both_disks, pause_server, pause_actor, hang_up, fill_shared_memory,
     second_actor, second_server, lose_actors_checkpoints, lose_critics_checkpoints, link_actors_checkpoints,
     link_critics_checkpoints, kill_parents_of_hung_endpoint,

@@ -78,7 +78,7 @@ class CriticServer:
         self.port = json.loads(self.ready_file.read_text())["port"]
         return self
 
-    def half(self, checkpoint_id: str) -> str:
+    def checkpoint_digest(self, checkpoint_id: str) -> str:
         """Digest of the weights, optimizer state and schedule in the critic checkpoint."""
         return digest_of_files(self.output_dir / "checkpoints" / checkpoint_id / "critic")
 

@@ -292,7 +292,7 @@ class Watch:
     def check_weights(self) -> None:
         """Check at the end that weights, optimizer and schedule are equal to the bit, and that a train step succeeds."""
         after = self._critic.save(AFTER).result()
-        assert self._server.half(AFTER) == self._server.half(BEFORE)
+        assert self._server.checkpoint_digest(AFTER) == self._server.checkpoint_digest(BEFORE)
         lease = self._critic._require_lease()
         assert post(self._server, valid_train(lease, after["critic_step"] + 1)).status_code == 200
 

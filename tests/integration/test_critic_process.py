@@ -258,7 +258,9 @@ def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_
         assert critic.restore("test-step_000006", files) == 0
 
 
-def test_a_half_of_another_critic_is_refused_and_the_server_goes_on(shared_server: CriticServer, make_server) -> None:
+def test_a_checkpoint_of_another_critic_is_refused_and_the_server_goes_on(
+    shared_server: CriticServer, make_server
+) -> None:
     server = make_server("model.lora.rank=2")
     shutil.copytree(shared_server.output_dir / "checkpoints", server.output_dir / "checkpoints")
     with server.start().client() as critic:

@@ -244,7 +244,7 @@ def test_rule_3_a_step_in_parts_equals_a_step_in_one(shared_server: CriticServer
     with shared_server.client(max_request_bytes=8192) as splitting:
         in_parts = splitting.train(batch, step=1).result()
         splitting.save("test-step_000002").result()
-    assert shared_server.half("test-step_000002") == shared_server.half("test-step_000001")
+    assert shared_server.checkpoint_digest("test-step_000002") == shared_server.checkpoint_digest("test-step_000001")
     assert {**in_parts, "seconds": 0} == {**whole, "seconds": 0}
 
 
@@ -261,7 +261,7 @@ def test_rule_3_repeated_parts_return_the_stored_answer_and_train_nothing(
     assert send(critic, first) == answer
     assert critic.status().critic_step == 1
     critic.save("test-step_000002").result()
-    assert shared_server.half("test-step_000002") == shared_server.half("test-step_000001")
+    assert shared_server.checkpoint_digest("test-step_000002") == shared_server.checkpoint_digest("test-step_000001")
 
 
 def test_rule_3_a_step_that_does_not_follow_is_refused_with_both_numbers(critic: RemoteCritic) -> None:
@@ -323,9 +323,9 @@ def test_rule_4_restore_is_exact_to_the_last_bit(shared_server: CriticServer, cr
     again = [critic.train(train_batch(seed), step=seed).result() for seed in (2, 3)]
     critic.save("test-step_000004").result()
     assert (
-        shared_server.half("test-step_000004")
-        == shared_server.half("test-step_000003")
-        != shared_server.half("test-step_000001")
+        shared_server.checkpoint_digest("test-step_000004")
+        == shared_server.checkpoint_digest("test-step_000003")
+        != shared_server.checkpoint_digest("test-step_000001")
     )
     assert [{**step, "seconds": 0} for step in again] == [{**step, "seconds": 0} for step in then]
 
@@ -343,10 +343,10 @@ def test_rule_4_training_waits_for_the_copy_and_not_for_the_disk(
         slow.unlink()
         assert before.result()["critic_step"] == 0
         critic.save("test-step_000002", critic_step=1).result()
-        assert server.half("test-step_000001") != server.half("test-step_000002")
+        assert server.checkpoint_digest("test-step_000001") != server.checkpoint_digest("test-step_000002")
         assert critic.restore("test-step_000001", before.result()["files"]) == 0
         critic.save("test-step_000003").result()
-        assert server.half("test-step_000003") == server.half("test-step_000001")
+        assert server.checkpoint_digest("test-step_000003") == server.checkpoint_digest("test-step_000001")
 
 
 def test_rule_4_a_step_that_is_gone_cannot_be_saved(critic: RemoteCritic) -> None:
@@ -387,7 +387,9 @@ def test_rule_4_commit_keeps_the_last_ones(scratch_server: CriticServer) -> None
         assert refusal.value.code is Code.NOT_FOUND
 
 
-def test_rule_4_a_half_that_is_not_the_manifests_is_refused(shared_server: CriticServer, critic: RemoteCritic) -> None:
+def test_rule_4_a_critic_checkpoint_that_is_not_the_manifests_is_refused(
+    shared_server: CriticServer, critic: RemoteCritic
+) -> None:
     files = critic.save("test-step_000005").result()["files"]
     name = next(iter(files))
     with pytest.raises(ProtocolError, match="not the one asked for"):
@@ -402,27 +404,29 @@ def test_rule_4_a_half_that_is_not_the_manifests_is_refused(shared_server: Criti
     assert critic.restore(START, None) == 0
 
 
-def test_rule_4_the_actor_falls_back_to_a_checkpoint_whose_critic_half_is_whole(
+def test_rule_4_the_actor_falls_back_to_a_checkpoint_whose_critic_checkpoint_is_whole(
     shared_server: CriticServer, critic: RemoteCritic, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     critic.acquire("run")
     for step in (1, 2):
         store.begin(step)
-        half = critic.save(checkpoint_id("run", step)).result()
-        store.commit(step, "run", critic=half, state={}, versions={})
-    halves = shared_server.output_dir / "checkpoints"
-    (halves / checkpoint_id("run", 2) / "critic" / next(iter(half["files"]))).write_bytes(b"x")
+        saved = critic.save(checkpoint_id("run", step)).result()
+        store.commit(step, "run", critic=saved, state={}, versions={})
+    checkpoints = shared_server.output_dir / "checkpoints"
+    (checkpoints / checkpoint_id("run", 2) / "critic" / next(iter(saved["files"]))).write_bytes(b"x")
     restored = restore_newest(critic, store)
     assert restored is not None and restored.step == 1
     assert "is damaged" in caplog.text and "falling back to the checkpoint before it" in caplog.text
-    shutil.rmtree(halves / checkpoint_id("run", 1))
+    shutil.rmtree(checkpoints / checkpoint_id("run", 1))
     critic.acquire("run")  # under the old lease the answer would be that of before
     with pytest.raises(UserError, match=r"no checkpoint can be restored: .* checkpoint run-step_000002 is damaged"):
         restore_newest(critic, store)
 
 
-def test_rule_4_a_half_that_was_removed_is_saved_again(shared_server: CriticServer, critic: RemoteCritic) -> None:
+def test_rule_4_a_critic_checkpoint_that_was_removed_is_saved_again(
+    shared_server: CriticServer, critic: RemoteCritic
+) -> None:
     """A save that is repeated is not answered from memory then."""
     critic.acquire("run")
     first = critic.save("run-step_000001").result()

@@ -28,8 +28,8 @@ ATTACK = checkpoint_id("test", 666)
 
 
 @pytest.fixture
-def half(shared_server: CriticServer, critic: RemoteCritic) -> Iterator[Path]:
-    """The server's half of the checkpoint ``ATTACK``, which a test may spoil; the server must serve on."""
+def checkpoint(shared_server: CriticServer, critic: RemoteCritic) -> Iterator[Path]:
+    """The critic checkpoint ``ATTACK``, which a test may spoil; the server must serve on."""
     critic.save(ATTACK).result()
     folder = shared_server.output_dir / "checkpoints" / ATTACK
     yield folder / "critic"
@@ -39,20 +39,20 @@ def half(shared_server: CriticServer, critic: RemoteCritic) -> Iterator[Path]:
     assert shared_server.process.poll() is None
 
 
-def weights(half: Path) -> Path:
-    (path,) = half.rglob("*model_states.pt")
+def weights(checkpoint: Path) -> Path:
+    (path,) = checkpoint.rglob("*model_states.pt")
     return path
 
 
-def sign(half: Path) -> dict[str, str]:
-    """Have the half's record name all its files with their digests, as somebody who may write there can."""
-    record = json.loads((half / "critic.json").read_text())
+def sign(checkpoint: Path) -> dict[str, str]:
+    """Have the checkpoint's record name all its files with their digests, as somebody who may write there can."""
+    record = json.loads((checkpoint / "critic.json").read_text())
     record["digests"] = {
-        path.relative_to(half).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in half.rglob("*")
+        path.relative_to(checkpoint).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in checkpoint.rglob("*")
         if path.is_file() and path.name != "critic.json"
     }
-    (half / "critic.json").write_text(json.dumps(record))
+    (checkpoint / "critic.json").write_text(json.dumps(record))
     return record["digests"]
 
 
@@ -69,34 +69,34 @@ def refusal(ask: Callable[[], object]) -> ProtocolError:
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_pickle_in_a_checkpoint_is_not_run(
-    half: Path, critic: RemoteCritic, tmp_path: Path, signed: bool, asked: bool
+    checkpoint: Path, critic: RemoteCritic, tmp_path: Path, signed: bool, asked: bool
 ) -> None:
     """Whether its digest is on record and asked for or not."""
     marker = tmp_path / "marker"
-    weights(half).write_bytes(pickle.dumps({"module": Attack(marker)}))
-    digests = sign(half) if signed else json.loads((half / "critic.json").read_text())["digests"]
+    weights(checkpoint).write_bytes(pickle.dumps({"module": Attack(marker)}))
+    digests = sign(checkpoint) if signed else json.loads((checkpoint / "critic.json").read_text())["digests"]
     refused = refusal(lambda: critic.restore(ATTACK, digests if asked else None))
     assert not marker.exists()
     assert refused.code is Code.CONFLICT and f"checkpoint {ATTACK} is damaged: " in refused.message
 
 
 @pytest.mark.parametrize("in_zip", [False, True])
-def test_nor_is_one_that_torch_wrote(half: Path, critic: RemoteCritic, tmp_path: Path, in_zip: bool) -> None:
-    marker, path = tmp_path / "marker", weights(half)
+def test_nor_is_one_that_torch_wrote(checkpoint: Path, critic: RemoteCritic, tmp_path: Path, in_zip: bool) -> None:
+    marker, path = tmp_path / "marker", weights(checkpoint)
     content = torch.load(path, weights_only=True)
     torch.save({**content, "global_steps": Attack(marker)}, path, _use_new_zipfile_serialization=in_zip)
-    sign(half)
+    sign(checkpoint)
     refused = refusal(lambda: critic.restore(ATTACK, None))
     assert not marker.exists()
     assert path.name in refused.message and "something else than tensors and plain values" in refused.message
 
 
-def test_a_refused_restore_changes_nothing(half: Path, critic: RemoteCritic, tmp_path: Path) -> None:
+def test_a_refused_restore_changes_nothing(checkpoint: Path, critic: RemoteCritic, tmp_path: Path) -> None:
     """Not even where the model's file is whole and another is not."""
-    (weights(half).parent / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(
+    (weights(checkpoint).parent / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(
         pickle.dumps(Attack(tmp_path / "x"))
     )
-    sign(half)
+    sign(checkpoint)
     critic.train(train_batch(1), step=1).result()
     before = critic.infer(sequences(1)).result()
     refusal(lambda: critic.restore(ATTACK, None))
@@ -105,28 +105,28 @@ def test_a_refused_restore_changes_nothing(half: Path, critic: RemoteCritic, tmp
     assert after.critic_steps == {1}
 
 
-def test_a_file_that_the_record_does_not_list_is_refused_by_name(half: Path, critic: RemoteCritic) -> None:
-    (half / "state" / "surplus.bin").write_bytes(b"x")
+def test_a_file_that_the_record_does_not_list_is_refused_by_name(checkpoint: Path, critic: RemoteCritic) -> None:
+    (checkpoint / "state" / "surplus.bin").write_bytes(b"x")
     assert "surplus.bin is none of its files" in refusal(lambda: critic.restore(ATTACK, None)).message
 
 
-def test_a_link_in_a_half_is_refused_by_name(half: Path, critic: RemoteCritic, tmp_path: Path) -> None:
-    path = weights(half)
+def test_a_link_in_a_checkpoint_is_refused_by_name(checkpoint: Path, critic: RemoteCritic, tmp_path: Path) -> None:
+    path = weights(checkpoint)
     path.rename(tmp_path / path.name)
     path.symlink_to(tmp_path / path.name)
     assert f"{path.name} is no plain file" in refusal(lambda: critic.restore(ATTACK, None)).message
 
 
-def test_a_half_that_is_a_link_is_refused(half: Path, critic: RemoteCritic, tmp_path: Path) -> None:
-    shutil.move(half, tmp_path / "elsewhere")
-    half.symlink_to(tmp_path / "elsewhere")
+def test_a_checkpoint_that_is_a_link_is_refused(checkpoint: Path, critic: RemoteCritic, tmp_path: Path) -> None:
+    shutil.move(checkpoint, tmp_path / "elsewhere")
+    checkpoint.symlink_to(tmp_path / "elsewhere")
     assert "critic is no plain folder" in refusal(lambda: critic.restore(ATTACK, None)).message
 
 
 @pytest.mark.parametrize("record", ["[]", '{"critic_step": 0, "digests": []}', '{"critic_step": "0", "digests": {}}',
                                     '{"critic_step": 0, "digests": {"../../x": "y"}, "critic": 1}'])  # fmt: skip
-def test_a_record_that_is_none_is_damage(half: Path, critic: RemoteCritic, record: str) -> None:
-    (half / "critic.json").write_text(record)
+def test_a_record_that_is_none_is_damage(checkpoint: Path, critic: RemoteCritic, record: str) -> None:
+    (checkpoint / "critic.json").write_text(record)
     assert f"checkpoint {ATTACK} is damaged: critic.json" in refusal(lambda: critic.restore(ATTACK, None)).message
 
 

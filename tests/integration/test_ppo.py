@@ -129,7 +129,7 @@ def test_checkpoints_name_both_halves_and_old_ones_are_gone(finished):
     assert manifest["step"] == STEPS
     assert manifest["critic"]["critic_step"] == STEPS
     assert manifest["state"]["data_position"] == STEPS * 24
-    assert manifest["actor"]["identity.json"]
+    assert manifest["files"]["actor/identity.json"]
     assert manifest["critic"]["files"]
     assert manifest["versions"]["torch"] == torch.__version__
 

@@ -16,7 +16,7 @@ ALLOWED = {
     "schema": {"errors", "algorithms"},  # names of estimators are checked against the functions that know them
     "launch": BASE,
     "distributed": BASE,
-    "tracking": BASE | {"launch"},
+    "tracking": BASE | {"launch", "checkpoint"},
     "checkpoint": BASE,
     "models": BASE | {"checkpoint"},  # samples of files
     "data": BASE,

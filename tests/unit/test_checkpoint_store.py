@@ -76,7 +76,7 @@ def test_a_damaged_one_falls_back_to_the_one_before_and_says_so(tmp_path, caplog
     folder = save(store, 2)
     damage(folder / "actor" / "w.bin")
     assert store.latest().step == 1
-    assert re.search(r"step_000002 is damaged \(w.bin( is no plain file)?\)", caplog.text)
+    assert re.search(r"step_000002 is damaged \(actor/w.bin( is no plain file)?\)", caplog.text)
 
 
 @pytest.mark.parametrize("place", ["surplus.pt", "engine/state/surplus.pt"])
@@ -87,7 +87,7 @@ def test_one_with_a_file_that_its_manifest_does_not_list_is_damaged(tmp_path, ca
     surplus.parent.mkdir(parents=True, exist_ok=True)
     surplus.write_text("x")
     assert store.latest().step == 1
-    assert f"step_000002 is damaged ({place} is none of its files)" in caplog.text
+    assert f"step_000002 is damaged (actor/{place} is none of its files)" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["actor", "actor/w.bin", "manifest.json"])
@@ -98,7 +98,7 @@ def test_one_with_a_link_in_it_is_damaged_though_it_leads_to_the_same(tmp_path, 
     linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(tmp_path / "elsewhere")
     assert store.latest().step == 1
-    assert re.search(rf"step_000002 is damaged \({linked.name}\b", caplog.text)
+    assert re.search(rf"step_000002 is damaged \({place}\b", caplog.text)
 
 
 def test_a_pipe_in_one_keeps_nobody_waiting(tmp_path, caplog):
@@ -119,13 +119,13 @@ def test_names_that_lead_out_of_one_are_not_followed(tmp_path, caplog):
     outside = tmp_path / "outside"
     outside.write_text("x")
     content = json.loads(path.read_text())
-    content["actor"]["../../outside"] = hashlib.sha256(b"x").hexdigest()
+    content["files"]["../outside"] = hashlib.sha256(b"x").hexdigest()
     resign(path, content)
     assert store.latest().step == 1
-    assert "step_000002 is damaged (../../outside)" in caplog.text
+    assert "step_000002 is damaged (../outside)" in caplog.text
 
 
-@pytest.mark.parametrize("change", [{"run_id": "../x"}, {"run_id": 1}, {"step": 7}, {"actor": []}])
+@pytest.mark.parametrize("change", [{"run_id": "../x"}, {"run_id": 1}, {"step": 7}, {"files": []}, {"actor": []}])
 def test_so_is_one_whose_manifest_is_of_something_else(tmp_path, caplog, change):
     store = CheckpointStore(tmp_path, keep_last=2)
     save(store, 1)
@@ -214,7 +214,33 @@ def test_prune_keeps_the_last_committed_ones_and_clears_attempts_before_them(tmp
 def test_a_manifest_names_every_file_with_its_digest(tmp_path):
     folder = save(CheckpointStore(tmp_path, keep_last=1), 7)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["actor"] == {"w.bin": hashlib.sha256(b"weights 7").hexdigest()}
+    assert manifest["files"] == {"actor/w.bin": hashlib.sha256(b"weights 7").hexdigest()}
+
+
+def test_every_folder_in_a_checkpoint_is_a_part_of_it(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 1)
+    with store.whole_or_absent(2):
+        store.begin(2)
+        store.part(2, "ahead").mkdir()
+        (store.part(2, "ahead") / "batch.jsonl").write_text("{}")
+        store.commit(2, "run", critic={}, state={}, versions={})
+    assert store.latest().step == 2
+    (store.part(2, "ahead") / "batch.jsonl").write_text("[]")
+    assert store.latest().step == 1
+    assert "step_000002 is damaged (ahead/batch.jsonl)" in caplog.text
+
+
+def test_a_manifest_of_an_earlier_version_lists_the_files_of_the_actor(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 1)
+    path = save(store, 2) / "manifest.json"
+    content = json.loads(path.read_text())
+    content["actor"] = {name.removeprefix("actor/"): digest for name, digest in content.pop("files").items()}
+    resign(path, content)
+    assert store.latest().step == 2
+    (path.parent / "actor" / "w.bin").write_text("weights 3")
+    assert store.latest().step == 1
 
 
 def test_write_atomically_survives_a_kill_at_any_moment(tmp_path):

@@ -1,4 +1,4 @@
-"""The wire contract, the ledger of leases and steps, and the store of halves: no process, no network, no torch."""
+"""The wire contract, the ledger of leases and steps, and the store of critics: no process, no network, no torch."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ from nemo_style_rlhf.critic_service.kserve import decode_response, encode_reques
 from nemo_style_rlhf.critic_service.ledger import Ledger
 from nemo_style_rlhf.critic_service.protocol import Code, Limits, ProtocolError
 from nemo_style_rlhf.critic_service.secret import read_token
-from nemo_style_rlhf.critic_service.store import HalfStore
+from nemo_style_rlhf.critic_service.store import CriticCheckpointStore
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
 from tests.unit.test_checkpoint_store import make_unreadable
@@ -186,74 +186,74 @@ def test_an_answer_of_a_lost_lease_is_nobodys() -> None:
 
 
 def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
-    store = HalfStore(tmp_path)
+    store = CriticCheckpointStore(tmp_path)
     store.save("run-step_000001", 3, lambda directory: (directory / "weights").write_text("old"))
     (tmp_path / "checkpoints/run-step_000001/critic").rename(tmp_path / "checkpoints/run-step_000001/critic.old")
     (tmp_path / "checkpoints/run-step_000001/critic.tmp").mkdir()
-    directory, half = HalfStore(tmp_path).verified("run-step_000001", None)
-    assert half.critic_step == 3
+    directory, record = CriticCheckpointStore(tmp_path).verified("run-step_000001", None)
+    assert record.critic_step == 3
     assert (directory / "weights").read_text() == "old"
     assert not (tmp_path / "checkpoints/run-step_000001/critic.tmp").exists()
 
 
-def test_a_half_of_another_dtype_is_not_restored_whatever_its_ranks(tmp_path: Path) -> None:
-    store = HalfStore(tmp_path, {"model.dtype": "float32"})
+def test_a_checkpoint_of_another_dtype_is_not_restored_whatever_its_ranks(tmp_path: Path) -> None:
+    store = CriticCheckpointStore(tmp_path, {"model.dtype": "float32"})
     store.save("run-step_000001", 3, lambda directory: (directory / "weights").write_text("w"))
     with pytest.raises(ProtocolError, match=r"a critic with model\.dtype float32, this one has bfloat16"):
-        HalfStore(tmp_path, {"model.dtype": "bfloat16"}).verified("run-step_000001", None)
+        CriticCheckpointStore(tmp_path, {"model.dtype": "bfloat16"}).verified("run-step_000001", None)
     record = tmp_path / "checkpoints/run-step_000001/critic/critic.json"
-    half = json.loads(record.read_text())
-    half.pop("critic")
+    content = json.loads(record.read_text())
+    content.pop("critic")
     for earlier in ({}, {"shape": {"ranks": 2}}, {"shape": {"model.dtype": "float32"}}):
-        record.write_text(json.dumps({**half, **earlier}))
+        record.write_text(json.dumps({**content, **earlier}))
         assert store.verified("run-step_000001", None)[1].critic_step == 3
     with pytest.raises(ProtocolError, match=r"a critic with model\.dtype float32, this one has bfloat16"):
-        HalfStore(tmp_path, {"model.dtype": "bfloat16"}).verified("run-step_000001", None)
+        CriticCheckpointStore(tmp_path, {"model.dtype": "bfloat16"}).verified("run-step_000001", None)
 
 
 def test_after_a_fallback_both_sides_keep_the_same_checkpoints(tmp_path: Path) -> None:
     """Those that the run has gone back behind are the first to go, not the last good ones before them."""
-    halves, actors = HalfStore(tmp_path / "server"), CheckpointStore(tmp_path / "actor", keep_last=3)
+    critics, actors = CriticCheckpointStore(tmp_path / "server"), CheckpointStore(tmp_path / "actor", keep_last=3)
 
     def commit(step: int) -> None:
-        halves.save(checkpoint_id("run", step), step, lambda directory: None)
+        critics.save(checkpoint_id("run", step), step, lambda directory: None)
         actors.begin(step)
         actors.commit(step, "run", critic={}, state={}, versions={})
-        halves.commit(checkpoint_id("run", step), keep=3)
+        critics.commit(checkpoint_id("run", step), keep=3)
         actors.prune(step)
 
     for step in (10, 20, 30):
         commit(step)
-    halves.commit(checkpoint_id("run", 20), keep=None)  # as a restore does, here because 30 is damaged
+    critics.commit(checkpoint_id("run", 20), keep=None)  # as a restore does, here because 30 is damaged
     actors.resume_from(20)
     commit(25)
-    assert halves.committed == [checkpoint_id("run", step) for step in (10, 20, 25)]
+    assert critics.committed == [checkpoint_id("run", step) for step in (10, 20, 25)]
     for step in (28, 35):
         commit(step)
-    assert halves.committed == [checkpoint_id("run", step) for step in actors.committed_steps()]
+    assert critics.committed == [checkpoint_id("run", step) for step in actors.committed_steps()]
 
 
-def test_where_the_new_half_cannot_take_its_place_the_old_one_is_back(
+def test_where_the_new_folder_cannot_take_its_place_the_old_one_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = HalfStore(tmp_path)
+    store = CriticCheckpointStore(tmp_path)
     store.save("run-step_000001", 1, lambda directory: (directory / "weights").write_text("old"))
-    rename = Path.rename
+    replace = Path.replace
 
     def refused(path: Path, target: Path) -> Path:
         if path.name == "critic.tmp":
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
-        return rename(path, target)
+        return replace(path, target)
 
-    monkeypatch.setattr(Path, "rename", refused)
+    monkeypatch.setattr(Path, "replace", refused)
     with pytest.raises(ProtocolError, match="make room"):
         store.save("run-step_000001", 2, lambda directory: (directory / "weights").write_text("new"))
-    directory, half = store.verified("run-step_000001", None)
-    assert half.critic_step == 1 and (directory / "weights").read_text() == "old"
+    directory, record = store.verified("run-step_000001", None)
+    assert record.critic_step == 1 and (directory / "weights").read_text() == "old"
 
 
-def test_pruning_leaves_the_actors_half_alone(tmp_path: Path) -> None:
-    store = HalfStore(tmp_path)
+def test_pruning_leaves_the_actors_checkpoint_alone(tmp_path: Path) -> None:
+    store = CriticCheckpointStore(tmp_path)
     for name in ("run-step_000001", "run-step_000002"):
         store.save(name, 1, lambda directory: (directory / "weights").write_text("w"))
         (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
@@ -264,18 +264,18 @@ def test_pruning_leaves_the_actors_half_alone(tmp_path: Path) -> None:
 
 
 def test_pruning_leaves_other_runs_alone(tmp_path: Path) -> None:
-    store = HalfStore(tmp_path)
+    store = CriticCheckpointStore(tmp_path)
     for name in ("old-step_000001", "new-step_000001", "new-step_000002"):
         store.save(name, 1, lambda directory: (directory / "weights").write_text("w"))
         pruned = store.commit(name, keep=1)
     assert pruned == ["new-step_000001"]
-    assert HalfStore(tmp_path).committed == ["old-step_000001", "new-step_000002"]
+    assert CriticCheckpointStore(tmp_path).committed == ["old-step_000001", "new-step_000002"]
     assert store.verified("old-step_000001", None)
 
 
 @pytest.mark.parametrize("name", ["weights", "critic.json"])
 def test_a_half_that_cannot_be_read_is_damaged(tmp_path: Path, name: str) -> None:
-    store = HalfStore(tmp_path)
+    store = CriticCheckpointStore(tmp_path)
     store.save("run-step_000001", 1, lambda directory: (directory / "weights").write_text("w"))
     make_unreadable(tmp_path / "checkpoints" / "run-step_000001" / "critic" / name)
     with pytest.raises(ProtocolError, match=f"is damaged: {name}"):
@@ -285,12 +285,12 @@ def test_a_half_that_cannot_be_read_is_damaged(tmp_path: Path, name: str) -> Non
 def test_a_damaged_list_of_commits_keeps_no_server_from_starting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    HalfStore(tmp_path).save("run-step_000001", 1, lambda directory: None)
+    CriticCheckpointStore(tmp_path).save("run-step_000001", 1, lambda directory: None)
     (tmp_path / "checkpoints" / "critic_committed.json").write_text('["run-st')
-    store = HalfStore(tmp_path)
+    store = CriticCheckpointStore(tmp_path)
     assert store.committed == [] and "critic_committed.json is damaged" in caplog.text
     store.commit("run-step_000001", keep=None)
-    assert HalfStore(tmp_path).committed == ["run-step_000001"]
+    assert CriticCheckpointStore(tmp_path).committed == ["run-step_000001"]
 
 
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_a_run_that_must_resume_is_tried_where_it_can(tmp_path: Path) -> None:
         assert _found(configuration(tmp_path, change))[0] == manifest
 
 
-def test_a_run_with_a_critic_needs_its_half(tmp_path: Path) -> None:
+def test_a_run_with_a_critic_needs_its_critic_checkpoint(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     store = CheckpointStore(tmp_path / "checkpoints", 2)
     (store.begin(3) / IDENTITY_FILE).write_text("{}")

@@ -21,7 +21,7 @@ from nemo_style_rlhf.checkpoint import owner
 from nemo_style_rlhf.checkpoint.owner import LOCK_PATIENCE_S, Owner
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
-from nemo_style_rlhf.critic_service.store import HalfStore
+from nemo_style_rlhf.critic_service.store import CriticCheckpointStore
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import BEAT_S, RunConfig
 
@@ -222,7 +222,10 @@ def test_neither_store_writes_through_a_link_that_takes_its_folders_place(tmp_pa
     (elsewhere / "step_000001" / "actor").mkdir(parents=True)
     (elsewhere / "run-step_000001" / "critic").mkdir(parents=True)
     before = sorted(elsewhere.rglob("*"))
-    store, halves = CheckpointStore(tmp_path / "actor" / "checkpoints", keep_last=1), HalfStore(tmp_path / "critic")
+    store, halves = (
+        CheckpointStore(tmp_path / "actor" / "checkpoints", keep_last=1),
+        CriticCheckpointStore(tmp_path / "critic"),
+    )
 
     def commit(step: int) -> None:
         with store.whole_or_absent(step):

@@ -88,7 +88,7 @@ def test_a_server_that_belonged_to_another_run_is_taken_over_and_named(
         caplog.clear()
 
 
-def test_a_folder_that_is_taken_away_while_it_is_written_to_leaves_no_half(
+def test_a_folder_that_is_taken_away_while_it_is_written_to_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files that came before are gone, and the later ones must not look like all of them."""

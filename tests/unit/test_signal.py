@@ -16,12 +16,12 @@ from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
-from nemo_style_rlhf.ppo.audit import Health, audit_gap, audit_signs
+from nemo_style_rlhf.ppo.audit import Health, audit_gap, check_health
 from nemo_style_rlhf.ppo.metrics import excerpts, ngram_metrics, validation_metrics
 from nemo_style_rlhf.ppo.session import Progress
 from nemo_style_rlhf.rollout.signal import estimate, shape_scores
 from nemo_style_rlhf.rollout.types import Rollout, Sampled
-from nemo_style_rlhf.schema.actor import AuditConfig, PPOActorConfig, SignsConfig
+from nemo_style_rlhf.schema.actor import AuditConfig, HealthConfig, PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, ShapingConfig
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.scoring.interface import Scores
@@ -228,49 +228,52 @@ def audited(
 ) -> Health:
     """After a rollout with METRICS, but for those ``changed``."""
     metrics = METRICS | {f"train_rollouts/{name}": value for name, value in changed.items()}
-    return audit_signs(config, metrics, health, step=step, bigrams=bigrams, samples=lambda: ["one", "two"])
+    return check_health(config, metrics, health, step=step, bigrams=bigrams, samples=lambda: ["one", "two"])
 
 
 def test_audits_warn_or_stop_beyond_their_limits(caplog):
     audit_gap(AuditConfig(max_logprob_gap=0.3, on_logprob_gap="stop"), METRICS)
-    audited(AuditConfig(signs=SignsConfig(min_entropy=0.9, max_init_policy_kl=0.4), on_sign="stop"))
+    audited(AuditConfig(health=HealthConfig(min_entropy=0.9, max_init_policy_kl=0.4), on_unhealthy="stop"))
     assert not caplog.messages
     with caplog.at_level(logging.WARNING):
         audit_gap(AuditConfig(max_logprob_gap=0.1), METRICS)
-        audited(AuditConfig(signs=SignsConfig(min_distinct_2=0.6)), step=7)
+        audited(AuditConfig(health=HealthConfig(min_distinct_2=0.6)), step=7)
     gap, sign = caplog.messages
     assert gap.startswith("train_rollouts/sampler_logprob_gap_mean=0.2 is above audit.max_logprob_gap=0.1:")
-    assert sign.startswith("step 7: train_rollouts/distinct_2=0.5 is below audit.signs.min_distinct_2=0.6:")
+    assert sign.startswith("step 7: train_rollouts/distinct_2=0.5 is below audit.health.min_distinct_2=0.6:")
     assert "rollouts/step_000007.jsonl" in sign and sign.endswith("Samples of this step:\n  one\n  two")
     with pytest.raises(
-        UserError, match=r"response_lengths=50 is above audit\.signs\.max_response_lengths=40; the run stops"
+        UserError, match=r"response_lengths=50 is above audit\.health\.max_response_lengths=40; the run stops"
     ):
-        audited(AuditConfig(signs=SignsConfig(max_response_lengths=40), on_sign="stop"))
+        audited(AuditConfig(health=HealthConfig(max_response_lengths=40), on_unhealthy="stop"))
 
 
-def signs_of(health: Health, caplog: pytest.LogCaptureFixture, **rollout: float) -> list[str]:
+def failed_checks(health: Health, caplog: pytest.LogCaptureFixture, **rollout: float) -> list[str]:
     """The metrics that a default configuration warns of."""
     caplog.clear()
     return list(audited(AuditConfig(), health, **rollout).warned)  # type: ignore[arg-type]
 
 
-def test_runaway_kl_is_a_sign_by_default_where_a_reference_measures_it(caplog):
-    assert signs_of(Health(), caplog, init_policy_kl=0.99) == []
-    assert signs_of(Health(), caplog, init_policy_kl=8.7) == ["init_policy_kl"]
-    assert "init_policy_kl=8.7 is above audit.signs.runaway_kl=1 nats per token: look at" in caplog.text
+def test_runaway_kl_fails_a_check_by_default_where_a_reference_measures_it(caplog):
+    assert failed_checks(Health(), caplog, init_policy_kl=0.99) == []
+    assert failed_checks(Health(), caplog, init_policy_kl=8.7) == ["init_policy_kl"]
+    assert "init_policy_kl=8.7 is above audit.health.runaway_kl=1 nats per token: look at" in caplog.text
     assert "raise algorithm.initial_policy_kl_penalty or lower engine.optim.lr" in caplog.text
-    assert signs_of(Health(), caplog, init_policy_kl=math.nan) == ["init_policy_kl"]
-    explicit = AuditConfig(signs=SignsConfig(max_init_policy_kl=9.0), on_sign="stop")
+    assert failed_checks(Health(), caplog, init_policy_kl=math.nan) == ["init_policy_kl"]
+    explicit = AuditConfig(health=HealthConfig(max_init_policy_kl=9.0), on_unhealthy="stop")
     audited(explicit, init_policy_kl=8.7)
     without = {name: value for name, value in METRICS.items() if "kl" not in name}
-    assert audit_signs(AuditConfig(on_sign="stop"), without, Health(), step=1, bigrams=1000, samples=list).warned == {}
+    assert (
+        check_health(AuditConfig(on_unhealthy="stop"), without, Health(), step=1, bigrams=1000, samples=list).warned
+        == {}
+    )
 
 
 def test_no_reference_is_loaded_for_a_default_limit():
     config = PPOActorConfig()
     config.algorithm.initial_policy_kl_penalty = 0.0
     assert not config.needs_reference
-    config.audit.signs.max_init_policy_kl = 0.5
+    config.audit.health.max_init_policy_kl = 0.5
     assert config.needs_reference
 
 
@@ -288,10 +291,10 @@ def test_no_reference_is_loaded_for_a_default_limit():
 )
 def test_distinct_2_is_compared_with_the_first_rollout(first, bigrams, distinct_2, sign, caplog):
     health = audited(AuditConfig(), distinct_2=0.6, bigrams=first)
-    found = signs_of(health, caplog, distinct_2=distinct_2, bigrams=bigrams, step=2)
+    found = failed_checks(health, caplog, distinct_2=distinct_2, bigrams=bigrams, step=2)
     assert found == (["distinct_2"] if sign else [])
     if sign:
-        assert f"distinct_2={distinct_2:.4g} is below audit.signs.min_distinct_2_share=0.5 of the 0.6" in caplog.text
+        assert f"distinct_2={distinct_2:.4g} is below audit.health.min_distinct_2_share=0.5 of the 0.6" in caplog.text
 
 
 def test_a_small_first_rollout_leaves_the_comparison_to_a_later_one():
@@ -319,7 +322,7 @@ def test_a_sign_that_lasts_is_repeated_every_ten_steps_also_over_a_resume(caplog
 def test_a_run_that_a_sign_stopped_is_stopped_again_after_a_resume():
     health = Health(distinct_2=0.6, bigrams=1000, warned={"distinct_2": 3})
     with pytest.raises(UserError, match=r"distinct_2=0\.1 is below .*; the run stops"):
-        audited(AuditConfig(on_sign="stop"), Health(**asdict(health)), step=4, distinct_2=0.1)
+        audited(AuditConfig(on_unhealthy="stop"), Health(**asdict(health)), step=4, distinct_2=0.1)
 
 
 def test_checkpoints_from_before_the_health_checks_load():

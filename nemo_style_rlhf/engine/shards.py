@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from nemo_style_rlhf.models.policy import PolicyModel
 
 
-def use_heads_in_shares(module: nn.Module) -> None:
+def use_sharded_heads(module: nn.Module) -> None:
     """Have the heads of policies gathered for the policy's forward, which multiplies with the head's weights itself: outside of
     the head's own forward they are sharded."""
     for policy in (part for part in module.modules() if isinstance(part, PolicyModel)):
