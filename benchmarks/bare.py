@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.generation.interface import GenerationRequest, ProbeTarget, SampleId
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
-from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
+from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.loading import load_causal_lm, load_reward_model, load_tokenizer
 from nemo_style_rlhf.models.policy import PolicyModel

@@ -21,10 +21,11 @@ from processes import ROOT
 
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.process_group import init_distributed, require_all_ranks
 from nemo_style_rlhf.generation import transfer
 from nemo_style_rlhf.generation.interface import ProbeTarget
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
-from nemo_style_rlhf.launch.bootstrap import init_distributed, require_all_ranks, setup
+from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.policy import PolicyModel

@@ -23,7 +23,8 @@ from nemo_style_rlhf.critic_service.store import CriticCheckpointStore
 from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker, Infer, Train
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.engine.engine import NonFiniteError
-from nemo_style_rlhf.launch import bootstrap, malloc
+from nemo_style_rlhf.engine.process_group import init_distributed
+from nemo_style_rlhf.launch import malloc
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
 
@@ -125,7 +126,7 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
     """
     if os.environ.get("RANK", "0") == "0":
         log_differences(output_dir, config)
-    bootstrap.init_distributed(device)
+    init_distributed(device)
     gate = Gate()
     worker = CriticWorker(config, device, should_stop=gate.abandoning.is_set)
     if not config.run.dry_run:  # whose folders are each rank's own

@@ -34,7 +34,7 @@ def require_tensor_parallel(ranks: int, size: int) -> None:
 
 
 class Ranks:
-    """The ranks of ``bootstrap.init_distributed``; a single rank without that. Every rank makes the same calls.
+    """The ranks of ``init_distributed``; a single rank without that. Every rank makes the same calls.
 
     Neighboring ranks may form tensor-parallel groups, each of which shares a generator. The first rank of a group leads it.
     """

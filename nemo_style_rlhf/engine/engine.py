@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from nemo_style_rlhf.checkpoint.data import NOT_DATA
+from nemo_style_rlhf.engine import private
 from nemo_style_rlhf.engine.files import unreadable_files
 from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
 from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
@@ -68,8 +69,8 @@ class Engine:
             config=_deepspeed_config(config, module),
             dist_init_required=False,
         )
-        self._deepspeed.checkpoint_engine = InMemory(self._deepspeed._config)
-        self._deepspeed._copy_recovery_script = lambda _: None  # it would write to disk at once
+        private.use_checkpoint_engine(self._deepspeed, InMemory)
+        private.copy_no_script(self._deepspeed)
         if config.zero_stage == 3:
             use_sharded_heads(module)
         self._offloaded = False
@@ -187,9 +188,7 @@ class Engine:
             )
         else:
             load_reshaped(self._deepspeed, saved)
-        # DeepSpeed 0.19.8 keeps stale links to the old optimizer states on an engine that has already stepped.
-        if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
-            self._optimizer._hp_optimizer_states_linked = False
+        private.relink_optimizer_states(self._optimizer)
         follow_config(self._scheduler, self.config.optim)
         self._offload_states()
 

@@ -63,8 +63,3 @@ class DataFiles(TorchCheckpointEngine):  # type: ignore[misc]
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
         return read(Path(path), map_location=map_location)
-
-
-def read_data_only(engine: Any) -> None:
-    """Have a DeepSpeed engine load its checkpoints with :func:`read`."""
-    engine.checkpoint_engine = DataFiles(engine._config)

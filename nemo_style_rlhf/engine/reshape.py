@@ -15,6 +15,7 @@ import torch
 from deepspeed.checkpoint import constants as ds  # type: ignore[import-untyped]
 from torch import Size, Tensor
 
+from nemo_style_rlhf.engine import private
 from nemo_style_rlhf.engine.files import read
 from nemo_style_rlhf.errors import UserError
 
@@ -203,10 +204,14 @@ def _own_flats(engine: Any, own: dict[str, Any], trained: dict[str, Any]) -> lis
         return [([Piece(name, 0, weight.numel(), 0)], weight.shape) for name, weight in trained.items()]
     weights = own[SHARD_KEYS[stage][0]]
     if stage == 3:
-        groups = _zero3_pieces(engine._get_zero_param_shapes(), torch.distributed.get_rank(), engine.dp_world_size)
+        groups = _zero3_pieces(private.parameter_shapes(engine), torch.distributed.get_rank(), engine.dp_world_size)
         return [(pieces, flat.shape) for pieces, flat in zip(groups, weights, strict=True)]
-    mappings = [(name, weight._hp_mapping) for name, weight in trained.items() if weight._hp_mapping is not None]
-    places = [(name, mapping.lp_fragment_address, mapping.hp_fragment_address) for name, mapping in mappings]
+    mappings = [(name, private.fragment(weight)) for name, weight in trained.items()]
+    places = [
+        (name, mapping.lp_fragment_address, mapping.hp_fragment_address)
+        for name, mapping in mappings
+        if mapping is not None
+    ]
     pieces = [Piece(name, low.start, low.numel, high.start) for name, low, high in places]
     ((flat, padding),) = zip(weights, own[ds.GROUP_PADDINGS], strict=True)
     return [(pieces, Size([flat.numel() + padding]))]

@@ -67,36 +67,6 @@ def setup(run: RunConfig) -> torch.device:
     return device
 
 
-def init_distributed(device: torch.device) -> None:
-    """Join the process group that torchrun's variables describe, or be a group of one."""
-    import deepspeed  # type: ignore[import-untyped]
-    from deepspeed.ops import __compatible_ops__  # type: ignore[import-untyped]
-    from deepspeed.utils import logger  # type: ignore[import-untyped]
-
-    logger.setLevel(logging.ERROR)
-    __compatible_ops__["deepspeed_shm_comm"] = False  # its 40 s of compilation never pay off for a few ranks
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" not in os.environ and not torch.distributed.is_initialized():
-        # A group of one needs no rendezvous, so no port to race for and no variables that child processes inherit.
-        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed requires it
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
-
-
-def require_all_ranks() -> None:
-    """Call this after DeepSpeed and vLLM have started: the first of them makes the process group, and vLLM's has one rank.
-
-    Raises:
-        RuntimeError: this rank would train alone.
-    """
-    started, joined = int(os.environ.get("WORLD_SIZE", "1")), torch.distributed.get_world_size()
-    if joined != started:
-        raise RuntimeError(
-            f"{started} ranks were started but this one's process group has {joined}: "
-            "bootstrap.init_distributed must come before vLLM"
-        )
-
-
 def _device(choice: str) -> torch.device:
     if choice == "cuda" and not torch.cuda.is_available():
         raise UserError(

@@ -24,9 +24,10 @@ from nemo_style_rlhf.data.sampling import PromptSampler
 from nemo_style_rlhf.data.templates import check_reward_template, check_template
 from nemo_style_rlhf.distributed.ranks import Ranks, require_tensor_parallel
 from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.process_group import init_distributed, require_all_ranks
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.factory import make_generator
-from nemo_style_rlhf.launch.bootstrap import init_distributed, require_all_ranks, setup
+from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.digests import rows_fingerprint, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora, lora_identity

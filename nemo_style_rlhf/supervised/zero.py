@@ -1,4 +1,7 @@
-"""Lightning's DeepSpeed strategy, extended to CPUs and to checkpoints that are either complete or absent."""
+"""Lightning's DeepSpeed strategy, extended to CPUs and to checkpoints that are either complete or absent.
+
+This file alone touches private parts of Lightning, as they are in version 2.6.
+"""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,9 +13,10 @@ from pytorch_lightning.plugins.precision import DeepSpeedPrecision
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 
 from nemo_style_rlhf.checkpoint.files import published, unpublished
-from nemo_style_rlhf.engine.files import read_data_only
+from nemo_style_rlhf.engine import private
+from nemo_style_rlhf.engine.files import DataFiles
+from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.engine.shards import make_whole, use_sharded_heads
-from nemo_style_rlhf.launch.bootstrap import init_distributed
 from nemo_style_rlhf.supervised.checkpoints import IDENTITY, PROGRESS_FILE, storage_errors
 
 
@@ -51,12 +55,11 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def _initialize_deepspeed_train(self, model: torch.nn.Module) -> None:
         super()._initialize_deepspeed_train(model)
-        read_data_only(self.deepspeed_engine)
+        private.use_checkpoint_engine(self.deepspeed_engine, DataFiles)
         if self.zero_stage_3:
             use_sharded_heads(model)
-            torch.set_autocast_cache_enabled(
-                False
-            )  # the cache would keep the bf16 weights of every layer until the forward ends
+            # The cache would keep the bf16 weights of every layer until the forward ends.
+            torch.set_autocast_cache_enabled(False)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a folder, to which every rank adds its shard."""

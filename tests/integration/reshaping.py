@@ -10,7 +10,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 
 from nemo_style_rlhf.engine.engine import Engine
-from nemo_style_rlhf.launch.bootstrap import init_distributed
+from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, SchedulerConfig
 
 X = torch.linspace(-1, 1, 56).view(8, 7)

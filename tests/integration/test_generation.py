@@ -14,13 +14,14 @@ from torch import Tensor
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_kernels
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator, explain
-from nemo_style_rlhf.launch.bootstrap import init_distributed, setup
+from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.policy import PolicyModel

@@ -50,7 +50,8 @@ def test_a_vllm_that_starts_before_deepspeed_is_noticed(inputs, tmp_path):
     script.write_text(
         "import sys, torch\n"
         "from nemo_style_rlhf.generation.vllm import VLLMGenerator\n"
-        "from nemo_style_rlhf.launch.bootstrap import init_distributed, require_all_ranks, setup\n"
+        "from nemo_style_rlhf.engine.process_group import init_distributed, require_all_ranks\n"
+        "from nemo_style_rlhf.launch.bootstrap import setup\n"
         "from nemo_style_rlhf.schema.common import RunConfig\n"
         "from nemo_style_rlhf.schema.generation import GenerationConfig\n"
         "device = setup(RunConfig(output_dir='unused', device='cpu', num_threads=1))\n"
@@ -70,7 +71,7 @@ def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
         "import sys, torch\n"
         "from pathlib import Path\n"
         "from nemo_style_rlhf.distributed.ranks import Ranks\n"
-        "from nemo_style_rlhf.launch.bootstrap import init_distributed\n"
+        "from nemo_style_rlhf.engine.process_group import init_distributed\n"
         "init_distributed(torch.device('cpu'))\n"
         "ranks, folder = Ranks(), Path(sys.argv[1])\n"
         "ranks.require_shared(folder)\n"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nemo_style_rlhf.checkpoint.files import file_digests
+from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch.bootstrap import init_distributed
 from tests.integration import warm
 from tests.integration.reshaping import CASES, Case, make_engine, resume, write
 

@@ -37,7 +37,7 @@ ALLOWED = {
 OWNERS = {
     "vllm": {"generation"},
     "pytriton": {"critic_service"},
-    "deepspeed": {"engine", "launch"},
+    "deepspeed": {"engine"},
     "requests": {"critic_service", "scoring"},
     "pytorch_lightning": {"supervised", "tracking"},
     "datasets": {"data"},

@@ -8,10 +8,10 @@ from torch import nn
 
 from nemo_style_rlhf.engine.engine import Engine, NonFiniteError
 from nemo_style_rlhf.engine.files import read
+from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.engine.schedule import lr_factor
 from nemo_style_rlhf.engine.shards import make_whole
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch.bootstrap import init_distributed
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, SchedulerConfig
 from tests.attacks import Attack
 from tests.digests import digest_of_state

@@ -8,7 +8,7 @@ import torch
 
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
-from nemo_style_rlhf.launch.bootstrap import init_distributed
+from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.ppo.update import loss_normalizer, samples_per_step, update_actor
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, SchedulerConfig

@@ -1,0 +1,44 @@
+"""The private parts of DeepSpeed that this package touches, as they are in DeepSpeed 0.19.8."""
+
+from typing import Any
+
+from torch import Size
+
+
+def compile_no_shm_comm() -> None:
+    """Never compile DeepSpeed's collectives in shared memory: 40 s that do not pay off for a few ranks."""
+    from deepspeed.ops import __compatible_ops__  # type: ignore[import-untyped]
+
+    __compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def use_checkpoint_engine(engine: Any, kind: type) -> None:
+    """Have ``engine`` write and read the files of its checkpoints through ``kind``, a TorchCheckpointEngine."""
+    engine.checkpoint_engine = kind(engine._config)
+
+
+def copy_no_script(engine: Any) -> None:
+    """Write no script that converts checkpoints beside them: that goes past the checkpoint engine, to the disk."""
+    engine._copy_recovery_script = lambda _: None
+
+
+def relink_optimizer_states(optimizer: Any) -> None:
+    """Call this after a load: an optimizer that has already stepped keeps links from parameters to its old states."""
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        optimizer._hp_optimizer_states_linked = False
+
+
+def parameter_shapes(engine: Any) -> list[dict[str, Size]]:
+    """The shapes of the trained parameters by name, for each of the optimizer's groups."""
+    shapes: list[dict[str, Size]] = engine._get_zero_param_shapes()
+    return shapes
+
+
+def fragment(parameter: Any) -> Any:
+    """Where this rank's optimizer keeps its fragment of ``parameter`` (ZeRO 1 and 2); None if it has none."""
+    return parameter._hp_mapping
+
+
+def gather_no_more(engine: Any) -> None:
+    """Remove the hooks with which ZeRO-3 gathers the weights of a module for its forward."""
+    engine.optimizer.parameter_offload._remove_module_hooks()

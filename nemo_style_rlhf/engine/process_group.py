@@ -1,0 +1,36 @@
+"""The process group of all ranks. It must exist before vLLM starts, which would make one of a single rank."""
+
+import logging
+import os
+
+import torch
+
+from nemo_style_rlhf.engine import private
+
+
+def init_distributed(device: torch.device) -> None:
+    """Join the process group that torchrun's variables describe, or be a group of one."""
+    import deepspeed  # type: ignore[import-untyped]
+    from deepspeed.utils import logger  # type: ignore[import-untyped]
+
+    logger.setLevel(logging.ERROR)
+    private.compile_no_shm_comm()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" not in os.environ and not torch.distributed.is_initialized():
+        # A group of one needs no rendezvous, so no port to race for and no variables that child processes inherit.
+        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed requires it
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+
+
+def require_all_ranks() -> None:
+    """Call this after DeepSpeed and vLLM have started: the first of them makes the process group, and vLLM's has one rank.
+
+    Raises:
+        RuntimeError: this rank would train alone.
+    """
+    started, joined = int(os.environ.get("WORLD_SIZE", "1")), torch.distributed.get_world_size()
+    if joined != started:
+        raise RuntimeError(
+            f"{started} ranks were started but this one's process group has {joined}: init_distributed must come before vLLM"
+        )
