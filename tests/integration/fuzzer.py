@@ -253,7 +253,8 @@ def bad_json(raw: Raw, random: Random) -> None:
         content["surplus"] = 1
     elif mutation == 2:
         value = wrong[random.integers(len(wrong))]
-        content[key] = ["wrong type"] if value is None or isinstance(value, bool) else value
+        may_be = value is None or isinstance(value, bool) or (key, value) == ("keep", 0)  # a right value of the key
+        content[key] = ["wrong type"] if may_be else value
     elif mutation == 3:
         broken = [
             "",
