@@ -12,6 +12,7 @@ from tests.unit.test_entry_points import ENTRY_POINTS, ROOT, own_python
 
 SOURCES = [
     "setup.py",
+    "MANIFEST.in",
     "pyproject.toml",
     "README.md",
     "LICENSE",
@@ -26,14 +27,18 @@ OFFLINE = ["--no-deps", "--no-index", "--disable-pip-version-check"]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
+    """Built from the source distribution, as an index serves it."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # the build leaves folders of its own
     source.mkdir()
     for name in SOURCES:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
-    build = [sys.executable, "-m", "pip", "wheel", ".", "--no-build-isolation", *OFFLINE, "--wheel-dir", folder]
-    subprocess.run(build, cwd=source, check=True, stdout=subprocess.DEVNULL)
+    pack = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", pack, folder], cwd=source, check=True, capture_output=True)
+    (packed,) = folder.glob("*.tar.gz")
+    build = [sys.executable, "-m", "pip", "wheel", packed, "--no-build-isolation", *OFFLINE, "--wheel-dir", folder]
+    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
     (made,) = folder.glob("*.whl")
     return made
 
