@@ -197,7 +197,7 @@ class RemoteCritic(ServerClient):
     def save(
         self, checkpoint_id: str, *, critic_step: int | None = None, export: bool = False
     ) -> "Future[dict[str, Any]]":
-        """Make the critic's half durable: ``files`` (digests by name), ``critic_step``, maybe ``export``.
+        """Make the critic's checkpoint durable: ``files`` (digests by name), ``critic_step``, maybe ``export``.
 
         It is that of the train steps asked for before this call, ``critic_step`` of them where that is given; those asked for
         later wait for its copy in memory, not for the disk.
@@ -215,7 +215,7 @@ class RemoteCritic(ServerClient):
         return list(self._ask_once(protocol.COMMIT, request)["pruned"])
 
     def restore(self, checkpoint_id: str, digests: dict[str, str] | None) -> int:
-        """Load a half, refused unless its files have these digests; the critic's step after it."""
+        """Load a checkpoint, which is refused unless its files have these digests; returns the critic's step after it."""
         request = {"lease": self._require_lease(), "checkpoint_id": checkpoint_id, "digests": digests}
         return int(self._ask_once(protocol.RESTORE, request)["critic_step"])
 

@@ -50,7 +50,7 @@ def trim() -> None:
 def without_thread_caches() -> None:
     """Restart a program on the CPU, as the same process, with glibc's per-thread caches of small blocks off.
 
-    torch asks for aligned blocks; glibc cuts them out of blocks that are 96 bytes larger. Cuttings in a cache do not rejoin the
+    torch asks for aligned blocks; glibc cuts them out of blocks that are 96 bytes larger. Remainders in a cache do not rejoin the
     large block once it is freed, so that it is too small for the next request of its size: heaps were two to three times as large
     as the memory in use (docs/benchmarks.md). Only the environment can turn the caches off, and only before a program starts.
     Does nothing if the environment already sets them, or if Python was not started to run only this program.

@@ -215,7 +215,7 @@ class EngineConfig:
         """Check that the engine can train ``model``; called by the process that trains it."""
         if self.zero_stage == 3 and model.lora.rank:
             raise UserError(
-                f"engine.zero_stage=3 with model.lora.rank={model.lora.rank} would have to merge adapters that are in shares: "
+                f"engine.zero_stage=3 with model.lora.rank={model.lora.rank} would have to merge adapters that are sharded: "
                 "use engine.zero_stage=2"
             )
         if self.zero_stage == 0 and model.dtype == "bfloat16":

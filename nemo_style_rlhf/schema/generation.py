@@ -66,7 +66,7 @@ class SamplingOverrides:
             "top_k": (self.top_k or 0) > 0,
             "min_length": bool(self.min_length),
         }
-        return ", ".join(f"{name}={getattr(self, name)}" for name, cutting in cuts.items() if cutting)
+        return ", ".join(f"{name}={getattr(self, name)}" for name, cut in cuts.items() if cut)
 
 
 NO_OVERRIDES = SamplingOverrides()

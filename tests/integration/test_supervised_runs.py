@@ -250,7 +250,7 @@ def test_shares_over_ranks_do_not_change_the_result(folder: Path, strategy: str,
 
 
 def test_shares_over_ranks_resume_to_the_last_bit(folder: Path) -> None:
-    """DPO's reference, the policy without its adapters, is in shares, too."""
+    """DPO's reference, the policy without its adapters, is sharded, too."""
     run = "dpo_shares"
     settings = [
         "trainer.strategy=zero3", "model.lora.rank=4", "trainer.micro_batch_size=2", "checkpoint.save_interval=10",

@@ -105,7 +105,7 @@ ACTOR_MISTAKES = {
         r"prompts are fewer than one rollout takes \(4096\)"),
     "bf16 without masters, before anything is loaded": (["engine=zero0", "model.dtype=bfloat16", "model.path={inputs}/none"],
         r"zero_stage=0 with model\.dtype=bfloat16"),
-    "adapters in shares": (["engine=zero3", "model.lora.rank=4", "model.path={inputs}/none"],
+    "sharded adapters": (["engine=zero3", "model.lora.rank=4", "model.path={inputs}/none"],
         r"zero_stage=3 with model\.lora\.rank=4 .*: use engine\.zero_stage=2"),
     "a team of more than all ranks, before anything is loaded": (
         ["generation.tensor_parallel_size=2", "model.path={inputs}/no_weights"], r"tensor_parallel_size=2 with 1 ranks"),
