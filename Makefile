@@ -87,7 +87,7 @@ bench-peer-env: .venv-trl/.complete-$(ACCELERATOR) .venv-trl-grpo/.complete-$(AC
 
 .PHONY: bench
 bench: envs bench-peer-env
-	$(SERVER)/bin/python benchmarks/protocol.py
+	$(ACTOR)/bin/python benchmarks/protocol.py
 	$(ACTOR)/bin/python benchmarks/ppo_step.py --peer
 	$(ACTOR)/bin/python benchmarks/grpo_step.py --peer
 

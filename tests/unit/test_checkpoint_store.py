@@ -19,11 +19,11 @@ from nemo_style_rlhf.errors import UserError
 
 def save(store, step):
     with store.whole_or_absent(step):
-        half = store.begin(step)
-        (half / "w.bin").write_text(f"weights {step}")
+        actor = store.begin(step)
+        (actor / "w.bin").write_text(f"weights {step}")
         critic = {"checkpoint_id": checkpoint_id("run", step), "files": {}}
         store.commit(step, "run", critic=critic, state={"step": step}, versions={})
-    return half.parent
+    return actor.parent
 
 
 def test_latest_is_the_newest_whole_one(tmp_path):

@@ -24,8 +24,8 @@ def test_a_run_that_must_resume_is_tried_where_it_can(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run\.resume=must but .* holds no checkpoint"):
         _found(config)
     store = CheckpointStore(tmp_path / "checkpoints", 2)
-    half = store.begin(3)
-    (half / IDENTITY_FILE).write_text(json.dumps(run_identity(config)))
+    actor = store.begin(3)
+    (actor / IDENTITY_FILE).write_text(json.dumps(run_identity(config)))
     store.commit(3, "run", critic={"critic_step": 3}, state={}, versions={})
     manifest, saved = _found(config)
     assert manifest is not None and manifest.step == 3 and saved == run_identity(config)

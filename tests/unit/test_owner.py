@@ -240,11 +240,11 @@ def test_neither_store_writes_through_a_link_that_takes_its_folders_place(tmp_pa
     for step in (2, 3):
         commit(step)
         save(step)
-        for half in ("actor", "critic"):
-            shutil.rmtree(tmp_path / half / "checkpoints")
+        for role in ("actor", "critic"):
+            shutil.rmtree(tmp_path / role / "checkpoints")
     assert store.committed_steps() == []
-    for half, write in (("actor", commit), ("critic", save)):
-        (tmp_path / half / "checkpoints").symlink_to(elsewhere)
+    for role, write in (("actor", commit), ("critic", save)):
+        (tmp_path / role / "checkpoints").symlink_to(elsewhere)
         with pytest.raises((UserError, ProtocolError), match=r"replaced by a link|can no longer write to its folder"):
             write(4)
     with pytest.raises(UserError, match="replaced by a link"), store.whole_or_absent(1):
