@@ -95,14 +95,14 @@ bench: envs bench-peer-env
 .PHONY: chaos
 FAULTS ?= 40
 chaos: dev
-	$(ACTOR)/bin/python -m tests.integration.chaos --faults $(FAULTS) --seed $(SEED)
+	$(ACTOR)/bin/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED)
 
 # Malformed requests to a critic server, which must change nothing; ONLY=i is request i of this seed again.
 .PHONY: fuzz
 N ?= 100000
 ONLY ?=
 fuzz: dev
-	$(ACTOR)/bin/python -m tests.integration.fuzz --requests $(N) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
+	$(ACTOR)/bin/python -m tests.fuzz.run --requests $(N) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: clean
 clean:

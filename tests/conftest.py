@@ -13,7 +13,7 @@ from hypothesis import settings
 from nemo_style_rlhf.critic_service import secret
 from nemo_style_rlhf.scoring import sandbox
 from tests.cluster.slurm import why_no_cluster
-from tests.integration.processes import ROOT
+from tests.support.paths import ROOT
 
 settings.register_profile("busy", deadline=None)  # a machine that does other things, too, is no fault of a test's
 settings.load_profile("busy")
@@ -28,7 +28,7 @@ def why_not_root() -> str | None:
 PARTS = {
     HERE / "integration" / "test_other_users.py": ("NSR_DEMAND_ROOT", why_not_root),
     HERE / "cluster": ("NSR_DEMAND_CLUSTER", why_no_cluster),
-    HERE / "unit" / "sandbox": ("NSR_DEMAND_SANDBOX", functools.cache(sandbox.why_no_sandbox)),
+    HERE / "unit" / "scoring" / "sandbox": ("NSR_DEMAND_SANDBOX", functools.cache(sandbox.why_no_sandbox)),
 }
 """Folders and files whose tests need a machine of their own kind, each with a variable that is set where they have to run, so
 that what they lack is an error, and with a function that tells why they cannot."""

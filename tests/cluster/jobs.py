@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster.slurm import ENDED, Cluster, wait_until
-from tests.integration.processes import ROOT
-from tests.models import save_policy, save_reward_model
+from tests.support.models import save_policy, save_reward_model
+from tests.support.paths import ROOT
 
 LOADING_S = 180.0
 STEPS = 120

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.slurm import ENDED, Cluster, wait_until
-from tests.models import save_policy
+from tests.support.models import save_policy
 
 RUN_S = 300.0
 STEPS = 60

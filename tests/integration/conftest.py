@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from tests.integration.critic_server import START, CriticServer
-from tests.models import save_reward_model
+from tests.support.critic_server import START, CriticServer
+from tests.support.models import save_reward_model
 
 
 @pytest.fixture(scope="session")

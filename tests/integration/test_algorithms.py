@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import Process, start_actor, start_server, wait_for_output
-from tests.models import WORDS, save_run_inputs
+from tests.support.models import WORDS, save_run_inputs
+from tests.support.processes import Process, start_actor, start_server, wait_for_output
 
 STEPS = 3
 REWARD = """

@@ -2,7 +2,7 @@
 
 import secrets
 
-from tests.integration.chaos import chaos
+from tests.chaos.run import chaos
 
 
 def test_a_run_survives_whatever_happens(tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from tests.integration import warm
-from tests.models import WORDS, save_policy
+from tests.support import warm
+from tests.support.models import WORDS, save_policy
 
 TEMPLATE = """{%- for message in messages -%}
     {%- if message.role == "assistant" -%}{{ " w61 " + message.content + " <eos>" }}

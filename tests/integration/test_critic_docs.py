@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.integration.critic_server import CriticServer
-from tests.integration.warm import ROOT
+from tests.support.critic_server import CriticServer
+from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "protocol.md").read_text()
 

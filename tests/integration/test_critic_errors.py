@@ -8,8 +8,7 @@ import pytest
 
 from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from tests.integration.critic_server import TOKEN_ENV, CriticServer
-from tests.integration.fuzzer import (
+from tests.fuzz.fuzzer import (
     MAX_REQUEST_BYTES,
     TOKEN,
     post,
@@ -19,7 +18,8 @@ from tests.integration.fuzzer import (
     valid_reward,
     valid_train,
 )
-from tests.integration.kserve_faults import as_json, send_json
+from tests.fuzz.kserve_faults import as_json, send_json
+from tests.support.critic_server import TOKEN_ENV, CriticServer
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_rule_6_the_answer_names_the_text_and_the_rule(
 def test_rule_6_a_step_that_would_learn_nothing_is_refused(guarded_server: CriticServer, critic: RemoteCritic) -> None:
     from dataclasses import replace
 
-    from tests.integration.critic_server import train_batch
+    from tests.support.critic_server import train_batch
 
     batch = train_batch(1)
     empty = replace(batch, masks=[np.zeros_like(mask) for mask in batch.masks], normalizers=[1.0, 1.0])

@@ -14,8 +14,8 @@ from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.data.supervised import load_pairs
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig
-from tests.integration.critic_server import CriticServer, sequences, train_batch
-from tests.models import save_token_classifier
+from tests.support.critic_server import CriticServer, sequences, train_batch
+from tests.support.models import save_token_classifier
 
 CLIP = 0.2
 LEARNING_RATE = 1e-3

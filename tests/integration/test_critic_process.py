@@ -18,10 +18,10 @@ from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
-from tests.integration.critic_server import START, TOKEN_ENV, CriticServer, left_of, segments_of, sequences, train_batch
 from tests.integration.test_critic_protocol import long_batch, wait_until_busy
-from tests.integration.warm import ROOT, SERVER_PYTHON
-from tests.models import save_reward_model
+from tests.support.critic_server import START, TOKEN_ENV, CriticServer, left_of, segments_of, sequences, train_batch
+from tests.support.models import save_reward_model
+from tests.support.paths import ROOT, SERVER_PYTHON
 
 TOKEN = "b2d1-a-shared-secret"
 

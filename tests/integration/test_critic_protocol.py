@@ -26,7 +26,7 @@ from nemo_style_rlhf.rollout.experience import require_one_critic_step
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
 from nemo_style_rlhf.scoring.remote import RemoteCriticScorer
-from tests.integration.critic_server import START, CriticServer, agree, sequences, train_batch
+from tests.support.critic_server import START, CriticServer, agree, sequences, train_batch
 
 
 def long_batch(optimizer_steps: int = 60) -> CriticTrainBatch:

@@ -16,9 +16,10 @@ from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
-from tests.integration import warm
-from tests.integration.processes import ROOT, start_server
-from tests.models import save_policy, save_reward_model
+from tests.support import warm
+from tests.support.models import save_policy, save_reward_model
+from tests.support.paths import ROOT
+from tests.support.processes import start_server
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.browser import Browser
-from tests.integration import warm
-from tests.integration.processes import ROOT
 from tests.integration.test_wrong_use import refusal
-from tests.models import WORDS, save_chat_tokenizer, save_policy, save_reward_model
+from tests.support import warm
+from tests.support.browser import Browser
+from tests.support.models import WORDS, save_chat_tokenizer, save_policy, save_reward_model
+from tests.support.paths import ROOT
 
 PROMPTS = 12
 SAMPLES = 2

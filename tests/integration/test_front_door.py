@@ -24,8 +24,11 @@ import requests
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from tests.integration.chaos import OWN_SHM
-from tests.integration.critic_server import (
+from tests.chaos.run import OWN_SHM
+from tests.fuzz.fuzzer import Raw, text, valid_infer, valid_train
+from tests.fuzz.http_faults import PATHS
+from tests.fuzz.kserve_faults import as_json
+from tests.support.critic_server import (
     KEPT_BYTES,
     TOKEN_ENV,
     CriticServer,
@@ -34,11 +37,8 @@ from tests.integration.critic_server import (
     sequences,
     train_batch,
 )
-from tests.integration.fuzzer import Raw, text, valid_infer, valid_train
-from tests.integration.http_faults import PATHS
-from tests.integration.kserve_faults import as_json
-from tests.integration.processes import start_server
-from tests.integration.warm import ROOT
+from tests.support.paths import ROOT
+from tests.support.processes import start_server
 
 TOKEN = secrets.token_hex(16)
 HEAD_S, BODY_S = 10, 30

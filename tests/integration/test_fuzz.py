@@ -2,7 +2,7 @@
 
 import secrets
 
-from tests.integration.fuzz import fuzz
+from tests.fuzz.run import fuzz
 
 REQUESTS = 2000
 

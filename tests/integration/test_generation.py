@@ -33,7 +33,7 @@ from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, OptimizerConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
-from tests.models import save_policy, save_policy_with_code
+from tests.support.models import save_policy, save_policy_with_code
 
 EOS = 0
 

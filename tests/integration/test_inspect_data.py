@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import warm
-from tests.integration.processes import ROOT
-from tests.models import save_policy
+from tests.support import warm
+from tests.support.models import save_policy
+from tests.support.paths import ROOT
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -13,10 +13,10 @@ import pytest
 
 from nemo_style_rlhf.launch.interrupt import INTERRUPTED_EXIT
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
-from tests.integration.critic_server import left_of
-from tests.integration.processes import start_server, wait_for_output
-from tests.integration.warm import ACTOR_PYTHON, ROOT, SERVER_PYTHON
-from tests.models import save_run_inputs
+from tests.support.critic_server import left_of
+from tests.support.models import save_run_inputs
+from tests.support.paths import ACTOR_PYTHON, ROOT, SERVER_PYTHON
+from tests.support.processes import start_server, wait_for_output
 
 REWARD = """
 import time

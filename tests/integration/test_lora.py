@@ -9,8 +9,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.integration.processes import run_pair, start_actor
-from tests.models import WORDS, save_policy, save_reward_model
+from tests.support.models import WORDS, save_policy, save_reward_model
+from tests.support.processes import run_pair, start_actor
 
 LORA = ["model.lora.rank=4", "model.packing=true", "run.num_threads=1"]
 ACTOR = [

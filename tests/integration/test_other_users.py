@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from tests.integration.critic_server import TOKEN_ENV, CriticServer
+from tests.support.critic_server import TOKEN_ENV, CriticServer
 
 TOKEN = secrets.token_hex(16)
 STRANGER = r"""

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.processes import ACTOR_PYTHON, Process, wait_for_output
 from tests.integration.test_ppo import metrics, without_timers
-from tests.integration.warm import SERVER_PYTHON
-from tests.models import save_policy, save_reward_model
+from tests.support.models import save_policy, save_reward_model
+from tests.support.paths import ACTOR_PYTHON, SERVER_PYTHON
+from tests.support.processes import Process, wait_for_output
 
 STEPS = 8
 TAKEOVER_S = 10

@@ -8,10 +8,11 @@ from string import Template
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.integration import warm
-from tests.integration.processes import ROOT, Process, start_server
 from tests.integration.test_documentation import commands
-from tests.models import save_policy
+from tests.support import warm
+from tests.support.models import save_policy
+from tests.support.paths import ROOT
+from tests.support.processes import Process, start_server
 
 SMALL = {
     "train_sft": ["trainer.max_steps=2", "trainer.batch_size=8"],

@@ -8,8 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.schema.actor import PPOActorConfig
-from tests.integration import warm
-from tests.models import save_policy, save_reward_model
+from tests.support import warm
+from tests.support.models import save_policy, save_reward_model
 
 
 @pytest.fixture(scope="module")

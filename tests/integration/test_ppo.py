@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
-from tests.integration.processes import Process, proxy, run_pair, start_actor, start_server, wait_for_output
-from tests.models import save_policy, save_reward_model
+from tests.support.models import save_policy, save_reward_model
+from tests.support.processes import Process, proxy, run_pair, start_actor, start_server, wait_for_output
 
 STEPS = 6
 FULL_DISK_BYTES = 2**18

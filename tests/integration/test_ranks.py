@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
-from tests.integration import warm
-from tests.integration.processes import proxy, run_pair, start_actor, start_server
 from tests.integration.test_ppo import metrics, without_timers
-from tests.models import save_policy, save_reward_model
+from tests.support import warm
+from tests.support.models import save_policy, save_reward_model
+from tests.support.processes import proxy, run_pair, start_actor, start_server
 
 SERVER = ["model.dtype=float32", "run.num_threads=1", "engine.optim.lr=1e-3", "engine.optim.eps=1e-5"]
 ACTOR = [
@@ -26,7 +26,7 @@ ACTOR = [
 
 
 def steps(ranks, preset, zero_stage, output):
-    command = ["tests/integration/ranks.py", preset, str(zero_stage), str(output)]
+    command = ["tests/support/ranks.py", preset, str(zero_stage), str(output)]
     done = warm.run(command, ranks=ranks, timeout=120)
     assert done.returncode == 0, done.stderr
     return *json.loads(output.read_text()), torch.load(output.with_suffix(".pt"))

@@ -8,8 +8,8 @@ import torch
 from nemo_style_rlhf.checkpoint.files import file_digests
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.errors import UserError
-from tests.integration import warm
-from tests.integration.reshaping import CASES, Case, make_engine, resume, write
+from tests.support import warm
+from tests.support.reshaping import CASES, Case, make_engine, resume, write
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def written(tmp_path_factory) -> Path:
     for case in CASES:
         if case.before[1] == 1:
             write(case, folder)
-    done = warm.run(["tests/integration/reshaping.py", str(folder)], ranks=2, timeout=120)
+    done = warm.run(["tests/support/reshaping.py", str(folder)], ranks=2, timeout=120)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import Process, start_actor, start_server
-from tests.models import save_policy, save_reward_model
+from tests.support.models import save_policy, save_reward_model
+from tests.support.processes import Process, start_actor, start_server
 
 ACTOR = [
     "model=fp32", "run.num_threads=1", "engine.optim.lr=1e-3", "algorithm.num_rollout_samples=8", "generation.max_length=4",

@@ -30,12 +30,12 @@ from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.interface import RewardError, ScoringSample
 from nemo_style_rlhf.scoring.remote import RewardServerScorer, served_by
-from tests.integration.critic_server import CriticServer, agree, sequences
-from tests.integration.processes import proxy, start_actor
 from tests.integration.test_critic_numbers import texts
 from tests.integration.test_critic_process import refusal
-from tests.integration.warm import ROOT, SERVER_PYTHON
-from tests.models import save_chat_tokenizer, save_policy, save_reward_model
+from tests.support.critic_server import CriticServer, agree, sequences
+from tests.support.models import save_chat_tokenizer, save_policy, save_reward_model
+from tests.support.paths import ROOT, SERVER_PYTHON
+from tests.support.processes import proxy, start_actor
 
 CHARACTERS = ["<end>", *" w0123456789"]
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
-from tests.integration import warm
+from tests.support import warm
 from tests.unit.data.conftest import letter_tokenizer
 
-ROOT = Path(__file__).parents[2]
 TEMPLATE = "q{prompt}"
 
 

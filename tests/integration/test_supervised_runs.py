@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.attacks import Attack
-from tests.integration import warm
-from tests.models import WORDS, save_policy, save_reward_model
+from tests.support import warm
+from tests.support.attacks import Attack
+from tests.support.models import WORDS, save_policy, save_reward_model
 
 STEPS = 24
 CONSTANT = ["engine.scheduler.name=constant", "engine.scheduler.warmup_steps=0"]

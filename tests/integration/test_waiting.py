@@ -13,7 +13,7 @@ from nemo_style_rlhf.critic_service import client
 from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import RewardServerConfig
-from tests.integration.warm import ACTOR_PYTHON, ROOT
+from tests.support.paths import ACTOR_PYTHON, ROOT
 
 PROGRAM = """
 import sys

@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
-from tests.integration.processes import ROOT, start_actor, start_server
-from tests.models import save_policy, save_reward_model
+from tests.support.models import save_policy, save_reward_model
+from tests.support.paths import ROOT
+from tests.support.processes import start_actor, start_server
 
 PYTHON = {"server": ROOT / ".venv-server/bin/python", "actor": ROOT / ".venv-actor/bin/python"}
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 PACKAGE = ROOT / "nemo_style_rlhf"
 BASE = {"errors", "schema"}
 ALLOWED = {

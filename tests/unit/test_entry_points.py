@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-ENTRY_POINTS = [*sorted((ROOT / "trainers").glob("*.py")), *sorted((ROOT / "servers").glob("*.py"))]
+from tests.support.paths import ENTRY_POINTS, ROOT, own_python
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
@@ -84,10 +83,6 @@ def test_on_a_cpu_it_starts_itself_again_without_thread_caches(tmp_path, given: 
     )
     printed, _ = program.communicate()
     assert printed == f"{program.pid} 7 {kept}\n"
-
-
-def own_python(script: Path) -> str:
-    return {"trainers": ".venv-actor/bin/python", "servers": ".venv-server/bin/python"}[script.parent.name]
 
 
 @pytest.mark.parametrize("kind", ["the other environment", "a plain Python"])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 JOB = {"SLURM_JOB_ID_HET_GROUP_1": "2", "SLURM_JOB_NAME": "ppo", "SLURM_JOB_ID": "1", "PROJECT_DIR": str(ROOT)}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_entry_points import ENTRY_POINTS, ROOT, own_python
+from tests.support.paths import ENTRY_POINTS, ROOT, own_python
 
 SOURCES = [
     "setup.py",

@@ -19,6 +19,7 @@ from nemo_style_rlhf.schema.inspection import InspectDataConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
 from nemo_style_rlhf.schema.templates import unrendered
+from tests.support.paths import ROOT
 
 TEMPLATE = "Question: {prompt}\nAnswer:"
 SCHEMAS = [
@@ -83,7 +84,7 @@ OWN = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}{{ "a:" }}{%- endif -%}
 """
 """With what transformers adds to Jinja."""
-REAL = sorted((Path(__file__).parents[4] / "shared/data/chat_templates").glob("*.jinja"))  # none on other machines
+REAL = sorted((ROOT.parent / "shared/data/chat_templates").glob("*.jinja"))  # none on other machines
 
 
 def given(**data: str) -> PromptTemplateConfig:

@@ -11,7 +11,7 @@ from nemo_style_rlhf.evaluation.page import embedded_json, render_page
 from nemo_style_rlhf.evaluation.samples import Sample
 from nemo_style_rlhf.evaluation.summary import summarize
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
-from tests.browser import Browser
+from tests.support.browser import Browser
 
 HOSTILE = "</script><script>window.hit = 1</script><b>bold</b> <!-- <img src=x onerror='window.hit = 1'> &amp; \\u003c"
 Cell = tuple[str, float | None]

@@ -12,7 +12,7 @@ from nemo_style_rlhf.data.templates import write_template
 from nemo_style_rlhf.evaluation.scoring import build_scorer
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.scoring.interface import ScoringSample
-from tests.models import WORDS, save_reward_model
+from tests.support.models import WORDS, save_reward_model
 
 
 @pytest.mark.parametrize("policys", [None, "{prompt} w9", "w5 {prompt}"])

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
 spec = importlib.util.spec_from_file_location("examples_pipeline", EXAMPLES / "pipeline.py")
 pipeline = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pipeline)

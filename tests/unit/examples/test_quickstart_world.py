@@ -2,11 +2,12 @@
 
 import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 
-WORLD = Path(__file__).parents[3] / "examples" / "quickstart" / "world.py"
+from tests.support.paths import ROOT
+
+WORLD = ROOT / "examples" / "quickstart" / "world.py"
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 from nemo_style_rlhf.schema.reward import FunctionRewardConfig
 from nemo_style_rlhf.scoring.function import FunctionScorer
 from nemo_style_rlhf.scoring.interface import ScoringSample
-from tests.unit.examples.rewards import PROMPT, REWARDS, load, rewards_of
+from tests.support.example_rewards import PROMPT, REWARDS, load, rewards_of
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[3]
 DATA = ROOT.parent / "shared" / "data"
 GSM8K = DATA / "gsm8k" / "test.jsonl"
 VADER = DATA / "vader" / "vader_lexicon.txt"

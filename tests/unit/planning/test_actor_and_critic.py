@@ -13,7 +13,7 @@ from nemo_style_rlhf.planning.phases import ACTOR, CRITIC, GIB
 from nemo_style_rlhf.planning.run import Planner
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.plan import PlanConfig
-from tests.models import save_policy, save_reward_model
+from tests.support.models import save_policy, save_reward_model
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_prompts_the_run_would_refuse_are_refused(models, tmp_path):
         plans(models, "algorithm.shaping.overlong_buffer=17")
 
 
-# A policy of tests/models.py in bf16: 78,144 parameters, and 512 bytes of keys and values per token (see test_blueprint.py).
+# A policy of tests/support/models.py in bf16: 78,144 parameters, and 512 bytes of keys and values per token (see test_blueprint).
 WEIGHTS, PER_TOKEN = 2 * 78_144, 512
 
 

@@ -9,9 +9,9 @@ from transformers import GPT2Config, OPTConfig
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
 from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
-from tests.models import save_policy, save_reward_model
+from tests.support.models import save_policy, save_reward_model
 
-# tests/models.py: 64 wide, 96 in the MLP, 2 layers, 64 tokens. A layer: 4 x 64^2 + 3 x 64 x 96 + 2 x 64 = 34,944.
+# tests/support/models.py: 64 wide, 96 in the MLP, 2 layers, 64 tokens. A layer: 4 x 64^2 + 3 x 64 x 96 + 2 x 64 = 34,944.
 LAYERS = 2 * 34_944
 EMBEDDING = 64 * 64
 NORM = 64

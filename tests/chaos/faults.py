@@ -1,0 +1,318 @@
+"""Faults that may happen to a chaos run: each is a function of the run."""
+
+import contextlib
+import json
+import random
+import shutil
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service.connection import ServerUnreachable
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
+from nemo_style_rlhf.critic_service.secret import own_token
+from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from tests.fuzz.fuzzer import JSON_CALLS, valid_infer, valid_json, valid_train
+from tests.integration.test_ppo import server_overrides
+from tests.support.paths import ACTOR_PYTHON, SERVER_PYTHON
+from tests.support.processes import Process
+
+if TYPE_CHECKING:
+    from tests.chaos.run import Run
+
+TIMEOUT_S = 5.0
+"""Timeout of the actor's calls; a stalled call takes longer."""
+FULL_DISK_BYTES = 2**18
+"""Limit on the size of a file, which a model's file exceeds."""
+PAUSE_S = 60.0
+"""Duration of a pause of a process."""
+INTRUDER_S = 60.0
+"""Time within which a second process on a folder in use must be refused."""
+
+
+class Broken(ConnectionError):
+    """Ends the message under way."""
+
+
+def kill_actor(run: "Run") -> None:
+    assert run.actor is not None
+    run.actor.kill()
+    raise Broken
+
+
+def kill_server(run: "Run") -> None:
+    run.server.kill()
+    raise Broken
+
+
+def kill_both(run: "Run") -> None:
+    run.kill_both()
+    raise Broken
+
+
+def kill_tritonserver(run: "Run") -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(run.server.pid).children(recursive=True):
+            if child.name() == "tritonserver":
+                child.kill()
+
+
+def kill_endpoint(run: "Run") -> None:
+    """Kill a child process of tritonserver, or a child of that."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(run.server.pid).children(recursive=True)
+        if inner := [child for child in children if child.ppid() != run.server.pid]:
+            run.draw.choice(inner).kill()
+
+
+def kill_parents_of_hung_endpoint(run: "Run") -> None:
+    """Kill both parents at the same time, so that neither tritonserver nor the server process can end the endpoint."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        server = psutil.Process(run.server.pid)
+        tritonserver = next((each for each in server.children(recursive=True) if each.name() == "tritonserver"), None)
+        if tritonserver is not None and (endpoints := tritonserver.children()):
+            run.draw.choice(endpoints).suspend()
+            tritonserver.kill()
+            server.kill()
+
+
+def cut_connection(run: "Run") -> None:
+    raise Broken
+
+
+def stall(run: "Run") -> None:
+    time.sleep(TIMEOUT_S + 2)
+    raise Broken
+
+
+def deliver_late(run: "Run") -> None:
+    """Deliver a message when its sender has long sent it again."""
+    time.sleep(TIMEOUT_S + 2)
+
+
+def terminate_actor(run: "Run") -> None:
+    assert run.actor is not None
+    run.actor.signal(signal.SIGTERM)
+
+
+def preempt_actor(run: "Run") -> None:
+    assert run.actor is not None
+    run.actor.signal(signal.SIGUSR1)
+
+
+def terminate_server(run: "Run") -> None:
+    run.server.signal(signal.SIGTERM)
+
+
+def take_over(run: "Run") -> None:
+    """Take the lease as a second actor would, which ends at once, at the latest when there is no server."""
+    settings = RemoteCriticConfig(port=run.port, retries=0)
+    with contextlib.suppress(ServerUnreachable), RemoteCritic(settings) as intruder:
+        status = intruder.status()
+        intruder.handshake(tokenizer_digest=status.tokenizer_digest, vocab_size=status.vocab_size, needs_rewards=False)
+        intruder.acquire("intruder")
+
+
+def damage(folder: Path, draw: random.Random) -> None:
+    """Damage one bit of any file, records and manifests included, or everything from a random position on."""
+    path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+    content = bytearray(path.read_bytes())
+    where = draw.randrange(len(content))
+    if draw.random() < 0.5:
+        content[where] ^= 1
+    else:
+        del content[where:]
+    path.write_bytes(content)
+
+
+def damage_actor_checkpoint(run: "Run") -> None:
+    """Damage the last of several actor checkpoints: a run that loses its only one cannot go on."""
+    run.kill_both()
+    if len(steps := run.committed()) > 1 and not run.over:
+        damage(run.folder / "actor" / "checkpoints" / f"step_{steps[-1]:06d}", run.draw)
+    raise Broken
+
+
+def damage_critic_checkpoint(run: "Run") -> None:
+    run.kill_both()
+    if len(steps := run.committed()) > 1 and not run.over:
+        for checkpoint in (run.folder / "critic" / "checkpoints").glob(
+            f"*-step_{steps[-1]:06d}/critic"
+        ):  # one match, if it is not lost
+            damage(checkpoint, run.draw)
+    raise Broken
+
+
+def limit_files(process: Process, size: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
+
+
+def fill_actors_disk(run: "Run") -> None:
+    assert run.actor is not None
+    limit_files(run.actor, FULL_DISK_BYTES)
+
+
+def fill_servers_disk(run: "Run") -> None:
+    limit_files(run.server, FULL_DISK_BYTES)
+
+
+def slow_disk(folder: Path) -> Path:
+    return folder / "slow_disk"
+
+
+def slow_both_disks(run: "Run") -> None:
+    """Slow down both disks until the next fault."""
+    slow_disk(run.folder).touch()
+
+
+def processes_below(process: Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    return []
+
+
+def pause(processes: list[psutil.Process]) -> None:
+    """Send SIGSTOP, and SIGCONT later."""
+
+    def signal_all(number: signal.Signals) -> None:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    signal_all(signal.SIGSTOP)
+    timer = threading.Timer(PAUSE_S, signal_all, [signal.SIGCONT])
+    timer.daemon = True
+    timer.start()
+
+
+def pause_server(run: "Run") -> None:
+    """Pause the server process, alone or with all its children."""
+    processes = processes_below(run.server)
+    pause(processes if run.draw.random() < 0.5 else processes[:1])
+
+
+def pause_actor(run: "Run") -> None:
+    assert run.actor is not None
+    pause(processes_below(run.actor))
+
+
+def hang_up(run: "Run") -> None:
+    """Have clients that know the token send every call, or a part of it, and hang up."""
+    token = own_token()
+    assert token is not None
+    for raw in (
+        valid_infer(),
+        valid_train("nobody's"),
+        *(valid_json("nobody's", number) for number in range(JSON_CALLS)),
+    ):
+        body, headers = raw.body()
+        lines = "".join(f"{name}: {value}\r\n" for name, value in (headers | {protocol.TOKEN_HEADER: token}).items())
+        head = f"POST /v2/models/{raw.model}/infer HTTP/1.1\r\nHost: c\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
+        for _ in range(3):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", run.port), timeout=5) as link:
+                link.sendall(head.encode() + body[: run.draw.choice([len(body), len(body) // 2, 0])])
+
+
+def fill_shared_memory(run: "Run") -> None:
+    """Fill /dev/shm for a while."""
+    filler = Path(f"/proc/{run.shm}/root/dev/shm/filler")  # a server may have gone when the time is up
+    with contextlib.suppress(OSError), filler.open("wb") as file:
+        while True:
+            file.write(bytes(2**20))
+    timer = threading.Timer(TIMEOUT_S, lambda: filler.unlink(missing_ok=True))
+    timer.daemon = True
+    timer.start()
+
+
+def second_actor(run: "Run") -> None:
+    assert run.actor is not None
+    where = [f"run.output_dir={run.folder / 'actor'}", f"remote_critic_rm.port={run.proxy_port}"]
+    intrude(run, run.actor, "actor", ACTOR_PYTHON, ["trainers/train_ppo_actor.py", *where, *run.actor_overrides()])
+
+
+def second_server(run: "Run") -> None:
+    where = [f"run.output_dir={run.folder / 'critic'}", "server.port=0"]
+    intrude(
+        run, run.server, "critic", SERVER_PYTHON, ["servers/serve_ppo_critic.py", *where, *server_overrides(run.inputs)]
+    )
+
+
+def intrude(run: "Run", owner: Process, role: str, python: Path, command: list[str]) -> None:
+    """Start a second process on the folder of ``owner``, once that owns it: it is refused, unless the owner ends meanwhile."""
+    deadline = time.monotonic() + INTRUDER_S
+    while owner.poll() is None and owner_of(run.folder / role) != owner.pid and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if owner_of(run.folder / role) != owner.pid:
+        return
+    log = run.folder / f"intruder{len(run.happened)}.log"
+    intruder = Process(command, log, warm_python=python)
+    while intruder.poll() is None and owner.poll() is None and time.monotonic() < deadline + INTRUDER_S:
+        time.sleep(0.1)
+    intruder.kill()
+    if f"(process {owner.pid} on " not in intruder.output() and owner.poll() is None:
+        run.failures.append(f"a second process on {role} was not refused: {intruder.output()[-3000:]}")
+
+
+def owner_of(folder: Path) -> int | None:
+    """The id of the process that owns the folder."""
+    for record in folder.glob(".owner_*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            return int(json.loads(record.read_bytes())["pid"])
+    return None
+
+
+def lose_actors_checkpoints(run: "Run") -> None:
+    shutil.rmtree(run.folder / "actor" / "checkpoints", ignore_errors=True)
+    run.lost = True
+
+
+def lose_critics_checkpoints(run: "Run") -> None:
+    shutil.rmtree(run.folder / "critic" / "checkpoints", ignore_errors=True)
+    run.lost = True
+
+
+def replace_by_link(folder: Path) -> None:
+    """Replace the folder by a link to an empty one; its user repairs that with :func:`put_back`."""
+    elsewhere = folder.with_name("elsewhere")
+    elsewhere.mkdir(exist_ok=True)
+    if folder.is_dir() and not folder.is_symlink():
+        folder.rename(folder.with_name("away"))
+        folder.symlink_to(elsewhere)
+
+
+def link_actors_checkpoints(run: "Run") -> None:
+    """Replace the folder while the actor runs: a link that exists at its start is the user's choice of a place."""
+    assert run.actor is not None
+    if run.actor.poll() is None and any(sign in run.said() for sign in ("resumed from step", "PPO 1/")):
+        replace_by_link(run.folder / "actor" / "checkpoints")
+
+
+def link_critics_checkpoints(run: "Run") -> None:
+    if owner_of(run.folder / "critic") == run.server.pid:
+        replace_by_link(run.folder / "critic" / "checkpoints")
+
+
+def put_back(folder: Path) -> str | None:
+    """Undo :func:`replace_by_link`, and return a sentence about files that were wrongly written through the link."""
+    if not folder.is_symlink():
+        return None
+    written = sorted(str(path) for path in folder.rglob("*"))
+    folder.unlink()
+    folder.with_name("away").rename(folder)
+    return f"written through the link {folder}: {written}" if written else None
+
+
+FAULTS = [
+    kill_actor, kill_server, kill_both, kill_tritonserver, kill_endpoint, cut_connection, stall, deliver_late,
+    terminate_actor, preempt_actor, terminate_server, take_over, damage_actor_checkpoint, damage_critic_checkpoint,
+    fill_actors_disk, fill_servers_disk, slow_both_disks, pause_server, pause_actor, hang_up, fill_shared_memory,
+    second_actor, second_server, lose_actors_checkpoints, lose_critics_checkpoints, link_actors_checkpoints,
+    link_critics_checkpoints, kill_parents_of_hung_endpoint,
+]  # fmt: skip

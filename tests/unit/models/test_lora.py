@@ -1,0 +1,128 @@
+"""Adapters: what they leave alone, what they change, and that merging and peft's own loading agree with it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.export import export_model
+from nemo_style_rlhf.models.loading import load_causal_lm, load_reward_model
+from nemo_style_rlhf.models.lora import adapters_off, add_lora, has_lora, merged, save_adapter
+from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
+from nemo_style_rlhf.supervised.reference import Reference, response_logprobs
+from tests.support.models import save_policy, save_reward_model, save_tokenizer
+from tests.support.paths import ROOT
+
+IDS = torch.arange(2, 14).view(2, 6)
+
+
+def config(path: Path, **lora: object) -> ModelConfig:
+    return ModelConfig(str(path), dtype="float32", lora=LoRAConfig(**{"rank": 4, **lora}))
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def disturb(model: torch.nn.Module) -> None:
+    """As training would: every trainable weight moves."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.fixture(params=["llama, tied", "llama, untied", "gpt2"])
+def policy(request, tmp_path) -> Path:
+    if request.param == "gpt2":
+        GPT2LMHeadModel(
+            GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+        ).save_pretrained(tmp_path / "policy")
+        save_tokenizer(tmp_path / "policy")
+        return tmp_path / "policy"
+    return save_policy(tmp_path / "policy", tie_word_embeddings=request.param == "llama, tied")
+
+
+def test_a_policy_is_its_own_reference_and_its_weights_merge(policy: Path, tmp_path: Path) -> None:
+    model = load_causal_lm(config(policy))
+    before = logits(model)
+    add_lora(model, config(policy))
+    assert has_lora(model)
+    assert torch.equal(logits(model), before)
+    disturb(model)
+    after = logits(model)
+    assert (after - before).abs().max() > 0.1
+    with adapters_off(model):
+        assert torch.equal(logits(model), before)
+    assert torch.equal(logits(model), after)
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert 0 < trainable < 0.3 * sum(parameter.numel() for parameter in model.parameters())
+
+    plain = AutoModelForCausalLM.from_pretrained(policy)
+    weights = dict(merged(model.state_dict().items(), model))
+    assert weights.keys() == plain.state_dict().keys()
+    export_model(model, tmp_path / "export", source=str(policy))
+    save_adapter(model, tmp_path / "adapter", config(policy))
+    merge = [sys.executable, "trainers/merge_lora.py", str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    subprocess.run(merge, cwd=ROOT, check=True, capture_output=True)
+    peft = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(peft), after)
+    for folder in ("export", "merged"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        torch.testing.assert_close(logits(loaded), after, atol=1e-4, rtol=1e-4)
+
+
+def test_the_reference_of_dpo_is_the_policy_without_its_adapter(tmp_path: Path) -> None:
+    path = save_policy(tmp_path / "policy", attention_dropout=0.3)
+    settings = ModelConfig(str(path), dtype="float32", disable_dropout=False, lora=LoRAConfig(rank=4))
+    actions = torch.ones_like(IDS)
+    actions[:, -1] = 0
+    copied = Reference(PolicyModel(load_causal_lm(settings), temperature=1.0), compile_backbone=False)
+    model = load_causal_lm(settings)
+    add_lora(model, settings)
+    policy = PolicyModel(model, temperature=1.0).train()
+    reference = Reference(policy, compile_backbone=False)
+    disturb(model)
+    assert torch.equal(reference.logprobs(IDS, actions), copied.logprobs(IDS, actions))
+    assert policy.training
+    assert not torch.equal(response_logprobs(policy.eval(), IDS, actions), copied.logprobs(IDS, actions))
+
+
+def test_the_head_of_a_reward_model_is_trained_whole(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path / "reward", pad_token_id=0)
+    model = load_reward_model(config(path))
+    mask = torch.ones_like(IDS)
+    before = model(IDS, mask).detach()
+    add_lora(model.hf, config(path))
+    assert torch.equal(model(IDS, mask), before)
+    disturb(model.hf)
+    after = model(IDS, mask).detach()
+    export_model(model.hf, tmp_path / "export", source=str(path))
+    torch.testing.assert_close(load_reward_model(ModelConfig(str(tmp_path / "export"), "float32"))(IDS, mask), after)
+    save_adapter(model.hf, tmp_path / "adapter", config(path))
+    plain = AutoModelForSequenceClassification.from_pretrained(path)
+    peft = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(peft)[:, 0], after[:, -1])
+
+
+def test_layers_can_be_named_and_wrong_names_are_refused(tmp_path: Path) -> None:
+    path = save_policy(tmp_path / "policy")
+    model = load_causal_lm(config(path))
+    add_lora(model, config(path, target_modules=["q_proj"]))
+    assert {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name} == {"q_proj"}
+    with pytest.raises(UserError, match="names no linear layer of LlamaForCausalLM: give names such as q_proj"):
+        add_lora(load_causal_lm(config(path)), config(path, target_modules=["attention"]))
+
+
+def test_merging_what_is_no_adapter_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "trainers/merge_lora.py", str(tmp_path), str(tmp_path / "out")]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr.strip().startswith("error: there is no adapter at") and "\n" not in process.stderr.strip()
