@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from tests.support import warm
-from tests.unit.data.conftest import letter_tokenizer
+from tests.support.models import letter_tokenizer
 
 TEMPLATE = "q{prompt}"
 

@@ -1,4 +1,4 @@
-"""Folders of tests that another user looks into."""
+"""Folders that another user looks into, and files that nobody can read."""
 
 import tempfile
 from pathlib import Path
@@ -10,3 +10,9 @@ def let_others_read(folder: Path) -> None:
     for each in (folder, *folder.parents):
         if each.is_relative_to(temporary) and each != temporary:
             each.chmod(0o755)
+
+
+def make_unreadable(path: Path) -> None:
+    """Whoever reads the first byte is told of an input/output error."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")

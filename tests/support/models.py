@@ -99,3 +99,26 @@ def save_token_classifier(directory: Path, *, seed: int = 1, bias: float = 1.0, 
     model.save_pretrained(directory)
     save_tokenizer(directory)
     return directory
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def letter_tokenizer(single: str | None = "<s> $A", eos: str | None = "</s>") -> PreTrainedTokenizerFast:
+    """One token per letter: <s> is 0, </s> is 1, "a" is 2 ...; anything else is <unk> 28; ``single`` adds specials."""
+    vocabulary = {"<s>": 0, "</s>": 1} | {letter: 2 + index for index, letter in enumerate(LETTERS)} | {"<unk>": 28}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    if single:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos, unk_token="<unk>")
+
+
+def disturb(model: torch.nn.Module) -> None:
+    """As training would: every trainable weight moves."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)

@@ -27,8 +27,8 @@ from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig
+from tests.support.experience import MAX_LENGTH, experience, policy
 from tests.support.models import SHAPE
-from tests.unit.ppo.test_invariance import MAX_LENGTH, experience, policy
 
 PLAN = [[0, 1, 2, 3, 4], [5, 6, 7, 2], [1]]
 """Rows of each optimizer step. In the last step, all ranks but one have nothing to compute."""

@@ -3,8 +3,13 @@
 import math
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+many = settings(max_examples=200, deadline=None)
+seeds = st.integers(0, 2**31)
+unit = st.floats(0, 1)
 
 
 @st.composite

@@ -1,23 +1,18 @@
-"""Group advantages, corrections, KL controllers and reward shaping against loops and numbers derived by hand."""
+"""Advantages along a response and within a group against loops and numbers derived by hand."""
 
 import math
 import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_style_rlhf.algorithms.advantages import equal_share, group_advantages
-from nemo_style_rlhf.algorithms.corrections import importance_weights
-from nemo_style_rlhf.algorithms.kl import AdaptiveKLController, FixedKLController
-from nemo_style_rlhf.algorithms.names import CORRECTIONS, GROUP_KINDS
-from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer, clip_scores, overlong_penalty
+from nemo_style_rlhf.algorithms.advantages import discounted_returns, equal_share, gae, group_advantages
+from nemo_style_rlhf.algorithms.names import GROUP_KINDS
 
-from .reference import assert_close, masks, noise, selected
-
-many = settings(max_examples=200, deadline=None)
-seeds = st.integers(0, 2**31)
+from . import reference
+from .reference import assert_close, many, masks, noise, seeds, unit
 
 
 def group_reference(group: list[float], kept: list[bool], kind: str, eps: float) -> list[float]:
@@ -76,13 +71,6 @@ def test_equal_scores_teach_exactly_nothing(kind, dtype):
         assert not group_advantages(scores, size, kind=kind, eps=1e-9, keep=keep).any()
 
 
-def test_scores_far_from_zero_are_normalised_without_a_common_error():
-    scores = 1e6 + torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    normalizer = RunningNormalizer()
-    normalizer.update(scores)
-    assert abs(float(normalizer.normalize(scores).mean())) < 1e-6  # .03 where fp32 subtracts
-
-
 def test_groups_without_a_difference_are_counted_by_what_is_kept():
     # equal; different; equal but for a sample that is not kept; nothing kept, which does not count; a sample alone
     scores = torch.tensor([0.7, 0.7, 0.7, 1, 1, 2, 3, 3, math.nan, 5, 6, 7, 4, math.inf, -math.inf])
@@ -99,83 +87,39 @@ def test_groups_that_cannot_be_are_refused():
 
 
 @many
-@given(
-    mask=masks(), seed=seeds, kind=st.sampled_from(CORRECTIONS), low=st.floats(0, 1), high=st.floats(1, 4),
-)  # fmt: skip
-def test_importance_weights_match_a_loop(mask, seed, kind, low, high):
-    trainer, sampler = noise(mask, seed), noise(mask, seed + 1)
-    weights = importance_weights(trainer, sampler, mask, kind=kind, low=low, high=high)
-    for row in range(len(mask)):
-        logs = selected(trainer[row : row + 1] - sampler[row : row + 1], mask[row : row + 1])
-        each = [math.exp(x) for x in logs]
-        if kind == "tis":
-            expected = [min(max(w, low), high) for w in each]
-        elif kind == "icepop":
-            expected = [w if low <= w <= high else 0.0 for w in each]
-        else:
-            inside = bool(logs) and low <= math.exp(sum(logs) / len(logs)) <= high
-            expected = each if inside else [0.0] * len(each)
-        assert_close(selected(weights[row : row + 1], mask[row : row + 1]), expected)
-    assert (weights[mask == 0] == 0).all()
+@given(mask=masks(), seed=seeds, gamma=unit, lam=unit)
+def test_gae_is_the_discounted_sum_of_residuals_over_response_tokens(mask, seed, gamma, lam):
+    rewards, values = noise(mask, seed), noise(mask, seed + 1)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    assert_close(advantages, reference.gae(rewards, values, mask, gamma, lam))
+    assert_close(returns, advantages + values.nan_to_num())
 
 
-def test_other_corrections_are_refused():
-    one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="'clip' is unknown: expected one of tis"):
-        importance_weights(one, one, one, kind="clip", low=0, high=2)
+def test_gae_by_hand():
+    # gamma 0.5, lambda 0.5; delta = [0 + .5*2 - 1, 4 - 2] = [0, 2]; A_1 = 2, A_0 = 0 + .25*2 = .5
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    advantages, returns = gae(torch.tensor([[0.0, 4, 9]]), torch.tensor([[1.0, 2, 9]]), mask, gamma=0.5, lam=0.5)
+    assert_close(advantages, [[0.5, 2, 0]])
+    assert_close(returns, [[1.5, 4, 0]])
 
 
-def test_kl_controllers_by_hand():
-    fixed = FixedKLController(0.1)
-    fixed.update(100.0, 64)
-    assert fixed.coef == 0.1
-    adaptive = AdaptiveKLController(0.1, target=6.0, horizon=1000)
-    adaptive.update(6.6, 100)  # error .1: 0.1 * (1 + .1 * .1)
-    assert_close(adaptive.coef, 0.101)
-    adaptive.update(1000.0, 100)  # the error is clipped at .2
-    assert_close(adaptive.coef, 0.101 * 1.02)
-    adaptive.update(0.0, 100)
-    assert_close(adaptive.coef, 0.101 * 1.02 * 0.98)
-
-
-def test_one_large_rollout_cannot_take_the_kl_coefficient_to_0_or_below():
-    # 512 samples, horizon 64: the multiplier 1 - .2 * 8 = -.6 is bounded by its least; upwards 1 + .2 * 8 = 2.6 as published
-    adaptive = AdaptiveKLController(0.1, target=6.0, horizon=64, min_multiplier=0.25)
-    adaptive.update(0.0, 512)
-    assert_close(adaptive.coef, 0.025)
-    adaptive.update(math.inf, 512)
-    assert_close(adaptive.coef, 0.065)
-
-
-def test_a_kl_that_is_no_number_does_not_steer():
-    adaptive = AdaptiveKLController(0.1, target=6.0, horizon=1000)
-    adaptive.update(math.nan, 100)
-    assert adaptive.coef == 0.1
-
-
-def test_overlong_penalty_by_hand():
-    # maximum 100, buffer 20: free up to 80, half way at 90, the full factor at 100
-    lengths = torch.tensor([10, 80, 90, 100, 120])
-    assert_close(overlong_penalty(lengths, max_length=100, buffer=20, factor=2.0), [0, 0, -1, -2, -2])
-
-
-def test_scores_are_clipped_on_the_sides_that_are_given():
-    scores = torch.tensor([-5.0, 0, 5])
-    assert_close(clip_scores(scores, low=-1, high=None), [-1, 0, 5])
-    assert_close(clip_scores(scores, low=None, high=None), scores)
+def test_gae_skips_a_gap_instead_of_decaying_through_it():
+    # lambda .95, a reward of 1 behind a gap of 4 tokens: one decay, .95, not .95^5 = .774
+    mask = torch.tensor([[1.0, 0, 0, 0, 0, 1]])
+    rewards = torch.tensor([[0.0, 0, 0, 0, 0, 1]])
+    advantages, _ = gae(rewards, torch.zeros(1, 6), mask, gamma=1.0, lam=0.95)
+    torch.testing.assert_close(advantages[0, 0], torch.tensor(0.95))
 
 
 @many
-@given(seed=seeds, sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6))
-def test_running_normalizer_knows_the_moments_of_all_it_saw(seed, sizes):
-    scores = 3 + 2 * torch.randn(sum(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    normalizer = RunningNormalizer()
-    for batch in scores.split(sizes):
-        normalizer.update(batch)
-    values = scores.tolist()
-    variance = statistics.variance(values) if len(values) > 1 else 1.0
-    mean = statistics.fmean(values) if values else 0.0
-    assert_close(normalizer.normalize(scores), [(x - mean) / math.sqrt(variance + 1e-8) for x in values])
-    again = RunningNormalizer()
-    again.load_state_dict(normalizer.state_dict())
-    assert torch.equal(again.normalize(scores), normalizer.normalize(scores))
+@given(mask=masks(), seed=seeds, gamma=unit)
+def test_discounted_returns_follow_their_recursion(mask, seed, gamma):
+    rewards = noise(mask, seed)
+    expected = torch.zeros_like(mask)
+    for row in range(len(mask)):
+        following = 0.0
+        for t in reversed(range(mask.shape[1])):
+            if mask[row, t]:
+                following = float(rewards[row, t]) + gamma * following
+                expected[row, t] = following
+    assert_close(discounted_returns(rewards, mask, gamma=gamma), expected)

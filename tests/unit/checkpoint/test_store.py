@@ -15,6 +15,7 @@ from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.errors import UserError
+from tests.support.folders import make_unreadable
 
 
 def save(store, step):
@@ -59,12 +60,6 @@ def resign(manifest, content):
     del content["digest"]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     manifest.write_text(json.dumps({**content, "digest": digest}))
-
-
-def make_unreadable(path):
-    """Whoever reads the first byte is told of an input/output error."""
-    path.unlink()
-    path.symlink_to("/proc/self/mem")
 
 
 @pytest.mark.parametrize(

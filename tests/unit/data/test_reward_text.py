@@ -11,7 +11,7 @@ from nemo_style_rlhf.data.supervised import load_pairs
 from nemo_style_rlhf.data.templates import write_template
 from nemo_style_rlhf.schema.data import PromptDataConfig
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig
-from tests.unit.data.conftest import letter_tokenizer
+from tests.support.models import letter_tokenizer
 
 BOS, EOS, A, B, C = 0, 1, 2, 3, 4
 TURNS = (

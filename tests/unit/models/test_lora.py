@@ -13,10 +13,8 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_causal_lm, load_reward_model
 from nemo_style_rlhf.models.lora import adapters_off, add_lora, has_lora, merged, save_adapter
-from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
-from nemo_style_rlhf.supervised.reference import Reference, response_logprobs
-from tests.support.models import save_policy, save_reward_model, save_tokenizer
+from tests.support.models import disturb, save_policy, save_reward_model, save_tokenizer
 from tests.support.paths import ROOT
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -29,14 +27,6 @@ def config(path: Path, **lora: object) -> ModelConfig:
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=IDS).logits
-
-
-def disturb(model: torch.nn.Module) -> None:
-    """As training would: every trainable weight moves."""
-    generator = torch.Generator().manual_seed(5)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
 @pytest.fixture(params=["llama, tied", "llama, untied", "gpt2"])
@@ -77,22 +67,6 @@ def test_a_policy_is_its_own_reference_and_its_weights_merge(policy: Path, tmp_p
     for folder in ("export", "merged"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         torch.testing.assert_close(logits(loaded), after, atol=1e-4, rtol=1e-4)
-
-
-def test_the_reference_of_dpo_is_the_policy_without_its_adapter(tmp_path: Path) -> None:
-    path = save_policy(tmp_path / "policy", attention_dropout=0.3)
-    settings = ModelConfig(str(path), dtype="float32", disable_dropout=False, lora=LoRAConfig(rank=4))
-    actions = torch.ones_like(IDS)
-    actions[:, -1] = 0
-    copied = Reference(PolicyModel(load_causal_lm(settings), temperature=1.0), compile_backbone=False)
-    model = load_causal_lm(settings)
-    add_lora(model, settings)
-    policy = PolicyModel(model, temperature=1.0).train()
-    reference = Reference(policy, compile_backbone=False)
-    disturb(model)
-    assert torch.equal(reference.logprobs(IDS, actions), copied.logprobs(IDS, actions))
-    assert policy.training
-    assert not torch.equal(response_logprobs(policy.eval(), IDS, actions), copied.logprobs(IDS, actions))
 
 
 def test_the_head_of_a_reward_model_is_trained_whole(tmp_path: Path) -> None:

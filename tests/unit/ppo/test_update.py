@@ -9,11 +9,12 @@ import torch
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.process_group import init_distributed
-from nemo_style_rlhf.ppo.update import loss_normalizer, samples_per_step, update_actor
+from nemo_style_rlhf.ppo.update import loss_normalizer, mini_batch_plan, samples_per_step, update_actor
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, SchedulerConfig
 from tests.support.digests import digest_of_state
-from tests.unit.ppo.test_invariance import MAX_LENGTH, experience, policy
+from tests.support.experience import MAX_LENGTH, experience, policy
+from tests.support.rollouts import collect
 
 CPU = torch.device("cpu")
 FULL = [[1, 2, 3, 4, 5, 6, 7]]
@@ -119,3 +120,18 @@ def test_a_step_with_another_term_is_never_empty(term):
     metrics = update(engine, silent="advantages", skip_empty_steps=True, **OTHER_TERMS[term])
     assert "train_optim/empty_steps" not in metrics and metrics["train_optim/grad_norm"] > 0
     assert not torch.equal(weights(engine), before)
+
+
+def test_a_plan_shuffles_every_useful_sample_into_each_epoch_once():
+    experience = collect(truncated_samples="mask")
+    useful = {index for index, sample in enumerate(experience.rollouts) if not sample.truncated}
+    config = AlgorithmConfig(num_rollout_samples=40, ppo_epochs=3, mini_batches=4)
+    plan = mini_batch_plan(experience, config, seed=1, step=2)
+    assert len(plan) == 12
+    for epoch in range(3):
+        batches = plan[4 * epoch : 4 * epoch + 4]
+        assert sorted(index for batch in batches for index in batch) == sorted(useful)
+        assert max(map(len, batches)) - min(map(len, batches)) <= 1
+    assert plan == mini_batch_plan(experience, config, seed=1, step=2)
+    assert plan != mini_batch_plan(experience, config, seed=1, step=3)
+    assert plan[:4] != plan[4:8]

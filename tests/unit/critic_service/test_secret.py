@@ -1,0 +1,44 @@
+"""Where the token comes from and that it does not stay there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_style_rlhf.critic_service.secret import read_token
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.common import TokenConfig
+
+
+def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TokenConfig(token_env="SOME_TOKEN")
+    assert read_token(config) is None
+    monkeypatch.setenv("SOME_TOKEN", "from the environment")
+    assert read_token(config) == "from the environment"
+    (tmp_path / "token").write_text("from the file\n")
+    config.token_file = str(tmp_path / "token")
+    assert read_token(config) == "from the file"
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(UserError, match="holds no usable token"):
+        read_token(config)
+    config.token_file = str(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="does not exist"):
+        read_token(config)
+
+
+def test_the_token_leaves_the_environment_that_the_kernel_shows() -> None:
+    """/proc/PID/environ shows what a process was started with, whatever it has unset since."""
+    program = """if True:
+        from pathlib import Path
+        from nemo_style_rlhf.critic_service.secret import read_token
+        from nemo_style_rlhf.schema.common import TokenConfig
+        shown = lambda: Path("/proc/self/environ").read_bytes()
+        assert b"SOME_TOKEN=s3cret" in shown() and b"BESIDE=it" in shown()
+        assert read_token(TokenConfig(token_env="SOME_TOKEN")) == "s3cret"
+        assert read_token(TokenConfig(token_env="SOME_TOKEN")) == "s3cret"
+        assert b"s3cret" not in shown() and b"BESIDE=it" in shown()
+    """
+    environment = {**os.environ, "SOME_TOKEN": "s3cret", "BESIDE": "it"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)

@@ -1,0 +1,67 @@
+"""Which prompts are asked for, asked for again and dropped."""
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from nemo_style_rlhf.rollout.producer import NothingToLearnError, make_requests
+from nemo_style_rlhf.schema.algorithm import FilterConfig
+from tests.support.rollouts import PROMPTS, LengthScorer, collect
+
+
+def test_a_prompt_that_occurs_twice_in_a_step_gets_new_samples():
+    requests = make_requests(
+        [PROMPTS[0], PROMPTS[1], PROMPTS[0]], step=4, samples_per_prompt=2, max_tokens=9, run_seed=1
+    )
+    assert [(r.sample.prompt_id, r.sample.index) for r in requests] == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3)]
+    assert len({request.seed for request in requests}) == 6
+
+
+def test_a_rollout_with_nothing_to_learn_from_stops_the_run():
+    with pytest.raises(
+        NothingToLearnError, match=r"all 40 samples of this step were truncated .* raise generation\.max_length"
+    ):
+        collect(stop=[], truncated_samples="mask")
+
+
+def test_filtering_draws_prompts_until_enough_of_them_teach():
+    # The score is the length, so longer prompts score higher: the filter keeps some prompts and asks for the rest again.
+    means = [sum(part.tolist()) / 10 for part in collect().scores.rewards.split(10)]
+    high = sorted(means)[1] + 1e-3
+    takes = []
+    experience = collect(takes=takes, filter=FilterConfig(high=high, max_rounds=3))
+    assert takes[0] == 4 and 1 < len(takes) <= 3
+    assert all(mean < high for mean in experience.scores.rewards.view(-1, 10).mean(-1).tolist())
+    assert experience.counts["rounds"] == len(takes)
+    assert experience.counts["filtered_prompts"] == sum(takes) - len(experience.rollouts) // 10
+    assert sum(experience.lengths) == len(experience.scores.values)
+    ids = [rollout.sample for rollout in experience.rollouts]
+    assert len(set(ids)) == len(ids)  # a prompt drawn again gives other samples
+
+
+class SharesScorer(LengthScorer):
+    """Gives the samples of each prompt their scores in turn: 2 of 10 solved, 3 of 10 solved, each .9, each .2."""
+
+    def __init__(self):
+        shares = [1.0] * 2 + [0.0] * 8, [1.0] * 3 + [0.0] * 7, [0.9] * 10, [0.2] * 10
+        self.scores = {str(label): iter(share) for label, share in enumerate(shares)}
+
+    def score(self, samples):
+        scores = super().score(samples).result()
+        scores.rewards = torch.tensor([next(self.scores[sample.label]) for sample in samples])
+        future = Future()
+        future.set_result(scores)
+        return future
+
+
+def test_a_mean_that_equals_a_bound_lies_neither_above_nor_below_it():
+    """In fp32 .2 is .200000003 and .9 is .89999998."""
+    experience = collect(scorer=SharesScorer(), filter=FilterConfig(low=0.2, high=0.9, max_rounds=1))
+    assert {rollout.sample.prompt_id for rollout in experience.rollouts} == {1}
+    assert experience.counts["filtered_prompts"] == 3
+
+
+def test_a_filter_that_nothing_passes_stops_the_run():
+    with pytest.raises(NothingToLearnError, match=r"dropped all 16 prompts of 4 rollouts: widen algorithm\.filter"):
+        collect(filter=FilterConfig(low=1000.0))
