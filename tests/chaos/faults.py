@@ -19,8 +19,8 @@ from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.critic_service.secret import own_token
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.fuzz.fuzzer import JSON_CALLS, valid_infer, valid_json, valid_train
-from tests.integration.test_ppo import server_overrides
 from tests.support.paths import ACTOR_PYTHON, SERVER_PYTHON
+from tests.support.ppo_runs import server_overrides
 from tests.support.processes import Process
 
 if TYPE_CHECKING:

@@ -23,9 +23,10 @@ import psutil
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from tests.chaos.faults import FAULTS, TIMEOUT_S, Broken, limit_files, put_back, slow_disk
-from tests.integration.test_ppo import STEPS, actor_overrides, metrics, save_inputs, server_overrides, without_timers
 from tests.support.critic_server import left_of
+from tests.support.metrics import metrics, without_timers
 from tests.support.paths import ROOT
+from tests.support.ppo_runs import STEPS, actor_overrides, save_inputs, server_overrides
 from tests.support.processes import Process, proxy, run_pair, start_actor, start_server
 from tests.support.warm import SLOW_DISK_PATH
 

@@ -48,3 +48,11 @@ def make_server(tmp_path: Path, reward_model: Path) -> Iterator[Callable[..., Cr
     for server in made:
         if hasattr(server, "process"):
             server.close()
+
+
+@pytest.fixture(scope="module")
+def scratch_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[CriticServer]:
+    """May be killed, frozen and restarted, if it serves again afterwards."""
+    server = CriticServer(tmp_path_factory.mktemp("scratch_server"), reward_model).start()
+    yield server
+    server.close()

@@ -14,7 +14,7 @@ from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.data.supervised import load_pairs
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig
-from tests.support.critic_server import CriticServer, sequences, train_batch
+from tests.support.critic_server import CriticServer, sequences, texts, train_batch
 from tests.support.models import save_token_classifier
 
 CLIP = 0.2
@@ -39,12 +39,6 @@ def test_rewards_are_the_logits_of_transformers(critic: RemoteCritic, reward_mod
         expected = [float(model(torch.from_numpy(s.astype(np.int64))[None]).logits[0, 0]) for s in tokens]
     assert answer.rewards is not None
     np.testing.assert_allclose(answer.rewards, expected, atol=2e-6)
-
-
-def texts(seed: int, count: int) -> tuple[list[str], list[str]]:
-    """Prompts and responses."""
-    words = [" ".join(f"w{token % 62}" for token in sequence) for sequence in sequences(seed, 2 * count)]
-    return words[:count], words[count:]
 
 
 def test_rewards_of_texts_are_the_logits_of_what_the_trainer_reads(

@@ -18,29 +18,22 @@ from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
-from tests.integration.test_critic_protocol import long_batch, wait_until_busy
-from tests.support.critic_server import START, TOKEN_ENV, CriticServer, left_of, segments_of, sequences, train_batch
+from tests.support.critic_server import (
+    START,
+    TOKEN_ENV,
+    CriticServer,
+    left_of,
+    long_batch,
+    refusal,
+    segments_of,
+    sequences,
+    train_batch,
+    wait_until_busy,
+)
 from tests.support.models import save_reward_model
 from tests.support.paths import ROOT, SERVER_PYTHON
 
 TOKEN = "b2d1-a-shared-secret"
-
-
-def refusal(server: CriticServer, *extra: str, environment: dict[str, str] | None = None) -> str:
-    """What a server that must not start prints: one line, exit code 2."""
-    process = subprocess.run(
-        server.command(*extra),
-        cwd=ROOT,
-        env={**os.environ, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert process.returncode == 2, process.stderr[-2000:]
-    lines = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert "Traceback" not in process.stderr
-    return lines[0]
 
 
 # --- rule 7: locked by default ----------------------------------------------------------------------------------------

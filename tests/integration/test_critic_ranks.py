@@ -15,8 +15,7 @@ from nemo_style_rlhf.critic_service.connection import ServerUnreachable
 from nemo_style_rlhf.critic_service.protocol import Array
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
-from tests.integration.test_critic_protocol import long_batch, wait_until_busy
-from tests.support.critic_server import CriticServer, left_of, sequences, train_batch
+from tests.support.critic_server import CriticServer, left_of, long_batch, sequences, train_batch, wait_until_busy
 
 STEPS = 3
 SPLIT = "engine.micro_batch_tokens=100"

@@ -19,9 +19,9 @@ from nemo_style_rlhf.critic_service.client import parse_json
 from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
-from tests.integration.test_critic_protocol import parts_of, send
 from tests.support.attacks import Attack
 from tests.support.critic_server import START, CriticServer, sequences, train_batch
+from tests.support.train_parts import parts_of, send
 
 MIB = 2**20
 ATTACK = checkpoint_id("test", 666)

@@ -18,17 +18,11 @@ from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from tests.support import warm
 from tests.support.models import save_policy, save_reward_model
+from tests.support.pages import commands
 from tests.support.paths import ROOT
 from tests.support.processes import start_server
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def commands(page: Path) -> list[str]:
-    """The commands of a page's ```bash blocks, continuation lines joined."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 README = commands(ROOT / "README.md")

@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.integration.test_wrong_use import refusal
 from tests.support import warm
 from tests.support.browser import Browser
+from tests.support.entry_points import refusal
 from tests.support.models import WORDS, save_chat_tokenizer, save_policy, save_reward_model
 from tests.support.paths import ROOT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.test_ppo import metrics, without_timers
+from tests.support.metrics import metrics, without_timers
 from tests.support.models import save_policy, save_reward_model
 from tests.support.paths import ACTOR_PYTHON, SERVER_PYTHON
 from tests.support.processes import Process, wait_for_output

@@ -8,9 +8,9 @@ from string import Template
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.integration.test_documentation import commands
 from tests.support import warm
 from tests.support.models import save_policy
+from tests.support.pages import commands
 from tests.support.paths import ROOT
 from tests.support.processes import Process, start_server
 

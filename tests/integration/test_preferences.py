@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_style_rlhf.data.hh import split_last_answer
 from nemo_style_rlhf.data.templates import write_template
-from tests.integration.test_supervised import metrics, train
+from tests.support.metrics import metrics
 from tests.support.models import save_policy
 from tests.support.paths import ROOT
+from tests.support.supervised_runs import train
 
 DATA = ROOT.parent / "shared" / "data"
 HH, STORIES = DATA / "hh_rlhf", DATA / "stories260K"

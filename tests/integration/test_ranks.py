@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
-from tests.integration.test_ppo import metrics, without_timers
 from tests.support import warm
+from tests.support.metrics import metrics, without_timers
 from tests.support.models import save_policy, save_reward_model
 from tests.support.processes import proxy, run_pair, start_actor, start_server
 

@@ -30,9 +30,7 @@ from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.interface import RewardError, ScoringSample
 from nemo_style_rlhf.scoring.remote import RewardServerScorer, served_by
-from tests.integration.test_critic_numbers import texts
-from tests.integration.test_critic_process import refusal
-from tests.support.critic_server import CriticServer, agree, sequences
+from tests.support.critic_server import CriticServer, agree, refusal, sequences, texts
 from tests.support.models import save_chat_tokenizer, save_policy, save_reward_model
 from tests.support.paths import ROOT, SERVER_PYTHON
 from tests.support.processes import proxy, start_actor

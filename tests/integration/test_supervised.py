@@ -1,25 +1,17 @@
 """Both supervised trainers as users start them, on a tiny data set; transformers loads what they export."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
-from tests.support import warm
+from tests.support.metrics import metrics
 from tests.support.models import letter_tokenizer
+from tests.support.supervised_runs import train
 
 TEMPLATE = "q{prompt}"
-
-
-def train(script: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return warm.run([f"trainers/{script}.py", "run.num_threads=1", *overrides], timeout=300)
-
-
-def metrics(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,7 @@
 
 import json
 import re
-import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from transformers import AutoTokenizer
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from tests.support.entry_points import refusal
 from tests.support.models import save_policy, save_reward_model
 from tests.support.paths import ROOT
 from tests.support.processes import start_actor, start_server
@@ -55,18 +54,6 @@ def actor_arguments(inputs: Path, output_dir: Path) -> list[str]:
         f"data.train_path={inputs / 'prompts.jsonl'}", "algorithm.max_steps=1", "algorithm.num_rollout_samples=8",
         "generation.max_length=8", "generation.kv_cache_gib=0.1", "remote_critic_rm.wait_for_server_s=0",
     ]  # fmt: skip
-
-
-def refusal(script: str, arguments: list[str], capsys, monkeypatch) -> str:
-    """Run an entry point in this process; its only line of error output."""
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as exit_info:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert exit_info.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    return lines[0].removeprefix("error: ")
 
 
 ACTOR_MISTAKES = {

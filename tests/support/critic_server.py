@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, Remot
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.support import warm
 from tests.support.digests import digest_of_files
-from tests.support.paths import SERVER_PYTHON
+from tests.support.paths import ROOT, SERVER_PYTHON
 
 START_TIMEOUT_S = 120.0
 VOCABULARY = 64
@@ -183,3 +184,39 @@ def train_batch(seed: int, count: int = 7, mini_batches: list[list[int]] | None 
         masks=[mask(sequence) for sequence in tokens],
         mini_batches=mini_batches or halves,
     )
+
+
+def refusal(server: CriticServer, *extra: str, environment: dict[str, str] | None = None) -> str:
+    """What a server that must not start prints: one line, exit code 2."""
+    process = subprocess.run(
+        server.command(*extra),
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 2, process.stderr[-2000:]
+    lines = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in process.stderr
+    return lines[0]
+
+
+def texts(seed: int, count: int) -> tuple[list[str], list[str]]:
+    """Prompts and responses."""
+    words = [" ".join(f"w{token % 62}" for token in sequence) for sequence in sequences(seed, 2 * count)]
+    return words[:count], words[count:]
+
+
+def long_batch(optimizer_steps: int = 60) -> CriticTrainBatch:
+    """Some seconds of training."""
+    return train_batch(0, count=64, mini_batches=[list(range(64))] * optimizer_steps)
+
+
+def wait_until_busy(critic: RemoteCritic) -> str:
+    for _ in range(100):
+        if (busy := critic.status().busy) and busy.startswith("train"):
+            return busy
+        time.sleep(0.02)
+    raise AssertionError("the server never trained")
