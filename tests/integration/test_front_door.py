@@ -2,14 +2,9 @@
 
 import gzip
 import json
-import os
 import re
 import secrets
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,21 +19,10 @@ import requests
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from tests.chaos.run import OWN_SHM
 from tests.fuzz.fuzzer import Raw, text, valid_infer, valid_train
 from tests.fuzz.http_faults import PATHS
 from tests.fuzz.kserve_faults import as_json
-from tests.support.critic_server import (
-    KEPT_BYTES,
-    TOKEN_ENV,
-    CriticServer,
-    runs,
-    segments_of,
-    sequences,
-    train_batch,
-)
-from tests.support.paths import ROOT
-from tests.support.processes import start_server
+from tests.support.critic_server import KEPT_BYTES, TOKEN_ENV, CriticServer, sequences, train_batch
 
 TOKEN = secrets.token_hex(16)
 HEAD_S, BODY_S = 10, 30
@@ -304,167 +288,3 @@ def test_one_door_listens_and_nothing_else(server: CriticServer) -> None:
             link.settimeout(1)
             with pytest.raises(TimeoutError):
                 link.recv(1)
-
-
-# --- life -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_dead_door_ends_the_server(make_server) -> None:
-    server = make_server().start()
-    door = next(process for process in server.processes() if "front_door" in " ".join(process.cmdline()))
-    door.kill()
-    assert server.process.wait(20) == 1
-    assert "the front door" in server.log.read_text()
-
-
-def test_a_killed_server_takes_its_door_along_and_the_next_one_tidies_up(make_server) -> None:
-    """All but an endpoint that hangs are killed at once, the guardian too, as a batch system or nobody's luck may do it."""
-    server = make_server().start()
-    pid, everyone = server.process.pid, server.processes()
-    left = [*segments_of(everyone), *Path(tempfile.gettempdir()).glob(f"nsr{pid}-*")]
-    hanging = server.tritonserver().children()[-1]
-    hanging.suspend()
-    for process in everyone:
-        if process != hanging:
-            process.send_signal(signal.SIGKILL)
-    server.process.wait()
-    assert runs(hanging) and any(path.exists() for path in left)
-    server.port = 0
-    server.start()
-    assert not any(path.exists() for path in left)
-    assert not runs(hanging)
-
-
-def test_a_server_that_does_not_see_another_leaves_its_segments_alone(tmp_path, reward_model) -> None:
-    """As in two containers that share /dev/shm, but not their process ids."""
-    overrides = ["model.dtype=float32", f"model.path={reward_model}"]
-    folders = [tmp_path / name for name in ("first", "second")]
-    for folder in folders:
-        folder.mkdir()
-    first, _ = start_server(folders[0], *overrides, cold=OWN_SHM)
-    try:
-        shared_memory = Path(f"/proc/{first.pid}/root/dev/shm")
-        segments = {path.name for path in shared_memory.iterdir()}
-        inside = ["nsenter", "--target", str(first.pid), "--user", "--mount", "--preserve-credentials"]
-        apart = [*inside, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", f"--wd={ROOT}"]
-        second, _ = start_server(folders[1], *overrides, cold=apart)
-        second.kill()
-        assert segments and segments <= {path.name for path in shared_memory.iterdir()}
-    finally:
-        first.kill()
-
-
-def test_a_server_without_a_token_of_yours_makes_one(make_server, tmp_path: Path) -> None:
-    server = make_server(environment={"XDG_CONFIG_HOME": str(tmp_path)}).start()
-    token = tmp_path / "nemo_style_rlhf" / "token"
-    assert token.stat().st_mode & 0o777 == 0o600
-    url = f"http://127.0.0.1:{server.port}/v2/models/critic_status/infer"
-    assert requests.post(url, json={"inputs": []}, timeout=10).status_code == 401
-    headers = {protocol.TOKEN_HEADER: token.read_text()}
-    assert requests.post(url, json={"inputs": []}, headers=headers, timeout=10).status_code == 200
-    server.terminate()  # its folder has one server at a time
-    token.chmod(0o644)
-    server.port = 0
-    refused = subprocess.run(
-        [sys.executable.replace(".venv-actor", ".venv-server"), *server.command()[1:]],
-        env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert refused.returncode == 2
-    assert re.search(r"token holds the token of your servers and is not yours alone: chmod 600 it", refused.stderr)
-
-
-# --- TLS --------------------------------------------------------------------------------------------------------------
-
-
-def certificate(folder: Path, name: str, *, host: str = "IP:127.0.0.1", days: int = 2) -> Path:
-    """A certificate that signs itself, with its key beside it."""
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        "-days",
-        str(days),
-    ]
-    files = ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.crt")]
-    subprocess.run(
-        [*command, *files, "-subj", f"/CN={name}", "-addext", f"subjectAltName={host}"], check=True, capture_output=True
-    )
-    return folder / f"{name}.crt"
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("certificates")
-    for name in ("server", "client", "other"):
-        certificate(folder, name)
-    certificate(folder, "elsewhere", host="DNS:elsewhere.example.org")
-    return folder
-
-
-def test_tls_and_mutual_tls(certificates: Path, tmp_path: Path, reward_model: Path) -> None:
-    """Every call goes through; wrong certificates on either side are one sentence, at once."""
-    from nemo_style_rlhf.errors import UserError
-    from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
-
-    def tls(**names: str) -> ClientTlsConfig:
-        return ClientTlsConfig(**{key: str(certificates / name) for key, name in names.items()})
-
-    def refusal(server: CriticServer, config: ClientTlsConfig) -> str:
-        started = time.monotonic()
-        with RemoteCritic(server.config(tls=config)) as client, pytest.raises(UserError) as refused:
-            client.status()
-        assert time.monotonic() - started < 20
-        return str(refused.value)
-
-    mine = {"certificate": "client.crt", "key": "client.key"}
-    keys = [f"server.tls.certificate={certificates}/server.crt", f"server.tls.key={certificates}/server.key"]
-    server = CriticServer(
-        tmp_path / "mutual", reward_model, [*keys, f"server.tls.client_ca={certificates}/client.crt"]
-    ).start()
-    try:
-        assert f"https://127.0.0.1:{server.port}" in server.log.read_text()
-        with server.client(tls=tls(ca="server.crt", **mine)) as critic:
-            assert len(critic.infer(sequences(1)).result().values) == 7
-            assert critic.train(train_batch(1), step=1).result()["optimizer_steps"] == 2
-        assert "certificate verify failed" in refusal(server, tls(ca="other.crt", **mine))
-        assert re.search("certificate required|another certificate of yours", refusal(server, tls(ca="server.crt")))
-        other = {"certificate": "other.crt", "key": "other.key"}
-        assert re.search("unknown ca|another certificate of yours", refusal(server, tls(ca="server.crt", **other)))
-        assert "it speaks TLS, this process plain HTTP" in refusal(server, ClientTlsConfig())
-    finally:
-        server.close()
-    keys = [f"server.tls.certificate={certificates}/elsewhere.crt", f"server.tls.key={certificates}/elsewhere.key"]
-    server = CriticServer(tmp_path / "elsewhere", reward_model, keys).start()
-    try:
-        assert "IP address mismatch" in refusal(server, tls(ca="elsewhere.crt"))
-    finally:
-        server.close()
-
-
-def test_a_client_with_tls_and_a_server_without_is_one_sentence(server: CriticServer, certificates: Path) -> None:
-    from nemo_style_rlhf.errors import UserError
-    from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
-
-    config = server.config(tls=ClientTlsConfig(ca=str(certificates / "server.crt")))
-    with RemoteCritic(config) as client, pytest.raises(UserError, match=r"no TLS with the critic server"):
-        client.status()
-
-
-def test_certificates_that_do_not_load_are_one_sentence(make_server, certificates: Path) -> None:
-    server = make_server(
-        f"server.tls.certificate={certificates}/server.crt", f"server.tls.key={certificates}/client.key"
-    )
-    refused = subprocess.run(server.command(), capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2
-    assert "server.tls does not load" in refused.stderr and "Traceback" not in refused.stderr
-
-
-def test_it_listens_on_ipv6_too(make_server) -> None:
-    server = make_server("server.host=::1").start()
-    with RemoteCritic(server.config(host="::1")) as critic:
-        assert critic.status().critic_step == 0
