@@ -1,4 +1,4 @@
-"""Dependencies between rooms point one way; heavy libraries stay in the room that owns them."""
+"""Dependencies between rooms point one way; heavy libraries stay in the room that owns them; tests lie where the code does."""
 
 import ast
 import subprocess
@@ -10,6 +10,16 @@ import pytest
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "nemo_style_rlhf"
+UNIT = ROOT / "tests" / "unit"
+NO_ROOMS = {"examples"}
+WHOLE_TREE = {
+    "__init__.py", "conftest.py", "test_architecture.py", "test_entry_points.py", "test_private_parts.py",
+    "test_slurm_scripts.py", "test_wheel.py",
+}  # fmt: skip
+LONGEST_FILE = 450
+"""Lines."""
+NOT_OURS = {"build", "multirun", "outputs"}
+"""Folders of the repository that git ignores."""
 BASE = {"errors", "schema"}
 ALLOWED = {
     "errors": set(),
@@ -45,6 +55,7 @@ OWNERS = {
     "hydra": {"launch"},
     "jinja2": {"evaluation", "data", "schema"},
 }
+GENERATORS = {f"nemo_style_rlhf.generation.{name}" for name in ("vllm", "hf", "in_process")}
 CLIENT_SIDE = {"protocol", "kserve", "connection", "client", "remote_critic", "remote_reward", "secret"}
 
 
@@ -77,6 +88,13 @@ def test_a_room_imports_only_what_lies_below_it(path):
             assert room in OWNERS[library], f"{room} must not import {library}: it belongs to {OWNERS[library]}"
 
 
+def test_only_the_factory_knows_which_generators_exist():
+    """The loop and everything else ask it for one, and see the interface alone."""
+    outside = [path for path in FILES if room_of(path) != "generation"]
+    assert {path.name: found for path in outside if (found := imports(path) & GENERATORS)} == {}
+    assert imports(PACKAGE / "generation" / "factory.py") & GENERATORS
+
+
 @pytest.mark.parametrize("path", [PACKAGE / "algorithms", PACKAGE / "models"], ids=lambda path: path.name)
 def test_the_mathematics_imports_torch_only(path):
     of_models = {"torch", "transformers", "flash_attn", "peft", "safetensors", "huggingface_hub"}
@@ -104,3 +122,19 @@ def test_the_package_imports_in_both_environments(environment):
     )
     subprocess.run([ROOT / environment / "bin" / "python", "-c", code], check=True, cwd=ROOT)
     assert (ROOT / environment).is_dir()
+
+
+def test_unit_tests_mirror_the_package():
+    """A test of one room lies in the folder of its name; at the top are tests of the whole tree."""
+    files = [path.relative_to(UNIT) for path in UNIT.rglob("*.py")]
+    rooms = {room_of(path) for path in FILES if path.parent != PACKAGE}
+    assert {path.parts[0] for path in files if len(path.parts) > 1} <= rooms | NO_ROOMS
+    assert {path.name for path in files if len(path.parts) == 1} <= WHOLE_TREE
+
+
+def test_no_file_is_long():
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    files = [path for folder in folders if folder.name not in NOT_OURS for path in folder.rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE} == {}
+    assert len(files) > len(FILES)

@@ -1,9 +1,10 @@
 """Private parts of other libraries change without notice, so each is touched where a reader of the new version looks for it."""
 
 import ast
-from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "nemo_style_rlhf"
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "nemo_style_rlhf"
 TOUCHED = {
     "DeepSpeed": {"engine/private.py"},
     "Lightning": {"supervised/zero.py"},
