@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from nemo_style_rlhf.checkpoint.data import NOT_DATA
-from nemo_style_rlhf.engine import private
+from nemo_style_rlhf.engine import deepspeed_private
 from nemo_style_rlhf.engine.files import unreadable_files
 from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
 from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
@@ -69,8 +69,8 @@ class Engine:
             config=_deepspeed_config(config, module),
             dist_init_required=False,
         )
-        private.use_checkpoint_engine(self._deepspeed, InMemory)
-        private.copy_no_script(self._deepspeed)
+        deepspeed_private.use_checkpoint_engine(self._deepspeed, InMemory)
+        deepspeed_private.copy_no_script(self._deepspeed)
         if config.zero_stage == 3:
             use_sharded_heads(module)
         self._offloaded = False
@@ -188,7 +188,7 @@ class Engine:
             )
         else:
             load_reshaped(self._deepspeed, saved)
-        private.relink_optimizer_states(self._optimizer)
+        deepspeed_private.relink_optimizer_states(self._optimizer)
         follow_config(self._scheduler, self.config.optim)
         self._offload_states()
 

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from nemo_style_rlhf.engine import private
+from nemo_style_rlhf.engine import deepspeed_private
 
 
 def init_distributed(device: torch.device) -> None:
@@ -14,7 +14,7 @@ def init_distributed(device: torch.device) -> None:
     from deepspeed.utils import logger  # type: ignore[import-untyped]
 
     logger.setLevel(logging.ERROR)
-    private.compile_no_shm_comm()
+    deepspeed_private.compile_no_shm_comm()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" not in os.environ and not torch.distributed.is_initialized():
         # A group of one needs no rendezvous, so no port to race for and no variables that child processes inherit.

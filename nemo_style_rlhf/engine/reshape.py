@@ -15,7 +15,7 @@ import torch
 from deepspeed.checkpoint import constants as ds  # type: ignore[import-untyped]
 from torch import Size, Tensor
 
-from nemo_style_rlhf.engine import private
+from nemo_style_rlhf.engine import deepspeed_private
 from nemo_style_rlhf.engine.files import read
 from nemo_style_rlhf.errors import UserError
 
@@ -204,9 +204,11 @@ def _own_flats(engine: Any, own: dict[str, Any], trained: dict[str, Any]) -> lis
         return [([Piece(name, 0, weight.numel(), 0)], weight.shape) for name, weight in trained.items()]
     weights = own[SHARD_KEYS[stage][0]]
     if stage == 3:
-        groups = _zero3_pieces(private.parameter_shapes(engine), torch.distributed.get_rank(), engine.dp_world_size)
+        groups = _zero3_pieces(
+            deepspeed_private.parameter_shapes(engine), torch.distributed.get_rank(), engine.dp_world_size
+        )
         return [(pieces, flat.shape) for pieces, flat in zip(groups, weights, strict=True)]
-    mappings = [(name, private.fragment(weight)) for name, weight in trained.items()]
+    mappings = [(name, deepspeed_private.fragment(weight)) for name, weight in trained.items()]
     places = [
         (name, mapping.lp_fragment_address, mapping.hp_fragment_address)
         for name, mapping in mappings

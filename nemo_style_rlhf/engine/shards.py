@@ -5,7 +5,7 @@ from typing import Any
 import deepspeed  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from nemo_style_rlhf.engine import private
+from nemo_style_rlhf.engine import deepspeed_private
 from nemo_style_rlhf.models.policy import PolicyModel
 
 
@@ -36,7 +36,7 @@ def make_whole(engine: Any, *, keep: bool) -> None:
         keep: whether this rank keeps them; otherwise they stay empty.
     """
     settle(engine)
-    private.gather_no_more(engine)
+    deepspeed_private.gather_no_more(engine)
     for parameter in engine.module.parameters():
         if hasattr(parameter, "ds_id"):
             parameter.all_gather(param_list=[parameter])

@@ -32,8 +32,8 @@ from nemo_style_rlhf.models.digests import rows_fingerprint, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
-from nemo_style_rlhf.ppo.audit import MAX_GAP, Probe
 from nemo_style_rlhf.ppo.recovery import Recovery, end_if_told, require_critic_checkpoint
+from nemo_style_rlhf.ppo.sampler_check import MAX_GAP, Probe
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE, Saver
 from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer

@@ -22,9 +22,10 @@ from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import OwnWeights
-from nemo_style_rlhf.ppo.audit import Health, Probe, audit_gap, check_health
 from nemo_style_rlhf.ppo.export import export_policy
+from nemo_style_rlhf.ppo.health import Health, check_health
 from nemo_style_rlhf.ppo.metrics import excerpts, rollout_columns, rollout_metrics, validation_metrics
+from nemo_style_rlhf.ppo.sampler_check import Probe, check_logprob_gap
 from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder, ShapingState
@@ -144,7 +145,7 @@ class PPOTrainer:
         batch = parts.producer.batch(step, progress.data_position, self._version, timers)
         experience = parts.experience.build(batch, timers)
         metrics: dict[str, float] = self._ranks.on_first(lambda: rollout_metrics(experience))
-        audit_gap(config.audit, metrics)
+        check_logprob_gap(config.audit, metrics)
         plan = mini_batch_plan(experience, config.algorithm, seed=config.run.seed, step=step)
         timers.lap("metrics")
         critic_update = self._train_critic(experience, plan) if trains_critic and self._ranks.is_first else None

@@ -16,7 +16,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.rollout.logprobs import PolicyForward, action_aligned, action_mask, batch_logprobs
 from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers
 from nemo_style_rlhf.rollout.reference import Reference
-from nemo_style_rlhf.rollout.signal import Signal, estimate, shape_scores
+from nemo_style_rlhf.rollout.training_signal import Signal, estimate, shape_scores
 from nemo_style_rlhf.rollout.types import Batch, Experience, Rollout
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig

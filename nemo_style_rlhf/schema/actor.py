@@ -72,7 +72,7 @@ class HealthConfig:
     runaway_kl: float | None = 1.0
     """Nats per token: the limit if max_init_policy_kl is null and a reference is loaded anyway. Healthy runs stay far below."""
     min_distinct_2_share: float | None = 0.5
-    """Lowest distinct_2, as a share of its value in the run's first rollout with enough text (see ppo/audit.py)."""
+    """Lowest distinct_2, as a share of its value in the run's first rollout with enough text (see ppo/health.py)."""
 
     def validate(self) -> None:
         kl, share = self.runaway_kl, self.min_distinct_2_share

@@ -201,7 +201,9 @@ class Stage:
         stage = ZERO_STAGES.get(self.config.trainer.strategy)
         if stage is None:
             return "ddp" if self._world_size > 1 else "auto"
-        from nemo_style_rlhf.supervised.zero import ZeroStrategy  # takes 3 s, and must follow the choice of device
+        from nemo_style_rlhf.supervised.deepspeed_strategy import (
+            ZeroStrategy,  # takes 3 s, and must follow the choice of device
+        )
 
         clip = self.config.engine.gradient_clip_val
         return ZeroStrategy(stage, gradient_clip_val=clip, autocasts=self._autocasts, device=self.device)

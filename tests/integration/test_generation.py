@@ -25,7 +25,7 @@ from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.policy import PolicyModel
-from nemo_style_rlhf.ppo.audit import Probe
+from nemo_style_rlhf.ppo.sampler_check import Probe
 from nemo_style_rlhf.rollout.logprobs import action_mask, batch_logprobs
 from nemo_style_rlhf.rollout.producer import Producer, Timers
 from nemo_style_rlhf.rollout.types import Rollout

@@ -6,8 +6,8 @@ from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "nemo_style_rlhf"
 TOUCHED = {
-    "DeepSpeed": {"engine/private.py"},
-    "Lightning": {"supervised/zero.py"},
+    "DeepSpeed": {"engine/deepspeed_private.py"},
+    "Lightning": {"supervised/deepspeed_strategy.py"},
     "PyTriton": {"critic_service/backend.py"},
     "PyTorch": {
         "distributed/ranks.py", "engine/schedule.py", "engine/snapshot.py", "models/cpu_linear.py",

@@ -8,7 +8,8 @@ from dataclasses import asdict
 import pytest
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.ppo.audit import Health, audit_gap, check_health
+from nemo_style_rlhf.ppo.health import Health, check_health
+from nemo_style_rlhf.ppo.sampler_check import check_logprob_gap
 from nemo_style_rlhf.ppo.session import Progress
 from nemo_style_rlhf.schema.actor import AuditConfig, HealthConfig, PPOActorConfig
 
@@ -28,11 +29,11 @@ def audited(
 
 
 def test_audits_warn_or_stop_beyond_their_limits(caplog):
-    audit_gap(AuditConfig(max_logprob_gap=0.3, on_logprob_gap="stop"), METRICS)
+    check_logprob_gap(AuditConfig(max_logprob_gap=0.3, on_logprob_gap="stop"), METRICS)
     audited(AuditConfig(health=HealthConfig(min_entropy=0.9, max_init_policy_kl=0.4), on_unhealthy="stop"))
     assert not caplog.messages
     with caplog.at_level(logging.WARNING):
-        audit_gap(AuditConfig(max_logprob_gap=0.1), METRICS)
+        check_logprob_gap(AuditConfig(max_logprob_gap=0.1), METRICS)
         audited(AuditConfig(health=HealthConfig(min_distinct_2=0.6)), step=7)
     gap, sign = caplog.messages
     assert gap.startswith("train_rollouts/sampler_logprob_gap_mean=0.2 is above audit.max_logprob_gap=0.1:")

@@ -6,7 +6,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.algorithms.reward_shaping import RunningNormalizer
-from nemo_style_rlhf.rollout.signal import estimate, shape_scores
+from nemo_style_rlhf.rollout.training_signal import estimate, shape_scores
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, ShapingConfig
 from nemo_style_rlhf.schema.base import build
 from tests.support.paths import ROOT

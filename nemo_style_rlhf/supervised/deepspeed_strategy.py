@@ -13,7 +13,7 @@ from pytorch_lightning.plugins.precision import DeepSpeedPrecision
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 
 from nemo_style_rlhf.checkpoint.files import published, unpublished
-from nemo_style_rlhf.engine import private
+from nemo_style_rlhf.engine import deepspeed_private
 from nemo_style_rlhf.engine.files import DataFiles
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.engine.shards import make_whole, use_sharded_heads
@@ -55,7 +55,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def _initialize_deepspeed_train(self, model: torch.nn.Module) -> None:
         super()._initialize_deepspeed_train(model)
-        private.use_checkpoint_engine(self.deepspeed_engine, DataFiles)
+        deepspeed_private.use_checkpoint_engine(self.deepspeed_engine, DataFiles)
         if self.zero_stage_3:
             use_sharded_heads(model)
             # The cache would keep the bf16 weights of every layer until the forward ends.
