@@ -20,7 +20,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from models import beginnings, pseudo_word_tokenizer, sentence
-from processes import ACTOR_PYTHON, ROOT, SERVER_PYTHON, critic_server, run_actor, run_json
+from processes import ROOT, critic_server, run_actor, run_json
 from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -29,6 +29,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, SERVER_PYTHON
 from nemo_style_rlhf.planning.phases import GIB
 from nemo_style_rlhf.planning.run import Planner
 from nemo_style_rlhf.schema.base import build

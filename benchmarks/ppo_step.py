@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import report
-from processes import ACTOR_PYTHON, PEER_PYTHON, ROOT, Child, critic_server, run_actor, run_json, wait
+from processes import PEER_PYTHON, ROOT, critic_server, run, run_actor, run_json
 from rounds import Measured, alternate, phases_of
+
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
 
 DTYPES = {"19m": "bfloat16", "stories": "float32"}
 
@@ -64,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_models(arguments: argparse.Namespace) -> None:
     command = [ACTOR_PYTHON, "benchmarks/models.py", "--model", arguments.model, "--output-dir", models_dir(arguments)]
-    wait(Child(command, arguments.work_dir / "models.log"))
+    run(Program("models", [str(word) for word in command]), arguments.work_dir / "models.log")
 
 
 def models_dir(arguments: argparse.Namespace) -> Path:

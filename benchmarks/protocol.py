@@ -32,9 +32,9 @@ import psutil
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
 from nemo_style_rlhf.critic_service.protocol import ACQUIRE, INFER, TRAIN, Endpoint, TensorSpec
+from nemo_style_rlhf.launch.interpreter import ROOT
+from nemo_style_rlhf.launch.program import SERVER_PYTHON
 
-ROOT = Path(__file__).resolve().parents[1]
-SERVER_PYTHON = ROOT / ".venv-server" / "bin" / "python"
 SIZES = ((32, 1024), (128, 80), (512, 512), (1024, 2048), (1024, 4096), (1024, 16384))
 ECHO = Endpoint("echo", (TensorSpec("x", "INT32"),), (TensorSpec("y", "FP32"),))
 SINK = Endpoint("sink", (TensorSpec("x", "INT32"),), (TensorSpec("size", "INT64", 1),))

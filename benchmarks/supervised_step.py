@@ -15,8 +15,10 @@ from pathlib import Path
 import report
 from models import sentence
 from ppo_step import DTYPES, make_models, models_dir
-from processes import ACTOR_PYTHON, PEER_GRPO_PYTHON, ROOT, Child, run_json, wait
+from processes import PEER_GRPO_PYTHON, ROOT, run, run_json
 from rounds import Measured, alternate
+
+from nemo_style_rlhf.launch.program import trainer
 
 ROWS = 2048
 
@@ -76,16 +78,15 @@ def write_rows(arguments: argparse.Namespace) -> None:
 def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:
     run_dir = arguments.work_dir / f"run_{arguments.stage}"
     shutil.rmtree(run_dir, ignore_errors=True)
-    command = [
-        ACTOR_PYTHON, f"trainers/train_{arguments.stage}.py", f"run.output_dir={run_dir}",
-        f"run.num_threads={arguments.threads}", f"model.path={models_dir(arguments) / 'policy'}",
-        f"model.dtype={DTYPES[arguments.model]}", f"data.train_path={rows_path(arguments)}",
+    stage = trainer(
+        f"train_{arguments.stage}", run_dir, f"run.num_threads={arguments.threads}",
+        f"model.path={models_dir(arguments) / 'policy'}", f"model.dtype={DTYPES[arguments.model]}",
+        f"data.train_path={rows_path(arguments)}",
         f"trainer.batch_size={arguments.rows}", f"trainer.micro_batch_size={arguments.micro_batch_size}",
         f"trainer.max_steps={arguments.warmup + arguments.steps}", "trainer.log_interval=1", "tracking.progress=false",
         *(["data.response_key=completion"] if arguments.stage == "sft" else []), *arguments.override,
-    ]  # fmt: skip
-    child = Child(command, run_dir.with_suffix(".log"))
-    wait(child)
+    )  # fmt: skip
+    child = run(stage, run_dir.with_suffix(".log"))
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["timers/step"] for line in lines if "timers/step" in line]
     result.add_round(seconds[arguments.warmup :], {}, {"trainer": child.peak_rss_bytes})

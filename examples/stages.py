@@ -5,45 +5,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline import ACTOR_PYTHON, SERVER_PYTHON, Pipeline, overrides
+from pipeline import Pipeline, overrides
+
+from nemo_style_rlhf.launch.program import server, trainer
 
 Settings = Mapping[str, Any]
 
 
 def train(pipeline: Pipeline, stage: str, settings: Settings) -> float:
     """Seconds of a supervised stage: sft, reward_model, dpo or kto."""
-    return pipeline.run(stage, [ACTOR_PYTHON, f"trainers/train_{stage}.py", *overrides(settings)])
+    rest = dict(settings)
+    return pipeline.run(trainer(f"train_{stage}", rest.pop("run.output_dir"), *overrides(rest)))
 
 
-def train_ppo(pipeline: Pipeline, server: Settings, actor: Settings, output_dir: Path) -> float:
+def train_ppo(pipeline: Pipeline, critic: Settings, actor: Settings, output_dir: Path) -> float:
     """Start the critic server, run the actor against it, stop the server; the actor's seconds."""
-    return _train(pipeline, "serve_ppo_critic", "ppo_critic", "remote_critic_rm.port", server, actor, output_dir)
+    return _train(pipeline, "serve_ppo_critic", "remote_critic_rm.port", critic, actor, output_dir)
 
 
-def train_without_critic(pipeline: Pipeline, server: Settings, actor: Settings, output_dir: Path) -> float:
+def train_without_critic(pipeline: Pipeline, reward: Settings, actor: Settings, output_dir: Path) -> float:
     """The same against a reward-only server, for algorithms that need no critic; ``actor`` must say reward=server."""
-    return _train(pipeline, "serve_reward_model", "reward_server", "reward.server.port", server, actor, output_dir)
+    return _train(pipeline, "serve_reward_model", "reward.server.port", reward, actor, output_dir)
 
 
 def _train(
-    pipeline: Pipeline,
-    script: str,
-    config_name: str,
-    port_key: str,
-    server: Settings,
-    actor: Settings,
-    output_dir: Path,
+    pipeline: Pipeline, script: str, port_key: str, served: Settings, actor: Settings, output_dir: Path
 ) -> float:
-    ready_file = output_dir / "server_ready.json"
-    ready_file.unlink(missing_ok=True)
-    door = {"run.output_dir": output_dir / "critic", "server.port": 0, "server.ready_file": ready_file}
-    command = [SERVER_PYTHON, f"servers/{script}.py", f"--config-name={config_name}"]
-    pipeline.start("critic", [*command, *overrides({**server, **door})])
-    port = pipeline.wait_for_server("critic", ready_file)["port"]
-    where = {"run.output_dir": output_dir / "actor", port_key: port}
-    command = [ACTOR_PYTHON, "trainers/train_ppo_actor.py", "--config-name=ppo_actor", *overrides({**actor, **where})]
-    seconds = pipeline.run("ppo", command, watch=_progress(output_dir / "actor" / "metrics.jsonl"))
-    pipeline.stop("critic")
+    pipeline.start(server(script, output_dir / "critic", *overrides(served)))
+    settings = {**actor, port_key: pipeline[script].ready()["port"]}
+    ppo = trainer("train_ppo_actor", output_dir / "actor", *overrides(settings))
+    seconds = pipeline.run(ppo, watch=_progress(output_dir / "actor" / "metrics.jsonl"))
+    pipeline.stop(script)
     return seconds
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,9 @@ from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.connection import ServerUnreachable
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.critic_service.secret import own_token
+from nemo_style_rlhf.launch.program import Program, server, trainer
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from tests.fuzz.fuzzer import JSON_CALLS, valid_infer, valid_json, valid_train
-from tests.support.paths import ACTOR_PYTHON, SERVER_PYTHON
 from tests.support.ppo_runs import server_overrides
 from tests.support.processes import Process
 
@@ -233,31 +234,30 @@ def fill_shared_memory(run: "Run") -> None:
 
 def second_actor(run: "Run") -> None:
     assert run.actor is not None
-    where = [f"run.output_dir={run.folder / 'actor'}", f"remote_critic_rm.port={run.proxy_port}"]
-    intrude(run, run.actor, "actor", ACTOR_PYTHON, ["trainers/train_ppo_actor.py", *where, *run.actor_overrides()])
+    where = f"remote_critic_rm.port={run.proxy_port}"
+    intrude(run, run.actor, trainer("train_ppo_actor", run.folder / "actor", where, *run.actor_overrides()))
 
 
 def second_server(run: "Run") -> None:
-    where = [f"run.output_dir={run.folder / 'critic'}", "server.port=0"]
-    intrude(
-        run, run.server, "critic", SERVER_PYTHON, ["servers/serve_ppo_critic.py", *where, *server_overrides(run.inputs)]
-    )
+    second = server("serve_ppo_critic", run.folder / "critic", *server_overrides(run.inputs))
+    intrude(run, run.server, replace(second, ready_file=None))  # the owner's, which a start would remove
 
 
-def intrude(run: "Run", owner: Process, role: str, python: Path, command: list[str]) -> None:
+def intrude(run: "Run", owner: Process, program: Program) -> None:
     """Start a second process on the folder of ``owner``, once that owns it: it is refused, unless the owner ends meanwhile."""
+    folder = owner.log.parent
     deadline = time.monotonic() + INTRUDER_S
-    while owner.poll() is None and owner_of(run.folder / role) != owner.pid and time.monotonic() < deadline:
+    while owner.poll() is None and owner_of(folder) != owner.pid and time.monotonic() < deadline:
         time.sleep(0.1)
-    if owner_of(run.folder / role) != owner.pid:
+    if owner_of(folder) != owner.pid:
         return
     log = run.folder / f"intruder{len(run.happened)}.log"
-    intruder = Process(command, log, warm_python=python)
+    intruder = Process(program, log)
     while intruder.poll() is None and owner.poll() is None and time.monotonic() < deadline + INTRUDER_S:
         time.sleep(0.1)
     intruder.kill()
     if f"(process {owner.pid} on " not in intruder.output() and owner.poll() is None:
-        run.failures.append(f"a second process on {role} was not refused: {intruder.output()[-3000:]}")
+        run.failures.append(f"a second process on {folder.name} was not refused: {intruder.output()[-3000:]}")
 
 
 def owner_of(folder: Path) -> int | None:

@@ -3,19 +3,19 @@
 import os
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from nemo_style_rlhf.launch.interrupt import INTERRUPTED_EXIT
+from nemo_style_rlhf.launch.local import Child
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, SERVER_PYTHON, Program
 from tests.support.critic_server import left_of
 from tests.support.models import save_run_inputs
-from tests.support.paths import ACTOR_PYTHON, ROOT, SERVER_PYTHON
 from tests.support.processes import start_server, wait_for_output
 
 REWARD = """
@@ -40,41 +40,24 @@ def inputs(tmp_path_factory) -> Path:
     return save_run_inputs(tmp_path_factory.mktemp("inputs"), REWARD, rows)
 
 
-class Program:
-    """A cold process in a session of its own; Ctrl-C reaches all of its process group, as from a terminal."""
-
-    def __init__(self, folder: Path, command: Sequence[object], python: Path = ACTOR_PYTHON, ranks: int = 1) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.log = folder / "output.log"
-        self.log.write_text("")
-        launcher = [python.parent / "torchrun", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else [python]
-        with self.log.open("ab") as output:
-            self._child = subprocess.Popen(
-                [str(word) for word in (*launcher, *command, f"run.output_dir={folder}")], cwd=ROOT, stdout=output,
-                stderr=output, start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
-            )  # fmt: skip
-        self.poll = self._child.poll
-        self.wait = self._child.wait
-
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
+class Cold(Child):
+    """A process without preloaded libraries; Ctrl-C reaches all of its process group, as from a terminal."""
 
     def wait_until_listening(self) -> None:
         """Until it blocks SIGINT, the second of the signals in the kernel's mask: before, Python itself would answer."""
         deadline = time.monotonic() + 60
-        while not int(re.search(r"SigBlk:\s+(\w+)", Path(f"/proc/{self._child.pid}/status").read_text())[1], 16) & 2:
+        while not int(re.search(r"SigBlk:\s+(\w+)", Path(f"/proc/{self.pid}/status").read_text())[1], 16) & 2:
             assert self.poll() is None and time.monotonic() < deadline, self.output()
             time.sleep(0.01)
 
     def ctrl_c(self) -> None:
-        os.killpg(self._child.pid, signal.SIGINT)
+        os.killpg(self.pid, signal.SIGINT)
 
     def ended(self, code: int) -> str:
         """Its sentence about where it stopped, or its last line, once it has ended with ``code`` and left nobody behind."""
         assert self.wait(60) == code, self.output()
         deadline = time.monotonic() + 10
-        while left := [each for each in psutil.process_iter() if session(each.pid) == self._child.pid]:
+        while left := [each for each in psutil.process_iter() if session(each.pid) == self.pid]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
         assert "Traceback" not in self.output() and "Error" not in self.output(), self.output()
@@ -91,17 +74,21 @@ def session(pid: int) -> int | None:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator:
-    started: list[Program] = []
+    started: list[Cold] = []
+    log = tmp_path / "run" / "output.log"
 
-    def start(*command: object, **settings: object) -> Program:
-        started.append(Program(tmp_path / "run", command, **settings))
+    def start(*command: object, python: Path = ACTOR_PYTHON, ranks: int = 1) -> Cold:
+        log.unlink(missing_ok=True)
+        argv = [str(word) for word in (python, *command, f"run.output_dir={log.parent}")]
+        started.append(Cold(Program("run", argv, ranks=ranks), log))
         return started[-1]
 
+    # A test run in the background ignores SIGINT, and would hand that down.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield start
+    signal.signal(signal.SIGINT, before)
     for each in started:
-        if each.poll() is None:
-            os.killpg(each._child.pid, signal.SIGKILL)
-            each.wait()
+        each.stop()
 
 
 def grpo(inputs: Path) -> list[object]:
@@ -138,7 +125,7 @@ def test_what_a_reward_function_started_ends_too(inputs, program, tmp_path):
     )
     actor = program(*grpo(inputs), f"reward.function.path={starts}")
     deadline = time.monotonic() + 60
-    while not any(each.name() == "sleep" for each in psutil.Process(actor._child.pid).children(recursive=True)):
+    while not any(each.name() == "sleep" for each in psutil.Process(actor.pid).children(recursive=True)):
         assert actor.poll() is None and time.monotonic() < deadline, actor.output()
         time.sleep(0.05)
     actor.ctrl_c()
@@ -152,7 +139,7 @@ def test_a_dry_run_is_undone_at_once_also_while_it_waits(inputs, program, tmp_pa
     )
     actor = program(*grpo(inputs), f"reward.function.path={slow}", "--dry-run")
     deadline = time.monotonic() + 60
-    while not any("spawn_main" in " ".join(each.cmdline()) for each in psutil.Process(actor._child.pid).children()):
+    while not any("spawn_main" in " ".join(each.cmdline()) for each in psutil.Process(actor.pid).children()):
         assert actor.poll() is None and time.monotonic() < deadline, actor.output()
         time.sleep(0.05)
     time.sleep(3)  # wherever the first rollout is by now: it cannot be done
@@ -206,7 +193,7 @@ def test_a_dry_run_leaves_nothing(inputs, program, tmp_path):
 def test_of_several_ranks_the_first_speaks(inputs, program):
     actor = program(*grpo(inputs), ranks=2)
     wait_for_output(actor, "PPO 1/400")
-    ranks = psutil.Process(actor._child.pid).children()
+    ranks = psutil.Process(actor.pid).children()
     for rank in ranks:  # as torchrun hands it down, but that adds a traceback of its own
         rank.send_signal(signal.SIGINT)
     wait_for_output(actor, "stopped in step")
@@ -219,7 +206,7 @@ def test_ctrl_c_through_torchrun_commits_the_running_step_and_leaves_nobody(inpu
     """The launcher hands it down to its ranks, which are sessions of their own, and then fails with a traceback of its own."""
     actor = program(*grpo(inputs), "checkpoint.save_on_interrupt=true", "checkpoint.save_interval=100", ranks=2)
     wait_for_output(actor, "PPO 1/400")
-    everyone = psutil.Process(actor._child.pid).children(recursive=True)
+    everyone = psutil.Process(actor.pid).children(recursive=True)
     assert len(everyone) >= 2 and committed(tmp_path / "run") == 0
     actor.ctrl_c()
     assert actor.wait(60) == 1, actor.output()
@@ -253,9 +240,7 @@ def test_an_evaluation_ends_with_its_child(inputs, program, tmp_path):
         "generation=hf", "generation.max_length=100", "samples_per_prompt=200",
     )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not any(
-        "spawn_main" in " ".join(child.cmdline()) for child in psutil.Process(evaluation._child.pid).children()
-    ):
+    while not any("spawn_main" in " ".join(child.cmdline()) for child in psutil.Process(evaluation.pid).children()):
         assert evaluation.poll() is None and time.monotonic() < deadline, evaluation.output()
         time.sleep(0.05)
     time.sleep(1)
@@ -286,7 +271,7 @@ def test_sigusr1_ends_an_actor_that_waits_for_a_server_from_the_start(inputs, pr
     actor = program(*waits(inputs, "remote_critic_rm.port=9"))
     wait_for_output(actor, "waiting for")
     started = time.monotonic()
-    os.kill(actor._child.pid, signal.SIGUSR1)
+    os.kill(actor.pid, signal.SIGUSR1)
     assert "told to end while no server answers; nothing is lost, the same command goes on" in actor.ended(
         PREEMPTED_EXIT
     )
@@ -306,7 +291,7 @@ def test_so_does_one_that_has_lost_its_server(number, ranks, told, inputs, progr
     finally:
         server.kill()
     wait_for_output(actor, "waiting for")
-    processes = psutil.Process(actor._child.pid).children() if ranks > 1 else [psutil.Process(actor._child.pid)]
+    processes = psutil.Process(actor.pid).children() if ranks > 1 else [psutil.Process(actor.pid)]
     started = time.monotonic()
     processes[told].send_signal(getattr(signal, number))
     code = actor.wait(60)
@@ -334,7 +319,7 @@ def test_ranks_go_on_together_when_a_disk_refuses_one_of_them_until_it_has_done_
     command = [*grpo(inputs), "checkpoint.save_interval=1", "checkpoint.max_failed_saves=3"]
     actor = program(*command, ranks=2)
     wait_for_output(actor, "PPO 1/400")
-    follower = psutil.Process(actor._child.pid).children()[1]
+    follower = psutil.Process(actor.pid).children()[1]
     for room in (2**10, psutil.RLIM_INFINITY, 2**10):
         seen, before = len(actor.output()), committed(tmp_path / "run")
         follower.rlimit(psutil.RLIMIT_FSIZE, (room, psutil.RLIM_INFINITY))

@@ -5,14 +5,15 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from nemo_style_rlhf.launch.program import Program, server, trainer
 from tests.support.metrics import metrics, without_timers
 from tests.support.models import save_policy, save_reward_model
-from tests.support.paths import ACTOR_PYTHON, SERVER_PYTHON
 from tests.support.processes import Process, wait_for_output
 
 STEPS = 8
@@ -33,30 +34,28 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(inputs: Path, kind: str, folder: Path) -> list[str]:
-    where = [f"run.output_dir={folder}", f"run.takeover_s={TAKEOVER_S}", "run.num_threads=1"]
+def program(inputs: Path, kind: str, folder: Path) -> Program:
+    common = [f"run.takeover_s={TAKEOVER_S}", "run.num_threads=1"]
     policy = ["model.dtype=float32", f"model.path={inputs / 'policy'}"]
     if kind == "actor":
-        return [
-            "trainers/train_ppo_actor.py", *where, *policy, f"data.train_path={inputs / 'prompts.jsonl'}", "algorithm=grpo",
+        return trainer(
+            "train_ppo_actor", folder, *common, *policy, f"data.train_path={inputs / 'prompts.jsonl'}", "algorithm=grpo",
             "algorithm.samples_per_prompt=4", "algorithm.num_rollout_samples=8", f"algorithm.max_steps={STEPS}",
             "generation.max_length=8", "generation.kv_cache_gib=0.1", "engine.optim.lr=1e-3", "reward=function",
             f"reward.function.path={inputs / 'reward.py'}", "checkpoint.save_interval=1",
-        ]  # fmt: skip
+        )  # fmt: skip
     if kind == "stage":
-        return [
-            "trainers/train_sft.py", *where, *policy, f"data.train_path={inputs / 'texts.jsonl'}", "trainer.max_steps=20",
+        return trainer(
+            "train_sft", folder, *common, *policy, f"data.train_path={inputs / 'texts.jsonl'}", "trainer.max_steps=20",
             "trainer.batch_size=4", "checkpoint.save_interval=1", "trainer.log_interval=1",
-        ]  # fmt: skip
+        )  # fmt: skip
     if kind == "evaluation":
-        return [
-            "trainers/evaluate.py", *where, "model=fp32", f"data.path={inputs / 'prompts.jsonl'}",
+        return trainer(
+            "evaluate", folder, *common, "model=fp32", f"data.path={inputs / 'prompts.jsonl'}",
             f"checkpoints=[{inputs / 'policy'}]", "generation.max_length=8", "generation.kv_cache_gib=0.1",
-        ]  # fmt: skip
-    return [
-        "servers/serve_ppo_critic.py", *where, "model.dtype=float32", f"model.path={inputs / 'reward'}", "server.port=0",
-        f"server.ready_file={folder}/ready.json",
-    ]  # fmt: skip
+        )  # fmt: skip
+    critic = server("serve_ppo_critic", folder, *common, "model.dtype=float32", f"model.path={inputs / 'reward'}")
+    return replace(critic, ready_file=None)  # a second start must not remove the first one's
 
 
 @pytest.fixture
@@ -66,15 +65,13 @@ def start(inputs: Path, tmp_path: Path) -> Iterator[Start]:
 
     def process(kind: str, *, elsewhere: bool = False) -> Process:
         log = tmp_path / f"{len(started)}.log"
-        python = SERVER_PYTHON if kind == "server" else ACTOR_PYTHON
-        words = command(inputs, kind, tmp_path / "run")
+        cold = None
         if elsewhere:
             (tmp_path / "boot_id").write_text("11111111-2222-3333-4444-555555555555\n")
             as_elsewhere = 'hostname elsewhere && mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
             namespaces = ["unshare", "--map-root-user", "--mount", "--uts", "sh", "-c", as_elsewhere]
-            started.append(Process([*namespaces, str(tmp_path / "boot_id"), str(python), *words], log))
-        else:
-            started.append(Process(words, log, warm_python=python))
+            cold = [*namespaces, str(tmp_path / "boot_id")]
+        started.append(Process(program(inputs, kind, tmp_path / "run"), log, cold=cold))
         return started[-1]
 
     yield process
@@ -164,7 +161,7 @@ def test_another_machine_takes_a_stopped_actors_run_to_its_end_and_the_first_end
     start: Start, inputs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "undisturbed").mkdir()
-    whole = Process(command(inputs, "actor", tmp_path / "undisturbed"), tmp_path / "log", warm_python=ACTOR_PYTHON)
+    whole = Process(program(inputs, "actor", tmp_path / "undisturbed"), tmp_path / "log")
     assert whole.wait(200) == 0, whole.output()
     first = start("actor")
     wait_until(lambda: (tmp_path / "run/checkpoints/step_000002/manifest.json").exists(), first)

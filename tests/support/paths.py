@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-ACTOR_PYTHON = ROOT / ".venv-actor" / "bin" / "python"
-SERVER_PYTHON = ROOT / ".venv-server" / "bin" / "python"
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON as ACTOR_PYTHON
+from nemo_style_rlhf.launch.program import PYTHON
+from nemo_style_rlhf.launch.program import ROOT as ROOT
+from nemo_style_rlhf.launch.program import SERVER_PYTHON as SERVER_PYTHON
+
 ENTRY_POINTS = [*sorted((ROOT / "trainers").glob("*.py")), *sorted((ROOT / "servers").glob("*.py"))]
 
 
 def own_python(script: Path) -> str:
     """The interpreter of an entry point, relative to ``ROOT``."""
-    return {"trainers": ".venv-actor/bin/python", "servers": ".venv-server/bin/python"}[script.parent.name]
+    return str(PYTHON[script.parent.name].relative_to(ROOT))

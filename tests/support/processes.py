@@ -2,94 +2,59 @@
 
 import contextlib
 import http.server
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import requests
 
+from nemo_style_rlhf.launch.local import Child
+from nemo_style_rlhf.launch.program import Program, server, trainer
 from tests.support import warm
-from tests.support.paths import ACTOR_PYTHON, ROOT, SERVER_PYTHON
 
 READY_TIMEOUT_S = 120
 
 
-class Process:
+class Process(Child):
     """A child in its own process group, with its output in a file."""
 
-    def __init__(
-        self, command: list[str], log: Path, *, warm_python: Path | None = None, ranks: int = 1,
-        environment: Mapping[str, str] = os.environ,
-    ) -> None:  # fmt: skip
-        """With ``warm_python``, the command is a script for that Python, which has already loaded its libraries."""
-        self.log = log
-        self._child: subprocess.Popen[bytes] | warm.Forked
-        if warm_python is not None:
-            self._child = warm.Forked(command, log, log, python=warm_python, ranks=ranks, environment=environment)
-            return
-        with log.open("ab") as output:
-            self._child = subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
-            )
+    def __init__(self, program: Program, log: Path, *, cold: Sequence[str] | None = None) -> None:
+        """Fork a process that has already loaded its libraries. ``cold``, even if [], is put before the command of a new one."""
+        self._cold = cold is not None
+        super().__init__(replace(program, argv=[*(cold or []), *program.argv]), log)
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def kill(self) -> None:
-        """Send SIGKILL to the whole group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the child alone."""
-        self._child.send_signal(number)
+    def _start(self) -> Any:
+        if self._cold:
+            return super()._start()
+        python, *command = self.program.argv
+        environment = {**os.environ, **self.program.env}
+        return warm.Forked(
+            command, self.log, self.log, python=Path(python), ranks=self.program.ranks, environment=environment
+        )
 
     def terminate(self) -> int:
-        self._child.terminate()
+        """Send SIGTERM, and return the exit code; children that outlive the process are left for tests to see."""
+        self.signal(signal.SIGTERM)
         return self.wait(60)
-
-    def poll(self) -> int | None:
-        return self._child.poll()
-
-    def wait(self, timeout: float) -> int:
-        return self._child.wait(timeout)
-
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
 
 
 def start_server(
     directory: Path, *overrides: str, ranks: int = 1, cold: Sequence[str] | None = None,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[Process, int]:  # fmt: skip
-    """Start `servers/serve_ppo_critic.py` on a free port; returns when it answers. ``cold``, even if [], is put before the
-    command of a process without preloaded libraries."""
-    ready = directory / "ready.json"
-    ready.unlink(missing_ok=True)
-    where = [f"run.output_dir={directory}", "server.port=0", f"server.ready_file={ready}"]
-    command = ["servers/serve_ppo_critic.py", *where, *overrides]
-    if cold is not None:
-        process = Process([*cold, str(SERVER_PYTHON), *command], directory / "server.log", environment=environment)
-    else:
-        process = Process(command, directory / "server.log", warm_python=SERVER_PYTHON, ranks=ranks)
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while not ready.exists():
-        assert process.poll() is None, process.output()
-        assert time.monotonic() < deadline, process.output()
-        time.sleep(0.1)
-    return process, int(json.loads(ready.read_text())["port"])
+    """Start `servers/serve_ppo_critic.py` on a free port; returns when it answers."""
+    program = server("serve_ppo_critic", directory, *overrides, ranks=ranks, env=environment)
+    process = Process(program, directory / "server.log", cold=cold)
+    return process, int(process.ready(READY_TIMEOUT_S)["port"])
 
 
-def wait_for_output(process: Process, text: str, *, after: int = 0) -> None:
+def wait_for_output(process: Child, text: str, *, after: int = 0) -> None:
     """Wait until ``text`` occurs in the output after its first ``after`` characters."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while text not in process.output()[after:]:
@@ -99,24 +64,22 @@ def wait_for_output(process: Process, text: str, *, after: int = 0) -> None:
 
 def run_pair(directory: Path, server_overrides: list[str], actor_overrides: list[str]) -> None:
     """Run server and actor below ``directory``, from start to end."""
-    (directory / "critic").mkdir(exist_ok=True)
-    server, port = start_server(directory / "critic", *server_overrides)
+    critic, port = start_server(directory / "critic", *server_overrides)
     actor = start_actor(directory / "actor", port, *actor_overrides)
     try:
         assert actor.wait(240) == 0, actor.output()
     finally:
         actor.kill()
-        assert server.terminate() == 0
+        assert critic.terminate() == 0
 
 
 def start_actor(
-    directory: Path, port: int, *overrides: str, ranks: int = 1, environment: Mapping[str, str] = os.environ
+    directory: Path, port: int, *overrides: str, ranks: int = 1, environment: Mapping[str, str] | None = None
 ) -> Process:
-    directory.mkdir(parents=True, exist_ok=True)
-    where = [f"run.output_dir={directory}", f"remote_critic_rm.port={port}"]
-    command = ["trainers/train_ppo_actor.py", *where, *overrides]
-    log = directory / "actor.log"
-    return Process(command, log, warm_python=ACTOR_PYTHON, ranks=ranks, environment=environment)
+    where = f"remote_critic_rm.port={port}"
+    return Process(
+        trainer("train_ppo_actor", directory, where, *overrides, ranks=ranks, env=environment), directory / "actor.log"
+    )
 
 
 Watcher = Callable[[str, str], None]

@@ -1,0 +1,54 @@
+"""Our commands as values: which script runs in which environment, with which overrides. A launcher starts them, see local.py.
+
+The scripts lie in the repository, and so do the two environments (`make envs`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_style_rlhf.launch.interpreter import NEEDS, ROOT
+
+PYTHON = {folder: ROOT / f".venv-{environment}" / "bin" / "python" for folder, (environment, _) in NEEDS.items()}
+"""Interpreter by folder of the script."""
+ACTOR_PYTHON, SERVER_PYTHON = PYTHON["trainers"], PYTHON["servers"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One command, and what its launcher must know about it."""
+
+    name: str
+    """Differs from the names of all other programs of the same launcher."""
+    argv: Sequence[str]
+    """The command of one rank, which begins with the interpreter. It runs in the repository's root."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables added to the launcher's environment."""
+    ranks: int = 1
+    ready_file: Path | None = None
+    """The file in which a server writes its host and port (JSON) once it answers. None if the program is no server."""
+
+    @property
+    def command(self) -> list[str]:
+        """The command of all ranks: torchrun starts several of them."""
+        python, *words = self.argv
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        return [python, *(torchrun if self.ranks > 1 else []), *words]
+
+
+def trainer(
+    script: str, output_dir: Path, *overrides: str, ranks: int = 1, env: Mapping[str, str] | None = None
+) -> Program:
+    """``trainers/<script>.py``: the actor, a supervised stage or an evaluation."""
+    argv = [str(ACTOR_PYTHON), f"trainers/{script}.py", f"run.output_dir={output_dir}", *overrides]
+    return Program(script, argv, env or {}, ranks)
+
+
+def server(
+    script: str, output_dir: Path, *overrides: str, ranks: int = 1, env: Mapping[str, str] | None = None
+) -> Program:
+    """``servers/<script>.py`` on a free port."""
+    ready_file = output_dir / "ready.json"
+    where = [f"run.output_dir={output_dir}", "server.port=0", f"server.ready_file={ready_file}"]
+    argv = [str(SERVER_PYTHON), f"servers/{script}.py", *where, *overrides]
+    return Program(script, argv, env or {}, ranks, ready_file)
