@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.starts import log_differences, record_start, require_reachable, require_same
 from nemo_style_rlhf.checkpoint.store import ACTOR, CheckpointStore, Manifest
@@ -28,6 +28,7 @@ from nemo_style_rlhf.engine.process_group import init_distributed, require_all_r
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.factory import make_generator
 from nemo_style_rlhf.launch.bootstrap import setup
+from nemo_style_rlhf.models.decoding import decoder_loader
 from nemo_style_rlhf.models.digests import rows_fingerprint, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora, lora_identity
@@ -100,7 +101,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         record_start(output_dir, config, after=f"step_{found.step if found else 0:06d}")
     ranks.require_shared(output_dir)
     sampler = PromptSampler(len(prompts), config.run.seed, config.data.shuffle)
-    rollouts = _rollout_writer(config) if ranks.is_first and config.tracking.save_rollouts else None
+    rollouts = _rollout_writer(config, tokenizer) if ranks.is_first and config.tracking.save_rollouts else None
     parts = Parts(
         engine=engine,
         generator=generator,
@@ -153,8 +154,9 @@ def run_identity(config: PPOActorConfig, prompts: list[Prompt] | None = None) ->
     return identity
 
 
-def _rollout_writer(config: PPOActorConfig) -> RolloutWriter:
-    load = partial(AutoTokenizer.from_pretrained, config.model.path, trust_remote_code=config.model.trust_remote_code)
+def _rollout_writer(config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutWriter:
+    model = config.model
+    load = decoder_loader(tokenizer, model.path, trust_remote_code=model.trust_remote_code)
     return RolloutWriter(Path(config.run.output_dir) / "rollouts", load)
 
 

@@ -9,22 +9,22 @@ from typing import Any
 
 from nemo_style_rlhf.launch.children import end_with_parent
 
-_tokenizer: Any = None
-"""The tokenizer, only in the writing process."""
+_to_text: Any = None
+"""Turns token ids into text; only in the writing process."""
 
 
 class RolloutWriter:
     """Writes the samples of one step at a time."""
 
-    def __init__(self, folder: Path, load_tokenizer: Callable[[], Any]) -> None:
+    def __init__(self, folder: Path, load_decoder: Callable[[], Callable[[list[int]], str]]) -> None:
         """
         Args:
-            load_tokenizer: called in the writing process; must be picklable.
+            load_decoder: called in the writing process; must be picklable.
         """
         self._folder = folder
         # Spawn, since this process has threads, and maybe a CUDA context, which do not survive a fork.
         self._process = ProcessPoolExecutor(
-            1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(load_tokenizer,)
+            1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(load_decoder,)
         )
         self.writing: Future[None] | None = None
         """Write of the last step's samples; None once it is known to be done."""
@@ -53,12 +53,12 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _prepare(load_tokenizer: Callable[[], Any]) -> None:
-    global _tokenizer
+def _prepare(load_decoder: Callable[[], Callable[[list[int]], str]]) -> None:
+    global _to_text
     end_with_parent()
-    _tokenizer = load_tokenizer()
+    _to_text = load_decoder()
 
 
 def _write(path: Path, columns: dict[str, Sequence[Any]]) -> None:
-    columns["response"] = [_tokenizer.decode(tokens, skip_special_tokens=False) for tokens in columns["response"]]
+    columns["response"] = [_to_text(tokens.tolist()) for tokens in columns["response"]]
     write_jsonl(path, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])

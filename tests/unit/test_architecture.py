@@ -97,7 +97,7 @@ def test_only_the_factory_knows_which_generators_exist():
 
 @pytest.mark.parametrize("path", [PACKAGE / "algorithms", PACKAGE / "models"], ids=lambda path: path.name)
 def test_the_mathematics_imports_torch_only(path):
-    of_models = {"torch", "transformers", "flash_attn", "peft", "safetensors", "huggingface_hub"}
+    of_models = {"torch", "transformers", "tokenizers", "flash_attn", "peft", "safetensors", "huggingface_hub"}
     allowed = {"algorithms": {"torch"}, "models": of_models}[path.name]
     for file in path.glob("*.py"):
         for name in imports(file):
