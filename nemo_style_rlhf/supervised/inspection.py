@@ -75,7 +75,7 @@ class TokenTexts:
         self._special = set(tokenizer.all_special_ids)
         # A tokenizer decodes the space before a token only after another token.
         self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])[-1:]
-        self._before = self._decode(self._anchor)
+        self._before = self._text_of(self._anchor)
 
     def __call__(self, token_id: int) -> tuple[str, bool]:
         """The token's text with visible white space, and whether it is a special token.
@@ -84,12 +84,12 @@ class TokenTexts:
         """
         if token_id in self._special:
             return f"{SPECIAL_OPEN}{self._tokenizer.convert_ids_to_tokens(token_id)}{SPECIAL_CLOSE}", True
-        text = self._decode([*self._anchor, token_id])
+        text = self._text_of([*self._anchor, token_id])
         if not text.startswith(self._before) or "\ufffd" in text:
             return str(self._tokenizer.convert_ids_to_tokens(token_id)), False
         return "".join(VISIBLE.get(character, character) for character in text.removeprefix(self._before)), False
 
-    def _decode(self, ids: list[int]) -> str:
+    def _text_of(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
