@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.metrics import metrics
 from tests.support.models import WORDS, save_run_inputs
 from tests.support.processes import Process, start_actor, start_server, wait_for_output
 
@@ -61,7 +62,7 @@ def run(inputs: Path, folder: Path, *overrides: str, **settings: object) -> list
         assert actor.wait(180) == 0, actor.output()
     finally:
         actor.kill()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(folder)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(math.isfinite(value) for row in rows for value in row.values())
     return rows
@@ -174,7 +175,7 @@ def test_a_validation_without_a_single_reward_is_not_the_best(inputs, tmp_path):
     ]  # fmt: skip
     actor = start(inputs, tmp_path / "run", *overrides, function=recovering)
     assert actor.wait(180) == 0, actor.output()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path / "run")
     assert [line["val_rollouts/reward_failures"] for line in lines] == [4, 0, 0, 0]
     assert json.loads((tmp_path / "run" / "best" / "best.json").read_text()) == {"step": 1, "val_rollouts/rewards": 1.0}
 
@@ -204,7 +205,7 @@ def test_a_run_that_collapses_says_so_and_audit_on_sign_stops_it_wherever_it_res
 
     warned = start_one(tmp_path / "warned")
     assert warned.wait(180) == 0, warned.output()
-    rows = [json.loads(line) for line in (tmp_path / "warned" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(tmp_path / "warned")
 
     def bigrams(row: dict[str, float]) -> float:
         return 48 * (row["train_rollouts/response_lengths"] - 1)
@@ -234,7 +235,7 @@ def test_a_run_that_collapses_says_so_and_audit_on_sign_stops_it_wherever_it_res
         assert actor.wait(180) == 2, actor.output()
         assert ("resumed from step" in actor.output()) == bool(moment) and "from step 0" not in actor.output()
         sentences += [line for line in actor.output().splitlines() if line.startswith("error: ")]
-        ended = [json.loads(line)["step"] for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+        ended = [row["step"] for row in metrics(tmp_path / folder)]
         assert ended[-1] == fallen[0]
     assert "distinct_2=" in sentences[0] and "; the run stops" in sentences[0]
     assert sentences[0] == sentences[1] and len(sentences) == 2

@@ -9,6 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.support.metrics import metrics
 from tests.support.models import WORDS, save_policy, save_reward_model
 from tests.support.processes import run_pair, start_actor
 
@@ -46,7 +47,7 @@ def finished(inputs, tmp_path_factory) -> Path:
 
 
 def test_the_reference_is_the_policy_without_its_adapter(finished: Path) -> None:
-    rows = [json.loads(line) for line in (finished / "actor" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(finished / "actor")
     assert abs(rows[0]["train_rollouts/init_policy_kl"]) < 1e-4
     assert rows[-1]["train_rollouts/init_policy_kl"] > 1e-3
     for row in rows:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.metrics import metrics
 from tests.support.models import save_policy, save_reward_model
 from tests.support.processes import Process, start_actor, start_server
 
@@ -79,7 +80,7 @@ def test_both_say_what_was_changed_and_keep_both_configurations(finished: Path) 
         assert actor.count(f"  {line}") == 1, line
     assert actor.index("engine.optim.lr: 0.001") < actor.index("resumed from step 2")
     assert server.count("  engine.optim.lr: 0.0001 -> 0.0002") == 1
-    rates = [json.loads(line)["train_optim/lr"] for line in (finished / "actor/metrics.jsonl").read_text().splitlines()]
+    rates = [row["train_optim/lr"] for row in metrics(finished / "actor")]
     assert rates == [1e-3, 1e-3, 5e-4, 5e-4]
     assert kept(finished / "actor") == ["001_step_000000.yaml", "002_step_000002.yaml"]
     first, second = kept(finished / "critic")

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support import warm
 from tests.support.attacks import Attack
+from tests.support.metrics import metrics, without_timers
 from tests.support.models import WORDS, save_policy, save_reward_model
 
 STEPS = 24
@@ -58,10 +59,8 @@ def train(folder: Path, script: str, run: str, *overrides: str, ranks: int = 1) 
     return load_file(folder / run / "export" / "model.safetensors")
 
 
-def metrics(folder: Path, run: str) -> list[dict[str, float]]:
-    """All but the timers."""
-    lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith("timers/")} for line in lines]
+def logged(folder: Path) -> list[dict[str, float]]:
+    return without_timers(metrics(folder))
 
 
 def assert_near(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -89,7 +88,7 @@ def test_a_killed_run_resumes_to_the_last_bit(folder: Path) -> None:
     resumed = train(folder, "train_sft", "killed", *settings, "run.resume=must")
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
-    assert metrics(folder, "killed") == metrics(folder, "whole")
+    assert logged(folder / "killed") == logged(folder / "whole")
 
 
 def test_adapters_resume_to_the_last_bit_and_merge(folder: Path) -> None:
@@ -176,7 +175,7 @@ def test_a_resumed_run_follows_what_was_changed_and_keeps_both_configurations(
     assert done.returncode == 0, done.stderr[-3000:]
     for line in (f"trainer.max_steps: {STEPS} -> {STEPS + 8}", "engine.optim.lr: 0.001 -> 0.002", "model.path: "):
         assert done.stderr.count(line) == 1, done.stderr
-    rates = {line["step"]: line["train/lr"] for line in metrics(folder, run) if "train/lr" in line}
+    rates = {line["step"]: line["train/lr"] for line in logged(folder / run) if "train/lr" in line}
     assert rates == pytest.approx({step: 1e-3 if step < STEPS else 2e-3 for step in range(STEPS + 8)})
     kept = sorted((folder / run / "configs").iterdir())
     assert [path.name for path in kept] == ["001_step_00000000.yaml", f"002_step_{STEPS:08d}.yaml"]
@@ -216,7 +215,7 @@ def test_packed_token_budgets_and_ranks_end_with_the_same_weights(folder: Path, 
     ranks = train(folder, script, f"{script}_ranks", "trainer.micro_batch_size=2", ranks=2)
     assert_near(whole, packed, 1e-5)
     assert_near(whole, ranks, 1e-5)
-    steps = [metrics(folder, f"{script}_{run}") for run in ("one", "packed", "ranks")]
+    steps = [logged(folder / f"{script}_{run}") for run in ("one", "packed", "ranks")]
     for line, *others in zip(*steps, strict=True):
         for other in others:
             assert line.keys() == other.keys()
@@ -238,7 +237,7 @@ def test_shares_over_ranks_do_not_change_the_result(folder: Path, strategy: str,
     whole = train(folder, script, f"{script}_clipped", *settings)
     shared = train(folder, script, f"{script}_{strategy}", f"trainer.strategy={strategy}", *settings, ranks=2)
     assert_near(whole, shared, 1e-5)
-    lines = zip(metrics(folder, f"{script}_clipped"), metrics(folder, f"{script}_{strategy}"), strict=True)
+    lines = zip(logged(folder / f"{script}_clipped"), logged(folder / f"{script}_{strategy}"), strict=True)
     for line, other in lines:
         assert line == pytest.approx(other, rel=1e-4, abs=1e-4)
     if script == "train_reward_model":
@@ -261,11 +260,11 @@ def test_shares_over_ranks_resume_to_the_last_bit(folder: Path) -> None:
     assert [path.name for path in saved] == ["step_00000010.ckpt", "step_00000020.ckpt"]
     shutil.rmtree(saved[1])
     shutil.rmtree(folder / run / "export")
-    lines = metrics(folder, run)
+    lines = logged(folder / run)
     resumed = train(folder, "train_dpo", run, *settings, "run.resume=must", ranks=2)
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
-    assert metrics(folder, run) == lines
+    assert logged(folder / run) == lines
     refused = command(folder, "train_dpo", run, *settings, "run.resume=must", "trainer.strategy=auto")
     done = warm.run(refused, timeout=60)
     assert done.returncode == 2 and "resume it as it was" in done.stderr

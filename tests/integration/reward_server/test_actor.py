@@ -22,6 +22,7 @@ from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.interface import RewardError, ScoringSample
 from nemo_style_rlhf.scoring.remote import RewardServerScorer, served_by
 from tests.support.critic_server import CriticServer, texts
+from tests.support.metrics import metrics
 from tests.support.models import save_chat_tokenizer, save_policy, save_reward_model
 from tests.support.processes import proxy, start_actor
 from tests.support.reward_server import RewardServer, plain_rewards
@@ -55,9 +56,9 @@ def test_an_actor_without_a_critic_trains_on_its_rewards(
         assert actor.wait(240) == 0, actor.output()
     finally:
         actor.kill()
-    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in metrics][-2:] == [1, 2]
-    assert all(math.isfinite(value) for row in metrics for value in row.values())
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows][-2:] == [1, 2]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
     for step in (1, 2):
         lines = (tmp_path / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
         rollout = [json.loads(line) for line in lines]
