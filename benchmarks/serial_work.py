@@ -11,7 +11,6 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -25,6 +24,7 @@ from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
 from nemo_style_rlhf.launch import malloc
+from nemo_style_rlhf.models.decoding import decoder_loader
 from nemo_style_rlhf.models.policy import ActionLogprobs
 from nemo_style_rlhf.ppo.metrics import rollout_columns, rollout_metrics
 from nemo_style_rlhf.ppo.trainer import critic_batch
@@ -108,7 +108,8 @@ def main() -> None:
     length = arguments.tokens - PROMPT_TOKENS
     algorithm = AlgorithmConfig(num_rollout_samples=arguments.samples, mini_batches=4)
     folder = tempfile.TemporaryDirectory()
-    writer = RolloutWriter(Path(folder.name) / "rollouts", partial(pseudo_word_tokenizer, random.Random(0)))
+    tokenizer = pseudo_word_tokenizer(random.Random(0))
+    writer = RolloutWriter(Path(folder.name) / "rollouts", decoder_loader(tokenizer, "", trust_remote_code=False))
     rounds = []
     for step in range(1, arguments.rounds + 2):
         responses = {
