@@ -57,12 +57,19 @@ def own_token() -> str | None:
     """The token of this user's servers on loopback; None before the first server has made it.
 
     Raises:
-        UserError: other users could read or replace it.
+        UserError: other users could read or replace it, or it cannot be looked for.
     """
     path = own_token_file()
-    if not path.exists():
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    if path.stat().st_uid != os.geteuid() or path.stat().st_mode & 0o077:
+    except OSError as error:
+        raise UserError(
+            f"{path}, where the token of your servers would be, cannot be read ({error.strerror}): set HOME to a folder of your "
+            "own, or give both processes a token of yours (server.token.token_file, remote_critic_rm.token.token_file)"
+        ) from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise UserError(f"{path} holds the token of your servers and is not yours alone: chmod 600 it, or delete it")
     return _usable(path.read_text(), str(path))
 

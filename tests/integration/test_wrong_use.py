@@ -218,7 +218,8 @@ def test_a_full_disk_is_one_sentence_and_the_last_good_checkpoint_survives(input
     arguments = [*actor_arguments(inputs, folder), f"remote_critic_rm.port={port}"]
     actor = " ".join([str(PYTHON["actor"]), "trainers/train_ppo_actor.py", *arguments])
     script = FULL_DISK.format(size="2m", folder=folder, actor=actor)
-    done = run(["unshare", "--mount", "--map-root-user", "bash", "-c", script])
+    # Without HOME, the root of the namespace would look for the token in the machine's /root.
+    done = run(["unshare", "--mount", "--map-root-user", "bash", "-c", script], HOME=str(Path.home()))
     server.terminate()
     assert done.returncode == 0, done.stdout + done.stderr
     _, _, after = done.stdout.partition("exit 2\n")

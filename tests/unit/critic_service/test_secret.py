@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_style_rlhf.critic_service.secret import read_token
+from nemo_style_rlhf.critic_service.secret import own_token, read_token
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
 
@@ -42,3 +42,12 @@ def test_the_token_leaves_the_environment_that_the_kernel_shows() -> None:
     """
     environment = {**os.environ, "SOME_TOKEN": "s3cret", "BESIDE": "it"}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+def test_a_home_that_cannot_be_searched_is_one_sentence(monkeypatch):
+    """As where HOME is another user's: a name that is too long is refused to every user."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/" + "x" * 300)
+    with pytest.raises(UserError, match=r"your servers would be, cannot be read \(File name too long\): set HOME"):
+        own_token()
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null")
+    assert own_token() is None
