@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from nemo_style_rlhf.scoring import sandbox
 from tests.cluster.slurm import why_no_cluster
 from tests.support.paths import ROOT
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts with &, tests and all
 settings.register_profile("busy", deadline=None)  # a machine that does other things, too, is no fault of a test's
 settings.load_profile("busy")
 HERE = Path(__file__).parent

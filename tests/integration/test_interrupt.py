@@ -83,10 +83,7 @@ def program(tmp_path: Path) -> Iterator:
         started.append(Cold(Program("run", argv, ranks=ranks), log))
         return started[-1]
 
-    # A test run in the background ignores SIGINT, and would hand that down.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield start
-    signal.signal(signal.SIGINT, before)
     for each in started:
         each.stop()
 

@@ -33,8 +33,7 @@ def gone(pid: int) -> bool:
 def test_a_killed_runner_leaves_no_stage_behind(tmp_path, number, code):
     note = tmp_path / "pid"
     runner = f"""
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background would hand down that it is ignored
+import sys
 sys.path.insert(0, {str(EXAMPLES)!r})
 from pathlib import Path
 from pipeline import run_example

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     sys.setswitchinterval(0.1)  # for so long another thread runs between a child's start and the message that it waits for
     threading.Thread(target=spin, daemon=True).start()
     print("starting", flush=True)
-    while True:
+    for _ in range(200):
         multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,)).start()
 """
 
