@@ -49,7 +49,10 @@ def test_it_sees_python_and_an_empty_folder():
     answer = said(
         "answer = [os.listdir('/tmp'), os.getcwd(), os.path.exists('/proc'), os.path.exists('/home'), os.listdir('/dev/shm')]"
     )
-    assert answer == [[], "/tmp", False, False, []]
+    below_home = [Path(prefix) for prefix in (sys.prefix, sys.base_prefix) if prefix.startswith("/home/")]
+    assert answer == [[], "/tmp", False, bool(below_home), []]
+    if below_home:
+        assert set(said("answer = os.listdir('/home')")) == {prefix.parts[2] for prefix in below_home}
     assert said("answer = sorted(os.listdir('/etc'))") == sorted(
         name for name in ("alternatives", "ld.so.cache", "localtime") if Path("/etc", name).exists()
     )
