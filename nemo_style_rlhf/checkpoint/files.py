@@ -77,7 +77,8 @@ def finish_publishing(target: Path) -> None:
 
 
 def _replaced(target: Path) -> Path:
-    return target.with_name(target.name + ".old")
+    """The name that an old folder has meanwhile: one that no user gives to a copy of an export."""
+    return target.with_name(f".{target.name}.replaced")
 
 
 def remove(path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.support.folders import make_unreadable
 def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     store = CriticCheckpointStore(tmp_path)
     store.save("run-step_000001", 3, lambda directory: (directory / "weights").write_text("old"))
-    (tmp_path / "checkpoints/run-step_000001/critic").rename(tmp_path / "checkpoints/run-step_000001/critic.old")
+    (tmp_path / "checkpoints/run-step_000001/critic").rename(tmp_path / "checkpoints/run-step_000001/.critic.replaced")
     (tmp_path / "checkpoints/run-step_000001/critic.tmp").mkdir()
     directory, record = CriticCheckpointStore(tmp_path).verified("run-step_000001", None)
     assert record.critic_step == 3
