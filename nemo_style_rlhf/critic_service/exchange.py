@@ -4,7 +4,8 @@ import asyncio
 import hmac
 import json
 import socket
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,15 +70,13 @@ class Exchange(HTTPMessageDelegate):
     async def headers_received(self, start_line: Any, headers: HTTPHeaders) -> None:
         self._method = start_line.method
         self._unread = "Transfer-Encoding" in headers or headers.get("Content-Length", "0") != "0"
-        try:
+        async with self._refusing():
             await self._admit(start_line, headers)
-        except Refused as refusal:
-            await self._refuse(refusal)
 
     async def data_received(self, chunk: bytes) -> None:
         if self._refused or self._method == "GET":  # the body of a metrics request has no meaning
             return
-        try:
+        async with self._refusing():
             if self._hop is not None:
                 await self._hop.write(chunk)
                 return
@@ -89,12 +88,6 @@ class Exchange(HTTPMessageDelegate):
                 )
                 self._head.clear()
                 await self._send(head, rest, self._body_bytes - self._head_bytes - len(rest))
-        except ProtocolError as error:
-            await self._refuse(Refused(400, error.code, error.message))
-        except Refused as refusal:
-            await self._refuse(refusal)
-        except StreamClosedError:
-            await self._refuse(_gone())
 
     def finish(self) -> None:
         if self._refused:
@@ -189,30 +182,36 @@ class Exchange(HTTPMessageDelegate):
     async def _answer(self) -> None:
         """Read Triton's answer to its end, whatever the client does: the request is complete."""
         try:
-            if self._hop is None:
-                body, head_bytes = binary_request(self._endpoint, bytes(self._head))
-                await self._send(body, b"", 0, head_bytes=head_bytes)
-            assert self._hop is not None
-            self._hop.finish()
-            answer = Answer(self._connection)
-            if (
-                await self._hop.read_response(answer) and self._method != "GET"
-            ):  # Triton's metrics have a separate connection
-                self._door.rest(self._hop.stream)
-                self._hop = None
-            if not answer.begun:
-                await self._refuse(_gone())
+            async with self._refusing():
+                if self._hop is None:
+                    body, head_bytes = binary_request(self._endpoint, bytes(self._head))
+                    await self._send(body, b"", 0, head_bytes=head_bytes)
+                assert self._hop is not None
+                self._hop.finish()
+                answer = Answer(self._connection)
+                whole = await self._hop.read_response(answer)
+                if whole and self._method != "GET":  # Triton's metrics have a separate connection
+                    self._door.rest(self._hop.stream)
+                    self._hop = None
+                if not answer.begun:
+                    raise _gone()
+        except Exception:  # a defect of the door: the client must not wait forever
+            self._connection.stream.close()
+            raise
+        finally:
+            self._end()
+
+    @asynccontextmanager
+    async def _refusing(self) -> AsyncIterator[None]:
+        """Answer the errors of a request."""
+        try:
+            yield
         except ProtocolError as error:
             await self._refuse(Refused(400, error.code, error.message))
         except Refused as refusal:
             await self._refuse(refusal)
         except StreamClosedError:
             await self._refuse(_gone())
-        except Exception:  # a defect of the door: the client must not wait forever
-            self._connection.stream.close()
-            raise
-        finally:
-            self._end()
 
     async def _refuse(self, refusal: Refused) -> None:
         """Answer with an error. If the body has not arrived, read only its start, and close the connection."""
