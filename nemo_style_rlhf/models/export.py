@@ -20,8 +20,8 @@ def export_model(
     """Write ``model`` with the tokenizer, chat template, dropout settings and notes of ``source``, the model before training.
 
     A model built from a bare config takes its dropout settings from ``config_source``; a model with sharded weights needs the
-    whole ``weights``. Adapters are merged. ``write_notes`` adds files, which replace the notes of ``source``. A
-    failure leaves ``directory`` unchanged.
+    whole ``weights``. Adapters are merged. ``write_notes`` adds files, which replace the notes of ``source``.
+    A failure leaves ``directory`` unchanged.
     """
     original = original_dropout(config_source or source, trust_remote_code=trust_remote_code)
     trained_with = {key: getattr(model.config, key) for key in (*original, "use_cache")}

@@ -8,7 +8,7 @@ def addresses(module: nn.Module) -> list[int]:
 
 
 def addresses_in_use(module: nn.Module) -> list[list[int]]:
-    """Of each forward from now on."""
+    """Addresses of the tensors at each forward from now on, in a list that grows."""
     found: list[list[int]] = []
     module.register_forward_pre_hook(lambda *_: found.append(addresses(module)))
     return found

@@ -187,7 +187,7 @@ def train_batch(seed: int, count: int = 7, mini_batches: list[list[int]] | None 
 
 
 def refusal(server: CriticServer, *extra: str, environment: dict[str, str] | None = None) -> str:
-    """What a server that must not start prints: one line, exit code 2."""
+    """Start a server that must refuse to start; return its only line. Its exit code must be 2."""
     process = subprocess.run(
         server.command(*extra),
         cwd=ROOT,

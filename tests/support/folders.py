@@ -13,6 +13,6 @@ def let_others_read(folder: Path) -> None:
 
 
 def make_unreadable(path: Path) -> None:
-    """Whoever reads the first byte is told of an input/output error."""
+    """Replace a file by one that the kernel refuses to read: the first byte raises an input/output error."""
     path.unlink()
     path.symlink_to("/proc/self/mem")

@@ -1,4 +1,4 @@
-"""What a run has logged."""
+"""Reads the metrics that a run has logged."""
 
 import json
 from pathlib import Path

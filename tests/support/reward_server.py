@@ -28,7 +28,7 @@ class RewardServer(CriticServer):
 
 
 def plain_rewards(model_dir: Path, prompts: list[str], responses: list[str]) -> Array:
-    """What transformers says about prompt, response and end-of-text, one at a time."""
+    """Rewards [N] that transformers computes for prompt, response and end-of-text, one sequence at a time."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForSequenceClassification.from_pretrained(model_dir).eval()
     rewards = []

@@ -1,4 +1,4 @@
-"""What unit tests of several rooms share."""
+"""Fixtures that unit tests of several rooms share."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What is published is whole or was not published, and nothing else in the folder is touched."""
+"""A file or folder is published whole or not at all, and publishing touches nothing else beside it."""
 
 import pytest
 

@@ -40,7 +40,7 @@ def test_a_checkpoint_of_another_dtype_is_not_restored_whatever_its_ranks(tmp_pa
 
 
 def test_after_a_fallback_both_sides_keep_the_same_checkpoints(tmp_path: Path) -> None:
-    """Those that the run has gone back behind are the first to go, not the last good ones before them."""
+    """Both prune the checkpoints that the run has gone back behind first, and not the last good ones before them."""
     critics, actors = CriticCheckpointStore(tmp_path / "server"), CheckpointStore(tmp_path / "actor", keep_last=3)
 
     def commit(step: int) -> None:

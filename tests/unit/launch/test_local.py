@@ -19,7 +19,7 @@ import pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}])
 pathlib.Path(sys.argv[1]).write_text(str(child.pid))
 """
-STUBBORN = f"""
+IGNORES_SIGTERM = f"""
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 {FAMILY}
@@ -136,7 +136,7 @@ def test_a_restarted_server_is_another_process_of_the_same_command_and_log(dies_
 
 
 def test_stopping_kills_a_program_that_ignores_sigterm_and_its_children_after_the_grace(tmp_path):
-    child = Child(python("stubborn", STUBBORN, tmp_path / "pid"), tmp_path / "log")
+    child = Child(python("ignores_sigterm", IGNORES_SIGTERM, tmp_path / "pid"), tmp_path / "log")
     grandchild = written(tmp_path / "pid")
     started = time.monotonic()
     assert child.stop(grace_s=1.0) == -signal.SIGKILL
