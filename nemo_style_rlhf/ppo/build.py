@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from nemo_style_rlhf.models.digests import rows_fingerprint, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
-from nemo_style_rlhf.ppo.recovery import Recovery, end_if_told, require_critic_checkpoint
+from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_checkpoint, wait_together
 from nemo_style_rlhf.ppo.sampler_check import MAX_GAP, Probe
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE, Saver
 from nemo_style_rlhf.ppo.session import Session
@@ -55,9 +54,9 @@ PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
 
 
 def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None) -> PPOTrainer:
-    """Load data and models, meet the critic server, start DeepSpeed, then vLLM.
+    """Load data and models, meet the servers, start DeepSpeed's engine, then vLLM.
 
-    Cheap checks come first: data, checkpoints and the server are checked before any engine starts.
+    Cheap checks come first: data, checkpoints and servers are checked before any engine starts.
 
     Args:
         whole: the run that ``config`` tries out; its checks apply, too.
@@ -80,11 +79,10 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     policy = load_causal_lm(config.model)
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
     check_template(config.model.path, config.data, tokenizer)
-    heed = partial(end_if_told, store)
-    critic = _meet_critic(config, tokenizer, policy, max_length, heed) if config.uses_critic_process else None
     init_distributed(device)
     ranks = Ranks(tensor_parallel=config.generation.tensor_parallel_size)
-    scorer = _scorer(config, critic, tokenizer, ranks, heed)
+    critic = _meet_critic(config, tokenizer, policy, max_length, ranks, store) if config.uses_critic_process else None
+    scorer = _scorer(config, critic, tokenizer, ranks, store)
     run_id = ranks.from_first(uuid.uuid4().hex[:12] if found is None or whole is not config else found.run_id)
     add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
@@ -226,7 +224,7 @@ def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: 
 
 def _scorer(
     config: PPOActorConfig, critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase, ranks: Ranks,
-    heed: Callable[[], None],
+    store: CheckpointStore,
 ) -> Scorer:  # fmt: skip
     """The reward sources in use, and the critic's values."""
     reward = config.reward
@@ -238,7 +236,7 @@ def _scorer(
     if reward.server.weight != 0:
         rendered = config.data.format == "messages"
         digest = tokenizer_digest(tokenizer) if rendered else None
-        model = ranks.on_first(lambda: served_by(reward.server, log.info, heed, tokenizer_digest=digest))
+        model = wait_together(ranks, store, partial(served_by, reward.server, log.info, tokenizer_digest=digest))
         server = RewardServerScorer(
             reward.server, model, prompt_template=config.data.prompt_template, rendered=rendered, rank=ranks.rank
         )
@@ -252,10 +250,10 @@ def _scorer(
 
 def _meet_critic(
     config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, max_length: int,
-    heed: Callable[[], None],
+    ranks: Ranks, store: CheckpointStore,
 ) -> RemoteCritic:  # fmt: skip
     critic = RemoteCritic(config.remote_critic_rm)
-    status = critic.wait_until_ready(log.info, heed)
+    status = wait_together(ranks, store, partial(critic.wait_until_ready, log.info))
     needs_rewards = config.reward.critic.weight != 0
     if needs_rewards:
         check_reward_template(

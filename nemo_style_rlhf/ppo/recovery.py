@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest
@@ -14,6 +16,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.preemption import Preempted, stop_requested
 
 log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 
 class Recovery:
@@ -51,14 +54,8 @@ class Recovery:
         return manifest
 
     def _wait(self, critic: RemoteCritic, cause: Exception | None) -> Status:
-        """All ranks wait, so that it does not matter which of them is told to end."""
-        told = self._ranks.flag()
-
-        def heed() -> None:
-            end_if_told(self._store, lambda: told.raised(stop_requested()))
-
         try:
-            return self._ranks.everyone(lambda: critic.wait_until_ready(log.info, heed))[0]
+            return wait_together(self._ranks, self._store, partial(critic.wait_until_ready, log.info))
         except ServerAbsent as error:
             if cause is None:
                 raise
@@ -90,18 +87,33 @@ class Recovery:
             self._critic.commit(checkpoint_id(self._run_id, committed[0]), keep=0)
 
 
-def end_if_told(store: CheckpointStore, told: Callable[[], bool] = stop_requested) -> None:
-    """Called while no server answers, when no step can finish: ending now loses nothing that a later start would still have.
+def wait_together(ranks: Ranks, store: CheckpointStore, wait: Callable[[Callable[[], None]], Answer]) -> Answer:
+    """Have every rank wait for a server, so that it does not matter which of them is told to end.
+
+    Args:
+        wait: waits, and calls its argument again and again while no server answers.
+
+    Returns:
+        The result of ``wait`` on the first rank.
 
     Raises:
-        Preempted: the run was told to end.
+        Preempted: the run was told to end. No step can finish without a server, so it loses nothing that a later start would
+            still have.
     """
-    if told():
+    told = ranks.flag()
+
+    def heed() -> None:
+        if told.raised(stop_requested()):
+            raise Preempted
+
+    try:
+        return ranks.everyone(lambda: wait(heed))[0]
+    except Preempted:
         committed = store.committed_steps()
         saved = f"step {committed[-1]} is committed" if committed else "nothing is lost"
-        # Before the other ranks hear of it: launchers may kill every rank as soon as one exits.
         log.info("told to end while no server answers; %s, the same command goes on", saved)
-        raise Preempted
+        ranks.barrier()  # launchers may kill every rank as soon as one exits
+        raise
 
 
 def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | None:

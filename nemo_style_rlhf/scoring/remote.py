@@ -151,7 +151,7 @@ def served_by(
                     served = answers[server].tokenizer_digest
                     require_one_family(f"the reward server at {server.address}", served, "the policy", tokenizer_digest)
             else:
-                LOGGER.warning("no reward server answers at %s yet: the others are asked", server.address)
+                progress(f"no reward server answers at {server.address} yet: the others are asked")
     return model
 
 

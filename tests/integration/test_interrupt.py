@@ -275,6 +275,27 @@ def test_sigusr1_ends_an_actor_that_waits_for_a_server_from_the_start(inputs, pr
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.parametrize(("server", "told"), [("critic", [1]), ("reward", [1]), ("critic", [0, 1])])
+def test_so_it_does_whichever_of_its_ranks_is_told(server, told, inputs, program):
+    command = {
+        "critic": waits(inputs, "remote_critic_rm.port=9"),
+        "reward": [*grpo(inputs), "reward=server", "reward.server.port=9"],
+    }
+    actor = program(*command[server], ranks=2)
+    wait_for_output(actor, "waiting for")
+    everyone = psutil.Process(actor.pid).children(recursive=True)
+    ranks = {int(each.environ()["RANK"]): each for each in psutil.Process(actor.pid).children()}
+    started = time.monotonic()
+    for rank in told:
+        ranks[rank].send_signal(signal.SIGUSR1)
+    assert actor.wait(60) == 1, actor.output()  # torchrun's own, and so is its traceback
+    assert time.monotonic() - started < 30
+    assert actor.output().count("told to end while no server answers; nothing is lost") == 1, actor.output()
+    assert actor.output().count("Traceback") == actor.output().count("raise ChildFailedError") == 1, actor.output()
+    assert f"(exitcode: {PREEMPTED_EXIT})" in actor.output()
+    assert not left_of(everyone)
+
+
 @pytest.mark.parametrize(("number", "ranks", "told"), [("SIGUSR1", 1, 0), ("SIGINT", 1, 0), ("SIGUSR1", 2, 1)])
 def test_so_does_one_that_has_lost_its_server(number, ranks, told, inputs, program, tmp_path):
     """Also if only one of its ranks is told, and not the one that changes the server."""
