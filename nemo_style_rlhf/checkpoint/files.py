@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from nemo_style_rlhf.checkpoint.owner import require_owned
+from nemo_style_rlhf.errors import StorageError
 
 STORAGE_ERRORS = (OSError, RuntimeError, SafetensorError)
 """Errors that a refusing disk may cause; :func:`storage_failure` tells whether one did."""
@@ -30,6 +31,26 @@ def storage_failure(error: BaseException) -> str | None:
         mark in str(error) for mark in ("PytorchStreamWriter", "inline_container", "iostream", "os error")
     )
     return "the file could not be written whole" if from_writer else None
+
+
+@contextmanager
+def storage_errors(
+    what: str | Path, remedy: str = "make room and start again, the run goes on from its last checkpoint"
+) -> Iterator[None]:
+    """Context for everything that writes ``what``.
+
+    Args:
+        remedy: end of the sentence, which tells users what to do.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    try:
+        yield
+    except STORAGE_ERRORS as error:
+        if (reason := storage_failure(error)) is None:
+            raise
+        raise StorageError(f"{what} cannot be written ({reason}): {remedy}") from error
 
 
 def unpublished(target: Path) -> Path:

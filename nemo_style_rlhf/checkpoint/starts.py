@@ -15,7 +15,13 @@ from typing import Any
 
 import yaml
 
-from nemo_style_rlhf.checkpoint.files import damaged_files, file_digests, sampled_sha256, write_atomically
+from nemo_style_rlhf.checkpoint.files import (
+    damaged_files,
+    file_digests,
+    sampled_sha256,
+    storage_errors,
+    write_atomically,
+)
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.errors import UserError
 
@@ -62,17 +68,21 @@ def record_start(output_dir: Path, config: Any, *, after: str) -> None:
 
     Args:
         after: name of the checkpoint that it resumes from, ``step_000000`` at the beginning.
+
+    Raises:
+        StorageError: the disk refused.
     """
     require_owned()
     (output_dir / DONE).unlink(missing_ok=True)
     if differences(output_dir, config) == []:
         return
     newest, kept = output_dir / NEWEST, output_dir / ALL
-    if newest.is_file() and not kept.exists():  # an earlier version kept only the newest
-        write_atomically(kept / "001_unknown.yaml", newest.read_bytes())
-    text = _text(config).encode()
-    write_atomically(kept / f"{len(list(kept.glob('*.yaml'))) + 1:03d}_{after}.yaml", text)
-    write_atomically(newest, text)
+    with storage_errors(newest):
+        if newest.is_file() and not kept.exists():  # an earlier version kept only the newest
+            write_atomically(kept / "001_unknown.yaml", newest.read_bytes())
+        text = _text(config).encode()
+        write_atomically(kept / f"{len(list(kept.glob('*.yaml'))) + 1:03d}_{after}.yaml", text)
+        write_atomically(newest, text)
 
 
 def require_same(saved: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
@@ -112,7 +122,8 @@ def require_reachable(step: int, total_steps: int, key: str, where: str) -> None
 def record_end(output_dir: Path, exports: Iterable[Path]) -> None:
     """Record that the run has ended, with the folders ``exports``."""
     files = {str(folder.resolve()): file_digests(folder, sampled_sha256) for folder in exports}
-    write_atomically(output_dir / DONE, json.dumps(files, indent=1).encode())
+    with storage_errors(output_dir / DONE):
+        write_atomically(output_dir / DONE, json.dumps(files, indent=1).encode())
 
 
 def is_done(config: Any, *, longer: str) -> bool:

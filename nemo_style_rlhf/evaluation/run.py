@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_style_rlhf.checkpoint.files import storage_failure, write_atomically
+from nemo_style_rlhf.checkpoint.files import storage_errors, write_atomically
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.data.prompts import Prompt
-from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.evaluation.page import render_page
 from nemo_style_rlhf.evaluation.prompts import prompts_of
 from nemo_style_rlhf.evaluation.samples import Sample, to_jsonl
@@ -95,7 +94,7 @@ def _write(
 ) -> None:
     """
     Raises:
-        UserError: the folder cannot be written.
+        StorageError: the disk refused.
     """
     require_owned()
     folder = Path(config.run.output_dir)
@@ -109,14 +108,10 @@ def _write(
     by_prompt = sorted(
         (sample for of_checkpoint in samples.values() for sample in of_checkpoint), key=lambda sample: sample.prompt_id
     )
-    try:
+    with storage_errors(f"the results in {folder}", "make room or change run.output_dir"):
         write_atomically(folder / "results.jsonl", to_jsonl(by_prompt).encode())
         write_atomically(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         write_atomically(folder / "index.html", page.encode())
-    except OSError as error:
-        raise UserError(
-            f"the results cannot be written to {folder} ({storage_failure(error)}): make room or change run.output_dir"
-        ) from error
 
 
 def _show(summaries: list[CheckpointSummary], folder: Path) -> None:

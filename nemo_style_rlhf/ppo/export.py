@@ -6,13 +6,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure
+from nemo_style_rlhf.checkpoint.files import storage_errors
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.data.templates import read_template, write_template
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.export import export_engine
-from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.lora import save_adapter
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 
@@ -25,7 +24,7 @@ def export_policy(
     """Write ``<output_dir>/<name>``, and with adapters ``<name>_adapter``. Every rank calls this; the first writes.
 
     Raises:
-        UserError: the files cannot be written.
+        StorageError: the disk refused.
     """
     directory, model, data = output_dir / name, config.model, config.data
     write_notes = partial(
@@ -33,16 +32,9 @@ def export_policy(
         append_eos=read_template(model.path).get("append_eos", True),
     )  # fmt: skip
     require_owned()
-    try:
+    with storage_errors(f"the policy's export {directory}"):
         export_engine(engine, ranks, directory, model, write_notes=write_notes)
         if model.lora.rank and ranks.is_first:
             save_adapter(engine.module.hf, output_dir / f"{name}_adapter", model, export=directory)
-    except STORAGE_ERRORS as error:
-        if (reason := storage_failure(error)) is None:
-            raise
-        raise UserError(
-            f"the policy could not be exported to {directory} ({reason}): make room and start again, the run goes on from "
-            "its last checkpoint"
-        ) from error
     if ranks.is_first:
         log.info("exported the policy to %s", directory)

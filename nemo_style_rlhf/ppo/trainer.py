@@ -3,11 +3,12 @@
 import json
 import logging
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,7 @@ from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 log = logging.getLogger(__name__)
 VALIDATION_SEED_OFFSET = 2**32
 """Keeps the seeds of validation samples apart from those of training; they are the same at every validation."""
+Part = TypeVar("Part")
 
 
 @dataclass
@@ -113,8 +115,7 @@ class PPOTrainer:
             if self._ranks.is_first:
                 names = ["export", "export_adapter"] if self._config.model.lora.rank else ["export"]
                 record_end(self._output_dir, [self._output_dir / name for name in names])
-        if self._parts.rollouts is not None:
-            self._parts.rollouts.flush()
+        self._on_first(self._parts.rollouts, lambda rollouts: rollouts.flush())
         if self._parts.metrics is not None:
             self._parts.metrics.close()
         self._ranks.barrier()  # launchers may kill every rank as soon as rank 0 exits
@@ -177,8 +178,7 @@ class PPOTrainer:
             metrics |= self._validate()
             timers.lap("validation")
         require_owned()
-        if parts.rollouts is not None:
-            parts.rollouts.write(step, rollout_columns(experience))
+        self._on_first(parts.rollouts, lambda rollouts: rollouts.write(step, rollout_columns(experience)))
         timers.lap("tracking")
         metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._session.save_stall}
         self._session.save_stall = 0.0
@@ -203,8 +203,11 @@ class PPOTrainer:
         self._session.progress = replace(self._session.progress, health=asdict(health))
 
     def _write_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        if self._parts.metrics is not None:
-            self._parts.metrics.write(step, metrics)
+        self._on_first(self._parts.metrics, lambda writer: writer.write(step, metrics))
+
+    def _on_first(self, part: Part | None, act: Callable[[Part], object]) -> None:
+        """Have the first rank ``act`` on a part that no other rank has; its error is raised on all."""
+        self._ranks.on_first(lambda: None if part is None else act(part))
 
     def _train_critic(self, experience: Experience, plan: list[list[int]]) -> "Future[dict[str, float]]":
         """Start the critic's update in the other process."""
@@ -245,8 +248,7 @@ class PPOTrainer:
     def _restore(self) -> None:
         self._session.restore(self._begin)
         step = self._session.progress.step
-        if self._parts.metrics is not None:
-            self._parts.metrics.rewind(step if step else -1)
+        self._on_first(self._parts.metrics, lambda writer: writer.rewind(step if step else -1))
         if step == 0 and self._config.algorithm.val_check_interval:
             self._write_metrics(0, self._validate())
 

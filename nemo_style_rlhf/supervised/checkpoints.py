@@ -1,7 +1,5 @@
 """Checkpoints of an unfinished stage. Lightning writes and reads them; this module checks that they are whole and of this run."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from nemo_style_rlhf.checkpoint.data import read_data
-from nemo_style_rlhf.checkpoint.files import published, storage_failure
+from nemo_style_rlhf.checkpoint.files import published, storage_errors
 from nemo_style_rlhf.checkpoint.starts import require_same
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import SupervisedConfig
@@ -68,27 +66,9 @@ def checkpoint_callback(config: SupervisedConfig) -> ModelCheckpoint:
     )
 
 
-@contextmanager
-def storage_errors(checkpoint: Path) -> Iterator[None]:
-    """Context for everything that writes ``checkpoint``.
-
-    Raises:
-        UserError: the disk refused.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        reason = storage_failure(error)
-        if reason is None:
-            raise
-        raise UserError(
-            f"the checkpoint {checkpoint} cannot be written ({reason}): make room and start again, the last one is whole"
-        ) from error
-
-
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Gives a checkpoint its name only once it is complete on the disk."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        with storage_errors(Path(path)), published(Path(path)) as beside:
+        with storage_errors(path), published(Path(path)) as beside:
             super().save_checkpoint(checkpoint, beside, storage_options)

@@ -12,12 +12,12 @@ from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.plugins.precision import DeepSpeedPrecision
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 
-from nemo_style_rlhf.checkpoint.files import published, unpublished
+from nemo_style_rlhf.checkpoint.files import published, storage_errors, unpublished
 from nemo_style_rlhf.engine import deepspeed_private
 from nemo_style_rlhf.engine.files import DataFiles
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.engine.shards import make_whole, use_sharded_heads
-from nemo_style_rlhf.supervised.checkpoints import IDENTITY, PROGRESS_FILE, storage_errors
+from nemo_style_rlhf.supervised.checkpoints import IDENTITY, PROGRESS_FILE
 
 
 class ZeroStrategy(DeepSpeedStrategy):

@@ -17,6 +17,7 @@ from pytorch_lightning.strategies import Strategy
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_style_rlhf.checkpoint.files import storage_errors
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import log_differences, record_end, record_start, require_reachable
 from nemo_style_rlhf.data.ragged import round_up
@@ -259,7 +260,7 @@ class Stage:
         """Write ``hf``, the trained model, with its tokenizer and templates; not in a dry run.
 
         Raises:
-            UserError: the folder cannot be written.
+            StorageError: the disk refused.
         """
         if self.config.run.dry_run or not self.is_first_rank:
             return
@@ -269,7 +270,7 @@ class Stage:
             write_template, template=data.prompt_template, tokenizer=self.tokenizer, chat_template=data.chat_template,
             append_eos=data.append_eos,
         )  # fmt: skip
-        try:
+        with storage_errors(f"the model's export {target}", "make room or change export_dir"):
             hf.to(getattr(torch, model.dtype))
             export_model(
                 hf, target, source=model.path, config_source=model.config_path, write_notes=write_notes,
@@ -279,10 +280,6 @@ class Stage:
             if model.lora.rank:
                 save_adapter(hf, adapter, model, export=target)
             record_end(Path(self.config.run.output_dir), [target, adapter] if model.lora.rank else [target])
-        except OSError as error:
-            raise UserError(
-                f"the model cannot be written to {target} ({error}): make room or change export_dir"
-            ) from error
         logger.info("exported to %s", target)
 
 

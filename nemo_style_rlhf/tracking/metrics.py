@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_style_rlhf.checkpoint.files import write_atomically
+from nemo_style_rlhf.checkpoint.files import storage_errors, write_atomically
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.tracking import TrackingConfig
 
@@ -29,7 +29,7 @@ class MetricsWriter:
         """Remove all lines after ``step``, whose steps will be repeated, and damaged lines.
 
         Raises:
-            UserError: the file cannot be read, or something other than a file has its name.
+            UserError: the file cannot be read or written, or something other than a file has its name.
         """
         try:
             lines = self._path.read_bytes().split(b"\n")
@@ -44,10 +44,15 @@ class MetricsWriter:
         if damaged := steps.count(None):
             log.warning("%s: damaged lines left out, %d of %d", self._path, damaged, len(lines))
         kept = [line for line, its in zip(lines, steps, strict=True) if its is not None and its <= step]
-        write_atomically(self._path, b"".join(line + b"\n" for line in kept))
+        with storage_errors(self._path):
+            write_atomically(self._path, b"".join(line + b"\n" for line in kept))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        with self._path.open("a") as file:
+        """
+        Raises:
+            StorageError: the disk refused metrics.jsonl.
+        """
+        with storage_errors(self._path), self._path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         for logger in self._loggers:
             logger.log_metrics(dict(metrics), step=step)

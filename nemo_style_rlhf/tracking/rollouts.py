@@ -7,6 +7,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from nemo_style_rlhf.checkpoint.files import storage_errors
 from nemo_style_rlhf.launch.children import end_with_parent
 
 _to_text: Any = None
@@ -33,7 +34,7 @@ class RolloutWriter:
         """Start to write ``columns`` of a step's samples: ``response`` holds token ids, the others plain JSON values.
 
         Raises:
-            Exception: the samples of the previous step could not be written.
+            StorageError: the disk refused the samples of the previous step.
         """
         self.flush()
         self.writing = self._process.submit(_write, self._folder / f"step_{step:06d}.jsonl", dict(columns))
@@ -49,8 +50,9 @@ class RolloutWriter:
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def _prepare(load_decoder: Callable[[], Callable[[list[int]], str]]) -> None:

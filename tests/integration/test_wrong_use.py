@@ -232,6 +232,54 @@ def test_a_full_disk_is_one_sentence_and_the_last_good_checkpoint_survives(input
     assert json.loads(steps[-1])["step"] == 5  # the step in which the disk refused, and none that would be lost as well
 
 
+FULL_DISK_OF_LOGS = """
+set -eu
+mkdir -p {disk}
+mount -t tmpfs -o size=8k tmpfs {disk}
+{actor} && exit 1 || echo "exit $?"
+ls {folder}/checkpoints/*/manifest.json
+mount --options-source=disable -o remount,size=64m {disk}
+{actor}
+ls {folder}/rollouts
+"""
+
+
+@pytest.mark.parametrize("full", ["metrics.jsonl", "rollouts"])
+def test_a_full_disk_of_metrics_or_rollouts_is_one_sentence_and_the_same_command_goes_on(full, inputs, tmp_path):
+    """The disk is a real one of two pages, which are full after a few steps."""
+    folder = tmp_path / "run"
+    disk = folder / full
+    if full == "metrics.jsonl":
+        folder.mkdir()
+        disk.symlink_to(tmp_path / "disk" / full)
+        disk = tmp_path / "disk"
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [float(len(set(query))) for query in queries]\n"
+    )
+    arguments = [
+        *actor_arguments(inputs, folder), "algorithm=grpo", "algorithm.max_steps=8", "algorithm.num_rollout_samples=16",
+        "generation=hf", "reward=function", f"reward.function.path={tmp_path}/reward.py", "checkpoint.save_interval=1",
+        "checkpoint.keep_last=20",
+    ]  # fmt: skip
+    actor = " ".join([str(PYTHON["actor"]), "trainers/train_ppo_actor.py", *arguments])
+    script = FULL_DISK_OF_LOGS.format(disk=disk, folder=folder, actor=actor)
+    done = run(["unshare", "--mount", "--map-root-user", "bash", "-c", script], HOME=str(Path.home()))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    expected = (
+        rf"{folder}/{full}\S* cannot be written \(No space left on device\): make room and start again, the run goes on"
+    )
+    assert re.search(expected, sentence), sentence
+    _, _, after = done.stdout.partition("exit 2\n")
+    saved = [int(step) for step in re.findall(r"step_(\d+)/manifest", after)]
+    assert saved == list(range(len(saved))) and 1 < len(saved) < 8
+    assert f"resumed from step {saved[-1]}" in done.stderr
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 9))
+    assert [int(step) for step in re.findall(r"step_(\d+)\.jsonl", after)] == steps
+
+
 def test_a_used_server_and_a_new_run_do_not_mix(inputs, tmp_path):
     (tmp_path / "critic").mkdir()
     server, port = start_server(tmp_path / "critic", "model.dtype=float32", f"model.path={inputs / 'reward'}")
