@@ -9,6 +9,7 @@ that Triton never sees a client hang up. The token stays in this process.
 """
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -22,8 +23,8 @@ from typing import Any
 
 from tornado.http1connection import HTTP1ConnectionParameters, HTTP1ServerConnection
 from tornado.httputil import HTTPServerConnectionDelegate
-from tornado.iostream import IOStream
-from tornado.tcpserver import TCPServer
+from tornado.iostream import IOStream, SSLIOStream
+from tornado.netutil import add_accept_handler
 
 from nemo_style_rlhf.critic_service import confine, protocol
 from nemo_style_rlhf.critic_service.exchange import (
@@ -37,6 +38,7 @@ from nemo_style_rlhf.critic_service.exchange import (
 from nemo_style_rlhf.critic_service.protocol import Endpoint
 from nemo_style_rlhf.launch.malloc import return_freed_memory
 
+BUFFER_BYTES = 2**24
 HTTP_HEAD_BYTES = 16 * 2**10
 HTTP_HEAD_S = 10.0
 """Seconds within which a stranger's connection must bring a whole head, TLS handshake included."""
@@ -78,14 +80,23 @@ def tls_context(certificate: str, key: str | None, client_ca: str | None) -> ssl
     return context
 
 
-class FrontDoor(TCPServer, HTTPServerConnectionDelegate):
+class TlsStream(SSLIOStream):
+    """Takes a record that cannot be decrypted for a reset of the connection; Tornado would log a traceback for each."""
+
+    def read_from_fd(self, buf: bytearray | memoryview) -> int | None:
+        try:
+            return super().read_from_fd(buf)
+        except ssl.SSLError as error:
+            raise ConnectionResetError(errno.ECONNRESET, str(error)) from error
+
+
+class FrontDoor(HTTPServerConnectionDelegate):
     """Accepts connections and starts an :class:`Exchange` for each request."""
 
     def __init__(self, settings: Settings) -> None:
-        tls = None
+        self._tls: ssl.SSLContext | None = None
         if settings.certificate is not None:
-            tls = tls_context(settings.certificate, settings.key, settings.client_ca)
-        super().__init__(ssl_options=tls, max_buffer_size=2**24, read_chunk_size=CHUNK_BYTES)
+            self._tls = tls_context(settings.certificate, settings.key, settings.client_ca)
         self.settings = settings
         self.token = settings.token.encode()
         # Triton and both ends of its shared memory keep room for the largest request that each endpoint has seen.
@@ -103,8 +114,13 @@ class FrontDoor(TCPServer, HTTPServerConnectionDelegate):
         self._strangers: OrderedDict[Visitor, None] = OrderedDict()
         self._resting: list[IOStream] = []
 
-    def handle_stream(self, stream: IOStream, address: tuple[Any, ...]) -> None:
+    def accept(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
         """Serve a connection. If its address has too many strangers, the oldest connection is closed."""
+        try:
+            stream = self._stream(connection)
+        except OSError:  # the client has hung up already
+            connection.close()
+            return
         parameters = HTTP1ConnectionParameters(
             chunk_size=CHUNK_BYTES, max_header_size=HTTP_HEAD_BYTES, header_timeout=HTTP_HEAD_S, max_body_size=2**62
         )
@@ -117,6 +133,12 @@ class FrontDoor(TCPServer, HTTPServerConnectionDelegate):
         self._strangers[visitor] = None
         stream.set_nodelay(True)
         HTTP1ServerConnection(stream, parameters, visitor).start_serving(self)
+
+    def _stream(self, connection: socket.socket) -> IOStream:
+        if self._tls is None:
+            return IOStream(connection, max_buffer_size=BUFFER_BYTES, read_chunk_size=CHUNK_BYTES)
+        link = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return TlsStream(link, max_buffer_size=BUFFER_BYTES, read_chunk_size=CHUNK_BYTES)
 
     def start_request(self, server_conn: object, request_conn: Any) -> "Exchange":
         return Exchange(self, request_conn)
@@ -151,13 +173,14 @@ async def serve(settings: Settings) -> None:
     door = FrontDoor(settings)
     listener = socket.socket(fileno=settings.listener)
     listener.setblocking(False)
-    door.add_socket(listener)
+    stop_accepting = add_accept_handler(listener, door.accept)
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), ended.set)
     print("open", flush=True)
     await ended.wait()
-    door.stop()
+    stop_accepting()
+    listener.close()
     if door.running:
         await asyncio.wait(door.running, timeout=1.0)
 

@@ -1,8 +1,12 @@
 """TLS and mutual TLS between client and front door."""
 
 import re
+import socket
+import ssl
+import struct
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,28 +14,8 @@ import pytest
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
+from tests.support.certificates import certificate
 from tests.support.critic_server import CriticServer, sequences, train_batch
-
-
-def certificate(folder: Path, name: str, *, host: str = "IP:127.0.0.1", days: int = 2) -> Path:
-    """A certificate that signs itself, with its key beside it."""
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        "-days",
-        str(days),
-    ]
-    files = ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.crt")]
-    subprocess.run(
-        [*command, *files, "-subj", f"/CN={name}", "-addext", f"subjectAltName={host}"], check=True, capture_output=True
-    )
-    return folder / f"{name}.crt"
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +25,39 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         certificate(folder, name)
     certificate(folder, "elsewhere", host="DNS:elsewhere.example.org")
     return folder
+
+
+def break_a_record(server: CriticServer) -> None:
+    """Send a request that is refused before its body is read, and bytes that are not encrypted after the start of the body."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    tls = context.wrap_bio(incoming, outgoing)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as link:
+        for _ in range(10):
+            try:
+                tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                link.sendall(outgoing.read())
+                incoming.write(link.recv(65536))
+        tls.write(
+            b"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: critic\r\nContent-Length: 100\r\n\r\nthe start"
+        )
+        link.sendall(outgoing.read() + b"not encrypted" * 8)
+        with suppress(ConnectionResetError):
+            while link.recv(65536):  # until the server ends the connection
+                pass
+
+
+def hang_up_before_the_handshake(server: CriticServer) -> None:
+    """Send bytes and reset the connection before the door, which is stopped meanwhile, has accepted it."""
+    (door,) = [process for process in server.processes() if any("front_door" in word for word in process.cmdline())]
+    door.suspend()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        link.sendall(b"no handshake")
+    door.resume()
 
 
 def test_tls_and_mutual_tls(certificates: Path, tmp_path: Path, reward_model: Path) -> None:
@@ -77,6 +94,10 @@ def test_tls_and_mutual_tls(certificates: Path, tmp_path: Path, reward_model: Pa
     server = CriticServer(tmp_path / "elsewhere", reward_model, keys).start()
     try:
         assert "IP address mismatch" in refusal(server, tls(ca="elsewhere.crt"))
+        break_a_record(server)
+        hang_up_before_the_handshake(server)
+        assert "IP address mismatch" in refusal(server, tls(ca="elsewhere.crt"))
+        assert "Traceback" not in server.log.read_text()
     finally:
         server.close()
 
