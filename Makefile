@@ -97,12 +97,14 @@ FAULTS ?= 40
 chaos: dev
 	$(ACTOR)/bin/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED)
 
-# Malformed requests to a critic server, which must change nothing; ONLY=i is request i of this seed again.
+# Malformed requests to a critic server, which must change nothing; ONLY=i is request i of this seed again, TLS=1 gives the server
+# a certificate.
 .PHONY: fuzz
 N ?= 100000
 ONLY ?=
+TLS ?=
 fuzz: dev
-	$(ACTOR)/bin/python -m tests.fuzz.run --requests $(N) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
+	$(ACTOR)/bin/python -m tests.fuzz.run --requests $(N) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(if $(TLS),--tls)
 
 .PHONY: clean
 clean:

@@ -57,10 +57,11 @@ class Raw:
         return body[: len(body) - self.cut], kept
 
 
-def post(server: CriticServer, raw: Raw) -> requests.Response:
+def post(server: CriticServer, raw: Raw, *, ca: str | None = None) -> requests.Response:
+    """The answer to ``raw``; over TLS if ``ca`` names the file with the server's certificate."""
     body, headers = raw.body()
-    url = f"http://127.0.0.1:{server.port}/v2/models/{raw.model}/infer"
-    return requests.post(url, data=body, headers=headers, timeout=60)
+    url = f"{'https' if ca else 'http'}://127.0.0.1:{server.port}/v2/models/{raw.model}/infer"
+    return requests.post(url, data=body, headers=headers, timeout=60, verify=ca)
 
 
 def tensor(array: np.ndarray, datatype: str) -> tuple[str, list[int], bytes]:

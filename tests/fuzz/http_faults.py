@@ -75,6 +75,10 @@ class Attack:
     ending: str = "wait"
     """hang up, reset, or wait until there are as many answers as statuses; or "to the end", until the door ends it."""
     name: str = field(default="", compare=False)
+    handshake: bool = True
+    """Whether a TLS client shakes hands before it sends the pieces."""
+    beneath: bytes = b""
+    """Bytes that a TLS client sends in the end as they are, without encrypting them."""
 
     @property
     def stranger(self) -> bool:

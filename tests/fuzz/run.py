@@ -1,6 +1,7 @@
 """Malformed requests to a real critic server, seeded: `make fuzz N=100000 SEED=1`, and one again `make fuzz SEED=1 ONLY=4711`.
 
-Request n of a seed is the same bytes in every run, but for the lease. After every batch the server must be what it was.
+Request n of a seed is the same bytes in every run, but for the lease and what TLS encrypts or draws itself. After every batch the
+server must be what it was. With TLS=1 the server has a certificate, and a part of the requests breaks TLS itself.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import asyncio
 import json
 import re
 import socket
+import ssl
 import struct
 import sys
 import tempfile
@@ -21,6 +23,7 @@ import numpy as np
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.schema.common import TokenConfig
+from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
 from tests.fuzz.fuzzer import (
     JSON_CALLS,
     MAX_REQUEST_BYTES,
@@ -36,6 +39,8 @@ from tests.fuzz.fuzzer import (
 )
 from tests.fuzz.http_faults import CLOSED, FAULTS, RARELY, REFUSED, Attack, Wire, stranger, whole
 from tests.fuzz.kserve_faults import KSERVE_MUTATIONS, as_json, pick, send_json
+from tests.fuzz.tls_faults import TLS_FAULTS, client_context
+from tests.support.certificates import certificate
 from tests.support.critic_server import KEPT_BYTES, TOKEN_ENV, CriticServer
 from tests.support.models import save_reward_model
 from tests.support.paths import ROOT
@@ -48,6 +53,8 @@ ANSWER_S, SILENCE_S = 60.0, 0.25
 GOOD_ANSWER_S = 1.0
 LOST_ANSWER_BYTES = 2**19
 """A client that still sends this much when the door ends the connection may lose the answer."""
+TLS_SHARE = 0.25
+"""Share of the requests to a server with a certificate that break TLS itself."""
 PROBLEMS = 5
 """Number of problems after which a run ends."""
 NOBODYS_LEASE = "nobody's"
@@ -65,9 +72,14 @@ SENTENCE = re.compile(
 LEAKS = ("Traceback", 'File "', "site-packages", "/tmp", str(ROOT), TOKEN)
 
 
-def make(seed: int, number: int, lease: str) -> Attack:
-    """Request ``number`` of a seed."""
+def make(seed: int, number: int, lease: str, *, tls: bool = False) -> Attack:
+    """Request ``number`` of a seed; ``tls`` is for a server with a certificate."""
     draw = np.random.default_rng([seed, number])
+    if tls and draw.random() < TLS_SHARE:
+        wire, fault = harmless(draw), pick(draw, TLS_FAULTS)
+        attack = fault(stranger(wire, draw) if draw.random() < 0.3 else wire, draw)
+        attack.name = fault.__name__
+        return attack
     unknown = draw.random() < 0.3
     if draw.random() < 0.5:
         call = partial(valid_json, lease, int(draw.integers(JSON_CALLS)))
@@ -172,8 +184,19 @@ def answers_in(raw: bytes, *, bodiless: bool) -> list[tuple[int, bytes]]:
     return answers
 
 
-async def send(port: int, attack: Attack) -> Outcome:
-    transport, link = await asyncio.get_running_loop().create_connection(Link, "127.0.0.1", port)
+async def send(port: int, attack: Attack, tls: ssl.SSLContext | None = None) -> Outcome:
+    """
+    Args:
+        tls: the client's context for a server with a certificate.
+    """
+    loop = asyncio.get_running_loop()
+    plain, link = await loop.create_connection(Link, "127.0.0.1", port)
+    if attack.ending == "reset":
+        plain.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport: asyncio.Transport | None = plain
+    if tls is not None and attack.handshake:
+        transport = await loop.start_tls(plain, link, tls, server_hostname="127.0.0.1")
+    assert transport is not None
     bodiless = attack.pieces[0].startswith(b"HEAD ")
 
     def outcome() -> Outcome:
@@ -188,10 +211,8 @@ async def send(port: int, attack: Attack) -> Outcome:
             await link.room()
             if len(attack.pieces) > 1:
                 await asyncio.sleep(attack.pause_s)
+        plain.write(attack.beneath)
         if attack.ending in ("hang up", "reset"):
-            if attack.ending == "reset":
-                link_socket = transport.get_extra_info("socket")
-                link_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return outcome()
         deadline = time.monotonic() + (SILENCE_S if attack.statuses is None else ANSWER_S)
         wanted = 1 if attack.statuses is None else len(attack.statuses)
@@ -203,9 +224,11 @@ async def send(port: int, attack: Attack) -> Outcome:
         transport.abort()
 
 
-def judge(attack: Attack, outcome: Outcome) -> str | None:
+def judge(attack: Attack, outcome: Outcome, *, tls: bool = False) -> str | None:
     """The fault of the outcome; None if it has none."""
     answers = outcome.answers
+    if tls and not attack.handshake:
+        return f"an answer without a handshake: {outcome.raw[:300]!r}" if b"HTTP" in outcome.raw else None
     if attack.stranger:
         left = REFUSAL_BY_DOOR.sub(b"", outcome.raw)
         if left and not outcome.closed and attack.statuses is None:
@@ -257,9 +280,10 @@ BEFORE, AFTER = "test-step_000001", "test-step_000002"
 class Watch:
     """A server, and its state that must not change."""
 
-    def __init__(self, server: CriticServer, critic: RemoteCritic) -> None:
+    def __init__(self, server: CriticServer, critic: RemoteCritic, ca: str | None) -> None:
         self._server = server
         self._critic = critic
+        self._post = partial(post, server, ca=ca)
         self._answers = self._good_answers()
         self._critic.save(BEFORE).result()
         self._status = critic.status()
@@ -278,7 +302,7 @@ class Watch:
         took = []
         for _ in range(3):  # the machine may be busy with other work
             began = time.monotonic()
-            post(self._server, valid_infer())
+            self._post(valid_infer())
             took.append(time.monotonic() - began)
         assert min(took) < GOOD_ANSWER_S, f"good requests are answered after {took} seconds"
         assert self._good_answers() == self._answers
@@ -294,29 +318,30 @@ class Watch:
         after = self._critic.save(AFTER).result()
         assert self._server.checkpoint_digest(AFTER) == self._server.checkpoint_digest(BEFORE)
         lease = self._critic._require_lease()
-        assert post(self._server, valid_train(lease, after["critic_step"] + 1)).status_code == 200
+        assert self._post(valid_train(lease, after["critic_step"] + 1)).status_code == 200
 
     def _good_answers(self) -> list[bytes]:
-        return [post(self._server, valid()).content for valid in (valid_infer, valid_reward)]
+        return [self._post(valid()).content for valid in (valid_infer, valid_reward)]
 
 
-async def attack_all(port: int, seed: int, numbers: range, lease: str) -> Counter[str]:
+async def attack_all(port: int, seed: int, numbers: range, lease: str, ca: str | None = None) -> Counter[str]:
     """Send the requests ``numbers``, many at a time, and count the answers.
 
     Raises:
         AssertionError: a request got a wrong answer, or none.
     """
     left, seen, problems = iter(numbers), Counter[str](), list[str]()
+    tls = client_context(ca) if ca else None
 
     async def worker() -> None:
         for number in left:
-            attack = make(seed, number, lease)
-            outcome = await send(port, attack)
-            problem = judge(attack, outcome)
+            attack = make(seed, number, lease, tls=ca is not None)
+            outcome = await send(port, attack, tls)
+            problem = judge(attack, outcome, tls=ca is not None)
             if problem is not None:
                 sent = b"".join(attack.pieces)[:1500]
                 problems.append(
-                    f"{attack.name}: {problem}\n  make fuzz SEED={seed} ONLY={number}\n  sent: {sent!r}\n"
+                    f"{attack.name}: {problem}\n  make fuzz SEED={seed} ONLY={number}{' TLS=1' if ca else ''}\n  sent: {sent!r}\n"
                     f"  received: {outcome.raw[:500]!r}"
                 )
             if len(problems) >= PROBLEMS:
@@ -329,22 +354,27 @@ async def attack_all(port: int, seed: int, numbers: range, lease: str) -> Counte
     return seen
 
 
-def fuzz(folder: Path, *, seed: int, numbers: range) -> Counter[str]:
-    """Send the requests ``numbers`` of a seed to a new server below ``folder``, and count the answers."""
+def fuzz(folder: Path, *, seed: int, numbers: range, tls: bool = False) -> Counter[str]:
+    """Send the requests ``numbers`` of a seed to a new server below ``folder``, with a certificate if ``tls``, and count the
+    answers."""
     token_file = folder / "token"
     token_file.write_text(TOKEN)
     token_file.chmod(0o600)
     overrides = [f"server.max_request_bytes={MAX_REQUEST_BYTES}", "server.metrics=true"]
+    ca = str(certificate(folder, "server")) if tls else None
+    if ca:
+        overrides += [f"server.tls.certificate={ca}", f"server.tls.key={folder / 'server.key'}"]
     model = save_reward_model(folder / "model", pad_token_id=0)
     server = CriticServer(folder / "server", model, overrides, {TOKEN_ENV: TOKEN})
     seen = Counter[str]()
     try:
-        with server.start().client(token=TokenConfig(token_file=str(token_file))) as critic:
-            watch = Watch(server, critic)
+        token = TokenConfig(token_file=str(token_file))
+        with server.start().client(token=token, tls=ClientTlsConfig(ca=ca)) as critic:
+            watch = Watch(server, critic, ca)
             for start in range(numbers.start, numbers.stop, BATCH):
                 batch = range(start, min(start + BATCH, numbers.stop))
                 print(f"seed {seed}, requests {batch.start}..{batch.stop - 1}: ", end="", flush=True)
-                seen += asyncio.run(attack_all(server.port, seed, batch, critic._require_lease()))
+                seen += asyncio.run(attack_all(server.port, seed, batch, critic._require_lease(), ca))
                 watch.check()
             watch.check_weights()
     finally:
@@ -357,16 +387,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="the number of one request, or FIRST-LAST")
+    parser.add_argument("--tls", action="store_true", help="attack a server with a certificate")
     arguments = parser.parse_args()
     numbers = range(arguments.requests)
     if arguments.only:
         first, _, last = arguments.only.partition("-")
         numbers = range(int(first), int(last or first) + 1)
     if len(numbers) == 1:
-        print(make(arguments.seed, numbers.start, "the lease"))
+        print(make(arguments.seed, numbers.start, "the lease", tls=arguments.tls))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
-        seen = fuzz(Path(folder), seed=arguments.seed, numbers=numbers)
+        seen = fuzz(Path(folder), seed=arguments.seed, numbers=numbers, tls=arguments.tls)
     took = time.monotonic() - began
     print(f"seed {arguments.seed}: {len(numbers)} requests in {took:.0f} s, nothing has changed; answers: {dict(seen)}")
 

@@ -1,14 +1,16 @@
-"""Two thousand malformed requests; `make fuzz` has more."""
+"""Two thousand malformed requests, some of them to a server with a certificate; `make fuzz` has more."""
 
 import secrets
+from pathlib import Path
+
+import pytest
 
 from tests.fuzz.run import fuzz
 
-REQUESTS = 2000
 
-
-def test_malformed_requests_change_nothing(tmp_path):
+@pytest.mark.parametrize(("requests", "tls"), [(1700, False), (300, True)])
+def test_malformed_requests_change_nothing(tmp_path: Path, requests: int, tls: bool) -> None:
     """Every one is refused, nothing dies, grows or moves, and strangers read nothing but that they are none of ours."""
     seed = secrets.randbelow(2**31)
-    print(f"make fuzz N={REQUESTS} SEED={seed}")
-    assert sum(fuzz(tmp_path, seed=seed, numbers=range(REQUESTS)).values()) >= REQUESTS
+    print(f"make fuzz N={requests} SEED={seed}{' TLS=1' if tls else ''}")
+    assert sum(fuzz(tmp_path, seed=seed, numbers=range(requests), tls=tls).values()) >= requests
