@@ -1,5 +1,6 @@
 """The private parts of DeepSpeed that this package touches, as they are in DeepSpeed 0.19.8."""
 
+from importlib import import_module
 from typing import Any
 
 from torch import Size
@@ -10,6 +11,17 @@ def compile_no_shm_comm() -> None:
     from deepspeed.ops import __compatible_ops__  # type: ignore[import-untyped]
 
     __compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def compile_no_muon() -> None:
+    """Import DeepSpeed's Muon, which AdamW's trainers do not use, without ``torch.compile``: that loads Inductor for 3 s."""
+    from deepspeed.runtime import compiler  # type: ignore[import-untyped]
+
+    compile_it, compiler.compile = compiler.compile, lambda: lambda function: function
+    try:
+        import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = compile_it
 
 
 def use_checkpoint_engine(engine: Any, kind: type) -> None:

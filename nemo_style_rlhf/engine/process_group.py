@@ -15,6 +15,7 @@ def init_distributed(device: torch.device) -> None:
 
     logger.setLevel(logging.ERROR)
     deepspeed_private.compile_no_shm_comm()
+    deepspeed_private.compile_no_muon()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" not in os.environ and not torch.distributed.is_initialized():
         # A group of one needs no rendezvous, so no port to race for and no variables that child processes inherit.
