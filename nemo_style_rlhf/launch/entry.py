@@ -46,10 +46,12 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
         def command_line() -> None:
             ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
             composed: list[DictConfig] = []
+
             # Hydra only composes: what fails in our own work must not come out wrapped in its messages.
-            compose = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(
-                composed.append
-            )
+            @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)
+            def compose(config: DictConfig) -> None:
+                composed.append(config)
+
             words = ["run.dry_run=true" if argument == "--dry-run" else argument for argument in sys.argv[1:]]
             # argparse wants overrides in one piece; slurm/ puts some of its own around the user's words.
             sys.argv = [sys.argv[0], *sorted(words, key=_is_override)]
