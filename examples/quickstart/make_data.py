@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 HELD_OUT_PROMPTS = 128
-TRAIN_REVIEWS = 20_000
+TRAIN_REVIEWS = 12_000
 TRAIN_PAIRS = 2_000
 VALIDATION_ROWS = 512
 LABEL_NOISE = 0.1

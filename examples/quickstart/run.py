@@ -27,7 +27,7 @@ MAX_RESPONSE_TOKENS = 48
 TEMPERATURE = 0.9
 """At 1.0 a model of this size and training puts 3 % of its reviews' mass on words that no review has in that place."""
 EVALUATION_ROUNDS = 4
-PPO_STEPS = 30
+PPO_STEPS = 20
 
 SFT = {
     "model.init": "random",
