@@ -10,7 +10,7 @@ import argparse
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -26,7 +26,7 @@ from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, 
 from nemo_style_rlhf.launch import malloc
 from nemo_style_rlhf.models.decoding import decoder_loader
 from nemo_style_rlhf.models.policy import ActionLogprobs
-from nemo_style_rlhf.ppo.metrics import rollout_columns, rollout_metrics
+from nemo_style_rlhf.ppo.metrics import repetition_metrics, rollout_columns, rollout_metrics
 from nemo_style_rlhf.ppo.trainer import critic_batch
 from nemo_style_rlhf.ppo.update import mini_batch_plan
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder
@@ -71,10 +71,13 @@ class Instant:
         return -1.1 * mask
 
 
-def one_step(producer: Producer, builder: ExperienceBuilder, writer: RolloutWriter, step: int) -> dict[str, float]:
+def one_step(
+    producer: Producer, builder: ExperienceBuilder, writer: RolloutWriter, beside: ThreadPoolExecutor, step: int
+) -> dict[str, float]:
     """Do one step, and return seconds by part."""
     timers = Timers()
     batch = producer.batch(step, 0, 0, timers)
+    repetition = beside.submit(repetition_metrics, batch.rollouts)
     experience = builder.build(batch, timers)
     rollout_metrics(experience)
     timers.lap("metrics")
@@ -89,6 +92,8 @@ def one_step(producer: Producer, builder: ExperienceBuilder, writer: RolloutWrit
     timers.lap("micro-batches of the update")
     writer.write(step, rollout_columns(experience))
     timers.lap("rollouts handed over")
+    repetition.result()
+    timers.lap("repetition, as far as it takes longer than all that")
     seconds = dict(timers.seconds)
     began = perf_counter()
     writer.flush()
@@ -110,6 +115,7 @@ def main() -> None:
     folder = tempfile.TemporaryDirectory()
     tokenizer = pseudo_word_tokenizer(random.Random(0))
     writer = RolloutWriter(Path(folder.name) / "rollouts", decoder_loader(tokenizer, "", trust_remote_code=False))
+    beside = ThreadPoolExecutor(1)
     rounds = []
     for step in range(1, arguments.rounds + 2):
         responses = {
@@ -122,7 +128,7 @@ def main() -> None:
             run_seed=0, ranks=Ranks(),
         )  # fmt: skip
         builder = ExperienceBuilder(instant, instant, algorithm, EngineConfig(), torch.device("cpu"), 1.0, Ranks())
-        rounds.append(one_step(producer, builder, writer, step))
+        rounds.append(one_step(producer, builder, writer, beside, step))
     writer.close()
     print(f"| part, {arguments.samples} samples of {arguments.tokens} tokens | seconds |\n|---|---|")
     medians = {part: median(seconds[part] for seconds in rounds[1:]) for part in rounds[0]}

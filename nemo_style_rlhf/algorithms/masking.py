@@ -27,9 +27,9 @@ def deviations(x: Tensor, mask: Tensor) -> Tensor:
     whitening would scale the rounding error of their mean up to unit variance.
     """
     kept = mask.bool()
-    first = kept & (kept.cumsum(-1) == 1)
+    first = kept.to(torch.uint8).argmax(-1, keepdim=True)
     x = zero_masked(x, mask).double()
-    x = zero_masked(x - zero_masked(x.detach(), first).sum(-1, keepdim=True), mask)
+    x = zero_masked(x - x.detach().gather(-1, first), mask)
     return zero_masked(x - x.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1), mask)
 
 

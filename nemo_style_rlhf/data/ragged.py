@@ -7,23 +7,25 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 def pad(flat: Tensor, lengths: Sequence[int], *, value: float = 0, rows: int | None = None) -> Tensor:
     """Pad [N] to [B, max(lengths)], or to [rows, max(lengths)] with further rows of padding."""
-    padded = flat.new_full((rows or len(lengths), max(lengths)), value)
-    return padded.masked_scatter_(real_tokens(lengths, rows=rows), flat)
+    return pad_rows(flat.split(list(lengths)), value=value, rows=rows)
+
+
+def pad_rows(parts: Sequence[Tensor], *, value: float = 0, rows: int | None = None, multiple: int = 1) -> Tensor:
+    """Pad ``parts``, [length] each, to [B or rows, T], where T is the longest length rounded up to ``multiple``."""
+    padded = pad_sequence(list(parts), batch_first=True, padding_value=value)
+    right = round_up(padded.shape[1], multiple) - padded.shape[1]
+    below = (rows or len(parts)) - len(parts)
+    return torch.nn.functional.pad(padded, (0, right, 0, below), value=value) if right or below else padded
 
 
 def unpad(padded: Tensor, lengths: Sequence[int]) -> Tensor:
     """Convert [B or more, T] back to [N]: the inverse of :func:`pad`."""
-    return padded[:, : max(lengths)][real_tokens(lengths, rows=len(padded))]
-
-
-def real_tokens(lengths: Sequence[int], *, rows: int | None = None) -> Tensor:
-    """[B or rows, max(lengths)] bool: True where :func:`pad` puts tokens."""
-    visible = torch.tensor([*lengths, *[0] * ((rows or len(lengths)) - len(lengths))])
-    return torch.arange(max(lengths)) < visible[:, None]
+    return torch.cat([row[:length] for row, length in zip(padded, lengths, strict=False)])
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -21,7 +21,8 @@ EXCERPT_WIDTH = 72
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
-    """`train_rollouts/*`: means over samples (rewards, lengths) or over loss tokens (KL, entropy, advantages).
+    """`train_rollouts/*`: means over samples (rewards, lengths) or over loss tokens (KL, entropy, advantages); without those of
+    :func:`repetition_metrics`.
 
     ``rewards_with_kl`` and ``init_policy_kl_per_sample`` are means over the samples that have a loss token.
     """
@@ -55,6 +56,12 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     return {f"train_rollouts/{name}": value for name, value in metrics.items()}
 
 
+def repetition_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The `train_rollouts/*` of :func:`ngram_metrics`. They take a while, and may be computed in another thread."""
+    found = ngram_metrics([rollout.response_tokens.numpy() for rollout in rollouts])
+    return {f"train_rollouts/{name}": value for name, value in found.items()}
+
+
 def _correction_metrics(weights: Tensor) -> dict[str, float]:
     """Describe the importance weights [n] of the loss tokens by their mean, the share of zeros, and Kish's effective sample
     size as a share of n, (sum w)^2 / (n sum w^2), which is 0 if all weights are 0."""
@@ -75,6 +82,7 @@ def validation_metrics(sampled: Sampled, *, pass_score: float | None) -> dict[st
     scores = sampled.scores.rewards
     metrics = {
         **_sample_metrics(sampled.rollouts),
+        **ngram_metrics([rollout.response_tokens.numpy() for rollout in sampled.rollouts]),
         "rewards": _mean(scores),
         "reward_failures": float(sampled.scores.failures.sum()),
         **{name: _mean(values) for name, values in sampled.scores.extra.items()},
@@ -99,7 +107,6 @@ def _sample_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "response_lengths_max": float(max(lengths)),
         "truncated_fraction": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
         "distinct_fraction": len({response.tobytes() for response in responses}) / len(rollouts),
-        **ngram_metrics(responses),
     }
 
 

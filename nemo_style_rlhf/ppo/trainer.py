@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +25,13 @@ from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.ppo.export import export_policy
 from nemo_style_rlhf.ppo.health import Health, check_health
-from nemo_style_rlhf.ppo.metrics import excerpts, rollout_columns, rollout_metrics, validation_metrics
+from nemo_style_rlhf.ppo.metrics import (
+    excerpts,
+    repetition_metrics,
+    rollout_columns,
+    rollout_metrics,
+    validation_metrics,
+)
 from nemo_style_rlhf.ppo.sampler_check import Probe, check_logprob_gap
 from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
@@ -78,6 +84,7 @@ class PPOTrainer:
         self._version = 0
         """Version of the weights that the generator holds."""
         self._probe_gap = 0.0
+        self._beside = ThreadPoolExecutor(1, "metrics")
 
     def fit(self) -> bool:
         """Run from the last committed checkpoint to the last step, and export the policy.
@@ -127,6 +134,7 @@ class PPOTrainer:
 
     def close(self) -> None:
         """End everything that runs beside the loop, including calls under way."""
+        self._beside.shutdown()
         self._parts.producer.close()
         for part in (self._parts.critic, self._parts.rollouts):
             if part is not None:
@@ -144,6 +152,7 @@ class PPOTrainer:
         trains_critic = parts.critic is not None and config.algorithm.uses_critic
 
         batch = parts.producer.batch(step, progress.data_position, self._version, timers)
+        repetition = self._beside.submit(repetition_metrics, batch.rollouts) if self._ranks.is_first else None
         experience = parts.experience.build(batch, timers)
         metrics: dict[str, float] = self._ranks.on_first(lambda: rollout_metrics(experience))
         check_logprob_gap(config.audit, metrics)
@@ -170,6 +179,7 @@ class PPOTrainer:
             critic_step=progress.critic_step + trains_critic,
             collector=asdict(parts.experience.state),
         )
+        metrics |= self._ranks.on_first(lambda: {} if repetition is None else repetition.result())
         metrics |= {
             "train_rollouts/transfer_probe_gap": self._probe_gap,
             "train_rollouts/epoch": parts.sampler.epoch(batch.data_end),

@@ -82,7 +82,7 @@ class ExperienceBuilder:
         actions = action_mask(rollouts)
         untruncated = self._without_truncated(rollouts, lengths, actions)
         temperatures = self._temperatures(rollouts)
-        logprobs = torch.cat([action_aligned(rollout.sampler_logprobs) for rollout in rollouts]) * actions
+        logprobs = action_aligned([rollout.sampler_logprobs for rollout in rollouts]) * actions
         sampler_logprobs = None
         if algorithm.old_logprobs == "trainer":
             sampler_logprobs = logprobs

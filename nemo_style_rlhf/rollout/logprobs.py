@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_style_rlhf.data.ragged import micro_batches, pad, padded_rows, round_up
+from nemo_style_rlhf.data.ragged import micro_batches, pad_rows, padded_rows
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.models.policy import ActionLogprobs
 from nemo_style_rlhf.rollout.types import Rollout
@@ -57,21 +57,21 @@ def micro_batch_iterator(
     """
     rows = range(len(lengths)) if rows is None else rows
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    token_parts, mask_parts = tokens.split(list(lengths)), mask.split(list(lengths))
     for indices in micro_batches([lengths[row] for row in rows], token_budget=config.micro_batch_tokens):
         chosen = [rows[index] for index in indices]
-        part_lengths = [lengths[row] for row in chosen]
-        flat = torch.cat([torch.arange(offsets[row], offsets[row + 1]) for row in chosen])
-        budget = config.micro_batch_tokens
-        padded = padded_rows(len(chosen), max(part_lengths), multiple=config.row_multiple, token_budget=budget)
-        time_padding = (0, round_up(max(part_lengths), 8) - max(part_lengths))
-        input_ids = torch.nn.functional.pad(pad(tokens[flat], part_lengths, rows=padded), time_padding)
-        action_mask = torch.nn.functional.pad(pad(mask[flat], part_lengths, rows=padded), time_padding)
+        padded = padded_rows(
+            len(chosen), lengths[chosen[0]], multiple=config.row_multiple, token_budget=config.micro_batch_tokens
+        )
+        input_ids = pad_rows([token_parts[row] for row in chosen], rows=padded, multiple=8)
+        action_mask = pad_rows([mask_parts[row] for row in chosen], rows=padded, multiple=8)
+        positions = torch.cat([mask_parts[row].nonzero().flatten() + offsets[row] for row in chosen])
         temperature = None
         if temperatures is not None:
             temperature = torch.ones(padded)
             temperature[: len(chosen)] = temperatures[chosen]
             temperature = temperature.to(device)
-        yield MicroBatch(flat[mask[flat].bool()], input_ids.to(device), action_mask.to(device), temperature)
+        yield MicroBatch(positions, input_ids.to(device), action_mask.to(device), temperature)
 
 
 @torch.no_grad()
@@ -101,9 +101,12 @@ def batch_logprobs(
 
 def action_mask(rollouts: Sequence[Rollout]) -> Tensor:
     """[N] float32: 1 at entry t of a sequence if the policy produced token t+1."""
-    return torch.cat([action_aligned(rollout.response_mask) for rollout in rollouts]).float()
+    return action_aligned([rollout.response_mask for rollout in rollouts]).float()
 
 
-def action_aligned(per_token: Tensor) -> Tensor:
-    """Shift [T] per-token values to [T] per-action values: entry t takes the value of token t+1, the last entry is 0."""
-    return torch.cat([per_token[1:], per_token.new_zeros(1)])
+def action_aligned(per_token: Sequence[Tensor]) -> Tensor:
+    """Shift the [length] per-token values of each sequence to [N] per-action values: entry t takes the value of token t+1, the
+    last entry of a sequence is 0."""
+    flat = torch.cat(list(per_token)).roll(-1)
+    flat[torch.tensor([len(part) for part in per_token]).cumsum(0) - 1] = 0
+    return flat

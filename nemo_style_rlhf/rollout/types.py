@@ -73,8 +73,8 @@ class Rollout:
             sample=request.sample,
             seed=request.seed,
             prompt=prompt,
-            # An array, since torch reads a list ten times slower.
-            tokens=torch.frombuffer(array("q", [*request.prompt, *completion.token_ids]), dtype=torch.int64),
+            # Arrays, since torch reads a list ten times slower.
+            tokens=torch.frombuffer(array("q", request.prompt) + array("q", completion.token_ids), dtype=torch.int64),
             response_mask=torch.arange(end) >= start,
             sampler_logprobs=logprobs,
             weights_version=weights_version,
