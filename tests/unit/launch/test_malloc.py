@@ -16,9 +16,9 @@ def rounds(count):
         tensors = [torch.ones(10 * 2**20) for _ in range(2)]  # 2 x 40 MiB, 10,240 pages each
 
 def measure():
-    rounds(32)  # until the heap has its final shape
+    rounds(8)  # until the heap has its final shape
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    rounds(8)
+    rounds(4)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 thread = threading.Thread(target=measure)  # the critic server computes in threads

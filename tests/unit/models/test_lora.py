@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_causal_lm, load_reward_model
-from nemo_style_rlhf.models.lora import adapters_off, add_lora, has_lora, merged, save_adapter
+from nemo_style_rlhf.models.lora import adapters_off, add_lora, has_lora, merge_adapter, merged, save_adapter
 from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
 from tests.support.models import disturb, save_policy, save_reward_model, save_tokenizer
 from tests.support.paths import ROOT
@@ -60,8 +60,7 @@ def test_a_policy_is_its_own_reference_and_its_weights_merge(policy: Path, tmp_p
     assert weights.keys() == plain.state_dict().keys()
     export_model(model, tmp_path / "export", source=str(policy))
     save_adapter(model, tmp_path / "adapter", config(policy))
-    merge = [sys.executable, "trainers/merge_lora.py", str(tmp_path / "adapter"), str(tmp_path / "merged")]
-    subprocess.run(merge, cwd=ROOT, check=True, capture_output=True)
+    merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged")
     peft = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
     torch.testing.assert_close(logits(peft), after)
     for folder in ("export", "merged"):

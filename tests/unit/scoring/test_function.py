@@ -204,11 +204,14 @@ def test_a_file_may_have_any_name(tmp_path):
 
 
 CLOSE_EARLY = """
-import sys, torch
-from nemo_style_rlhf.schema.reward import FunctionRewardConfig
-from nemo_style_rlhf.scoring.function import FunctionScorer
-from nemo_style_rlhf.scoring.interface import ScoringSample
-if __name__ == "__main__":
+import os, sys, time
+if __name__ != "__main__":
+    time.sleep(0.2 * (os.getpid() % 12))  # workers, one after the other
+else:
+    import torch
+    from nemo_style_rlhf.schema.reward import FunctionRewardConfig
+    from nemo_style_rlhf.scoring.function import FunctionScorer
+    from nemo_style_rlhf.scoring.interface import ScoringSample
     scorer = FunctionScorer(FunctionRewardConfig(path=sys.argv[1], weight=1.0, processes=12))
     print(scorer.score([ScoringSample.of_texts(torch.tensor([1]), "p", "r")]).result().rewards.tolist())
     scorer.close()
