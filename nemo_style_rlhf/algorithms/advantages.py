@@ -28,7 +28,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     for delta, counts in zip(deltas.flip(0).unbind(), active.t().flip(0).contiguous().unbind()):
         later = torch.where(counts, delta + gamma * lam * later, later)
         backwards.append(later)
-    advantages = zero_masked(torch.stack(backwards).flip(0).t(), mask)
+    advantages = zero_masked(torch.stack(backwards).flip(0).t().contiguous(), mask)
     return advantages, advantages + values
 
 

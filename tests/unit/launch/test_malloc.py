@@ -59,7 +59,7 @@ layers = torch.nn.ModuleList(
 )
 before = libc.mallinfo2().arena
 for _ in range(2):
-    x = torch.randn(2048, 128)
+    x = torch.randn(1024, 128)
     for layer in layers:
         x = x + torch.utils.checkpoint.checkpoint(layer, torch.nn.functional.layer_norm(x, (128,)), use_reentrant=False)
     x.square().mean().backward()
