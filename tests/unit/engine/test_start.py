@@ -1,4 +1,4 @@
-"""What a start of DeepSpeed does not load."""
+"""DeepSpeed starts without loading what nobody asked for."""
 
 import subprocess
 import sys

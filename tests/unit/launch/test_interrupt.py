@@ -29,13 +29,13 @@ if __name__ == "__main__":
 def test_a_child_that_is_being_started_says_nothing(tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STARTS_CHILDREN)
-    for moment in range(3):
+    for moment in range(5):
         with subprocess.Popen(
             [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
             assert process.stdout is not None and process.stdout.readline() == "starting\n"
-            time.sleep(0.1 + 0.12 * moment)
+            time.sleep(0.1 + 0.07 * moment)
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=120)  # its children have ended, too: they hold the pipe
+            _, said = process.communicate(timeout=30)  # its children have ended, too: they hold the pipe
         assert process.returncode == INTERRUPTED_EXIT
         assert said == "\nstopped; the same command starts again\n"
