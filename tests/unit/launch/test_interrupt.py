@@ -36,6 +36,6 @@ def test_a_child_that_is_being_started_says_nothing(tmp_path) -> None:
             assert process.stdout is not None and process.stdout.readline() == "starting\n"
             time.sleep(0.1 + 0.07 * moment)
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=30)  # its children have ended, too: they hold the pipe
+            _, said = process.communicate(timeout=120)  # its children have ended, too: they hold the pipe
         assert process.returncode == INTERRUPTED_EXIT
         assert said == "\nstopped; the same command starts again\n"
