@@ -7,8 +7,9 @@ gap is that of the next unmasked entry, as in verl.
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from nemo_style_rlhf.algorithms.masking import deviations, zero_masked
+from nemo_style_rlhf.algorithms.masking import deviations
 from nemo_style_rlhf.algorithms.names import GROUP_KINDS
 
 
@@ -20,25 +21,22 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     Returns:
         Advantages, not whitened, and returns A + V; both 0 under mask 0.
     """
-    rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
     active = mask.bool()
-    deltas = (rewards + gamma * _next_unmasked(values, active) - values).t().contiguous()
-    later = torch.zeros_like(deltas[0])
-    backwards = []
-    for delta, counts in zip(deltas.flip(0).unbind(), active.t().flip(0).contiguous().unbind()):
-        later = torch.where(counts, delta + gamma * lam * later, later)
+    counts = active.sum(-1)
+    rewards, values = rewards[active], values[active]  # [number of actions], row by row
+    following = values.roll(-1)
+    following[counts.cumsum(0)[counts > 0] - 1] = 0
+    deltas = (rewards + gamma * following - values).split(counts.tolist())
+    by_time = pad_sequence(deltas, batch_first=True, padding_side="left").t().contiguous()  # all end at the same time
+    later = by_time.new_zeros(len(mask))
+    backwards = [later]
+    for delta in by_time.flip(0).unbind():
+        later = delta + gamma * lam * later
         backwards.append(later)
-    advantages = zero_masked(torch.stack(backwards).flip(0).t().contiguous(), mask)
-    return advantages, advantages + values
-
-
-def _next_unmasked(values: Tensor, active: Tensor) -> Tensor:
-    """At each entry of [batch, time] the value of the next active entry after it; 0 if there is none."""
-    end = values.shape[1]
-    places = torch.where(active, torch.arange(end, device=values.device), end)
-    following = places.flip(-1).cummin(-1).values.flip(-1)
-    following = torch.cat([following[:, 1:], following.new_full((len(values), 1), end)], dim=-1)
-    return torch.cat([values, torch.zeros_like(values[:, :1])], dim=-1).gather(-1, following)
+    rows = torch.stack(backwards).flip(0).t().contiguous()
+    advantages = torch.cat([row[-1 - count : -1] for row, count in zip(rows, counts.tolist(), strict=True)])
+    blank = advantages.new_zeros(mask.shape)
+    return blank.masked_scatter(active, advantages), blank.masked_scatter(active, advantages + values)
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:

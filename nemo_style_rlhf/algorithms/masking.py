@@ -29,8 +29,9 @@ def deviations(x: Tensor, mask: Tensor) -> Tensor:
     kept = mask.bool()
     first = kept.to(torch.uint8).argmax(-1, keepdim=True)
     x = zero_masked(x, mask).double()
-    x = zero_masked(x - x.detach().gather(-1, first), mask)
-    return zero_masked(x - x.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1), mask)
+    # In place from here on: fresh memory for the float64 tensors of a whole rollout costs more than the arithmetic.
+    x = x.sub_(x.detach().gather(-1, first)).masked_fill_(~kept, 0)
+    return x.sub_(x.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1)).masked_fill_(~kept, 0)
 
 
 def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:

@@ -15,8 +15,7 @@ def place_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
         mask: [batch, time]; a sequence without response tokens gets no reward.
     """
     rewards = -kl_coef * zero_masked(kl, mask)
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    last = (positions * mask.bool()).argmax(-1, keepdim=True)
+    last = mask.shape[1] - 1 - mask.bool().flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
     return rewards.scatter_add(1, last, torch.where(mask.bool().any(-1), scores.to(rewards.dtype), 0)[:, None])
 
 

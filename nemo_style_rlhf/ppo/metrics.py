@@ -100,38 +100,46 @@ def validation_metrics(sampled: Sampled, *, pass_score: float | None) -> dict[st
 
 
 def _sample_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    responses = [rollout.response_tokens.numpy() for rollout in rollouts]
-    lengths = [len(response) for response in responses]
+    lengths = [rollout.response_length for rollout in rollouts]
     return {
         "response_lengths": sum(lengths) / len(lengths),
         "response_lengths_max": float(max(lengths)),
         "truncated_fraction": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-        "distinct_fraction": len({response.tobytes() for response in responses}) / len(rollouts),
     }
 
 
 def ngram_metrics(responses: Sequence[Array]) -> dict[str, float]:
-    """How much responses, int64 [length] each, repeat: ``distinct_2``, the share of distinct bigrams among all bigrams, and
-    ``repetition``, the mean share of a response's 4-grams that occurred in it before; 0 for a response without 4-grams.
+    """How much responses, int64 [length] each, repeat: ``distinct_fraction``, the share of distinct responses; ``distinct_2``,
+    the share of distinct bigrams among all bigrams; and ``repetition``, the mean share of a response's 4-grams that occurred
+    in it before, 0 for a response without 4-grams.
 
     N-grams are counted by a 64-bit hash: a million of them collide once in ten million rollouts.
     """
-    bigrams = np.concatenate([ngram_hashes(response, 2) for response in responses])
-    fourgrams = [ngram_hashes(response, REPEATED_NGRAM) for response in responses]
+    bigrams = np.concatenate(ngram_hashes(responses, 2))
+    fourgrams = ngram_hashes(responses, REPEATED_NGRAM)
     repetition = [1 - count_distinct(hashes) / len(hashes) if len(hashes) else 0.0 for hashes in fourgrams]
     return {
+        "distinct_fraction": len({response.tobytes() for response in responses}) / len(responses),
         "distinct_2": count_distinct(bigrams) / max(len(bigrams), 1),
         "repetition": sum(repetition) / len(repetition),
     }
 
 
-def ngram_hashes(tokens: Array, n: int) -> Array:
-    """uint64 [max(length - n + 1, 0)]: a polynomial in the ``n`` tokens that start at each position, modulo 2^64."""
-    count = max(len(tokens) - n + 1, 0)
-    hashes = np.zeros(count, dtype=np.uint64)
+def ngram_hashes(responses: Sequence[Array], n: int) -> list[Array]:
+    """For each response, uint64 [max(length - n + 1, 0)]: a polynomial in the ``n`` tokens that start at each position, modulo
+    2^64.
+
+    A few passes over all responses rather than many small ones, since those would compete with training for Python's lock.
+    """
+    tokens = np.concatenate([*responses, np.zeros(n, dtype=np.int64)]).astype(np.uint64)
+    hashes = np.zeros(len(tokens) - n, dtype=np.uint64)
     for offset in range(n):
-        hashes = hashes * HASH_FACTOR + tokens[offset : offset + count].astype(np.uint64) + HASH_STEP
-    return hashes
+        hashes *= HASH_FACTOR
+        hashes += tokens[offset : offset + len(hashes)]
+        hashes += HASH_STEP
+    lengths = [len(response) for response in responses]
+    parts = np.split(hashes, np.cumsum(lengths)[:-1])
+    return [part[: max(length - n + 1, 0)] for part, length in zip(parts, lengths, strict=True)]
 
 
 def count_distinct(hashes: Array) -> int:

@@ -142,6 +142,8 @@ class ExperienceBuilder:
     def _without_truncated(self, rollouts: Sequence[Rollout], lengths: Sequence[int], actions: Tensor) -> Tensor:
         """``actions``, without those of truncated samples if the configuration masks these."""
         out = [self.algorithm.truncated_samples == "mask" and rollout.truncated for rollout in rollouts]
+        if not any(out):
+            return actions
         mask = actions * (~torch.tensor(out)).float().repeat_interleave(torch.tensor(lengths))
         if not mask.any():
             raise NothingToLearnError(

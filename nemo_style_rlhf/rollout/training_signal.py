@@ -78,9 +78,11 @@ def estimate(
     learned = mask if learned is None else learned
     penalty = kl_coef if config.kl_in == "reward" else 0.0
     rewards = place_rewards(scores, kl if penalty else torch.zeros_like(kl), mask, kl_coef=penalty)
-    group_size, kept = config.samples_per_prompt, mask.bool().any(-1)
-    # In float64, and not from the sum of ``rewards``: in fp32 a small KL is rounded away beside a large score.
-    compared = scores.double() - (penalty * zero_masked(kl, mask).double().sum(-1) if penalty else 0)
+    group_size = config.samples_per_prompt
+    if group_size > 1:
+        kept = mask.bool().any(-1)
+        # In float64, and not from the sum of ``rewards``: in fp32 a small KL is rounded away beside a large score.
+        compared = scores.double() - (penalty * zero_masked(kl, mask).double().sum(-1) if penalty else 0)
     returns = None
     if config.advantage_estimator == "gae":
         assert values is not None

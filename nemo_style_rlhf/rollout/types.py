@@ -54,7 +54,8 @@ class Rollout:
     @property
     def response_tokens(self) -> Tensor:
         """int64 [response_length], the tokens that the policy produced."""
-        return self.tokens[self.response_mask]
+        parts = [self.tokens[turn.start : turn.end] for turn in self.turns]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @property
     def response_length(self) -> int:
