@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation import cpu_kernels, cpu_seeds
+from nemo_style_rlhf.generation import cpu_batches, cpu_kernels, cpu_seeds
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest, TransferError
 from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB, GenerationConfig
@@ -69,6 +69,7 @@ class VLLMGenerator(InProcessGenerator):
         _require_attention_kernel(self._llm, model_path)
         if not torch.cuda.is_available():
             self._llm.collective_rpc(cpu_seeds.draw_for_kept_tokens_only)
+            self._llm.collective_rpc(cpu_batches.compute_tokens_alike)
         self._config = config
         # Without a tokenizer, vLLM does not know the end-of-sequence tokens.
         self._stop_token_ids = [*config.stop_token_ids, *([] if config.ignore_eos else eos_token_ids)]

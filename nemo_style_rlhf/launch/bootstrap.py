@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM shares its cores with training
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_CPU_CI_ENV": "1",  # no NUMA binding; several ranks may share one small machine
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # a sample's bits would depend on its batch, see generation/cpu_batches.py
     "DS_SKIP_CUDA_CHECK": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
