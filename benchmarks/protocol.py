@@ -30,17 +30,19 @@ import numpy as np
 import psutil
 
 from nemo_style_rlhf.critic_service import protocol, validation
-from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
-from nemo_style_rlhf.critic_service.protocol import ACQUIRE, INFER, TRAIN, Endpoint, TensorSpec
+from nemo_style_rlhf.critic_service.protocol import ACQUIRE, INFER, TRAIN
 from nemo_style_rlhf.launch.interpreter import ROOT
 from nemo_style_rlhf.launch.program import SERVER_PYTHON
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
+from nemo_style_rlhf.transport.messages import Endpoint, TensorSpec
 
 SIZES = ((32, 1024), (128, 80), (512, 512), (1024, 2048), (1024, 4096), (1024, 16384))
 ECHO = Endpoint("echo", (TensorSpec("x", "INT32"),), (TensorSpec("y", "FP32"),))
 SINK = Endpoint("sink", (TensorSpec("x", "INT32"),), (TensorSpec("size", "INT64", 1),))
 TOKEN = "benchmark"
 VOCABULARY = 32000
-WANTED = {protocol.REQUEST.name: protocol.json_tensor({"want": "values"})}
+WANTED = {messages.REQUEST.name: messages.json_tensor({"want": "values"})}
 KINDS = ("door", "tls", "straight", "bare")
 MAX_REQUEST_BYTES = 2**30
 
@@ -122,15 +124,15 @@ def print_table(port: dict[str, int], scratch: Path, rounds: int) -> None:
     import requests
 
     from nemo_style_rlhf.critic_service.client import parse_json
-    from nemo_style_rlhf.critic_service.connection import Connection
     from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
+    from nemo_style_rlhf.transport.connection import Connection
 
     tls = {"tls": ClientTlsConfig(ca=str(scratch / "tls.crt"))}
     connections = {
         kind: Connection("127.0.0.1", port[kind], token=TOKEN, retries=0, **(tls if kind == "tls" else {}))
         for kind in KINDS[:3]
     }
-    request = {protocol.REQUEST.name: protocol.json_tensor({"run_id": "benchmark"})}
+    request = {messages.REQUEST.name: messages.json_tensor({"run_id": "benchmark"})}
     leases = {kind: parse_json(connections[kind].call(ACQUIRE, request, timeout_s=60))["lease"] for kind in connections}
     session = requests.Session()
 
@@ -147,7 +149,7 @@ def print_table(port: dict[str, int], scratch: Path, rounds: int) -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for count, length in SIZES:
-        ragged = protocol.ragged([np.full(length, row % VOCABULARY, dtype=np.int32) for row in range(count)])
+        ragged = messages.ragged([np.full(length, row % VOCABULARY, dtype=np.int32) for row in range(count)])
         trains = {kind: train_inputs(ragged, lease) for kind, lease in leases.items()}
         for endpoint, inputs, echo in (
             (INFER, dict.fromkeys(leases, ragged | WANTED), ECHO),
@@ -177,9 +179,9 @@ def print_table(port: dict[str, int], scratch: Path, rounds: int) -> None:
 
 def print_load(port: int, server: int, requests: int) -> None:
     """Print round trips of many clients, and the memory that the server's processes and /dev/shm keep per 1,000 requests."""
-    from nemo_style_rlhf.critic_service.connection import Connection
+    from nemo_style_rlhf.transport.connection import Connection
 
-    ragged = protocol.ragged([np.full(128, row, dtype=np.int32) for row in range(32)])
+    ragged = messages.ragged([np.full(128, row, dtype=np.int32) for row in range(32)])
     connection = Connection("127.0.0.1", port, token=TOKEN, retries=0)  # each thread has a session of its own
 
     def ask(_: int) -> float:
@@ -216,7 +218,7 @@ def train_inputs(ragged: dict[str, Any], lease: str) -> dict[str, Any]:
     mask = floats.copy()
     mask[np.cumsum(ragged["sequence_lengths"]) - 1] = 0
     plan = {"lease": lease, "step": 1, "part": 1, "parts": 2}
-    tensors = (*ragged.values(), floats, floats, mask, protocol.json_tensor(plan))
+    tensors = (*ragged.values(), floats, floats, mask, messages.json_tensor(plan))
     return {spec.name: tensor for spec, tensor in zip(TRAIN.inputs, tensors, strict=True)}
 
 
@@ -233,21 +235,22 @@ def serve(kind: str, ready_file: Path) -> None:
 def serve_critic(kind: str, ready_file: Path) -> None:
     """Serve with the real binding and the real validation, but without a model."""
     from nemo_style_rlhf.critic_service.ledger import Ledger
-    from nemo_style_rlhf.critic_service.triton import Address, Binding, take_port
+    from nemo_style_rlhf.critic_service.triton import Binding
     from nemo_style_rlhf.schema.critic import ServerConfig, ServerTlsConfig
+    from nemo_style_rlhf.transport.listening import Address, take_port
 
     limits = protocol.Limits(VOCABULARY, max_length=2**20, max_request_bytes=MAX_REQUEST_BYTES)
     ledger = Ledger(max_staged_bytes=2**30)
 
     def handle(endpoint: str, inputs: Any) -> dict[str, Any]:
         if endpoint == ACQUIRE.name:
-            return {protocol.RESPONSE.name: protocol.json_tensor({"lease": ledger.acquire("benchmark")})}
+            return {messages.RESPONSE.name: messages.json_tensor({"lease": ledger.acquire("benchmark")})}
         if endpoint == INFER.name:
             request, _ = validation.read_infer(inputs, limits)
             return {"values": request.tokens.astype(np.float32), "critic_step": np.array([0])}
         answer, _ = ledger.stage(validation.read_train(inputs, limits))
         ledger.drop()
-        return {protocol.RESPONSE.name: protocol.json_tensor(answer)}
+        return {messages.RESPONSE.name: messages.json_tensor(answer)}
 
     config = ServerConfig(port=0, max_request_bytes=MAX_REQUEST_BYTES)
     if kind == "tls":
@@ -257,7 +260,7 @@ def serve_critic(kind: str, ready_file: Path) -> None:
     if kind == "straight":
         port = listen_on_tcp()
     binding = Binding(config, handle, address, roles=["critic"], boot_id="benchmark")
-    announce(ready_file, port if kind == "straight" else binding.port)
+    announce(ready_file, port if kind == "straight" else binding.door.port)
     signal.sigwait({signal.SIGTERM})
     binding.close(10)
     os._exit(0)

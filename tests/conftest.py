@@ -11,8 +11,8 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from nemo_style_rlhf.critic_service import secret
 from nemo_style_rlhf.scoring import sandbox
+from nemo_style_rlhf.transport import secret
 from tests.cluster.slurm import why_no_cluster
 from tests.support.paths import ROOT
 

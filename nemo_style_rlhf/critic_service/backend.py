@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -24,14 +23,17 @@ import pytriton.triton  # type: ignore[import-untyped]
 from pytriton.models.model import Model  # type: ignore[import-untyped]
 from pytriton.server.triton_server import TritonServer  # type: ignore[import-untyped]
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
-from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
-from nemo_style_rlhf.critic_service import guardian, protocol
+from nemo_style_rlhf.critic_service import guardian
 from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_of_dead_servers
-from nemo_style_rlhf.critic_service.protocol import ERROR, Code, bytes_tensor
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.listening import within
+from nemo_style_rlhf.transport.messages import ERROR, Code, bytes_tensor
 
 START_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 20
+ERROR_KINDS = {400: "INVALID_ARG", 404: "NOT_FOUND", 503: "UNAVAILABLE", 500: "INTERNAL"}
+"""Triton's kind of error by the HTTP status into which it turns the kind."""
 EXIT_TIMEOUT_S = 12
 """Seconds for which a stopping tritonserver waits for running calls, unless it is killed."""
 
@@ -72,7 +74,7 @@ class TritonPythonModel(TritonPythonModel):
 
 def error_tensor(code: Code, text: str):  # type: ignore[no-untyped-def]
     """The ``error`` output that the appended lines read."""
-    return bytes_tensor(f"{code.triton_kind} {text}".encode())
+    return bytes_tensor(f"{ERROR_KINDS[code.status]} {text}".encode())
 
 
 class _Model(Model):  # type: ignore[misc]
@@ -130,7 +132,7 @@ class Backend(Triton):  # type: ignore[misc]
         config = TritonConfig(
             http_address=f"unix:{self.socket}",
             http_port=1,  # required, but without meaning beside a Unix socket
-            http_header_forward_pattern=protocol.HEADER_PATTERN,
+            http_header_forward_pattern=messages.HEADER_PATTERN,
             allow_grpc=False,
             exit_timeout_secs=EXIT_TIMEOUT_S,
             allow_metrics=metrics,
@@ -210,17 +212,6 @@ def _runs(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def within(timeout_s: float, condition: Callable[[], bool]) -> bool:
-    """Whether ``condition`` holds before ``timeout_s`` seconds are over."""
-    waiting = Retrying(
-        retry=retry_if_result(lambda holds: not holds),
-        stop=stop_after_delay(timeout_s),
-        wait=wait_fixed(0.1),
-        retry_error_callback=lambda _: False,
-    )
-    return bool(waiting(condition))
 
 
 def let_stub_find_libpython() -> None:

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_style_rlhf.critic_service.protocol import Array, InferRequest
+from nemo_style_rlhf.critic_service.protocol import InferRequest
 from nemo_style_rlhf.data.ragged import micro_batches, pad, padded_rows
+from nemo_style_rlhf.transport.messages import Array
 
 
 class Batches:

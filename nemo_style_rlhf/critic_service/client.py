@@ -17,11 +17,13 @@ from rich.live import Live
 from rich.text import Text
 
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.connection import Connection, ServerAbsent, ServerUnreachable
-from nemo_style_rlhf.critic_service.protocol import Array, Endpoint, Status
-from nemo_style_rlhf.critic_service.secret import LOOPBACK, own_token, read_token
+from nemo_style_rlhf.critic_service.protocol import Status
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.connection import Connection, ServerAbsent, ServerUnreachable
+from nemo_style_rlhf.transport.messages import Array, Endpoint
+from nemo_style_rlhf.transport.secret import LOOPBACK, own_token, read_token
 
 STATUS_TIMEOUT_S = 10.0
 POLL_PERIOD_S = 0.5
@@ -95,7 +97,7 @@ class ServerClient:
         self._connection.close()
 
     def _ask(self, endpoint: Endpoint, content: dict[str, Any]) -> dict[str, Any]:
-        inputs = {protocol.REQUEST.name: protocol.json_tensor(content)}
+        inputs = {messages.REQUEST.name: messages.json_tensor(content)}
         return parse_json(self._connection.call(endpoint, inputs, timeout_s=self._config.train_timeout_base_s))
 
     def _ask_once(self, endpoint: Endpoint, content: dict[str, Any]) -> dict[str, Any]:
@@ -171,6 +173,6 @@ def split(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
 
 def parse_json(answer: dict[str, Array]) -> dict[str, Any]:
     """The JSON object of an answer."""
-    content = json.loads(answer[protocol.RESPONSE.name].item(0))
+    content = json.loads(answer[messages.RESPONSE.name].item(0))
     assert isinstance(content, dict)
     return content

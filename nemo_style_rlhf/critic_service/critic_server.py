@@ -15,7 +15,7 @@ from nemo_style_rlhf.critic_service.checkpoints import Checkpoints
 from nemo_style_rlhf.critic_service.gate import Gate
 from nemo_style_rlhf.critic_service.ledger import Ledger
 from nemo_style_rlhf.critic_service.once import once
-from nemo_style_rlhf.critic_service.protocol import Array, Code, InferRequest, ProtocolError, TrainPart
+from nemo_style_rlhf.critic_service.protocol import InferRequest, TrainPart
 from nemo_style_rlhf.critic_service.reward_model import Score
 from nemo_style_rlhf.critic_service.reward_server import reward_handler
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors, response
@@ -26,6 +26,8 @@ from nemo_style_rlhf.engine.engine import NonFiniteError
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.launch import malloc
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
 
 
 class Critic:
@@ -79,7 +81,7 @@ class Critic:
                     Code.INVALID,
                     f"plan.digest does not fit the {len(parts)} parts of step {step}: send all of them again",
                 )
-            validation.check_plan(plan, protocol.unragged(mask, lengths))
+            validation.check_plan(plan, messages.unragged(mask, lengths))
         except ProtocolError:
             self._ledger.drop()
             raise
@@ -112,7 +114,7 @@ class Critic:
             return {"lease": lease, "boot_id": self._gate.boot_id, "critic_step": self._ledger.step}
 
     def shutdown(self, inputs: Mapping[str, Array]) -> Tensors:
-        request = validation.read_json(inputs[protocol.REQUEST.name], protocol.ShutdownRequest)
+        request = validation.read_json(inputs[messages.REQUEST.name], protocol.ShutdownRequest)
         self._ledger.check(request.lease)
         self._gate.shutdown_requested.set()
         return response({"stopping": True})
@@ -150,7 +152,7 @@ def _composed(config: PPOCriticConfig, worker: CriticWorker, store: CriticCheckp
     ledger = Ledger(max_staged_bytes=config.critic.max_staged_bytes)
     limits = worker.identity.limits(config.server.max_request_bytes)
     critic, checkpoints = Critic(worker, ledger, limits, gate), Checkpoints(worker, store, ledger, gate)
-    handlers: dict[protocol.Endpoint, Handler] = {
+    handlers: dict[messages.Endpoint, Handler] = {
         protocol.INFER: critic.infer,
         protocol.TRAIN: critic.train,
         protocol.SAVE: checkpoints.save,

@@ -13,7 +13,8 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from nemo_style_rlhf.critic_service import belongings, confine
+from nemo_style_rlhf.critic_service import belongings
+from nemo_style_rlhf.transport import confine
 
 PERIOD_S = 0.1
 GRACE_S = 2.0

@@ -21,14 +21,16 @@ from nemo_style_rlhf.checkpoint import owner
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.protocol import REQUEST, RESPONSE, Array, json_tensor
 from nemo_style_rlhf.critic_service.service import Service
-from nemo_style_rlhf.critic_service.triton import Address, Binding
+from nemo_style_rlhf.critic_service.triton import Binding
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import bootstrap, interrupt
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import ServerConfig
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.listening import Address
+from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, json_tensor
 
 LOGGER = logging.getLogger(__name__)
 SUPERVISION_PERIOD_S = 0.5
@@ -85,15 +87,16 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
     logging.getLogger("pytriton").setLevel(logging.INFO if config.verbose else logging.ERROR)
-    door = Binding(config, service.handle, address, roles=service.roles, boot_id=service.gate.boot_id)
+    binding = Binding(config, service.handle, address, roles=service.roles, boot_id=service.gate.boot_id)
+    door = binding.door
     described = {"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": service.gate.boot_id}
     where = json.dumps(described).encode()
     try:
         if ready_file is not None:
             write_atomically(ready_file, where)
         LOGGER.info("serving %s at %s, boot id %s", " and ".join(service.roles), door.url, service.gate.boot_id)
-        code = _supervise(service, door, signals)
-        grace_s = config.shutdown_grace_s if door.alive else 0.0  # else no client would get the answer of a call
+        code = _supervise(service, binding, signals)
+        grace_s = config.shutdown_grace_s if binding.alive else 0.0  # else no client would get the answer of a call
         finished = service.gate.close(grace_s)
         if code != 0:
             time.sleep(ANSWER_DELIVERY_S)
@@ -104,17 +107,17 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
     finally:
         if ready_file is not None and ready_file.is_file() and ready_file.read_bytes() == where:  # not another server's
             ready_file.unlink()
-        door.close(CLOSE_TIMEOUT_S)
+        binding.close(CLOSE_TIMEOUT_S)
     return code
 
 
-def _supervise(service: Service, door: Binding, signals: SimpleQueue[int]) -> int:
+def _supervise(service: Service, binding: Binding, signals: SimpleQueue[int]) -> int:
     """Wait for a reason to end, and return its exit code."""
     while True:
         told = False
         with contextlib.suppress(queue.Empty):
             told = bool(signals.get(timeout=SUPERVISION_PERIOD_S))
-        if door.fatal.is_set():  # check this first: the end of another rank also brings a signal
+        if binding.fatal.is_set():  # check this first: the end of another rank also brings a signal
             return 1
         try:
             owner.require_owned()
@@ -126,10 +129,10 @@ def _supervise(service: Service, door: Binding, signals: SimpleQueue[int]) -> in
         if service.gate.shutdown_requested.is_set():
             LOGGER.info("asked to stop by a client")
             return 0
-        if not door.alive:
+        if not binding.alive:
             LOGGER.error(
                 "the front door, tritonserver or a process of its died, the server ends; the last lines of Triton's log:\n%s",
-                door.log_tail(),
+                binding.log_tail(),
             )
             return 1
 
@@ -158,7 +161,7 @@ def _rehearse_critic(service: Service) -> float:
     status = service.status()
     lease = _ask(service, protocol.ACQUIRE, run_id=DRY_RUN, tokenizer_digest=status.tokenizer_digest)["lease"]
     length = min(4, status.max_length)
-    ragged = protocol.ragged([np.arange(length, dtype=np.int32) % status.vocab_size] * 2)
+    ragged = messages.ragged([np.arange(length, dtype=np.int32) % status.vocab_size] * 2)
     wanted = {REQUEST.name: json_tensor({"want": "values"})}
     values = service.handle(protocol.INFER.name, ragged | wanted)[protocol.VALUES.name]
     mask = np.array(([1.0] * (length - 1) + [0.0]) * 2, dtype=np.float32)
@@ -176,7 +179,7 @@ def _rehearse_critic(service: Service) -> float:
     return float(trained["metrics"]["loss"])
 
 
-def _ask(service: Service, endpoint: protocol.Endpoint, **content: object) -> dict[str, Any]:
+def _ask(service: Service, endpoint: messages.Endpoint, **content: object) -> dict[str, Any]:
     return _parse(service.handle(endpoint.name, {REQUEST.name: json_tensor(content)}))
 
 

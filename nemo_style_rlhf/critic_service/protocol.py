@@ -1,104 +1,36 @@
-"""The wire contract between actor and critic: every name, dtype, JSON field and header, in this file only.
+"""The wire contract between actor and critic: the names, dtypes and JSON fields of every endpoint, in this file only.
 
-KServe v2 over HTTP with binary tensors. Sequences travel ragged: ``tokens`` INT32 [N] are the sequences end to end and
-``sequence_lengths`` INT32 [B] says where they end, so N is their sum. Per-token tensors are FP32 [N] and indexed by the
-*state*: entry t of a sequence belongs to the state after tokens 0..t, whose action is token t + 1. What a request must look
-like is checked in ``validation``. Both modules know neither HTTP nor torch and import in both environments.
+``transport.messages`` holds what all servers of ours share: headers, errors and ragged sequences, N tokens in all. Per-token
+tensors are FP32 [N] and indexed by the *state*: entry t of a sequence belongs to the state after tokens 0..t, whose action is
+token t + 1. What a request must look like is checked in ``validation``. Both modules know neither HTTP nor torch and import in
+both environments.
 """
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from nemo_style_rlhf.transport.messages import (
+    REQUEST,
+    RESPONSE,
+    SEQUENCE_LENGTHS,
+    TOKENS,
+    Array,
+    Endpoint,
+    TensorSpec,
+    json_tensor,
+    ragged,
+    text_tensor,
+)
 
 PROTOCOL_VERSION = 7
 
-HEADER_PATTERN = "(?i)x-critic-.*"
-"""Headers that Triton forwards to the service."""
-TOKEN_HEADER = "x-critic-token"
-BOOT_HEADER = "x-critic-boot"
-"""The boot id the client believes in; a server that restarted since refuses, instead of answering with other weights."""
-
-
-class Code(Enum):
-    """Why a request was refused. The value is (wire name, Triton error kind); Triton turns the kind into an HTTP status."""
-
-    INVALID = ("invalid", "INVALID_ARG")  # 400
-    UNAUTHORIZED = ("unauthorized", "INVALID_ARG")
-    LEASE_LOST = ("lease_lost", "INVALID_ARG")
-    WRONG_STEP = ("wrong_step", "INVALID_ARG")
-    CONFLICT = ("conflict", "INVALID_ARG")
-    NOT_FOUND = ("not_found", "NOT_FOUND")  # 404
-    RESTARTED = ("restarted", "UNAVAILABLE")  # 503
-    STOPPING = ("stopping", "UNAVAILABLE")
-    NON_FINITE = ("non_finite", "INTERNAL")  # 500
-    STORAGE = ("storage", "INTERNAL")
-    INTERNAL = ("internal", "INTERNAL")
-
-    @property
-    def wire(self) -> str:
-        return self.value[0]
-
-    @property
-    def triton_kind(self) -> str:
-        return self.value[1]
-
-
-class ProtocolError(Exception):
-    """A request was refused and changed nothing: ``code`` for programs, one sentence without paths for people."""
-
-    def __init__(self, code: Code, message: str) -> None:
-        super().__init__(f"[{code.wire}] {message}")
-        self.code = code
-        self.message = message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Between ranks."""
-        return ProtocolError, (self.code, self.message)
-
-    @property
-    def fatal(self) -> bool:
-        """The process that raises it must end: it holds no valid critic any more."""
-        return self.code is Code.NON_FINITE
-
-    @classmethod
-    def parse(cls, text: str) -> "ProtocolError":
-        """The inverse of ``str(error)``; what Triton itself refused carries no code and is INVALID."""
-        match = re.match(r"^\[(\w+)\] (.*)$", text, re.DOTALL)
-        codes = {code.wire: code for code in Code}
-        if match and match[1] in codes:
-            return cls(codes[match[1]], match[2])
-        return cls(Code.INVALID, text)
-
-
 # --- models and tensors -----------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor of rank 1; ``size`` None means any length. BYTES tensors are object arrays of ``bytes``."""
-
-    name: str
-    datatype: str
-    size: int | None = None
-
-    @property
-    def dtype(self) -> Any:
-        return DTYPES[self.datatype]
-
-
-DTYPES: dict[str, Any] = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BYTES": np.object_}
-BYTES_PREFIX = 4
-
-TOKENS = TensorSpec("tokens", "INT32")
-SEQUENCE_LENGTHS = TensorSpec("sequence_lengths", "INT32")
 VALUES = TensorSpec("values", "FP32")
 REWARDS = TensorSpec("rewards", "FP32")
 CRITIC_STEP = TensorSpec("critic_step", "INT64", 1)
@@ -109,28 +41,15 @@ RETURNS = TensorSpec("returns", "FP32")
 OLD_VALUES = TensorSpec("old_values", "FP32")
 MASK = TensorSpec("mask", "FP32")
 PLAN = TensorSpec("plan", "BYTES", 1)
-REQUEST = TensorSpec("request", "BYTES", 1)
-RESPONSE = TensorSpec("response", "BYTES", 1)
-ERROR = TensorSpec("error", "BYTES", 1)
-"""How the service hands an error to the binding; on the wire it becomes an HTTP status and ``{"error": ...}``."""
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A Triton model: its name and tensors."""
-
-    name: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    role: str | None = None
-    """Bound only by a server with this role; None by every server."""
+PLAN_BYTES = 17 * 2**20
+"""Largest JSON of a train plan, which max_request_bytes does not count."""
 
 
 def _json_endpoint(name: str) -> Endpoint:
     return Endpoint(name, (REQUEST,), (RESPONSE,), role="critic")
 
 
-STATUS = Endpoint("critic_status", (), (RESPONSE,))
+STATUS = Endpoint("critic_status", (), (RESPONSE,), requires_boot=False)
 INFER = Endpoint("critic_infer", (TOKENS, SEQUENCE_LENGTHS, REQUEST), (VALUES, REWARDS, CRITIC_STEP), role="critic")
 TRAIN = Endpoint(
     "critic_train", (TOKENS, SEQUENCE_LENGTHS, RETURNS, OLD_VALUES, MASK, PLAN), (RESPONSE,), role="critic"
@@ -142,6 +61,12 @@ ACQUIRE = _json_endpoint("critic_acquire")
 SHUTDOWN = _json_endpoint("critic_shutdown")
 REWARD_INFER = Endpoint("reward_infer", (PROMPTS, RESPONSES, RENDERED), (REWARDS,), role="reward")
 ENDPOINTS = (STATUS, INFER, TRAIN, SAVE, COMMIT, RESTORE, ACQUIRE, SHUTDOWN, REWARD_INFER)
+
+
+def largest_tensors(endpoint: Endpoint, max_request_bytes: int) -> int:
+    """Bytes of tensors that a request to the endpoint may have; 0 if it takes only JSON."""
+    beside = {INFER: 0, REWARD_INFER: 0, TRAIN: PLAN_BYTES}
+    return max_request_bytes + beside[endpoint] if endpoint in beside else 0
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -336,24 +261,6 @@ class ShutdownRequest:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def json_tensor(content: Mapping[str, Any]) -> Array:
-    """BYTES [1]."""
-    return bytes_tensor(json.dumps(content, allow_nan=False).encode())
-
-
-def bytes_tensor(content: bytes) -> Array:
-    tensor = np.empty(1, dtype=np.object_)
-    tensor[0] = content
-    return tensor
-
-
-def text_tensor(texts: Sequence[str]) -> Array:
-    """BYTES [B], UTF-8."""
-    tensor = np.empty(len(texts), dtype=np.object_)
-    tensor[:] = [text.encode() for text in texts]
-    return tensor
-
-
 def reward_tensors(prompts: Sequence[str], responses: Sequence[str], *, rendered: bool = False) -> dict[str, Array]:
     """The inputs of ``reward_infer``, as in :class:`RewardRequest`."""
     return {
@@ -363,27 +270,9 @@ def reward_tensors(prompts: Sequence[str], responses: Sequence[str], *, rendered
     }
 
 
-def text_nbytes(elements: Iterable[bytes]) -> int:
-    """What the elements of a BYTES tensor take on the wire, each with its length in four bytes before it."""
-    return sum(BYTES_PREFIX + len(element) for element in elements)
-
-
-def ragged(sequences: Sequence[Array] | Sequence[list[int]]) -> dict[str, Array]:
-    """``tokens`` and ``sequence_lengths`` of int sequences."""
-    return {
-        TOKENS.name: np.concatenate(sequences).astype(np.int32, copy=False),
-        SEQUENCE_LENGTHS.name: np.array([len(sequence) for sequence in sequences], dtype=np.int32),
-    }
-
-
 def infer_tensors(sequences: Sequence[Array] | Sequence[list[int]], wanted: Wanted) -> dict[str, Array]:
     """The inputs of ``critic_infer``."""
     return ragged(sequences) | {REQUEST.name: json_tensor(asdict(wanted))}
-
-
-def unragged(flat: Array, lengths: Sequence[int] | Array) -> list[Array]:
-    """[N] to one array per sequence."""
-    return np.split(flat, np.cumsum(lengths)[:-1])
 
 
 def part_plan(

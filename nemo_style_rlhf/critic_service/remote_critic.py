@@ -12,9 +12,11 @@ import numpy as np
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import ServerClient, infer_pool, parse_json, split
-from nemo_style_rlhf.critic_service.protocol import Array, Status, Want, Wanted
+from nemo_style_rlhf.critic_service.protocol import Status, Want, Wanted
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.messages import Array
 
 INFER_BYTES_PER_TOKEN = 4
 TRAIN_BYTES_PER_TOKEN = 16
@@ -149,7 +151,7 @@ class RemoteCritic(ServerClient):
             inputs = protocol.infer_tensors(chunk, wanted)
             answer = self._connection.call(protocol.INFER, inputs, timeout_s=self._config.infer_timeout_s)
             if wanted.values:
-                values += protocol.unragged(answer[protocol.VALUES.name], [len(sequence) for sequence in chunk])
+                values += messages.unragged(answer[protocol.VALUES.name], [len(sequence) for sequence in chunk])
             if wanted.rewards:
                 rewards.append(answer[protocol.REWARDS.name])
             steps.add(int(answer[protocol.CRITIC_STEP.name][0]))
@@ -161,7 +163,7 @@ class RemoteCritic(ServerClient):
         lengths = [len(sequence) for sequence in batch.sequences]
         parts = [
             (
-                *protocol.ragged(_pick(batch.sequences, rows)).values(),
+                *messages.ragged(_pick(batch.sequences, rows)).values(),
                 *(_flat(arrays, rows) for arrays in _per_token(batch)),
             )
             for rows in split(_request_bytes(lengths, TRAIN_BYTES_PER_TOKEN), self._max_request_bytes)
@@ -185,7 +187,7 @@ class RemoteCritic(ServerClient):
                 mini_batches=batch.mini_batches,
                 normalizers=normalizers,
             )
-            tensors = (*arrays, protocol.json_tensor(plan))
+            tensors = (*arrays, messages.json_tensor(plan))
             inputs = dict(zip((spec.name for spec in protocol.TRAIN.inputs), tensors, strict=True))
             answer = parse_json(self._connection.call(protocol.TRAIN, inputs, timeout_s=timeout_s))
         if answer.get("critic_step") != step:

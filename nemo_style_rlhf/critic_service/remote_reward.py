@@ -7,7 +7,8 @@ import numpy as np
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import ServerClient, split
-from nemo_style_rlhf.critic_service.protocol import Array
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.messages import Array
 
 
 class RemoteRewardModel(ServerClient):
@@ -29,7 +30,7 @@ class RemoteRewardModel(ServerClient):
     def _score_text(self, prompts: list[str], responses: list[str], rendered: bool) -> Array:
         status = self.status()
         self.require_rewards(status)
-        sizes = [protocol.text_nbytes((p.encode(), r.encode())) for p, r in zip(prompts, responses, strict=True)]
+        sizes = [messages.text_nbytes((p.encode(), r.encode())) for p, r in zip(prompts, responses, strict=True)]
         rewards = np.empty(len(prompts), dtype=np.float32)
         for rows in split(sizes, min(self._config.max_request_bytes, status.max_request_bytes)):
             texts = [prompts[row] for row in rows], [responses[row] for row in rows]

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from nemo_style_rlhf.critic_service.batches import Batches
-from nemo_style_rlhf.critic_service.protocol import Array, InferRequest
+from nemo_style_rlhf.critic_service.protocol import InferRequest
 from nemo_style_rlhf.critic_service.worker_group import Message, WorkerGroup
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.models.host_copy import HostCopy
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores
+from nemo_style_rlhf.transport.messages import Array
 
 
 @dataclass(frozen=True)

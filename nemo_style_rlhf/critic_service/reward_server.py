@@ -11,7 +11,6 @@ from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.gate import Gate
 from nemo_style_rlhf.critic_service.identity import Identity
-from nemo_style_rlhf.critic_service.protocol import Array
 from nemo_style_rlhf.critic_service.reward_model import RewardModel, Score
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
@@ -20,6 +19,7 @@ from nemo_style_rlhf.data.templates import read_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
+from nemo_style_rlhf.transport.messages import Array
 
 
 def reward_handler(text: RewardText, group: WorkerGroup, limits: protocol.Limits, gate: Gate) -> Handler:

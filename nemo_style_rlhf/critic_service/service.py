@@ -7,7 +7,9 @@ from typing import Any
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.gate import Gate
 from nemo_style_rlhf.critic_service.identity import Identity
-from nemo_style_rlhf.critic_service.protocol import Array, Endpoint, Limits, Status
+from nemo_style_rlhf.critic_service.protocol import Limits, Status
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.messages import Array, Endpoint
 
 Tensors = dict[str, Array]
 Handler = Callable[[Mapping[str, Array]], Tensors]
@@ -37,7 +39,7 @@ class Service:
         self.roles = list(dict.fromkeys(each.role for each in protocol.ENDPOINTS if each in handlers and each.role))
         self._handlers = {endpoint.name: handler for endpoint, handler in handlers.items()}
         self._handlers[protocol.STATUS.name] = lambda _: {
-            protocol.RESPONSE.name: protocol.bytes_tensor(self.status().to_json())
+            messages.RESPONSE.name: messages.bytes_tensor(self.status().to_json())
         }
         self._identity = identity
         self._limits = limits
@@ -71,4 +73,4 @@ class Service:
 
 def response(answer: Mapping[str, Any]) -> Tensors:
     """The one output of most endpoints."""
-    return {protocol.RESPONSE.name: protocol.json_tensor(answer)}
+    return {messages.RESPONSE.name: messages.json_tensor(answer)}

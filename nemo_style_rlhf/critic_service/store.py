@@ -25,8 +25,8 @@ from nemo_style_rlhf.checkpoint.files import (
 )
 from nemo_style_rlhf.checkpoint.names import is_checkpoint_id, run_of
 from nemo_style_rlhf.checkpoint.owner import require_owned
-from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.transport.messages import Code, ProtocolError
 
 RECORD = "critic.json"
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_style_rlhf.algorithms.value_loss import ValueLoss, value_loss
 from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.identity import Identity
-from nemo_style_rlhf.critic_service.protocol import Array, InferRequest, TrainPlan
+from nemo_style_rlhf.critic_service.protocol import InferRequest, TrainPlan
 from nemo_style_rlhf.critic_service.reward_model import RewardModel
 from nemo_style_rlhf.critic_service.worker_group import Message, WorkerGroup
 from nemo_style_rlhf.data.ragged import unpad
@@ -27,6 +27,7 @@ from nemo_style_rlhf.engine.steps import OptimizerStep, TokenMeans, optimizer_st
 from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from nemo_style_rlhf.transport.messages import Array
 
 
 @dataclass(frozen=True)

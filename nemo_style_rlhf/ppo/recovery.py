@@ -8,12 +8,13 @@ from typing import TypeVar
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import CheckpointStore, Manifest
-from nemo_style_rlhf.critic_service.connection import ServerAbsent
-from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError, Status
+from nemo_style_rlhf.critic_service.protocol import Status
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.preemption import Preempted, stop_requested
+from nemo_style_rlhf.transport.connection import ServerAbsent
+from nemo_style_rlhf.transport.messages import Code, ProtocolError
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")

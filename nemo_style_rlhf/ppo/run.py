@@ -7,14 +7,14 @@ import shutil
 from contextlib import closing, suppress
 from pathlib import Path
 
-from nemo_style_rlhf.critic_service.connection import ServerRestarted
-from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT, Preempted
 from nemo_style_rlhf.ppo.build import build_trainer
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import FilterConfig
+from nemo_style_rlhf.transport.connection import ServerRestarted
+from nemo_style_rlhf.transport.messages import ProtocolError
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import ACTOR, CheckpointStore
-from nemo_style_rlhf.critic_service.connection import ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
+from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
 
 log = logging.getLogger(__name__)
 IDENTITY_FILE = "identity.json"

@@ -8,7 +8,6 @@ from time import perf_counter, sleep
 from typing import Any
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.critic_service.connection import ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
@@ -17,6 +16,7 @@ from nemo_style_rlhf.launch.preemption import request_stop, stop_requested
 from nemo_style_rlhf.ppo.recovery import Recovery
 from nemo_style_rlhf.ppo.saving import Saver
 from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
 
 log = logging.getLogger(__name__)
 RECOVERY_PAUSE_S = 1.0

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from nemo_style_rlhf.critic_service.client import wait_for_any
-from nemo_style_rlhf.critic_service.connection import ServerUnreachable
-from nemo_style_rlhf.critic_service.protocol import Array, ProtocolError, Status, Want
+from nemo_style_rlhf.critic_service.protocol import Status, Want
 from nemo_style_rlhf.critic_service.remote_critic import CriticInference, RemoteCritic
 from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
@@ -21,6 +20,8 @@ from nemo_style_rlhf.schema.templates import unrendered
 from nemo_style_rlhf.scoring.balance import LeastBusy
 from nemo_style_rlhf.scoring.futures import caught, mapped
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample, require_one_family
+from nemo_style_rlhf.transport.connection import ServerUnreachable
+from nemo_style_rlhf.transport.messages import Array, ProtocolError
 
 LOGGER = logging.getLogger(__name__)
 THREADS_PER_REPLICA = 2

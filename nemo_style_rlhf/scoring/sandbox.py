@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO
 
-from nemo_style_rlhf.critic_service.confine import refusing
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.transport.confine import refusing
 
 LOGGER = logging.getLogger(__name__)
 WITHOUT = "NSR_CODE_WITHOUT_SANDBOX"

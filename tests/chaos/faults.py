@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.connection import ServerUnreachable
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from nemo_style_rlhf.critic_service.secret import own_token
 from nemo_style_rlhf.launch.program import Program, server, trainer
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.connection import ServerUnreachable
+from nemo_style_rlhf.transport.secret import own_token
 from tests.fuzz.fuzzer import JSON_CALLS, valid_infer, valid_json, valid_train
 from tests.support.ppo_runs import server_overrides
 from tests.support.processes import Process
@@ -214,7 +214,7 @@ def hang_up(run: "Run") -> None:
         *(valid_json("nobody's", number) for number in range(JSON_CALLS)),
     ):
         body, headers = raw.body()
-        lines = "".join(f"{name}: {value}\r\n" for name, value in (headers | {protocol.TOKEN_HEADER: token}).items())
+        lines = "".join(f"{name}: {value}\r\n" for name, value in (headers | {messages.TOKEN_HEADER: token}).items())
         head = f"POST /v2/models/{raw.model}/infer HTTP/1.1\r\nHost: c\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
         for _ in range(3):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", run.port), timeout=5) as link:

@@ -10,7 +10,8 @@ import numpy as np
 import requests
 
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
 from tests.support.critic_server import VOCABULARY, CriticServer
 
 Random = np.random.Generator
@@ -52,7 +53,7 @@ class Raw:
     def body(self) -> tuple[bytes, dict[str, str]]:
         head = json.dumps(self.kserve()).encode() if self.head is None else self.head
         body = b"".join([head, *(raw for _, _, raw in self.tensors.values())])
-        headers = {protocol.TOKEN_HEADER: TOKEN, HEAD_LENGTH_HEADER: str(len(head)), **self.headers}
+        headers = {messages.TOKEN_HEADER: TOKEN, HEAD_LENGTH_HEADER: str(len(head)), **self.headers}
         kept = {name: value for name, value in headers.items() if value is not None}
         return body[: len(body) - self.cut], kept
 
@@ -121,11 +122,11 @@ def valid_json(lease: str, number: int) -> Raw:
 
 
 def wrong_token(raw: Raw, random: Random) -> None:
-    raw.headers[protocol.TOKEN_HEADER] = str(random.choice(["", "wrong", TOKEN + "x", TOKEN[:-1], "\x7f"]))
+    raw.headers[messages.TOKEN_HEADER] = str(random.choice(["", "wrong", TOKEN + "x", TOKEN[:-1], "\x7f"]))
 
 
 def wrong_boot(raw: Raw, _: Random) -> None:
-    raw.headers[protocol.BOOT_HEADER] = "0123456789abcdef"
+    raw.headers[messages.BOOT_HEADER] = "0123456789abcdef"
 
 
 def wrong_dtype(raw: Raw, random: Random) -> None:

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.transport import messages
 from tests.fuzz.fuzzer import TOKEN, Random, Raw, valid_infer
 from tests.fuzz.kserve_faults import pick
 
@@ -95,8 +95,8 @@ def stranger(wire: Wire, draw: Random) -> Wire:
     token = TOKEN.encode()
     given = pick(draw, [None, b"", b"wrong", token[:-3], token.upper(), b"'" + token + b"'", b"\xff" * 16])
     if given is None:
-        return replace(wire, headers=wire.without(protocol.TOKEN_HEADER.encode()), right={401})
-    return replace(wire.with_headers((protocol.TOKEN_HEADER.encode(), given)), right={401})
+        return replace(wire, headers=wire.without(messages.TOKEN_HEADER.encode()), right={401})
+    return replace(wire.with_headers((messages.TOKEN_HEADER.encode(), given)), right={401})
 
 
 # --- lengths and encodings --------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def slow(wire: Wire, draw: Random) -> Attack:
 def pipelined(wire: Wire, draw: Random) -> Attack:
     """Send several requests at once: right ones, some without the token, some to unknown paths. A refusal ends the connection,
     and requests under way at that moment may cause the loss of earlier answers."""
-    known = (protocol.TOKEN_HEADER.encode(), TOKEN.encode())
+    known = (messages.TOKEN_HEADER.encode(), TOKEN.encode())
     good = Wire.of(valid_infer(), {200})
     lost = Wire(pick(draw, PATHS).encode(), [(b"Host", b"critic"), known], b"", {404}, method=b"GET")
     kinds = [good, lost, stranger(lost, draw), stranger(good, draw), wire]
@@ -223,7 +223,7 @@ def huge_head(wire: Wire, draw: Random) -> Attack:
     long = b"a" * int(draw.integers(17_000, 100_000))
     more: list[list[tuple[bytes, bytes]]] = [
         [(b"x-a", long)], [(long, b"b")], [(b"x-a", b"b")] * 3000, [(b"x-%d" % number, b"") for number in range(3000)],
-        [(b"Content-Type", b"," * 17_000)], [(protocol.BOOT_HEADER.encode(), long)],
+        [(b"Content-Type", b"," * 17_000)], [(messages.BOOT_HEADER.encode(), long)],
     ]  # fmt: skip
     if draw.random() < 0.2:
         return whole(replace(wire, target=wire.target + b"?" + long), {CLOSED} | BAD)
@@ -232,7 +232,7 @@ def huge_head(wire: Wire, draw: Random) -> Attack:
 
 def token_lines(wire: Wire, draw: Random) -> Attack:
     """Send the token beside a wrong one, in another place, or in another form."""
-    name, token = protocol.TOKEN_HEADER.encode(), TOKEN.encode()
+    name, token = messages.TOKEN_HEADER.encode(), TOKEN.encode()
     bare = wire.without(name)
     lines: list[list[tuple[bytes, bytes]]] = [
         [(name, token), (name, token)], [(name, b"wrong"), (name, token)], [(name, token), (name, b"")],

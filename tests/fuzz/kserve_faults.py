@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
 from tests.fuzz.fuzzer import DATATYPES, Random, Raw, bad_json
 
 DEEPEST = 200_000
@@ -183,7 +183,7 @@ def wrong_data(raw: Raw, draw: Random) -> None:
 
 def odd_boot_id(raw: Raw, draw: Random) -> None:
     odd = ["\u00ff\u00fe", "\u00e9", '"', "\\", "\\u0000", "{", "a\tb", "%00", "b" * 5000]
-    raw.headers[protocol.BOOT_HEADER] = pick(draw, odd)
+    raw.headers[messages.BOOT_HEADER] = pick(draw, odd)
 
 
 def random_bytes(raw: Raw, draw: Random) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.ppo.recovery import restore_newest
+from nemo_style_rlhf.transport.messages import Code, ProtocolError
 from tests.support.critic_server import START, CriticServer, train_batch
 
 

@@ -13,11 +13,11 @@ import psutil
 import pytest
 import requests
 
-from nemo_style_rlhf.critic_service.connection import ServerRestarted, ServerUnreachable
-from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.transport.messages import ProtocolError
 from tests.support.critic_server import (
     START,
     TOKEN_ENV,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_style_rlhf.critic_service.connection import ServerUnreachable
-from nemo_style_rlhf.critic_service.protocol import Array
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.transport.connection import ServerUnreachable
+from nemo_style_rlhf.transport.messages import Array
 from tests.support.critic_server import CriticServer, left_of, long_batch, sequences, train_batch, wait_until_busy
 
 STEPS = 3

@@ -16,9 +16,10 @@ import torch
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import parse_json
-from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.messages import Code, ProtocolError
 from tests.support.attacks import Attack
 from tests.support.critic_server import START, CriticServer, sequences, train_batch
 from tests.support.train_parts import parts_of, send
@@ -216,7 +217,7 @@ def big_part(critic: RemoteCritic, part: int, *, tokens: int = MIB, step: int = 
     mask = np.ones(tokens, dtype=np.float32)
     mask[np.cumsum(lengths) - 1] = 0
     arrays = (np.full(tokens, part, np.int32), lengths, *(np.ones(tokens, np.float32) for _ in range(2)), mask)
-    plan = protocol.json_tensor({"lease": critic._require_lease(), "step": step, "part": part, "parts": 1024})
+    plan = messages.json_tensor({"lease": critic._require_lease(), "step": step, "part": part, "parts": 1024})
     return {spec.name: tensor for spec, tensor in zip(protocol.TRAIN.inputs, (*arrays, plan), strict=True)}
 
 

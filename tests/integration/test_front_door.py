@@ -16,9 +16,9 @@ import psutil
 import pytest
 import requests
 
-from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
 from tests.fuzz.fuzzer import Raw, text, valid_infer, valid_train
 from tests.fuzz.http_faults import PATHS
 from tests.fuzz.kserve_faults import as_json
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iter
 def ask_well(server: CriticServer) -> None:
     body, headers = valid_infer().body()
     url = f"http://127.0.0.1:{server.port}{INFER}"
-    requests.post(url, data=body, headers=headers | {protocol.TOKEN_HEADER: TOKEN}, timeout=60).raise_for_status()
+    requests.post(url, data=body, headers=headers | {messages.TOKEN_HEADER: TOKEN}, timeout=60).raise_for_status()
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def connect(server: CriticServer) -> socket.socket:
 
 def exchange(server: CriticServer, head: str, *bodies: bytes, path: str = INFER, token: str | None = None) -> str:
     """Send a request in pieces as far as the server takes it; what it answers, as text, until it closes or falls silent."""
-    secret = "" if token is None else f"{protocol.TOKEN_HEADER}: {token}\r\n"
+    secret = "" if token is None else f"{messages.TOKEN_HEADER}: {token}\r\n"
     with connect(server) as link:
         link.settimeout(5)
         answer = b""
@@ -134,14 +134,14 @@ def test_only_our_endpoints_are_there(server: CriticServer, method: str) -> None
             connection.request(method, path, b'{"inputs": []}', headers)  # noqa: B023
             return connection.getresponse().status
 
-        assert ask({}) == ask({protocol.TOKEN_HEADER: "wrong"}) == 401, path
-        status = ask({protocol.TOKEN_HEADER: TOKEN})
+        assert ask({}) == ask({messages.TOKEN_HEADER: "wrong"}) == 401, path
+        status = ask({messages.TOKEN_HEADER: TOKEN})
         assert status == 200 if (method, path) in served else status in (404, 405), (path, status)
 
 
 def test_metrics_are_for_those_with_the_token(server: CriticServer) -> None:
     url = f"http://127.0.0.1:{server.port}/metrics"
-    answer = requests.get(url, headers={protocol.TOKEN_HEADER: TOKEN}, timeout=10)
+    answer = requests.get(url, headers={messages.TOKEN_HEADER: TOKEN}, timeout=10)
     assert 'nv_inference_request_success{model="critic_infer"' in answer.text
 
 
@@ -172,7 +172,7 @@ def test_slow_and_idle_connections_are_ended_and_hold_nobody_up(
 
 def test_a_body_must_arrive_in_time(server: CriticServer, unharmed: None) -> None:
     """Also of those who know the token. (The shipped bound, 30 s, is long enough to be waited for once.)"""
-    head = f"Content-Length: 1000\r\nInference-Header-Content-Length: 100\r\n{protocol.TOKEN_HEADER}: {TOKEN}"
+    head = f"Content-Length: 1000\r\nInference-Header-Content-Length: 100\r\n{messages.TOKEN_HEADER}: {TOKEN}"
     with connect(server) as link, connect(server) as other:
         link.sendall(f"POST {INFER} HTTP/1.1\r\nHost: critic\r\n{head}\r\n\r\n{{".encode())
         other.sendall(f"GET /metrics HTTP/1.1\r\nHost: critic\r\n{head}\r\n\r\n{{".encode())
@@ -197,7 +197,7 @@ def test_a_long_json_request_is_not_kept(server: CriticServer, endpoint: str, un
 def test_a_boot_id_that_is_none_is_refused(server: CriticServer, boot_id: bytes) -> None:
     """Triton hands headers on as JSON, which not every byte fits into."""
     body, headers = valid_infer().body()
-    headers |= {protocol.TOKEN_HEADER: TOKEN, protocol.BOOT_HEADER: boot_id.decode("latin1")}
+    headers |= {messages.TOKEN_HEADER: TOKEN, messages.BOOT_HEADER: boot_id.decode("latin1")}
     answer = requests.post(f"http://127.0.0.1:{server.port}{INFER}", data=body, headers=headers, timeout=10)
     assert (answer.status_code, answer.json()["error"]) == (400, "[invalid] the header x-critic-boot is no boot id")
 
@@ -219,7 +219,7 @@ def test_clients_that_hang_up_are_not_noticed_behind_the_door(
 
     def request(share: float) -> tuple[bytes, str]:
         body, headers = valid_train(lease, step + 2).body()
-        headers |= {protocol.TOKEN_HEADER: TOKEN}
+        headers |= {messages.TOKEN_HEADER: TOKEN}
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = f"POST /v2/models/critic_train/infer HTTP/1.1\r\nHost: c\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
         return body[: int(share * len(body))], head
@@ -243,12 +243,12 @@ def test_clients_that_hang_up_are_not_noticed_behind_the_door(
 def test_a_refused_request_goes_no_further_when_its_client_hangs_up(server: CriticServer, token: str | None) -> None:
     """It waits in the door's buffer, whole, while the refusal finds nobody to go to."""
     body = json.dumps(as_json(valid_infer())).encode()
-    lines = f"{protocol.TOKEN_HEADER}: {token or 'wrong'}\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n"
+    lines = f"{messages.TOKEN_HEADER}: {token or 'wrong'}\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n"
     head = f"POST {INFER} HTTP/1.1\r\n{lines}\r\n"
     url = f"http://127.0.0.1:{server.port}/metrics"
 
     def served() -> str:
-        answer = requests.get(url, headers={protocol.TOKEN_HEADER: TOKEN}, timeout=10).text
+        answer = requests.get(url, headers={messages.TOKEN_HEADER: TOKEN}, timeout=10).text
         return re.search(r'nv_inference_request_success\{model="critic_infer".*', answer)[0]  # type: ignore[index]
 
     before = served()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import requests
 
-from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
+from nemo_style_rlhf.transport import messages
 from tests.chaos.run import OWN_SHM
 from tests.support.critic_server import runs, segments_of
 from tests.support.paths import ROOT
@@ -69,7 +69,7 @@ def test_a_server_without_a_token_of_yours_makes_one(make_server, tmp_path: Path
     assert token.stat().st_mode & 0o777 == 0o600
     url = f"http://127.0.0.1:{server.port}/v2/models/critic_status/infer"
     assert requests.post(url, json={"inputs": []}, timeout=10).status_code == 401
-    headers = {protocol.TOKEN_HEADER: token.read_text()}
+    headers = {messages.TOKEN_HEADER: token.read_text()}
     assert requests.post(url, json={"inputs": []}, headers=headers, timeout=10).status_code == 200
     server.terminate()  # its folder has one server at a time
     token.chmod(0o644)

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from nemo_style_rlhf.critic_service.protocol import Array, Status
+from nemo_style_rlhf.critic_service.protocol import Status
 from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from nemo_style_rlhf.transport.messages import Array
 from tests.support import warm
 from tests.support.digests import digest_of_files
 from tests.support.paths import ROOT, SERVER_PYTHON

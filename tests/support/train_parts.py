@@ -5,6 +5,7 @@ import numpy as np
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import parse_json
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
+from nemo_style_rlhf.transport import messages
 from tests.support.critic_server import train_batch
 
 
@@ -14,7 +15,7 @@ def parts_of(critic: RemoteCritic, step: int, parts: int = 2) -> list[dict]:
     rows = np.array_split(np.arange(8), parts)
     arrays = [
         (
-            *protocol.ragged([batch.sequences[row] for row in group]).values(),
+            *messages.ragged([batch.sequences[row] for row in group]).values(),
             *(
                 np.concatenate([field[row] for row in group])
                 for field in (batch.returns, batch.old_values, batch.masks)
@@ -33,7 +34,7 @@ def parts_of(critic: RemoteCritic, step: int, parts: int = 2) -> list[dict]:
             mini_batches=batch.mini_batches,
             normalizers=normalizers,
         )
-        tensors = (*arrays[number - 1], protocol.json_tensor(plan))
+        tensors = (*arrays[number - 1], messages.json_tensor(plan))
         requests.append({spec.name: tensor for spec, tensor in zip(protocol.TRAIN.inputs, tensors, strict=True)})
     return requests
 

@@ -32,13 +32,15 @@ ALLOWED = {
     "models": BASE | {"checkpoint"},  # samples of files
     "data": BASE,
     "engine": BASE | {"models", "distributed", "checkpoint"},
-    "generation": BASE | {"engine", "models"},
-    "critic_service": BASE | {"engine", "models", "distributed", "algorithms", "checkpoint", "data", "launch"},
-    "scoring": BASE | {"critic_service", "launch"},
+    "transport": BASE | {"launch"},
+    "generation": BASE | {"engine", "models", "transport"},
+    "critic_service": BASE
+    | {"engine", "models", "distributed", "algorithms", "checkpoint", "data", "launch", "transport"},
+    "scoring": BASE | {"critic_service", "transport", "launch"},
     "rollout": BASE | {"generation", "scoring", "models", "algorithms", "data", "distributed"},
     "ppo": BASE
     | {"rollout", "engine", "checkpoint", "tracking", "algorithms", "models", "data", "generation", "scoring"}
-    | {"critic_service", "launch", "distributed"},
+    | {"critic_service", "transport", "launch", "distributed"},
     "planning": BASE | {"models", "data", "generation", "rollout", "distributed"},  # numbers of what it plans
     "evaluation": BASE | {"rollout", "generation", "scoring", "models", "data", "checkpoint", "launch"},
     "supervised": BASE | {"models", "data", "algorithms", "tracking", "launch", "engine", "checkpoint"},
@@ -49,14 +51,19 @@ OWNERS = {
     "vllm": {"generation"},
     "pytriton": {"critic_service"},
     "deepspeed": {"engine"},
-    "requests": {"critic_service", "scoring"},
+    "requests": {"transport", "scoring"},
+    "tornado": {"transport"},
     "pytorch_lightning": {"supervised", "tracking"},
     "datasets": {"data"},
     "hydra": {"launch"},
     "jinja2": {"evaluation", "data", "schema"},
 }
 GENERATORS = {f"nemo_style_rlhf.generation.{name}" for name in ("vllm", "hf", "in_process")}
-CLIENT_SIDE = {"protocol", "kserve", "connection", "client", "remote_critic", "remote_reward", "secret"}
+CLIENT_SIDE = {
+    "transport": {"messages", "kserve", "connection", "secret"},
+    "critic_service": {"protocol", "client", "remote_critic", "remote_reward"},
+}
+"""Files of the client by room."""
 
 
 def imports(path: Path) -> set[str]:
@@ -106,12 +113,13 @@ def test_the_mathematics_imports_torch_only(path):
 
 
 def test_the_client_needs_nothing_of_the_server():
-    for name in CLIENT_SIDE:
-        for imported in imports(PACKAGE / "critic_service" / f"{name}.py"):
+    for path in [PACKAGE / room / f"{name}.py" for room, names in CLIENT_SIDE.items() for name in names]:
+        for imported in imports(path):
             if imported.startswith("nemo_style_rlhf."):
-                parts = imported.split(".")
-                assert parts[1] in BASE or set(parts[2:3]) <= CLIENT_SIDE, f"{name} imports {imported}"
-            assert imported.split(".")[0] not in {"torch", "deepspeed", "transformers", "pytriton"}
+                room, *file = imported.split(".")[1:3]
+                ours = room in CLIENT_SIDE and set(file) <= CLIENT_SIDE[room]
+                assert room in BASE or ours, f"{path.name} imports {imported}"
+            assert imported.split(".")[0] not in {"torch", "deepspeed", "transformers", "pytriton", "tornado"}
 
 
 @pytest.mark.parametrize("environment", [".venv-server", ".venv-actor"])
@@ -119,6 +127,7 @@ def test_the_package_imports_in_both_environments(environment):
     code = (
         "import nemo_style_rlhf.schema.actor, nemo_style_rlhf.schema.critic, nemo_style_rlhf.launch.entry\n"
         "import nemo_style_rlhf.engine.engine, nemo_style_rlhf.models.loading, nemo_style_rlhf.critic_service.protocol\n"
+        "import nemo_style_rlhf.transport.listening\n"
     )
     subprocess.run([ROOT / environment / "bin" / "python", "-c", code], check=True, cwd=ROOT)
     assert (ROOT / environment).is_dir()

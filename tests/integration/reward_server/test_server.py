@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import requests
 
-from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.protocol import ProtocolError
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
-from nemo_style_rlhf.critic_service.secret import own_token
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.messages import ProtocolError
+from nemo_style_rlhf.transport.secret import own_token
 from tests.support.critic_server import CriticServer, agree, refusal, sequences, texts
 from tests.support.models import save_reward_model
 from tests.support.paths import ROOT
@@ -70,7 +70,7 @@ def test_the_critic_s_endpoints_do_not_exist(server: RewardServer) -> None:
     assert token is not None
     for endpoint in ("critic_infer", "critic_train", "critic_acquire", "critic_save", "critic_shutdown"):
         url = f"http://127.0.0.1:{server.port}/v2/models/{endpoint}/infer"
-        answer = requests.post(url, json={"inputs": []}, headers={protocol.TOKEN_HEADER: token}, timeout=10)
+        answer = requests.post(url, json={"inputs": []}, headers={messages.TOKEN_HEADER: token}, timeout=10)
         assert (answer.status_code, answer.json()) == (404, {"error": "[not_found] this server has no such endpoint"})
 
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.protocol import Limits
+from nemo_style_rlhf.transport import messages
 
 LIMITS = Limits(vocab_size=10, max_length=8, max_request_bytes=4096)
 
@@ -19,5 +20,5 @@ def train_inputs(lease: str = "L", step: int = 1, part: int = 1, parts: int = 1,
     plan = protocol.part_plan(
         lease=lease, step=step, part=part, parts=[arrays] * parts, mini_batches=[[0, 1]], normalizers=[2]
     )
-    tensors = (*arrays, protocol.json_tensor(plan))
+    tensors = (*arrays, messages.json_tensor(plan))
     return {spec.name: tensor for spec, tensor in zip(protocol.TRAIN.inputs, tensors, strict=True)} | changes

@@ -7,10 +7,11 @@ import pytest
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.gate import Gate
-from nemo_style_rlhf.critic_service.protocol import Limits, ProtocolError
+from nemo_style_rlhf.critic_service.protocol import Limits
 from nemo_style_rlhf.critic_service.reward_model import Score
 from nemo_style_rlhf.critic_service.reward_server import reward_handler
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
+from nemo_style_rlhf.transport.messages import ProtocolError
 
 
 def test_after_a_fault_nothing_more_is_computed() -> None:

@@ -1,27 +1,13 @@
-"""The form of what goes over the wire."""
-
-import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+"""The form of what goes over the wire to the critic."""
 
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
 from tests.unit.critic_service.batches import train_inputs
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=8))
-def test_ragged_is_undone_by_unragged(lengths: list[int]) -> None:
-    sequences = [np.arange(length, dtype=np.int32) for length in lengths]
-    flat = protocol.ragged(sequences)
-    back = protocol.unragged(flat["tokens"], flat["sequence_lengths"])
-    assert [sequence.tolist() for sequence in back] == [sequence.tolist() for sequence in sequences]
-
-
-def test_errors_survive_the_wire() -> None:
-    for code in Code:
-        parsed = ProtocolError.parse(str(ProtocolError(code, "a sentence")))
-        assert (parsed.code, parsed.message) == (code, "a sentence")
-    assert ProtocolError.parse("what Triton says").code is Code.INVALID
+def test_three_endpoints_take_tensors_and_a_plan_is_not_counted() -> None:
+    sizes = {each.name: protocol.largest_tensors(each, 4096) for each in protocol.ENDPOINTS}
+    tensors = {"critic_infer": 4096, "reward_infer": 4096, "critic_train": 4096 + 17 * 2**20}
+    assert {name: size for name, size in sizes.items() if size} == tensors
 
 
 def test_the_digest_of_a_step_does_not_depend_on_its_parts() -> None:

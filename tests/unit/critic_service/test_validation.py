@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from nemo_style_rlhf.critic_service import protocol, validation
-from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+from nemo_style_rlhf.critic_service import validation
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.messages import Code, ProtocolError
 from tests.unit.critic_service.batches import LIMITS, train_inputs
 
 PLAN = {"lease": "L", "step": 1, "part": 1, "parts": 1, "mini_batches": [[0, 1]], "digest": "d"}
@@ -26,10 +27,10 @@ def test_a_train_part_is_read_whole() -> None:
         ({"old_values": np.array([0, 0, np.inf, 0, 0], np.float32)}, r"old_values\[2\] is NaN or infinite"),
         ({"mask": np.array([1, 1, 0, 1, 0], np.float32)}, "mask is 1 at the last token of sequence 0"),
         ({"mask": np.array([1, 0, 0, 2, 0], np.float32)}, r"mask\[3\] is neither 0 nor 1"),
-        ({"plan": protocol.json_tensor({"lease": "L"})}, "plan.step is missing"),
-        ({"plan": protocol.bytes_tensor(b'{"lease": NaN}')}, "plan contains NaN"),
+        ({"plan": messages.json_tensor({"lease": "L"})}, "plan.step is missing"),
+        ({"plan": messages.bytes_tensor(b'{"lease": NaN}')}, "plan contains NaN"),
         (
-            {"plan": protocol.json_tensor({**PLAN, "normalizers": [10**400]})},
+            {"plan": messages.json_tensor({**PLAN, "normalizers": [10**400]})},
             "plan.normalizers is .*expected a list of numbers",
         ),
         ({"tokens": np.zeros(2000, np.int32)}, "expected at most 4096"),
@@ -48,7 +49,7 @@ def test_a_request_may_be_as_long_as_the_limit_says() -> None:
         return np.ones(sum(lengths), np.int32), np.array(lengths, np.int32)
 
     tokens, lengths = ragged([8] * 113 + [6])  # 4 bytes for each of 910 tokens and 114 lengths
-    wanted = protocol.json_tensor({"want": "values"})
+    wanted = messages.json_tensor({"want": "values"})
     inputs = {"tokens": tokens, "sequence_lengths": lengths, "request": wanted}
     assert len(validation.read_infer(inputs, LIMITS)[0].lengths) == 114
     tokens, lengths = ragged([8] * 30 + [4, 4])  # 16 bytes for each of 248 tokens, 4 for each of 32 lengths

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.critic_service.connection import ServerRestarted
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.ppo.recovery import Recovery, restore_newest
 from nemo_style_rlhf.ppo.saving import Saver
+from nemo_style_rlhf.transport.connection import ServerRestarted
 
 
 @pytest.fixture(autouse=True)

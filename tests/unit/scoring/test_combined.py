@@ -6,7 +6,6 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from nemo_style_rlhf.critic_service.connection import ServerUnreachable
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
@@ -15,6 +14,7 @@ from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.contract import read_answer
 from nemo_style_rlhf.scoring.interface import RewardError, Scores
 from nemo_style_rlhf.scoring.remote import RemoteCriticScorer
+from nemo_style_rlhf.transport.connection import ServerUnreachable
 from tests.unit.scoring.sources import all_failed, result, samples
 
 

@@ -152,8 +152,8 @@ def test_it_ends_with_the_context():
 def test_an_ordinary_user_has_a_sandbox_too(tmp_path):
     """The tests' interpreter may lie where that user cannot read it, so the system's Python runs a copy of the files."""
     copy = tmp_path / "copy"
-    for name in ("__init__.py", "errors.py", "critic_service/confine.py", "scoring/sandbox.py", "scoring/code_judge.py",
-                 "scoring/code_peers.py", "scoring/__init__.py", "critic_service/__init__.py"):  # fmt: skip
+    for name in ("__init__.py", "errors.py", "transport/confine.py", "scoring/sandbox.py", "scoring/code_judge.py",
+                 "scoring/code_peers.py", "scoring/__init__.py", "transport/__init__.py"):  # fmt: skip
         (copy / "nemo_style_rlhf" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "nemo_style_rlhf" / name, copy / "nemo_style_rlhf" / name)
     let_others_read(copy)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.kserve import binary_request, canonical_head, decode_response, encode_request
-from nemo_style_rlhf.critic_service.protocol import ProtocolError
+from nemo_style_rlhf.transport.kserve import binary_request, canonical_head, decode_response, encode_request
+from nemo_style_rlhf.transport.messages import ProtocolError
 from tests.unit.critic_service.batches import train_inputs
 
 

@@ -13,12 +13,12 @@ from tornado.http1connection import HTTP1Connection, HTTP1ConnectionParameters
 from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine, ResponseStartLine
 from tornado.iostream import IOStream, StreamClosedError
 
-from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER, binary_request, canonical_head
-from nemo_style_rlhf.critic_service.protocol import Code, ProtocolError
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER, binary_request, canonical_head
+from nemo_style_rlhf.transport.messages import Code, ProtocolError
 
 if TYPE_CHECKING:
-    from nemo_style_rlhf.critic_service.front_door import FrontDoor
+    from nemo_style_rlhf.transport.front_door import FrontDoor
 
 BODY_S = 30.0
 SLOWEST_LINK = 2**18
@@ -63,7 +63,7 @@ class Exchange(HTTPMessageDelegate):
         self._head_bytes: int | None = None
         self._reserved = 0
         self._hop: HTTP1Connection | None = None
-        """The connection on which the request goes to Triton, once it has begun."""
+        """The connection on which the request goes to the backend, once it has begun."""
         self._refused = False
         """Whether the request was refused. After the client hangs up, Tornado still delivers buffered parts of a refused body."""
 
@@ -84,7 +84,7 @@ class Exchange(HTTPMessageDelegate):
             if self._head_bytes is not None and len(self._head) >= self._head_bytes:
                 rest = bytes(self._head[self._head_bytes :])
                 head = canonical_head(
-                    self._endpoint, bytes(self._head[: self._head_bytes]), self._body_bytes - self._head_bytes
+                    self._route.endpoint, bytes(self._head[: self._head_bytes]), self._body_bytes - self._head_bytes
                 )
                 self._head.clear()
                 await self._send(head, rest, self._body_bytes - self._head_bytes - len(rest))
@@ -103,25 +103,25 @@ class Exchange(HTTPMessageDelegate):
 
     async def _admit(self, start_line: RequestStartLine, headers: HTTPHeaders) -> None:
         visitor: Visitor = self._connection.context  # type: ignore[assignment]
-        given = headers.get(protocol.TOKEN_HEADER, "").encode()
+        given = headers.get(messages.TOKEN_HEADER, "").encode()
         if not hmac.compare_digest(given, self._door.token):
             problem = "is wrong" if given else "is missing"
-            raise Refused(401, Code.UNAUTHORIZED, f"the header {protocol.TOKEN_HEADER} {problem}")
+            raise Refused(401, Code.UNAUTHORIZED, f"the header {messages.TOKEN_HEADER} {problem}")
         self._door.welcome(visitor)
         self._connection.set_body_timeout(BODY_S)
         if (start_line.method, start_line.path) == ("GET", "/metrics") and self._door.settings.metrics is not None:
             self._body_bytes = 0
-            triton = await connect(self._door.settings.metrics)
-            self._request(triton, "GET", "/metrics", HTTPHeaders({"Host": "localhost", "Connection": "close"}))
+            backend = await connect(self._door.settings.metrics)
+            self._request(backend, "GET", "/metrics", HTTPHeaders({"Host": "localhost", "Connection": "close"}))
             return
-        if start_line.path not in self._door.endpoints:
+        if start_line.path not in self._door.routes:
             raise Refused(404, Code.NOT_FOUND, "this server has no such endpoint")
         if start_line.method != "POST":
             raise Refused(405, Code.INVALID, f"the method is {start_line.method[:20]}, expected POST")
-        self._endpoint = self._door.endpoints[start_line.path]
-        self._boot = headers.get(protocol.BOOT_HEADER, "")[:64]
+        self._route = self._door.routes[start_line.path]
+        self._boot = headers.get(messages.BOOT_HEADER, "")[:64]
         if self._boot and not (self._boot.isascii() and self._boot.isalnum()):  # Triton's JSON cannot carry every byte
-            raise Refused(400, Code.INVALID, f"the header {protocol.BOOT_HEADER} is no boot id")
+            raise Refused(400, Code.INVALID, f"the header {messages.BOOT_HEADER} is no boot id")
         self._body_bytes = self._length(headers)
         self._reserve(self._body_bytes)
         self._connection.set_body_timeout(BODY_S + self._body_bytes / SLOWEST_LINK)
@@ -134,7 +134,7 @@ class Exchange(HTTPMessageDelegate):
         length = headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit() or len(length) > 18:
             raise Refused(411, Code.INVALID, "the request needs one Content-Length")
-        largest = self._door.largest_body[self._endpoint.name]
+        largest = self._route.largest_body
         if HEAD_LENGTH_HEADER in headers:
             head_length = headers[HEAD_LENGTH_HEADER]
             if not head_length.isascii() or not head_length.isdigit() or len(head_length) > 18:
@@ -161,8 +161,8 @@ class Exchange(HTTPMessageDelegate):
         self._reserved = nbytes
 
     async def _send(self, head: bytes, start: bytes, rest: int, *, head_bytes: int | None = None) -> None:
-        """Begin the request to Triton: send a head and the start of the tensors, and announce ``rest`` more bytes."""
-        triton = await self._door.to_triton()
+        """Begin the request to the backend: send a head and the start of the tensors, and announce ``rest`` more bytes."""
+        backend = await self._door.to_backend()
         headers = HTTPHeaders({
             "Host": "localhost",
             "Content-Type": "application/octet-stream",
@@ -170,27 +170,27 @@ class Exchange(HTTPMessageDelegate):
             HEAD_LENGTH_HEADER: str(len(head) if head_bytes is None else head_bytes),
         })  # fmt: skip
         if self._boot:
-            headers[protocol.BOOT_HEADER] = self._boot
-        await self._request(triton, "POST", f"/v2/models/{self._endpoint.name}/infer", headers).write(head + start)
+            headers[messages.BOOT_HEADER] = self._boot
+        await self._request(backend, "POST", self._route.path, headers).write(head + start)
 
-    def _request(self, triton: IOStream, method: str, path: str, headers: HTTPHeaders) -> HTTP1Connection:
+    def _request(self, backend: IOStream, method: str, path: str, headers: HTTPHeaders) -> HTTP1Connection:
         parameters = HTTP1ConnectionParameters(chunk_size=CHUNK_BYTES, max_body_size=2**62)
-        self._hop = HTTP1Connection(triton, True, parameters)
+        self._hop = HTTP1Connection(backend, True, parameters)
         self._hop.write_headers(RequestStartLine(method, path, "HTTP/1.1"), headers)
         return self._hop
 
     async def _answer(self) -> None:
-        """Read Triton's answer to its end, whatever the client does: the request is complete."""
+        """Read the backend's answer to its end, whatever the client does: the request is complete."""
         try:
             async with self._refusing():
                 if self._hop is None:
-                    body, head_bytes = binary_request(self._endpoint, bytes(self._head))
+                    body, head_bytes = binary_request(self._route.endpoint, bytes(self._head))
                     await self._send(body, b"", 0, head_bytes=head_bytes)
                 assert self._hop is not None
                 self._hop.finish()
                 answer = Answer(self._connection)
                 whole = await self._hop.read_response(answer)
-                if whole and self._method != "GET":  # Triton's metrics have a separate connection
+                if whole and self._method != "GET":  # metrics have a separate connection
                     self._door.rest(self._hop.stream)
                     self._hop = None
                 if not answer.begun:
@@ -238,7 +238,7 @@ class Exchange(HTTPMessageDelegate):
 
 
 class Answer(HTTPMessageDelegate):
-    """Passes Triton's answer to a client that may have gone."""
+    """Passes the backend's answer to a client that may have gone."""
 
     def __init__(self, connection: HTTP1Connection) -> None:
         self._connection = connection

@@ -9,9 +9,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 
-from nemo_style_rlhf.critic_service import connection, protocol
-from nemo_style_rlhf.critic_service.connection import Connection
-from nemo_style_rlhf.critic_service.protocol import ProtocolError
+from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.transport import connection
+from nemo_style_rlhf.transport.connection import Connection
+from nemo_style_rlhf.transport.messages import ProtocolError
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])

@@ -1,11 +1,11 @@
 """The front door: a separate process that owns the public port, the only process that strangers reach.
 
 Tornado's HTTP server reads requests, within bounds on heads, bodies and time. The door compares the token before it reads a body,
-writes the head of every request anew (``kserve.canonical_head``) and passes the tensors on to Triton, which listens on a Unix
-socket behind it. Once Triton has a whole request, the door reads the answer to its end, whether or not the client still waits, so
-that Triton never sees a client hang up. The token stays in this process.
+writes the head of every request anew (``kserve.canonical_head``) and passes the tensors on to the backend, which listens on a
+Unix socket behind it. Once the backend has a whole request, the door reads the answer to its end, whether or not the client still
+waits, so that the backend never sees a client hang up. The token stays in this process.
 
-    python -m nemo_style_rlhf.critic_service.front_door    # reads its Settings as JSON from standard input, which stays open
+    python -m nemo_style_rlhf.transport.front_door    # reads its Settings as JSON from standard input, which stays open
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import socket
 import ssl
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tornado.http1connection import HTTP1ConnectionParameters, HTTP1ServerConnection
@@ -26,8 +26,9 @@ from tornado.httputil import HTTPServerConnectionDelegate
 from tornado.iostream import IOStream, SSLIOStream
 from tornado.netutil import add_accept_handler
 
-from nemo_style_rlhf.critic_service import confine, protocol
-from nemo_style_rlhf.critic_service.exchange import (
+from nemo_style_rlhf.launch.malloc import return_freed_memory
+from nemo_style_rlhf.transport import confine
+from nemo_style_rlhf.transport.exchange import (
     CHUNK_BYTES,
     JSON_BODY_BYTES,
     TENSOR_HEAD_BYTES,
@@ -35,8 +36,7 @@ from nemo_style_rlhf.critic_service.exchange import (
     Visitor,
     connect,
 )
-from nemo_style_rlhf.critic_service.protocol import Endpoint
-from nemo_style_rlhf.launch.malloc import return_freed_memory
+from nemo_style_rlhf.transport.messages import Endpoint, TensorSpec
 
 BUFFER_BYTES = 2**24
 HTTP_HEAD_BYTES = 16 * 2**10
@@ -44,13 +44,27 @@ HTTP_HEAD_S = 10.0
 """Seconds within which a stranger's connection must bring a whole head, TLS handshake included."""
 IDLE_S = 600.0
 """Seconds for which a connection that has shown the token may rest between requests."""
-PLAN_BYTES = 17 * 2**20
-"""Largest JSON of a train plan, which max_request_bytes does not count."""
 STRANGERS = 256
 STRANGERS_PER_ADDRESS = 64
 """Maximum number of connections that have not shown the token; a new one replaces the oldest."""
-CALLS_IN_MEMORY = 32
-"""Maximum number of calls of the largest size that Triton may hold at once."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """An endpoint that the front door serves, and the size of its requests."""
+
+    endpoint: Endpoint
+    tensor_bytes: int
+    """Maximum bytes of tensors in a request; 0 if the endpoint takes only JSON."""
+
+    @property
+    def largest_body(self) -> int:
+        """Bytes."""
+        return self.tensor_bytes + TENSOR_HEAD_BYTES if self.tensor_bytes else JSON_BODY_BYTES
+
+    @property
+    def path(self) -> str:
+        return f"/v2/models/{self.endpoint.name}/infer"
 
 
 @dataclass(frozen=True)
@@ -60,15 +74,30 @@ class Settings:
     listener: int
     """Descriptor of the public port's socket, which both processes have open."""
     token: str = field(repr=False)
-    triton: str
-    """Path of Triton's socket."""
+    backend: str
+    """Path of the backend's Unix socket."""
     metrics: str | None
-    """Path of the socket of Triton's metrics; None if they are not served."""
-    endpoints: list[str]
-    max_request_bytes: int
+    """Path of the socket of the backend's metrics; None if they are not served."""
+    routes: tuple[Route, ...]
+    bytes_in_flight: int
+    """Maximum bytes of all requests that wait for their answers; the door refuses more."""
     certificate: str | None = None
     key: str | None = None
     client_ca: str | None = None
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Settings":
+        content = json.loads(text)
+        routes = tuple(Route(_endpoint(route["endpoint"]), route["tensor_bytes"]) for route in content["routes"])
+        return cls(**content | {"routes": routes})
+
+
+def _endpoint(content: dict[str, Any]) -> Endpoint:
+    inputs, outputs = (tuple(TensorSpec(**spec) for spec in content[side]) for side in ("inputs", "outputs"))
+    return Endpoint(**content | {"inputs": inputs, "outputs": outputs})
 
 
 def tls_context(certificate: str, key: str | None, client_ca: str | None) -> ssl.SSLContext:
@@ -99,17 +128,8 @@ class FrontDoor(HTTPServerConnectionDelegate):
             self._tls = tls_context(settings.certificate, settings.key, settings.client_ca)
         self.settings = settings
         self.token = settings.token.encode()
-        # Triton and both ends of its shared memory keep room for the largest request that each endpoint has seen.
-        tensors = settings.max_request_bytes + TENSOR_HEAD_BYTES
-        self.largest_body = {endpoint.name: JSON_BODY_BYTES for endpoint in protocol.ENDPOINTS}
-        self.largest_body |= {protocol.INFER.name: tensors, protocol.REWARD_INFER.name: tensors}
-        self.largest_body[protocol.TRAIN.name] = tensors + PLAN_BYTES
-        self.endpoints: dict[str, Endpoint] = {
-            f"/v2/models/{endpoint.name}/infer": endpoint
-            for endpoint in protocol.ENDPOINTS
-            if endpoint.name in settings.endpoints
-        }
-        self.bytes_left = CALLS_IN_MEMORY * max(self.largest_body.values())
+        self.routes = {route.path: route for route in settings.routes}
+        self.bytes_left = settings.bytes_in_flight
         self.running: set[asyncio.Task[None]] = set()
         self._strangers: OrderedDict[Visitor, None] = OrderedDict()
         self._resting: list[IOStream] = []
@@ -151,20 +171,20 @@ class FrontDoor(HTTPServerConnectionDelegate):
         self._strangers.pop(visitor, None)
         visitor.parameters.header_timeout = IDLE_S
 
-    async def to_triton(self) -> IOStream:
-        """A connection to Triton.
+    async def to_backend(self) -> IOStream:
+        """A connection to the backend.
 
         Raises:
-            Refused: Triton has ended.
+            Refused: the backend has ended.
         """
         while self._resting:
             stream = self._resting.pop()
             if not stream.closed():
                 return stream
-        return await connect(self.settings.triton)
+        return await connect(self.settings.backend)
 
     def rest(self, stream: IOStream) -> None:
-        """Keep a connection to Triton for the next request."""
+        """Keep a connection to the backend for the next request."""
         self._resting.append(stream)
 
 
@@ -194,7 +214,7 @@ def main() -> None:
     confine.end_with_parent(signal.SIGKILL)  # a stopped door does not see its input end, and would keep the port
     logging.getLogger("tornado").setLevel(logging.ERROR)
     return_freed_memory()
-    settings = Settings(**json.loads(sys.stdin.buffer.readline()))
+    settings = Settings.from_json(sys.stdin.buffer.readline())
     asyncio.run(serve(settings))
     os._exit(0)
 

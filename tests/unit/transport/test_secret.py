@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_style_rlhf.critic_service.secret import own_token, read_token
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
+from nemo_style_rlhf.transport.secret import own_token, read_token
 
 
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_the_token_leaves_the_environment_that_the_kernel_shows() -> None:
     """/proc/PID/environ shows what a process was started with, whatever it has unset since."""
     program = """if True:
         from pathlib import Path
-        from nemo_style_rlhf.critic_service.secret import read_token
+        from nemo_style_rlhf.transport.secret import read_token
         from nemo_style_rlhf.schema.common import TokenConfig
         shown = lambda: Path("/proc/self/environ").read_bytes()
         assert b"SOME_TOKEN=s3cret" in shown() and b"BESIDE=it" in shown()

@@ -10,15 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from nemo_style_rlhf.critic_service.protocol import (
-    DTYPES,
-    Array,
-    Code,
-    Endpoint,
-    ProtocolError,
-    TensorSpec,
-    text_tensor,
-)
+from nemo_style_rlhf.transport.messages import DTYPES, Array, Code, Endpoint, ProtocolError, TensorSpec, text_tensor
 
 HEAD_LENGTH_HEADER = "Inference-Header-Content-Length"
 BINARY_ANSWERS = {"parameters": {"binary_data_output": True}}

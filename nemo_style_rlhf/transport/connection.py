@@ -13,11 +13,11 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_at
 from tenacity.nap import sleep_using_event
 from tenacity.stop import stop_any, stop_when_event_set
 
-from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
-from nemo_style_rlhf.critic_service.protocol import Array, Code, Endpoint, ProtocolError
 from nemo_style_rlhf.errors import StorageError, UserError
 from nemo_style_rlhf.schema.remote_critic import SYSTEM, ClientTlsConfig, Peer, RemoteCriticConfig
+from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
+from nemo_style_rlhf.transport.messages import Array, Code, Endpoint, ProtocolError
 
 LOGGER = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
@@ -142,9 +142,9 @@ class Connection:
             "Accept-Encoding": "identity",  # gzip costs ten times the round trip
         }
         if self._token is not None:
-            headers[protocol.TOKEN_HEADER] = self._token
-        if self.boot_id is not None and endpoint is not protocol.STATUS:
-            headers[protocol.BOOT_HEADER] = self.boot_id
+            headers[messages.TOKEN_HEADER] = self._token
+        if self.boot_id is not None and endpoint.requires_boot:
+            headers[messages.BOOT_HEADER] = self.boot_id
         url = f"{'http' if self._tls.ca is None else 'https'}://{self.address}/v2/models/{endpoint.name}/infer"
         connect_s = max(CONNECT_TIMEOUT_S, len(body) / SLOWEST_LINK)
         response = self._session().post(url, data=body, headers=headers, timeout=(connect_s, timeout_s))

@@ -1,0 +1,1 @@
+"""HTTP between our processes: messages, the client's connection, and the front door before a server."""

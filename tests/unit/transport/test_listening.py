@@ -1,0 +1,96 @@
+"""A front door before a backend that is not Triton: the door knows of endpoints only what its server tells it."""
+
+import json
+import socketserver
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.critic import ServerConfig
+from nemo_style_rlhf.transport.connection import Connection, ServerUnreachable
+from nemo_style_rlhf.transport.front_door import Route, Settings
+from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
+from nemo_style_rlhf.transport.listening import Address, Door, take_port
+from nemo_style_rlhf.transport.messages import BOOT_HEADER, REQUEST, RESPONSE, Endpoint, ProtocolError, TensorSpec
+
+X = TensorSpec("x", "INT32")
+ECHO = Endpoint("echo", (X,), (X,))
+TOKEN = "a-shared-secret"
+LARGEST = 4096 + 64 * 2**10
+"""Bytes of a body: the tensors and their head."""
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Answers with the tensors of the request, and notes the boot ids that it is given."""
+
+    protocol_version = "HTTP/1.1"
+    boot_ids: list[str | None]
+
+    def do_POST(self) -> None:
+        self.boot_ids.append(self.headers[BOOT_HEADER])
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        size = int(self.headers[HEAD_LENGTH_HEADER])
+        head = json.dumps({"outputs": json.loads(body[:size])["inputs"]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(head) + len(body) - size))
+        self.send_header(HEAD_LENGTH_HEADER, str(len(head)))
+        self.end_headers()
+        self.wfile.write(head + body[size:])
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    Echo.boot_ids = []
+    with socketserver.ThreadingUnixStreamServer(str(tmp_path / "backend.sock"), Echo) as backend:
+        threading.Thread(target=backend.serve_forever, daemon=True).start()
+        opened = Door(
+            ServerConfig(port=0), Address(take_port("127.0.0.1", 0), TOKEN), backend=tmp_path / "backend.sock", metrics=None,
+            routes=[Route(ECHO, 4096)], bytes_in_flight=LARGEST,
+        )  # fmt: skip
+        yield opened
+        opened.close(10.0)
+        backend.shutdown()
+
+
+def connection(door: Door, token: str = TOKEN) -> Connection:
+    return Connection("127.0.0.1", door.port, token=token, retries=0)
+
+
+def test_requests_reach_the_backend_within_the_limits_of_their_endpoint(door: Door) -> None:
+    sent = {"x": np.arange(1000, dtype=np.int32)}
+    np.testing.assert_array_equal(connection(door).call(ECHO, sent, timeout_s=10)["x"], sent["x"])
+    with pytest.raises(ProtocolError, match=rf"expected at most {LARGEST}: split"):
+        connection(door).call(ECHO, {"x": np.zeros(LARGEST // 4 + 1, dtype=np.int32)}, timeout_s=10)
+    with pytest.raises(ProtocolError, match="no such endpoint"):
+        connection(door).call(replace(ECHO, name="critic_status"), sent, timeout_s=10)
+    with pytest.raises(UserError, match="refused the token"):
+        connection(door, "wrong").call(ECHO, sent, timeout_s=10)
+    assert door.alive
+    door.close(10.0)
+    assert not door.alive
+    with pytest.raises(ServerUnreachable):
+        connection(door).call(ECHO, sent, timeout_s=10)
+
+
+def test_the_boot_id_goes_to_endpoints_that_require_it(door: Door) -> None:
+    client = connection(door)
+    client.boot_id = "b007"
+    for endpoint in (ECHO, replace(ECHO, requires_boot=False)):
+        client.call(endpoint, {"x": np.zeros(1, dtype=np.int32)}, timeout_s=10)
+    assert Echo.boot_ids == ["b007", None]
+
+
+def test_settings_survive_their_way_to_the_door() -> None:
+    routes = (Route(ECHO, 4096), Route(Endpoint("ask", (REQUEST,), (RESPONSE,), role="critic", requires_boot=False), 0))
+    settings = Settings(3, TOKEN, "/backend.sock", None, routes, 2**20, certificate="server.pem")
+    assert Settings.from_json(settings.to_json()) == settings
+    assert [route.largest_body for route in routes] == [LARGEST, 2**20]
