@@ -16,6 +16,7 @@ from nemo_style_rlhf.launch.entry import entry_point, refuse
 from nemo_style_rlhf.launch.preemption import hold_stop_signal
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
@@ -48,6 +49,17 @@ def serve_reward_model(config: RewardServerProcessConfig) -> None:
     from nemo_style_rlhf.critic_service.reward_server import load_reward_server
 
     serve(config.run, config.server, address, partial(load_reward_server, config))
+
+
+@entry_point(EngineProcessConfig, config_name="engine")
+def serve_engine(config: EngineProcessConfig) -> None:
+    """A generation engine."""
+    from nemo_style_rlhf.transport.listening import take_address
+
+    address = take_address(config.server)
+    from nemo_style_rlhf.generation.engine_process import serve
+
+    serve(config, address)
 
 
 @entry_point(PPOActorConfig, config_name="ppo_actor")

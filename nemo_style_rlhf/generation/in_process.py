@@ -46,6 +46,15 @@ class InProcessGenerator:
         self._version = update.version
         return update.probe.check(self.sequence_logprobs)
 
+    def expect(self, weight_shapes: dict[str, tuple[int, ...]]) -> None:
+        """Names and shapes of the tensors that every update must bring from now on."""
+        self._weight_shapes = weight_shapes
+
+    @property
+    def running(self) -> int:
+        """Requests that are waiting or computed."""
+        return len(self._owners)
+
     def add(self, stream: "InProcessStream", request: GenerationRequest) -> str:
         """Queue a request for ``stream``, and return its name."""
         sample = request.sample
@@ -100,11 +109,20 @@ class InProcessStream:
             self._running[self._generator.add(self, request)] = request
 
     def completed(self) -> Iterator[Completion]:
-        while self._running or self._done:
+        while self.unfinished or self._done:
             if not self._done:
                 self._generator.step()
-            done, self._done = self._done, []
-            yield from done
+            yield from self.finished()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether requests are running."""
+        return bool(self._running)
+
+    def finished(self) -> list[Completion]:
+        """The samples that have finished since the last call."""
+        done, self._done = self._done, []
+        return done
 
     def take(self, finished: Finished) -> None:
         request = self._running.pop(finished.name)

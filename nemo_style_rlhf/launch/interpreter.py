@@ -12,6 +12,8 @@ NEEDS = {
     "servers": ("server", ("hydra", "torch", "pytriton")),
 }
 """Environment by folder of the script, with packages that the other environment or a plain Python lacks."""
+IN_THE_ACTORS_ENVIRONMENT = ("serve_engine", "nsr-serve-engine")
+"""Servers that need vLLM and no Triton."""
 
 
 def require_own_interpreter() -> bool:
@@ -27,7 +29,7 @@ def require_own_interpreter() -> bool:
         folder, program = path.parent.name, f"{path.parent.name}/{path.name}"
     if folder not in NEEDS or not (installed or path.parent.parent == ROOT):
         return False
-    name, packages = NEEDS[folder]
+    name, packages = NEEDS["trainers" if path.stem in IN_THE_ACTORS_ENVIRONMENT else folder]
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         right = (

@@ -5,7 +5,7 @@ https://github.com/kserve/open-inference-protocol and Triton's "binary data exte
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,32 +20,70 @@ def encode_request(
     endpoint: Endpoint, inputs: Mapping[str, Array], *, answers: Mapping[str, Any] = BINARY_ANSWERS
 ) -> tuple[bytes, int]:
     """The body of an inference request and the length of its JSON head."""
-    heads: list[dict[str, Any]] = []
-    chunks: list[bytes] = []
-    for spec in endpoint.inputs:
-        array = inputs[spec.name]
-        raw = _bytes_elements(array) if spec.datatype == "BYTES" else array.astype(spec.dtype, copy=False).tobytes()
-        heads.append(_head_of(spec, array.size, len(raw)))
-        chunks.append(raw)
+    heads, chunks = _encode(endpoint.inputs, inputs)
     head = _head(heads, answers)
     return b"".join([head, *chunks]), len(head)
 
 
 def decode_response(body: bytes, head_length: int) -> dict[str, Array]:
     """The output tensors of an answer; FP32, INT32 and INT64 as read-only views into ``body``."""
-    head = json.loads(body[:head_length])
-    outputs: dict[str, Array] = {}
-    offset = head_length
-    for output in head["outputs"]:
-        size = output["parameters"]["binary_data_size"]
-        raw = memoryview(body)[offset : offset + size]
+    return _decode(json.loads(body[:head_length])["outputs"], memoryview(body)[head_length:])
+
+
+def decode_request(endpoint: Endpoint, body: bytes, head_length: int) -> dict[str, Array]:
+    """The input tensors of a request whose head :func:`canonical_head` wrote; views as in :func:`decode_response`.
+
+    Raises:
+        ProtocolError: INVALID, the elements of a BYTES tensor are not those that its shape says.
+    """
+    try:
+        inputs = _decode(json.loads(body[:head_length])["inputs"], memoryview(body)[head_length:])
+    except (ValueError, struct.error):
+        _refuse(f"a tensor of {endpoint.name} does not hold the elements that its shape says")
+    return inputs
+
+
+def encode_response(endpoint: Endpoint, outputs: Mapping[str, Array], request: Mapping[str, Any]) -> tuple[bytes, int]:
+    """The body of an answer and the length of its JSON head; tensors in JSON where the head of the request wants no binary."""
+    if not request["parameters"]["binary_data_output"]:
+        described = [
+            {"name": spec.name, "shape": [outputs[spec.name].size], "datatype": spec.datatype, "data": _plain(outputs[spec.name])}
+            for spec in endpoint.outputs
+        ]  # fmt: skip
+        head = json.dumps({"model_name": endpoint.name, "outputs": described}).encode()
+        return head, len(head)
+    heads, chunks = _encode(endpoint.outputs, outputs)
+    head = json.dumps({"model_name": endpoint.name, "outputs": heads}, separators=(",", ":")).encode()
+    return b"".join([head, *chunks]), len(head)
+
+
+def _plain(array: Array) -> list[Any]:
+    return [each.decode() if isinstance(each, bytes) else each for each in array.tolist()]
+
+
+def _encode(specs: Sequence[TensorSpec], tensors: Mapping[str, Array]) -> tuple[list[dict[str, Any]], list[bytes]]:
+    heads: list[dict[str, Any]] = []
+    chunks: list[bytes] = []
+    for spec in specs:
+        array = tensors[spec.name]
+        raw = _bytes_elements(array) if spec.datatype == "BYTES" else array.astype(spec.dtype, copy=False).tobytes()
+        heads.append(_head_of(spec, array.size, len(raw)))
+        chunks.append(raw)
+    return heads, chunks
+
+
+def _decode(described: Sequence[Mapping[str, Any]], data: memoryview) -> dict[str, Array]:
+    tensors: dict[str, Array] = {}
+    offset = 0
+    for tensor in described:
+        size = tensor["parameters"]["binary_data_size"]
+        raw = data[offset : offset + size]
         offset += size
-        if output["datatype"] == "BYTES":
-            flat = _split_bytes(raw)
-        else:
-            flat = np.frombuffer(raw, dtype=DTYPES[output["datatype"]])
-        outputs[output["name"]] = flat.reshape(output["shape"])
-    return outputs
+        flat = (
+            _split_bytes(raw) if tensor["datatype"] == "BYTES" else np.frombuffer(raw, dtype=DTYPES[tensor["datatype"]])
+        )
+        tensors[tensor["name"]] = flat.reshape(tensor["shape"])
+    return tensors
 
 
 def _bytes_elements(array: Array) -> bytes:

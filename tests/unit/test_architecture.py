@@ -33,7 +33,7 @@ ALLOWED = {
     "data": BASE,
     "engine": BASE | {"models", "distributed", "checkpoint"},
     "transport": BASE | {"launch"},
-    "generation": BASE | {"engine", "models", "transport"},
+    "generation": BASE | {"engine", "models", "transport", "launch", "checkpoint"},
     "critic_service": BASE
     | {"engine", "models", "distributed", "algorithms", "checkpoint", "data", "launch", "transport"},
     "scoring": BASE | {"critic_service", "transport", "launch"},
@@ -45,7 +45,8 @@ ALLOWED = {
     "evaluation": BASE | {"rollout", "generation", "scoring", "models", "data", "checkpoint", "launch"},
     "supervised": BASE | {"models", "data", "algorithms", "tracking", "launch", "engine", "checkpoint"},
     "programs": BASE
-    | {"launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"},
+    | {"launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"}
+    | {"transport", "generation"},
 }
 OWNERS = {
     "vllm": {"generation"},

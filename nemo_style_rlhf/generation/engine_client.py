@@ -1,0 +1,84 @@
+"""Client of one generation engine."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation import engine_messages as messages
+from nemo_style_rlhf.generation.engine_messages import EngineStatus
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
+from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig, Peer
+from nemo_style_rlhf.transport.connection import PLAIN_HTTP, Connection
+from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Endpoint, json_tensor
+
+PEER = Peer("generation engine", "servers/serve_engine.py", "generation.engines", "model.path=POLICY")
+STATUS_TIMEOUT_S = 10.0
+
+
+class EngineClient:
+    """Safe to use from several threads. What a call may raise is that of :meth:`Connection.call`."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        token: str | None,
+        retries: int,
+        timeout_s: float,
+        tls: ClientTlsConfig = PLAIN_HTTP,
+    ) -> None:
+        """``timeout_s`` bounds the time of one ``load`` or ``generate``."""
+        self._connection = Connection(host, port, token=token, retries=retries, peer=PEER, tls=tls)
+        self._timeout_s = timeout_s
+
+    @property
+    def address(self) -> str:
+        return self._connection.address
+
+    def status(self, *, retry: bool = True) -> EngineStatus:
+        """
+        Raises:
+            UserError: the engine speaks another version of the protocol.
+        """
+        outputs = self._connection.call(messages.STATUS, {}, timeout_s=STATUS_TIMEOUT_S, retry=retry)
+        answer = json.loads(outputs[RESPONSE.name][0])
+        if (spoken := answer["protocol_version"]) != messages.PROTOCOL_VERSION:
+            raise UserError(
+                f"the engine at {self.address} speaks protocol version {spoken}, this trainer {messages.PROTOCOL_VERSION}: "
+                "install the same version of nemo_style_rlhf on both sides"
+            )
+        return EngineStatus(**answer)
+
+    def acquire(self, lease: str, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Have the engine, from now on this very process of it, work for ``lease`` alone.
+
+        Args:
+            shapes: the tensors that every version of the weights holds.
+        """
+        self._connection.boot_id = self.status().boot_id
+        self._ask(messages.ACQUIRE, lease=lease, shapes=shapes)
+
+    def load(self, lease: str, folder: Path) -> float:
+        """Have the engine load a version of a :class:`WeightStore`; returns the gap on the probe, in nats."""
+        return float(self._ask(messages.LOAD, lease=lease, folder=str(folder))["gap"])
+
+    def generate(self, requests: Sequence[GenerationRequest], *, lease: str, version: int) -> list[Completion]:
+        """Samples in the order of ``requests``. A repeated call returns the same, from this engine or another."""
+        inputs = messages.generate_inputs(requests, lease=lease, version=version)
+        outputs = self._connection.call(messages.GENERATE, inputs, timeout_s=self._timeout_s)
+        return messages.parse_completions(requests, outputs, version)
+
+    def shutdown(self, lease: str) -> None:
+        self._ask(messages.SHUTDOWN, lease=lease)
+
+    def close(self) -> None:
+        self._connection.stop_retrying()
+        self._connection.close()
+
+    def _ask(self, endpoint: Endpoint, **content: Any) -> dict[str, Any]:
+        outputs = self._connection.call(endpoint, {REQUEST.name: json_tensor(content)}, timeout_s=self._timeout_s)
+        answer: dict[str, Any] = json.loads(outputs[RESPONSE.name][0])
+        return answer

@@ -1,0 +1,146 @@
+"""The wire contract between a trainer and its generation engines; tensors and errors as in ``transport/messages.py``.
+
+A lease names the trainer that an engine works for. A new lease drops the requests and the weights of the one before.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
+from nemo_style_rlhf.schema.generation import SamplingOverrides
+from nemo_style_rlhf.transport.messages import (
+    REQUEST,
+    RESPONSE,
+    SEQUENCE_LENGTHS,
+    TOKENS,
+    Array,
+    Code,
+    Endpoint,
+    ProtocolError,
+    TensorSpec,
+    json_tensor,
+    ragged,
+    unragged,
+)
+
+PROTOCOL_VERSION = 1
+SEEDS = TensorSpec("seeds", "INT64")
+LIMITS = TensorSpec("limits", "INT32")
+"""Maximum response tokens of each request."""
+LOGPROBS = TensorSpec("logprobs", "FP32")
+"""[N], nats, of the sampled tokens under the distribution that they were sampled from."""
+
+STATUS = Endpoint("engine_status", (), (RESPONSE,), requires_boot=False)
+ACQUIRE = Endpoint("engine_acquire", (REQUEST,), (RESPONSE,))
+LOAD = Endpoint("engine_load", (REQUEST,), (RESPONSE,))
+GENERATE = Endpoint(
+    "engine_generate",
+    (TOKENS, SEQUENCE_LENGTHS, SEEDS, LIMITS, REQUEST),
+    (TOKENS, SEQUENCE_LENGTHS, LOGPROBS, RESPONSE),
+)
+SHUTDOWN = Endpoint("engine_shutdown", (REQUEST,), (RESPONSE,))
+ENDPOINTS = (STATUS, ACQUIRE, LOAD, GENERATE, SHUTDOWN)
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """``engine_status``."""
+
+    protocol_version: int
+    boot_id: str
+    lease: str | None
+    version: int | None
+    """Version of the weights, as its lease counts them; None before the first load under that lease."""
+    digest: str | None
+    """Digest of these weights."""
+    running: int
+    """Requests that wait or are computed."""
+    max_sequence_length: int
+    """Tokens of prompt and response."""
+
+
+def generate_inputs(requests: Sequence[GenerationRequest], *, lease: str, version: int) -> dict[str, Array]:
+    """The inputs of ``engine_generate``: the requests, to be sampled from the weights of ``version``."""
+    sampling = {index: _given(request.sampling) for index, request in enumerate(requests) if _given(request.sampling)}
+    return ragged([list(request.prompt) for request in requests]) | {
+        SEEDS.name: np.array([request.seed for request in requests], dtype=np.int64),
+        LIMITS.name: np.array([request.max_tokens for request in requests], dtype=np.int32),
+        REQUEST.name: json_tensor({"lease": lease, "version": version, "sampling": sampling}),
+    }
+
+
+def _given(sampling: SamplingOverrides) -> dict[str, Any]:
+    return {name: value for name, value in asdict(sampling).items() if value is not None}
+
+
+def parse_generate(inputs: dict[str, Array]) -> tuple[list[GenerationRequest], str, int]:
+    """The requests, whose sample ids are their numbers in the call, the lease and the version.
+
+    Raises:
+        ProtocolError: INVALID.
+    """
+    content = parse_request(inputs, {"lease": str, "version": int, "sampling": dict})
+    lengths, seeds, limits = (inputs[spec.name] for spec in (SEQUENCE_LENGTHS, SEEDS, LIMITS))
+    tokens = inputs[TOKENS.name]
+    if not 0 < len(lengths) == len(seeds) == len(limits) or (lengths < 1).any() or (limits < 1).any():
+        raise ProtocolError(Code.INVALID, "every prompt needs a length, a seed and a limit, lengths and limits above 0")
+    if int(lengths.sum(dtype=np.int64)) != len(tokens) or (tokens < 0).any():
+        raise ProtocolError(
+            Code.INVALID, f"{len(tokens)} token ids, all 0 or more, must be the sum of the prompts' lengths"
+        )
+    requests = []
+    for index, prompt in enumerate(unragged(tokens, lengths)):
+        try:
+            sampling = SamplingOverrides.parse(content["sampling"].get(str(index), {}), f"request {index}")
+        except UserError as error:
+            raise ProtocolError(Code.INVALID, str(error)) from error
+        requests.append(
+            GenerationRequest(
+                SampleId(0, index, 0), tuple(prompt.tolist()), int(seeds[index]), int(limits[index]), sampling
+            )
+        )
+    return requests, content["lease"], content["version"]
+
+
+def generate_outputs(completions: Sequence[Completion]) -> dict[str, Array]:
+    """The outputs of ``engine_generate``, in the order of the requests."""
+    reasons = [completion.finish_reason for completion in completions]
+    return ragged([completion.token_ids for completion in completions]) | {
+        LOGPROBS.name: torch.cat([completion.logprobs for completion in completions]).numpy(),
+        RESPONSE.name: json_tensor({"finish_reasons": reasons}),
+    }
+
+
+def parse_completions(
+    requests: Sequence[GenerationRequest], outputs: dict[str, Array], version: int
+) -> list[Completion]:
+    lengths = outputs[SEQUENCE_LENGTHS.name]
+    reasons = json.loads(outputs[RESPONSE.name][0])["finish_reasons"]
+    tokens = unragged(outputs[TOKENS.name], lengths)
+    logprobs = torch.from_numpy(outputs[LOGPROBS.name].copy()).split(lengths.tolist())
+    return [
+        Completion(request, ids.tolist(), own, reason, version)
+        for request, ids, own, reason in zip(requests, tokens, logprobs, reasons, strict=True)
+    ]
+
+
+def parse_request(inputs: dict[str, Array], fields: dict[str, type]) -> dict[str, Any]:
+    """The JSON object in ``request``, with exactly ``fields``.
+
+    Raises:
+        ProtocolError: INVALID.
+    """
+    try:
+        content = json.loads(inputs[REQUEST.name][0])
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or {name: type(value) for name, value in content.items()} != fields:
+        wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
+        raise ProtocolError(Code.INVALID, f"request is no JSON object of {wanted}")
+    return content

@@ -1,0 +1,94 @@
+"""An engine process from start to exit code: load, serve, stop."""
+
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from nemo_style_rlhf.checkpoint.files import write_atomically
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation import engine_messages as messages
+from nemo_style_rlhf.generation.engine_service import EngineService
+from nemo_style_rlhf.generation.factory import make_generator
+from nemo_style_rlhf.generation.in_process import InProcessGenerator
+from nemo_style_rlhf.launch import bootstrap, interrupt
+from nemo_style_rlhf.models.loading import load_tokenizer
+from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
+from nemo_style_rlhf.transport.front_door import Route
+from nemo_style_rlhf.transport.listening import Address, Door
+from nemo_style_rlhf.transport.unix_backend import UnixBackend
+
+LOGGER = logging.getLogger(__name__)
+CALLS_IN_FLIGHT = 64
+"""Maximum number of calls of the largest size that wait at once."""
+CLOSE_TIMEOUT_S = 2.0
+ANSWER_DELIVERY_S = 1.0
+"""Seconds for which the process still delivers answers after a failed load, so that the trainer learns of it."""
+
+
+def serve(config: EngineProcessConfig, address: Address) -> None:
+    """Run an engine. Ends the process: with 0 after SIGTERM, Ctrl-C or ``engine_shutdown``, with 1 after a failure."""
+    device = bootstrap.setup(config.run)
+    told = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told.set())
+    interrupt.hand_over()
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    length = config.sequences.max_length or _positions(config)
+    generator = make_generator(
+        config.model, config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed, max_model_len=length,
+        stop_strings=config.sequences.stop_strings,
+    )  # fmt: skip
+    assert isinstance(generator, InProcessGenerator)
+    boot_id = secrets.token_hex(8)
+    service = EngineService(generator, boot_id=boot_id, max_sequence_length=length)
+    routes = [Route(endpoint, config.server.max_request_bytes) for endpoint in messages.ENDPOINTS]
+    with tempfile.TemporaryDirectory(prefix="nsr_engine_") as folder:
+        backend = UnixBackend(Path(folder) / "engine", routes, service.handle, boot_id=boot_id)
+        in_flight = CALLS_IN_FLIGHT * config.server.max_request_bytes
+        door = Door(
+            config.server,
+            address,
+            backend=Path(folder) / "engine",
+            metrics=None,
+            routes=routes,
+            bytes_in_flight=in_flight,
+        )
+        ready_file = None if config.server.ready_file is None else Path(config.server.ready_file)
+        where = json.dumps({"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": boot_id}).encode()
+        if ready_file is not None:
+            ready_file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(ready_file, where)
+        LOGGER.info("engine at %s, boot id %s", door.url, boot_id)
+        broken = lambda: service.failed.is_set() or backend.fatal.is_set() or not (door.alive and backend.alive)  # noqa: E731
+        try:
+            service.run(lambda: told.is_set() or service.shutdown_requested.is_set() or broken())
+            failed = broken()
+            if failed:
+                time.sleep(ANSWER_DELIVERY_S)
+        finally:
+            if ready_file is not None and ready_file.is_file() and ready_file.read_bytes() == where:
+                ready_file.unlink()
+            door.close(CLOSE_TIMEOUT_S)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(failed))  # an orderly exit would wait for threads of calls whose clients are gone
+
+
+def _positions(config: EngineProcessConfig) -> int:
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(
+        config.model.path, trust_remote_code=config.model.trust_remote_code
+    ).get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is None:
+        raise UserError(f"{config.model.path} names no largest number of positions: set sequences.max_length")
+    return int(positions)

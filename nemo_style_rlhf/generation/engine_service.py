@@ -1,0 +1,174 @@
+"""The work of an engine process: one thread owns the generator; calls hand it jobs and wait for their results."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_style_rlhf.generation import engine_messages as messages
+from nemo_style_rlhf.generation.engine_messages import EngineStatus
+from nemo_style_rlhf.generation.in_process import InProcessGenerator, InProcessStream
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError
+from nemo_style_rlhf.generation.weight_store import StoredWeights
+from nemo_style_rlhf.transport.messages import RESPONSE, Array, Code, ProtocolError, json_tensor
+
+LOGGER = logging.getLogger(__name__)
+IDLE_S = 0.5
+"""How often an idle engine looks whether it should end."""
+
+
+@dataclass
+class _Call:
+    """A call of ``engine_generate`` under way."""
+
+    stream: InProcessStream
+    requests: list[GenerationRequest]
+    done: "Future[list[Completion]]"
+    completions: dict[int, Completion] = field(default_factory=dict)
+
+
+class EngineService:
+    """Samples for one lease at a time. A sample depends on its request and the weights alone, so a repeated call gets the same
+    answer from this engine or another."""
+
+    def __init__(self, generator: InProcessGenerator, *, boot_id: str, max_sequence_length: int) -> None:
+        self.shutdown_requested = threading.Event()
+        self.failed = threading.Event()
+        """The generator is unusable: weights did not reach it whole."""
+        self._generator, self._boot_id, self._max_length = generator, boot_id, max_sequence_length
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: list[_Call] = []
+        self._lease: str | None = None
+        self._held: StoredWeights | None = None
+
+    def handle(self, endpoint: str, inputs: dict[str, Array]) -> dict[str, Array]:
+        """Answer a call; it may wait in any thread but the one of :meth:`run`."""
+        if endpoint == messages.GENERATE.name:
+            return messages.generate_outputs(self._generate(inputs))
+        act = {
+            messages.STATUS.name: self._status,
+            messages.ACQUIRE.name: self._acquire,
+            messages.LOAD.name: self._load,
+            messages.SHUTDOWN.name: self._shutdown,
+        }[endpoint]
+        return {RESPONSE.name: json_tensor(act(inputs))}
+
+    def run(self, ends: Callable[[], bool]) -> None:
+        """Own the generator until ``ends``. A call that is under way then gets STOPPING."""
+        while not ends() and not self.failed.is_set():
+            try:
+                while True:
+                    self._jobs.get(block=not self._calls, timeout=IDLE_S)()
+            except queue.Empty:
+                pass
+            if self._calls:
+                self._generator.step()
+                self._settle()
+        self._drop(ProtocolError(Code.STOPPING, "the engine is stopping"))
+
+    # --- in the threads of calls --------------------------------------------------------------------------------------
+
+    def _in_turn(self, work: Callable[[], Any]) -> Any:
+        """Have the generator's thread do ``work`` between two of its steps."""
+        result: Future[Any] = Future()
+
+        def job() -> None:
+            try:
+                result.set_result(work())
+            except Exception as error:  # noqa: BLE001 the future carries it
+                result.set_exception(error)
+
+        self._jobs.put(job)
+        return result.result()
+
+    def _generate(self, inputs: dict[str, Array]) -> list[Completion]:
+        requests, lease, version = messages.parse_generate(inputs)
+        for request in requests:
+            if (length := len(request.prompt) + request.max_tokens) > self._max_length:
+                raise ProtocolError(
+                    Code.INVALID, f"a sequence may reach {length} tokens, this engine takes at most {self._max_length}"
+                )
+        done: Future[list[Completion]] = Future()
+
+        def begin() -> None:
+            self._require(lease)
+            if self._held is None or self._held.version != version:
+                held = "none" if self._held is None else self._held.version
+                raise ProtocolError(Code.WRONG_STEP, f"weights version {version} is wanted, the engine holds {held}")
+            stream = self._generator.stream(version)
+            stream.submit(requests)
+            self._calls.append(_Call(stream, requests, done))
+
+        self._in_turn(begin)
+        return done.result()
+
+    def _status(self, _: dict[str, Array]) -> dict[str, Any]:
+        held = self._held
+        version, digest = (None, None) if held is None else (held.version, held.digest)
+        return asdict(
+            EngineStatus(
+                messages.PROTOCOL_VERSION, self._boot_id, self._lease, version, digest, self._generator.running, self._max_length
+            )
+        )  # fmt: skip
+
+    def _acquire(self, inputs: dict[str, Array]) -> dict[str, Any]:
+        content = messages.parse_request(inputs, {"lease": str, "shapes": dict})
+
+        def acquire() -> None:
+            if content["lease"] != self._lease:
+                self._drop(ProtocolError(Code.LEASE_LOST, "another trainer has acquired the engine"))
+                self._lease, self._held = content["lease"], None
+                self._generator.expect({name: tuple(shape) for name, shape in content["shapes"].items()})
+
+        self._in_turn(acquire)
+        return {}
+
+    def _load(self, inputs: dict[str, Array]) -> dict[str, Any]:
+        content = messages.parse_request(inputs, {"lease": str, "folder": str})
+
+        def load() -> float:
+            self._require(content["lease"])
+            if self._calls:
+                raise ProtocolError(Code.CONFLICT, f"{self._generator.running} requests are running")
+            self._held = None
+            update = StoredWeights.open(Path(content["folder"]))
+            gap = self._generator.load(update)
+            self._held = update
+            return gap
+
+        try:
+            return {"gap": self._in_turn(load)}
+        except TransferError as error:
+            LOGGER.error("%s; the engine ends", error)
+            self.failed.set()
+            raise ProtocolError(Code.INTERNAL, str(error)) from error
+
+    def _shutdown(self, inputs: dict[str, Array]) -> dict[str, Any]:
+        self._require(messages.parse_request(inputs, {"lease": str})["lease"])
+        self.shutdown_requested.set()
+        return {}
+
+    # --- in the generator's thread ------------------------------------------------------------------------------------
+
+    def _require(self, lease: str) -> None:
+        if lease != self._lease:
+            raise ProtocolError(Code.LEASE_LOST, "another trainer has acquired the engine")
+
+    def _settle(self) -> None:
+        """Answer the calls whose samples are all there."""
+        for call in self._calls:
+            call.completions |= {each.request.sample.prompt_id: each for each in call.stream.finished()}
+        ended = [call for call in self._calls if not call.stream.unfinished]
+        self._calls = [call for call in self._calls if call.stream.unfinished]
+        for call in ended:
+            call.done.set_result([call.completions[index] for index in range(len(call.requests))])
+
+    def _drop(self, reason: ProtocolError) -> None:
+        for call in self._calls:
+            call.stream.close()
+            call.done.set_exception(reason)
+        self._calls.clear()

@@ -1,0 +1,40 @@
+"""Configuration of a generation engine, ``conf/engine.yaml``."""
+
+from dataclasses import dataclass, field
+
+from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
+from nemo_style_rlhf.schema.critic import ServerConfig
+from nemo_style_rlhf.schema.generation import GenerationConfig
+
+
+@dataclass
+class EngineRunConfig(RunConfig):
+    output_dir: str = "."
+    """Unused: an engine writes only its ready file."""
+
+
+@dataclass
+class SequencesConfig:
+    """What an engine is asked for."""
+
+    max_length: int = 0
+    """Tokens of the longest prompt and response together; 0 takes the model's max_position_embeddings."""
+    stop_strings: bool = False
+    """Whether prompts may bring stop strings of their own."""
+
+    def validate(self) -> None:
+        length = self.max_length
+        require(length >= 0, "sequences.max_length", length, "a number of tokens, or 0 for the model's own")
+
+
+@dataclass
+class EngineProcessConfig:
+    """Configuration of ``servers/serve_engine.py``."""
+
+    run: EngineRunConfig = field(default_factory=EngineRunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy. Its weights are replaced by those that the trainer publishes."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    sequences: SequencesConfig = field(default_factory=SequencesConfig)
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(port=5569))

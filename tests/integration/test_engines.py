@@ -1,0 +1,171 @@
+"""Real generation engines, each a process of its own behind a front door: they sample what a generator in this process does."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.process_group import init_distributed
+from nemo_style_rlhf.generation.engine_client import EngineClient
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
+from nemo_style_rlhf.generation.transfer import OwnWeights
+from nemo_style_rlhf.generation.vllm import VLLMGenerator
+from nemo_style_rlhf.generation.weight_store import WeightStore
+from nemo_style_rlhf.launch.bootstrap import setup
+from nemo_style_rlhf.launch.local import LocalLauncher
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
+from nemo_style_rlhf.models.loading import load_causal_lm
+from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.ppo.sampler_check import Probe
+from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, OptimizerConfig, RunConfig
+from nemo_style_rlhf.schema.generation import GenerationConfig, SamplingOverrides
+from nemo_style_rlhf.transport.connection import LeaseLost
+from nemo_style_rlhf.transport.messages import ProtocolError
+from nemo_style_rlhf.transport.secret import own_token_made
+from tests.support.models import save_policy
+
+LONGEST = 40
+LEASE = "trainer-1"
+
+
+class Trainer:
+    """A policy that DeepSpeed trains, and its published weights."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        device = setup(RunConfig(output_dir="unused", device="cpu"))
+        init_distributed(device)
+        policy = PolicyModel(load_causal_lm(ModelConfig(path=str(path), dtype="float32")), temperature=1.0)
+        self.engine = Engine(policy, EngineConfig(optim=OptimizerConfig(lr=0.02)), device=device)
+        self.engine.eval()
+        self.store = WeightStore(folder)
+        self.version = 0
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.engine.hf_weights()}
+
+    def step(self) -> OwnWeights:
+        """Other weights than before, ready to be published or loaded."""
+        torch.manual_seed(self.version)
+        for parameter in self.engine.module.parameters():
+            parameter.data.add_(0.05 * torch.randn_like(parameter))
+        self.version += 1
+        return self.update()
+
+    def update(self) -> OwnWeights:
+        probe = Probe([Prompt(0, [3, 4, 5, 6], "")], 64, max_length=LONGEST, max_gap=1e-3).target(self.engine)
+        return OwnWeights(self.version, self.engine.hf_weights(), probe)
+
+
+def requests_of(count: int, step: int) -> list[GenerationRequest]:
+    generator = torch.Generator().manual_seed(step)
+    requests = []
+    for index in range(count):
+        length = int(torch.randint(2, 28, (), generator=generator))
+        prompt = tuple(torch.randint(1, 60, (length,), generator=generator).tolist())
+        own = SamplingOverrides(temperature=0.7, stop_token_ids=(9,)) if index % 5 == 0 else SamplingOverrides()
+        sample = SampleId(step, index // 2, index % 2)
+        requests.append(GenerationRequest(sample, prompt, sample_seed(7, sample), 12, own))
+    return requests
+
+
+def same_bits(one: list[Completion], other: list[Completion]) -> bool:
+    def plain(completion: Completion) -> tuple[object, ...]:
+        return (completion.request, completion.token_ids, completion.logprobs.tolist(), completion.finish_reason,
+                completion.weights_version)  # fmt: skip
+
+    return [plain(each) for each in one] == [plain(each) for each in other]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def trainer(policy, tmp_path_factory) -> Iterator[Trainer]:
+    trainer = Trainer(policy, tmp_path_factory.mktemp("store") / "weights")
+    yield trainer
+    trainer.store.close()
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory) -> Iterator[LocalLauncher]:
+    with LocalLauncher(tmp_path_factory.mktemp("engines")) as launcher:
+        yield launcher
+
+
+def start(launcher: LocalLauncher, policy: Path, folder: Path, *names: str) -> list[EngineClient]:
+    for name in names:
+        ready = folder / f"{name}.json"
+        settings = [
+            f"model.path={policy}", "model.dtype=float32", "run.device=cpu", "generation.kv_cache_gib=0.1",
+            f"sequences.max_length={LONGEST}", "server.port=0", f"server.ready_file={ready}",
+        ]  # fmt: skip
+        launcher.start(Program(name, [str(ACTOR_PYTHON), "servers/serve_engine.py", *settings], ready_file=ready))
+    clients = []
+    for name in names:
+        where = launcher[name].ready()
+        clients.append(EngineClient(where["host"], where["port"], token=own_token_made(), retries=2, timeout_s=60))
+    return clients
+
+
+@pytest.fixture(scope="module")
+def engines(launcher, policy, tmp_path_factory) -> Iterator[list[EngineClient]]:
+    clients = start(launcher, policy, tmp_path_factory.mktemp("ready"), "engine-0", "engine-1")
+    yield clients
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def in_process(trainer, policy) -> VLLMGenerator:
+    return VLLMGenerator(
+        str(policy), GenerationConfig(kv_cache_gib=0.1), dtype="float32", seed=1234, max_model_len=LONGEST, eos_token_ids=[0],
+        weight_shapes=trainer.shapes,
+    )  # fmt: skip
+
+
+def test_engines_sample_the_bits_of_a_generator_in_the_trainers_process(trainer, engines, in_process):
+    for engine in engines:
+        engine.acquire(LEASE, trainer.shapes)
+    for _ in range(2):
+        folder = trainer.store.publish(trainer.step())
+        assert in_process.load(trainer.update()) < 1e-3
+        for engine in engines:
+            assert engine.load(LEASE, folder) < 1e-3
+            assert engine.status().version == trainer.version
+        requests = requests_of(60, trainer.version)
+        stream = in_process.stream(trainer.version)
+        stream.submit(requests)
+        samples = {completion.request.sample: completion for completion in stream.completed()}
+        wanted = [samples[request.sample] for request in requests]
+        assert len({tuple(each.token_ids) for each in wanted}) > 50
+        groups = [requests[start : start + 7] for start in range(0, 60, 7)]
+        with ThreadPoolExecutor(len(groups)) as pool:
+            calls = [
+                pool.submit(engines[number % 2].generate, group, lease=LEASE, version=trainer.version)
+                for number, group in enumerate(groups)
+            ]
+        assert same_bits([each for call in calls for each in call.result()], wanted)
+        assert same_bits(engines[1].generate(groups[0], lease=LEASE, version=trainer.version), wanted[:7])
+
+
+def test_an_engine_refuses_what_is_not_for_it(trainer, engines):
+    engine, requests = engines[0], requests_of(4, 99)
+    engine.acquire(LEASE, trainer.shapes)
+    engine.load(LEASE, trainer.store.publish(trainer.step()))
+    with pytest.raises(ProtocolError, match=f"version 77 is wanted, the engine holds {trainer.version}"):
+        engine.generate(requests, lease=LEASE, version=77)
+    with pytest.raises(LeaseLost, match="another trainer has acquired the engine"):
+        engine.generate(requests, lease="an older trainer", version=trainer.version)
+    long = [GenerationRequest(SampleId(0, 0, 0), (3,) * 39, 1, 12)]
+    with pytest.raises(ProtocolError, match="may reach 51 tokens, this engine takes at most 40"):
+        engine.generate(long, lease=LEASE, version=trainer.version)
+    engine.acquire("trainer-2", trainer.shapes)
+    with pytest.raises(ProtocolError, match="the engine holds none"):  # its weights were another trainer's
+        engine.generate(requests, lease="trainer-2", version=trainer.version)
