@@ -1,9 +1,9 @@
 """The wire contract between actor and critic: the names, dtypes and JSON fields of every endpoint, in this file only.
 
-``transport.messages`` holds what all servers of ours share: headers, errors and ragged sequences, N tokens in all. Per-token
-tensors are FP32 [N] and indexed by the *state*: entry t of a sequence belongs to the state after tokens 0..t, whose action is
-token t + 1. What a request must look like is checked in ``validation``. Both modules know neither HTTP nor torch and import in
-both environments.
+``transport.messages`` holds what all servers of ours share: headers, errors and the ragged form of sequences. Beside ``tokens``
+INT32 [N], per-token tensors are FP32 [N] and indexed by the *state*: entry t of a sequence belongs to the state after tokens
+0..t, whose action is token t + 1. What a request must look like is checked in ``validation``. Both modules know neither HTTP
+nor torch and import in both environments.
 """
 
 import hashlib
