@@ -1,19 +1,26 @@
 """Chooses the generator. No other module knows which generators exist."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers import GenerationConfig as HFGenerationConfig
 
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.engine_fleet import Fleet, describe
+from nemo_style_rlhf.generation.engine_pool import GROUP, EnginePool
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm
-from nemo_style_rlhf.schema.common import ModelConfig
-from nemo_style_rlhf.schema.generation import GenerationConfig
+from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
+from nemo_style_rlhf.schema.generation import GenerationConfig, TrainingGenerationConfig
+
+CALLS_AHEAD = 2
+"""Times as many requests are with an engine as it decodes at a time, so that it never waits for the next."""
 
 
 def make_generator(
@@ -41,6 +48,24 @@ def make_generator(
         model.path, config, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_model_len,
         eos_token_ids=eos, weight_shapes=shapes, stop_strings=stop_strings, trust_remote_code=model.trust_remote_code,
     )  # fmt: skip
+
+
+def make_engine_pool(
+    model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, *, run_id: str, max_model_len: int,
+    weight_shapes: dict[str, tuple[int, ...]], ranks: Ranks, stop_strings: bool,
+) -> Generator:  # fmt: skip
+    """A generator that asks engines, which start at once."""
+    folder = Path(run.output_dir).resolve() / "engines"
+    fleet = Fleet(config.engines, folder)
+    if ranks.is_first:
+        describe(
+            folder, model, config, seed=run.seed, device=run.device, max_length=max_model_len, stop_strings=stop_strings
+        )
+        fleet.start()
+    memory = Path("/dev/shm")
+    store = (memory if memory.is_dir() else folder) / f"nsr-{run_id}-weights"
+    calls = config.engines.count * max(1, CALLS_AHEAD * config.max_num_seqs // GROUP)
+    return EnginePool(fleet, store, weight_shapes=weight_shapes, calls=calls, ranks=ranks)
 
 
 def _generation_config(model: ModelConfig) -> HFGenerationConfig | None:

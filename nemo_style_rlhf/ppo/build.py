@@ -25,7 +25,7 @@ from nemo_style_rlhf.distributed.ranks import Ranks, require_tensor_parallel
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.process_group import init_distributed, require_all_ranks
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation.factory import make_generator
+from nemo_style_rlhf.generation.factory import make_engine_pool, make_generator
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.decoding import decoder_loader
 from nemo_style_rlhf.models.digests import rows_fingerprint, tokenizer_digest
@@ -80,7 +80,10 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
     check_template(config.model.path, config.data, tokenizer)
     init_distributed(device)
-    ranks = Ranks(tensor_parallel=config.generation.tensor_parallel_size)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    engines = config.generation.engines.count
+    # The engines are one generator, which the first rank asks for all.
+    ranks = Ranks(tensor_parallel=world_size if engines else config.generation.tensor_parallel_size)
     critic = _meet_critic(config, tokenizer, policy, max_length, ranks, store) if config.uses_critic_process else None
     scorer = _scorer(config, critic, tokenizer, ranks, store)
     run_id = ranks.from_first(uuid.uuid4().hex[:12] if found is None or whole is not config else found.run_id)
@@ -89,11 +92,18 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
     engine.eval()
     reference = _reference(config, engine, device, ranks) if config.needs_reference else None
-    generator = make_generator(
-        config.model, config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed, max_model_len=max_length,
-        weight_shapes={name: tuple(tensor.shape) for name, tensor in engine.hf_weights()},
-        stop_strings=any(prompt.sampling.stop for prompt in [*prompts, *val_prompts]),
-    )  # fmt: skip
+    shapes = {name: tuple(tensor.shape) for name, tensor in engine.hf_weights()}
+    stop_strings = any(prompt.sampling.stop for prompt in [*prompts, *val_prompts])
+    if engines:
+        generator = make_engine_pool(
+            config.model, config.generation, config.run, run_id=run_id, max_model_len=max_length, weight_shapes=shapes,
+            ranks=ranks, stop_strings=stop_strings,
+        )  # fmt: skip
+    else:
+        generator = make_generator(
+            config.model, config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed,
+            max_model_len=max_length, weight_shapes=shapes, stop_strings=stop_strings,
+        )  # fmt: skip
     require_all_ranks()
     if ranks.is_first:
         record_start(output_dir, config, after=f"step_{found.step if found else 0:06d}")

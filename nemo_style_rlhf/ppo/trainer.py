@@ -136,6 +136,7 @@ class PPOTrainer:
         """End everything that runs beside the loop, including calls under way."""
         self._beside.shutdown()
         self._parts.producer.close()
+        self._parts.generator.close()
         for part in (self._parts.critic, self._parts.rollouts):
             if part is not None:
                 part.close()

@@ -7,7 +7,7 @@ from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, TrainerRunConfig
 from nemo_style_rlhf.schema.data import PromptDataConfig
-from nemo_style_rlhf.schema.generation import GenerationConfig
+from nemo_style_rlhf.schema.generation import TrainingGenerationConfig
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from nemo_style_rlhf.schema.reward import RewardConfig
 from nemo_style_rlhf.schema.tracking import TrackingConfig
@@ -125,7 +125,7 @@ class PPOActorConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     remote_critic_rm: RemoteCriticConfig = field(default_factory=RemoteCriticConfig)
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    generation: TrainingGenerationConfig = field(default_factory=TrainingGenerationConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)

@@ -145,3 +145,44 @@ class GenerationConfig:
     def samples_whole_distribution(self) -> bool:
         """Whether log-probabilities of sampler and trainer refer to the same distribution."""
         return self.top_p == 1.0 and self.top_k <= 0 and self.min_length == 0
+
+
+@dataclass
+class EnginesConfig:
+    """Generation engines: processes of their own (servers/serve_engine.py) that sample for the trainer."""
+
+    count: int = 0
+    """Number of engines; 0 samples in the trainer's process."""
+    launch: bool = True
+    """Start the engines on this machine, and start one again that dies or hangs. false waits for engines that somebody else
+    starts with --config-dir=<run.output_dir>/engines --config-name=this_run and a server.ready_file in that folder."""
+    threads: int = 0
+    """torch threads of each launched engine; 0 leaves torch's default."""
+    restarts: int = 3
+    """How often one engine may be started again for one version of the weights."""
+    ready_timeout_s: float = 600.0
+    """Longest wait for an engine that starts."""
+    request_timeout_s: float = 600.0
+    """Longest wait for one group of samples, or for an engine to load weights; then the engine counts as hung."""
+
+    def validate(self) -> None:
+        for name in ("count", "threads", "restarts"):
+            require(getattr(self, name) >= 0, f"generation.engines.{name}", getattr(self, name), "a number from 0 up")
+        for name in ("ready_timeout_s", "request_timeout_s"):
+            require(getattr(self, name) > 0, f"generation.engines.{name}", getattr(self, name), "seconds above 0")
+
+
+@dataclass
+class TrainingGenerationConfig(GenerationConfig):
+    """How a training run samples."""
+
+    engines: EnginesConfig = field(default_factory=EnginesConfig)
+
+    def validate(self) -> None:
+        super().validate()
+        require(
+            self.engines.count == 0 or self.tensor_parallel_size == 1,
+            "generation.tensor_parallel_size",
+            self.tensor_parallel_size,
+            "1 with generation.engines.count, whose engines use one device each",
+        )

@@ -33,7 +33,7 @@ ALLOWED = {
     "data": BASE,
     "engine": BASE | {"models", "distributed", "checkpoint"},
     "transport": BASE | {"launch"},
-    "generation": BASE | {"engine", "models", "transport", "launch", "checkpoint"},
+    "generation": BASE | {"engine", "models", "transport", "launch", "checkpoint", "distributed"},
     "critic_service": BASE
     | {"engine", "models", "distributed", "algorithms", "checkpoint", "data", "launch", "transport"},
     "scoring": BASE | {"critic_service", "transport", "launch"},

@@ -1,0 +1,236 @@
+"""The engines of a run: found by their files in a folder, started again when they die, all with the same weights.
+
+A ready engine writes ``<folder>/<name>.json``, with its host and port. The engines of ``generation.engines.launch`` are child
+processes of the trainer's first rank.
+"""
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_style_rlhf.checkpoint.files import write_atomically
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.engine_client import EngineClient
+from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.launch.local import LocalLauncher
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
+from nemo_style_rlhf.schema.common import ModelConfig
+from nemo_style_rlhf.schema.generation import EnginesConfig, GenerationConfig
+from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.transport.secret import own_token_made
+
+log = logging.getLogger(__name__)
+LOST = (ServerUnreachable, ServerRestarted)
+POLL_S = 0.2
+RETRIES = 1
+"""Attempts of a request after the first: another engine can do it, too."""
+CONFIG = "this_run"
+"""Name of the engines' configuration; ``engine`` would be that of conf/."""
+
+
+@dataclass
+class EngineProcess:
+    """An engine that answers and holds the current weights."""
+
+    name: str
+    client: EngineClient
+    where: dict[str, Any]
+    """Content of its ready file."""
+    calls: int = 0
+    """Calls under way."""
+    gap: float = 0.0
+    """Of its log-probabilities on the probe, in nats, after the last load."""
+
+
+class Fleet:
+    """Knows which engines can be asked. Safe to use from several threads."""
+
+    def __init__(self, config: EnginesConfig, folder: Path) -> None:
+        self._config, self._folder = config, folder
+        self._launcher = LocalLauncher(folder / "logs") if config.launch else None
+        self._engines: dict[str, EngineProcess] = {}
+        self._changed = threading.Condition()
+        self._restarts: Counter[str] = Counter()
+        """Losses of each engine at the current version of the weights."""
+        self._dead: dict[str, dict[str, Any]] = {}
+        """Ready files of engines that were lost."""
+        self._published: Path | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.lease = ""
+        """Names the trainer and its current weights to the engines."""
+
+    def start(self) -> None:
+        """Launch the engines, if that is this fleet's business."""
+        if self._launcher is not None:
+            for ready in self._folder.glob("*.json"):  # of a start before this one
+                ready.unlink()
+            for number in range(self._config.count):
+                self._launcher.start(_program(f"engine-{number}", self._folder, self._config.threads))
+
+    def load(self, published: Path, shapes: dict[str, tuple[int, ...]]) -> float:
+        """Have every engine load a version of the weights, and those that join later; returns the largest gap on the probe, in
+        nats.
+
+        Raises:
+            UserError: no engine is ready in time, or one failed too often.
+        """
+        with self._changed:
+            self._published, self._shapes, self.lease = published, shapes, secrets.token_hex(8)
+            self._restarts.clear()
+            engines = list(self._engines.values())
+        with ThreadPoolExecutor(len(engines) or 1) as pool:
+            for engine, failure in zip(engines, pool.map(self._load, engines)):
+                if failure is not None:
+                    self.lost(engine, failure)
+        while not self._engines:
+            self._wait_for_new()
+            self.look()
+        return max(engine.gap for engine in self._engines.values())
+
+    def engine(self) -> EngineProcess:
+        """The engine with the fewest calls under way; call :meth:`release` or :meth:`lost` afterwards.
+
+        Raises:
+            UserError: none is ready in time, or one failed too often.
+        """
+        while True:
+            with self._changed:
+                if len(self._engines) < self._config.count:
+                    self.look()
+                if self._engines:
+                    chosen = min(self._engines.values(), key=lambda engine: (engine.calls, engine.name))
+                    chosen.calls += 1
+                    return chosen
+            self._wait_for_new()
+
+    def release(self, engine: EngineProcess) -> None:
+        with self._changed:
+            engine.calls -= 1
+
+    def lost(self, engine: EngineProcess, reason: object) -> None:
+        """Do without an engine that died, hangs or failed, and start it again.
+
+        Raises:
+            UserError: it was lost too often at one version of the weights.
+        """
+        with self._changed:
+            if self._engines.get(engine.name) is engine:  # else another thread has noticed it, too
+                del self._engines[engine.name]
+                self._give_up(engine, reason)
+
+    def look(self) -> None:
+        """Let engines join that have become ready."""
+        with self._changed:
+            for name, where in self._new():
+                client = EngineClient(
+                    where["host"], where["port"], token=own_token_made(), retries=RETRIES,
+                    timeout_s=self._config.request_timeout_s,
+                )  # fmt: skip
+                engine = EngineProcess(name, client, where)
+                if (failure := self._load(engine)) is not None:
+                    self._give_up(engine, failure)
+                else:
+                    self._engines[name] = engine
+                    log.info("engine %s at %s joins", name, client.address)
+
+    def close(self) -> None:
+        """End the launched engines."""
+        for engine in self._engines.values():
+            engine.client.close()
+        if self._launcher is not None:
+            self._launcher.__exit__(None, None, None)
+
+    def _load(self, engine: EngineProcess) -> Exception | None:
+        """Have one engine load the published weights; returns the error by which it was lost."""
+        assert self._published is not None
+        try:
+            engine.client.acquire(self.lease, self._shapes)
+            engine.gap = engine.client.load(self.lease, self._published)
+        except LOST as error:
+            return error
+        return None
+
+    def _give_up(self, engine: EngineProcess, reason: object) -> None:
+        name = engine.name
+        engine.client.close()
+        self._dead[name] = engine.where
+        self._restarts[name] += 1
+        log.warning("engine %s is lost: %s", name, reason)
+        if self._restarts[name] > self._config.restarts:
+            raise UserError(
+                f"engine {name} was lost {self._restarts[name]} times at one version of the weights, more than "
+                f"generation.engines.restarts={self._config.restarts} allow; the last time: {reason}"
+            )
+        if self._launcher is not None:
+            self._launcher[name].kill()
+            self._launcher.restart(name)
+
+    def _new(self) -> list[tuple[str, dict[str, Any]]]:
+        """Name and ready file of engines that are neither in use nor known to be dead."""
+        found = []
+        for path in sorted(self._folder.glob("*.json")):
+            with suppress(OSError, ValueError):  # the engine may be removing it
+                where = json.loads(path.read_text())
+                if path.stem not in self._engines and self._dead.get(path.stem) != where:
+                    found.append((path.stem, where))
+        return found
+
+    def _wait_for_new(self) -> None:
+        deadline = time.monotonic() + self._config.ready_timeout_s
+        while not self._new() and not self._engines:
+            self._require_children()
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"no engine was ready within generation.engines.ready_timeout_s={self._config.ready_timeout_s:g}: look at "
+                    f"{self._folder}/logs, or start servers/serve_engine.py --config-dir={self._folder} "
+                    f"--config-name={CONFIG} server.port=0 server.ready_file={self._folder}/NAME.json"
+                )
+            time.sleep(POLL_S)
+
+    def _require_children(self) -> None:
+        """
+        Raises:
+            UserError: a launched engine ended before it was ready, for instance for a mistake in its configuration.
+        """
+        for number in range(self._config.count if self._launcher is not None else 0):
+            assert self._launcher is not None
+            child = self._launcher[f"engine-{number}"]
+            if child.poll() is not None and not child.program.ready_file.exists():  # type: ignore[union-attr]
+                raise UserError(str(child.failed()))
+
+
+def describe(
+    folder: Path, model: ModelConfig, config: GenerationConfig, *, seed: int, device: str, max_length: int, stop_strings: bool
+) -> None:  # fmt: skip
+    """Write ``<folder>/this_run.yaml``, the configuration of every engine of a run."""
+    content = yaml.safe_load((CONF_DIR / "engine.yaml").read_text())
+    content |= {
+        "run": {"seed": seed, "device": device},
+        "model": _part(ModelConfig, model),
+        "generation": _part(GenerationConfig, config),
+        "sequences": {"max_length": max_length, "stop_strings": stop_strings},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"{CONFIG}.yaml", yaml.safe_dump(content).encode())
+
+
+def _part(schema: type[Any], given: Any) -> dict[str, Any]:
+    """The fields of ``schema`` in an instance of a class that extends it."""
+    return {name: value for name, value in asdict(given).items() if name in {each.name for each in fields(schema)}}
+
+
+def _program(name: str, folder: Path, threads: int) -> Program:
+    ready = folder / f"{name}.json"
+    words = [f"--config-dir={folder}", f"--config-name={CONFIG}", f"run.num_threads={threads}", "server.port=0"]
+    argv = [str(ACTOR_PYTHON), "servers/serve_engine.py", *words, f"server.ready_file={ready}"]
+    return Program(name, argv, ready_file=ready)

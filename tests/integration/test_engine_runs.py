@@ -1,0 +1,79 @@
+"""A PPO run whose samples come from generation engines ends with the bits of one that samples in the trainer's process."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import ppo_runs
+from tests.support.metrics import metrics, without_timers
+from tests.support.processes import Process, run_pair, start_actor, start_server
+
+FILTERED = ["algorithm.filter.low=-100", "algorithm.filter.high=100"]
+"""Rounds of dynamic sampling, which drop nobody: a filter waits for scores within the step."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ppo_runs.save_inputs(tmp_path_factory.mktemp("engine_runs") / "inputs")
+
+
+def overrides(inputs: Path, engines: int) -> list[str]:
+    return [*ppo_runs.actor_overrides(inputs), *FILTERED, f"generation.engines.count={engines}"]
+
+
+def result(folder: Path) -> tuple[object, ...]:
+    """Everything that a run has learned and logged."""
+    actor = folder / "actor"
+    files = [*sorted((actor / "rollouts").glob("*.jsonl")), *sorted((actor / "export").glob("*.safetensors"))]
+    exported = [*sorted((folder / "critic").rglob("*.safetensors"))]
+    assert len(files) == ppo_runs.STEPS + 1 and exported
+    return without_timers(metrics(actor)), [path.read_bytes() for path in [*files, *exported]]
+
+
+@pytest.fixture(scope="module")
+def in_process(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    folder = tmp_path_factory.mktemp("in_process")
+    run_pair(folder, ppo_runs.server_overrides(inputs), overrides(inputs, 0))
+    return result(folder)
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_it_learns_the_same_with_engines(inputs, in_process, tmp_path, engines) -> None:
+    run_pair(tmp_path, ppo_runs.server_overrides(inputs), overrides(inputs, engines))
+    assert result(tmp_path) == in_process
+    assert not list(Path("/dev/shm").glob("nsr-*-weights"))
+    assert not list((tmp_path / "actor" / "engines").glob("*.json"))  # every engine has ended by itself
+
+
+def test_it_learns_the_same_though_engines_and_the_trainer_are_killed(inputs, in_process, tmp_path) -> None:
+    critic, port = start_server(tmp_path / "critic", *ppo_runs.server_overrides(inputs))
+    folder, settings = tmp_path / "actor", overrides(inputs, 2)
+    actor = start_actor(folder, port, *settings)
+    try:
+        wait_for_rollouts(actor, folder, 1)
+        kill_engine(folder, 0)
+        wait_for_rollouts(actor, folder, 3)
+        actor.kill()
+        actor = start_actor(folder, port, *settings)
+        wait_for_rollouts(actor, folder, 4)
+        kill_engine(folder, 1)
+        assert actor.wait(240) == 0, actor.output()
+    finally:
+        actor.kill()
+        assert critic.terminate() == 0
+    assert actor.output().count("is lost: ") == 2 and "resumed from step 2" in actor.output(), actor.output()
+    assert result(tmp_path) == in_process
+
+
+def wait_for_rollouts(actor: Process, folder: Path, step: int) -> None:
+    while not (folder / "rollouts" / f"step_{step:06d}.jsonl").exists():
+        assert actor.poll() is None, actor.output()
+        time.sleep(0.01)
+
+
+def kill_engine(folder: Path, number: int) -> None:
+    os.kill(json.loads((folder / "engines" / f"engine-{number}.json").read_text())["pid"], signal.SIGKILL)
