@@ -94,6 +94,10 @@ def parse_generate(inputs: dict[str, Array]) -> tuple[list[GenerationRequest], s
         raise ProtocolError(
             Code.INVALID, f"{len(tokens)} token ids, all 0 or more, must be the sum of the prompts' lengths"
         )
+    if unknown := content["sampling"].keys() - set(map(str, range(len(lengths)))):
+        raise ProtocolError(
+            Code.INVALID, f"sampling settings of request {min(unknown)[:20]!r}, which is not in the call"
+        )
     requests = []
     for index, prompt in enumerate(unragged(tokens, lengths)):
         try:

@@ -100,7 +100,11 @@ class EngineService:
                 held = "none" if self._held is None else self._held.version
                 raise ProtocolError(Code.WRONG_STEP, f"weights version {version} is wanted, the engine holds {held}")
             stream = self._generator.stream(version)
-            stream.submit(requests)
+            try:
+                stream.submit(requests)
+            except (ValueError, TypeError) as error:  # vLLM checks token ids and settings: no reason to end
+                stream.close()
+                raise ProtocolError(Code.INVALID, f"the generator refuses a request: {error}") from error
             self._calls.append(_Call(stream, requests, done))
 
         self._in_turn(begin)
@@ -117,12 +121,16 @@ class EngineService:
 
     def _acquire(self, inputs: dict[str, Array]) -> dict[str, Any]:
         content = messages.parse_request(inputs, {"lease": str, "shapes": dict})
+        try:
+            shapes = {name: tuple(map(int, shape)) for name, shape in content["shapes"].items()}
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(Code.INVALID, "shapes holds a list of sizes for each tensor") from error
 
         def acquire() -> None:
             if content["lease"] != self._lease:
                 self._drop(ProtocolError(Code.LEASE_LOST, "another trainer has acquired the engine"))
                 self._lease, self._held = content["lease"], None
-                self._generator.expect({name: tuple(shape) for name, shape in content["shapes"].items()})
+                self._generator.expect(shapes)
 
         self._in_turn(acquire)
         return {}

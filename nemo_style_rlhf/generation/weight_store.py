@@ -51,6 +51,7 @@ class WeightStore:
             },
         }
         unfinished = folder / f"{MANIFEST}.tmp"
+        unfinished.touch(mode=0o600)
         unfinished.write_text(json.dumps(manifest))
         unfinished.rename(folder / MANIFEST)
         return folder
@@ -91,8 +92,11 @@ class StoredWeights:
             ]
             probe = ProbeTarget(tuple(map(tuple, described["sequences"])), tuple(logprobs), described["max_gap"])
             names = tuple(map(tuple, manifest["tensors"]))
-            return StoredWeights(folder, manifest["version"], manifest["digest"], probe, names)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            version, digest = manifest["version"], manifest["digest"]
+            if type(version) is not int or type(digest) is not str:
+                raise ValueError(f"version {version!r} with digest {digest!r}")
+            return StoredWeights(folder, version, digest, probe, names)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise TransferError(f"{folder} holds no whole version of the weights ({error})") from error
 
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:

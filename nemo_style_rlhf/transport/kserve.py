@@ -27,7 +27,7 @@ def encode_request(
 
 def decode_response(body: bytes, head_length: int) -> dict[str, Array]:
     """The output tensors of an answer; FP32, INT32 and INT64 as read-only views into ``body``."""
-    return _decode(json.loads(body[:head_length])["outputs"], memoryview(body)[head_length:])
+    return _tensors_in(json.loads(body[:head_length])["outputs"], memoryview(body)[head_length:])
 
 
 def decode_request(endpoint: Endpoint, body: bytes, head_length: int) -> dict[str, Array]:
@@ -37,7 +37,7 @@ def decode_request(endpoint: Endpoint, body: bytes, head_length: int) -> dict[st
         ProtocolError: INVALID, the elements of a BYTES tensor are not those that its shape says.
     """
     try:
-        inputs = _decode(json.loads(body[:head_length])["inputs"], memoryview(body)[head_length:])
+        inputs = _tensors_in(json.loads(body[:head_length])["inputs"], memoryview(body)[head_length:])
     except (ValueError, struct.error):
         _refuse(f"a tensor of {endpoint.name} does not hold the elements that its shape says")
     return inputs
@@ -72,7 +72,7 @@ def _encode(specs: Sequence[TensorSpec], tensors: Mapping[str, Array]) -> tuple[
     return heads, chunks
 
 
-def _decode(described: Sequence[Mapping[str, Any]], data: memoryview) -> dict[str, Array]:
+def _tensors_in(described: Sequence[Mapping[str, Any]], data: memoryview) -> dict[str, Array]:
     tensors: dict[str, Array] = {}
     offset = 0
     for tensor in described:
@@ -95,6 +95,8 @@ def _split_bytes(raw: memoryview) -> Array:
     offset = 0
     while offset < len(raw):
         (size,) = struct.unpack_from("<I", raw, offset)
+        if size > len(raw) - offset - 4:
+            raise ValueError(f"an element of {size} bytes lies beyond the end of its tensor")
         elements.append(bytes(raw[offset + 4 : offset + 4 + size]))
         offset += 4 + size
     array = np.empty(len(elements), dtype=np.object_)

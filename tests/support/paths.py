@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from nemo_style_rlhf.launch.interpreter import IN_THE_ACTORS_ENVIRONMENT
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON as ACTOR_PYTHON
 from nemo_style_rlhf.launch.program import PYTHON
 from nemo_style_rlhf.launch.program import ROOT as ROOT
@@ -12,4 +13,5 @@ ENTRY_POINTS = [*sorted((ROOT / "trainers").glob("*.py")), *sorted((ROOT / "serv
 
 def own_python(script: Path) -> str:
     """The interpreter of an entry point, relative to ``ROOT``."""
-    return str(PYTHON[script.parent.name].relative_to(ROOT))
+    folder = "trainers" if script.stem in IN_THE_ACTORS_ENVIRONMENT else script.parent.name
+    return str(PYTHON[folder].relative_to(ROOT))

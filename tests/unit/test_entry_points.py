@@ -88,7 +88,7 @@ def test_on_a_cpu_it_starts_itself_again_without_thread_caches(tmp_path, given: 
 @pytest.mark.parametrize("kind", ["the other environment", "a plain Python"])
 @pytest.mark.parametrize("script", ENTRY_POINTS, ids=lambda script: script.name)
 def test_a_wrong_interpreter_is_named_with_the_right_one(script: Path, kind: str) -> None:
-    other = {"trainers": ".venv-server/bin/python", "servers": ".venv-actor/bin/python"}[script.parent.name]
+    (other,) = {".venv-server/bin/python", ".venv-actor/bin/python"} - {own_python(script)}
     # Without site-packages, and so without this package: the script finds it beside itself.
     command = [ROOT / other] if kind == "the other environment" else [ROOT / own_python(script), "-S"]
     script = script.relative_to(ROOT)

@@ -78,7 +78,7 @@ def test_nothing_of_the_repository_is_used(commands: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("script", ENTRY_POINTS, ids=lambda script: script.name)
 def test_every_script_has_a_command(script: Path, commands: Path, tmp_path: Path) -> None:
-    libraries, other = sorted([".venv-actor", ".venv-server"], reverse=script.parent.name == "servers")
+    libraries, other = sorted([".venv-actor", ".venv-server"], reverse=".venv-server" in own_python(script))
     command = command_of(script)
     shown = run([commands / command, "--help"], tmp_path, libraries)
     assert shown.returncode == 0 and command in shown.stdout, shown.stderr

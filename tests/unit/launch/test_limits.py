@@ -13,6 +13,7 @@ ARGUMENTS = {
     "inspect_data": ["model.path=owner/model", "data.train_path=owner/rows"],
     "plan": ["model.path=owner/model", "critic.model.path=owner/reward", "data.train_path=owner/rows"],
     "serve_ppo_critic": ["run.output_dir=outputs", "model.path=owner/model"],
+    "serve_engine": ["model.path=owner/model"],
     "serve_reward_model": ["model.path=owner/model"],
 }
 STARTS = [script for script in ENTRY_POINTS if script.stem != "merge_lora"]

@@ -15,7 +15,7 @@ from nemo_style_rlhf.schema.paths import data_source, function_file, model_folde
 from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward import FunctionRewardConfig
 from nemo_style_rlhf.schema.supervised import SFTConfig
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, own_python
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +149,7 @@ MISSING = {
     "trainers/plan.py": ["model.path=./none", "data.train_path=none.jsonl"],
     "servers/serve_ppo_critic.py": ["run.output_dir=out", "model.path=./none"],
     "servers/serve_reward_model.py": ["model.path=./none"],
+    "servers/serve_engine.py": ["model.path=./none"],
 }
 
 
@@ -159,7 +160,7 @@ def test_an_entry_point_says_it_before_torch_is_loaded(script: str) -> None:
         f"try:\n    runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n"
         "finally:\n    print(sorted({'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
     )
-    python = ROOT / (".venv-server" if script.startswith("servers") else ".venv-actor") / "bin" / "python"
+    python = ROOT / own_python(ROOT / script)
     done = subprocess.run([python, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
     (line,) = done.stderr.splitlines()
