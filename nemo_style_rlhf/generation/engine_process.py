@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+from transformers import AutoConfig, PretrainedConfig
+
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import engine_messages as messages
@@ -40,14 +42,16 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
         signal.signal(number, lambda *_: told.set())
     interrupt.hand_over()
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    length = config.sequences.max_length or _positions(config)
+    described = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    text = described.get_text_config()
+    length = config.sequences.max_length or _positions(text, config.model.path)
     generator = make_generator(
         config.model, config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed, max_model_len=length,
         stop_strings=config.sequences.stop_strings,
     )  # fmt: skip
     assert isinstance(generator, InProcessGenerator)
     boot_id = secrets.token_hex(8)
-    service = EngineService(generator, boot_id=boot_id, max_sequence_length=length)
+    service = EngineService(generator, boot_id=boot_id, max_sequence_length=length, vocabulary=text.vocab_size)
     routes = [Route(endpoint, config.server.max_request_bytes) for endpoint in messages.ENDPOINTS]
     with tempfile.TemporaryDirectory(prefix="nsr_engine_") as folder:
         backend = UnixBackend(Path(folder) / "engine", routes, service.handle, boot_id=boot_id)
@@ -82,13 +86,8 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
     os._exit(int(failed))  # an orderly exit would wait for threads of calls whose clients are gone
 
 
-def _positions(config: EngineProcessConfig) -> int:
-    from transformers import AutoConfig
-
-    text = AutoConfig.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    ).get_text_config()
+def _positions(text: PretrainedConfig, path: str) -> int:
     positions = getattr(text, "max_position_embeddings", None)
     if positions is None:
-        raise UserError(f"{config.model.path} names no largest number of positions: set sequences.max_length")
+        raise UserError(f"{path} names no largest number of positions: set sequences.max_length")
     return int(positions)

@@ -35,11 +35,15 @@ class EngineService:
     """Samples for one lease at a time. A sample depends on its request and the weights alone, so a repeated call gets the same
     answer from this engine or another."""
 
-    def __init__(self, generator: InProcessGenerator, *, boot_id: str, max_sequence_length: int) -> None:
+    def __init__(
+        self, generator: InProcessGenerator, *, boot_id: str, max_sequence_length: int, vocabulary: int
+    ) -> None:
+        """``vocabulary`` counts the token ids of the model; a larger id in a prompt would break the generator."""
         self.shutdown_requested = threading.Event()
         self.failed = threading.Event()
-        """The generator is unusable: weights did not reach it whole."""
+        """The generator is unusable: weights did not reach it whole, or one of its steps failed."""
         self._generator, self._boot_id, self._max_length = generator, boot_id, max_sequence_length
+        self._vocabulary = vocabulary
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._calls: list[_Call] = []
         self._lease: str | None = None
@@ -65,8 +69,7 @@ class EngineService:
                     self._jobs.get(block=not self._calls, timeout=IDLE_S)()
             except queue.Empty:
                 pass
-            if self._calls:
-                self._generator.step()
+            if self._calls and self._stepped():
                 self._settle()
         self._drop(ProtocolError(Code.STOPPING, "the engine is stopping"))
 
@@ -91,6 +94,10 @@ class EngineService:
             if (length := len(request.prompt) + request.max_tokens) > self._max_length:
                 raise ProtocolError(
                     Code.INVALID, f"a sequence may reach {length} tokens, this engine takes at most {self._max_length}"
+                )
+            if (largest := max(request.prompt)) >= self._vocabulary:
+                raise ProtocolError(
+                    Code.INVALID, f"token id {largest} is not in the model's vocabulary of {self._vocabulary}"
                 )
         done: Future[list[Completion]] = Future()
 
@@ -165,6 +172,20 @@ class EngineService:
     def _require(self, lease: str) -> None:
         if lease != self._lease:
             raise ProtocolError(Code.LEASE_LOST, "another trainer has acquired the engine")
+
+    def _stepped(self) -> bool:
+        """Whether a step of the generator succeeded. If it failed, every call is answered, or its thread would wait forever."""
+        try:
+            self._generator.step()
+        except Exception:
+            LOGGER.exception("the generator failed; the engine ends")
+            self.failed.set()
+            for call in self._calls:
+                call.done.set_exception(
+                    ProtocolError(Code.INTERNAL, "the generator failed and the engine ends; its log says why")
+                )
+            self._calls.clear()
+        return not self.failed.is_set()
 
     def _settle(self) -> None:
         """Answer the calls whose samples are all there."""

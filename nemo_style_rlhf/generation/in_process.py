@@ -61,8 +61,8 @@ class InProcessGenerator:
         name = f"{next(self._numbers)}/{sample.step}/{sample.prompt_id}/{sample.index}"
         if not self._owners:
             self._before_first()
+        self._add(name, request)  # it may refuse the request
         self._owners[name] = stream
-        self._add(name, request)
         return name
 
     def step(self) -> None:

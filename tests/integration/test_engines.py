@@ -1,11 +1,16 @@
 """Real generation engines, each a process of its own behind a front door: they sample what a generator in this process does."""
 
-from collections.abc import Iterator
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.engine.engine import Engine
@@ -14,7 +19,7 @@ from nemo_style_rlhf.generation.engine_client import EngineClient
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
-from nemo_style_rlhf.generation.weight_store import WeightStore
+from nemo_style_rlhf.generation.weight_store import MANIFEST, WeightStore
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
@@ -23,8 +28,8 @@ from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.sampler_check import Probe
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, OptimizerConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig, SamplingOverrides
-from nemo_style_rlhf.transport.connection import LeaseLost
-from nemo_style_rlhf.transport.messages import ProtocolError
+from nemo_style_rlhf.transport.connection import LeaseLost, ServerUnreachable
+from nemo_style_rlhf.transport.messages import Code, ProtocolError
 from nemo_style_rlhf.transport.secret import own_token_made
 from tests.support.models import save_policy
 
@@ -169,3 +174,141 @@ def test_an_engine_refuses_what_is_not_for_it(trainer, engines):
     engine.acquire("trainer-2", trainer.shapes)
     with pytest.raises(ProtocolError, match="the engine holds none"):  # its weights were another trainer's
         engine.generate(requests, lease="trainer-2", version=trainer.version)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "reason"),
+    [
+        ((3, 64, 5), {}, "token id 64 is not in the model's vocabulary of 64"),
+        ((3,), {"top_p": 1.5}, "the generator refuses a request: top_p must be"),
+        ((3,), {"stop_token_ids": 5}, "the generator refuses a request"),
+    ],
+    ids=["token", "top_p", "stop_token_ids"],
+)
+def test_a_request_that_cannot_be_sampled_is_refused_and_the_engine_goes_on(trainer, engines, prompt, sampling, reason):
+    """It is the second of three: the first, which was queued already, is dropped."""
+    engine, requests = engines[0], requests_of(3, 98)
+    engine.acquire(LEASE, trainer.shapes)
+    engine.load(LEASE, trainer.store.publish(trainer.step()))
+    wanted = engine.generate(requests, lease=LEASE, version=trainer.version)
+    impossible = GenerationRequest(SampleId(0, 1, 0), prompt, 1, 12, SamplingOverrides(**sampling))
+    with pytest.raises(ProtocolError, match=reason) as refused:
+        engine.generate([requests[0], impossible, requests[1]], lease=LEASE, version=trainer.version)
+    assert refused.value.code is Code.INVALID
+    assert engine.status().running == 0
+    assert same_bits(engine.generate(requests, lease=LEASE, version=trainer.version), wanted)
+    engine.load(LEASE, trainer.store.publish(trainer.step()))
+
+
+def client_of(launcher: LocalLauncher, name: str) -> EngineClient:
+    where = launcher[name].ready()
+    return EngineClient(where["host"], where["port"], token=own_token_made(), retries=2, timeout_s=60)
+
+
+def test_a_killed_engine_is_noticed_and_another_returns_the_same_samples(trainer, launcher, engines, in_process):
+    """SIGKILL in the middle of a call. The engine that is started again returns the same samples, too."""
+    folder = trainer.store.publish(trainer.step())
+    for engine in engines:
+        engine.acquire(LEASE, trainer.shapes)
+        engine.load(LEASE, folder)
+    in_process.load(trainer.update())
+    requests = [
+        GenerationRequest(SampleId(5, number, 0), (3 + number % 50, 4), sample_seed(7, SampleId(5, number, 0)), 36)
+        for number in range(500)
+    ]
+    stream = in_process.stream(trainer.version)
+    stream.submit(requests)
+    samples = {completion.request.sample: completion for completion in stream.completed()}
+    wanted = [samples[request.sample] for request in requests]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engines[0].generate, requests, lease=LEASE, version=trainer.version)
+        deadline = time.monotonic() + 30
+        while engines[0].status().running == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engines[0].status().running > 0 and not call.done()
+        os.kill(launcher["engine-0"].ready()["pid"], signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(ServerUnreachable):
+            call.result(timeout=30)
+        assert time.monotonic() - killed < 10
+    assert launcher["engine-0"].wait(10) == -signal.SIGKILL
+    assert same_bits(engines[1].generate(requests, lease=LEASE, version=trainer.version), wanted)
+    launcher.restart("engine-0")
+    engines[0].close()
+    engines[0] = client_of(launcher, "engine-0")
+    engines[0].acquire(LEASE, trainer.shapes)
+    engines[0].load(LEASE, folder)
+    assert same_bits(engines[0].generate(requests, lease=LEASE, version=trainer.version), wanted)
+
+
+def drop_a_tensor(folder: Path, older: Path) -> None:
+    path = folder / "part_00000.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path)
+
+
+def take_the_file_of_the_version_before(folder: Path, older: Path) -> None:
+    shutil.copyfile(older / "part_00000.safetensors", folder / "part_00000.safetensors")
+
+
+def flip_a_bit(folder: Path, older: Path) -> None:
+    path = folder / "part_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+
+
+def remove_the_manifest(folder: Path, older: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+DAMAGES: list[tuple[Callable[[Path, Path], None], str]] = [
+    (drop_a_tensor, "is incomplete or damaged"),
+    (take_the_file_of_the_version_before, "a tensor is stale or damaged"),
+    (flip_a_bit, "a tensor is stale or damaged"),
+    (remove_the_manifest, "holds no whole version of the weights"),
+]
+
+
+def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_process, policy, tmp_path):
+    """An engine that did not get its weights whole must not sample any more: it says why and ends with 1. Started again, it
+    loads the whole version, and samples as ever. Two damages at a time, one for each engine; then engines of other models."""
+    older = trainer.store.publish(trainer.step())
+    whole = trainer.store.publish(trainer.step())
+    in_process.load(trainer.update())
+    requests = requests_of(8, 97)
+    stream = in_process.stream(trainer.version)
+    stream.submit(requests)
+    samples = {completion.request.sample: completion for completion in stream.completed()}
+    wanted = [samples[request.sample] for request in requests]
+
+    def refused(name: str, engine: EngineClient, folder: Path, reason: str) -> None:
+        with pytest.raises(ServerUnreachable, match=reason):
+            engine.load(LEASE, folder)
+        assert launcher[name].wait(15) == 1
+        engine.close()
+
+    for first in range(0, len(DAMAGES), 2):
+        for number, (damage, reason) in enumerate(DAMAGES[first : first + 2]):
+            engine = engines[number]
+            engine.acquire(LEASE, trainer.shapes)
+            engine.load(LEASE, older)
+            damaged = tmp_path / damage.__name__
+            shutil.copytree(whole, damaged)
+            damage(damaged, older)
+            refused(f"engine-{number}", engine, damaged, reason)
+            launcher.restart(f"engine-{number}")
+        for number in range(2):
+            engines[number] = client_of(launcher, f"engine-{number}")
+            engines[number].acquire(LEASE, trainer.shapes)
+            engines[number].load(LEASE, whole)
+            assert same_bits(engines[number].generate(requests, lease=LEASE, version=trainer.version), wanted)
+    wider = save_policy(tmp_path / "wider", hidden_size=128)
+    deep = save_policy(tmp_path / "deep", num_hidden_layers=3)
+    (other,) = start(launcher, wider, tmp_path, "engine-wider")
+    other.acquire(LEASE, trainer.shapes)
+    refused("engine-wider", other, whole, "failed and the server ends")
+    (other,) = start(launcher, deep, tmp_path, "engine-deeper")
+    other.acquire(LEASE, trainer.shapes)
+    refused("engine-deeper", other, whole, "it does not hold the trainer's weights")

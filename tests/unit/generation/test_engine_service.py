@@ -1,0 +1,174 @@
+"""Calls to an engine never wait for an answer that cannot come, whatever its generator does."""
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.generation import engine_messages as messages
+from nemo_style_rlhf.generation.engine_service import EngineService
+from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
+from nemo_style_rlhf.generation.interface import GenerationRequest, ProbeTarget, SampleId
+from nemo_style_rlhf.generation.transfer import OwnWeights
+from nemo_style_rlhf.generation.weight_store import WeightStore
+from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, Code, ProtocolError, json_tensor
+
+WEIGHTS = {"weight": torch.zeros(2)}
+FORBIDDEN, BREAKING, ENDLESS = 50, 51, 52
+"""Tokens at which this generator refuses a request, fails, or never ends."""
+
+
+class Counting(InProcessGenerator):
+    """Continues a prompt with its last token plus one."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.queued: dict[str, GenerationRequest] = {}
+
+    def _add(self, name: str, request: GenerationRequest) -> None:
+        if FORBIDDEN in request.prompt:
+            raise ValueError("not this token")
+        self.queued[name] = request
+
+    def _step(self) -> list[Finished]:
+        if any(BREAKING in request.prompt for request in self.queued.values()):
+            raise IndexError("out of range")
+        ended = {name: request for name, request in self.queued.items() if ENDLESS not in request.prompt}
+        for name in ended:
+            del self.queued[name]
+        return [Finished(name, [each.prompt[-1] + 1], torch.zeros(1), "stop") for name, each in ended.items()]
+
+    def _abort(self, names: Sequence[str]) -> None:
+        for name in names:
+            del self.queued[name]
+
+    def _replace_weights(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
+        for _ in buckets:
+            pass
+
+    def sequence_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        return [torch.zeros(len(sequence) - 1) for sequence in sequences]
+
+
+class Engine:
+    """A service with its thread."""
+
+    def __init__(self) -> None:
+        self.generator = Counting()
+        self.service = EngineService(self.generator, boot_id="boot", max_sequence_length=20, vocabulary=60)
+        self.end = threading.Event()
+        self.thread = threading.Thread(target=self.service.run, args=(self.end.is_set,))
+        self.thread.start()
+
+    def ask(self, endpoint: str, **content: object) -> dict[str, object]:
+        outputs = self.service.handle(endpoint, {REQUEST.name: json_tensor(content)})
+        answer: dict[str, object] = json.loads(outputs[RESPONSE.name][0])
+        return answer
+
+    def generate(self, *prompts: tuple[int, ...], lease: str = "trainer", version: int = 1) -> list[list[int]]:
+        requests = [GenerationRequest(SampleId(0, 0, 0), prompt, 1, 4) for prompt in prompts]
+        inputs: dict[str, Array] = messages.generate_inputs(requests, lease=lease, version=version)
+        outputs = self.service.handle("engine_generate", inputs)
+        return [each.token_ids for each in messages.parse_completions(requests, outputs, version)]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """An engine of the lease ``trainer`` that holds version 1."""
+    engine = Engine()
+    probe = ProbeTarget(((1, 2),), (torch.zeros(1),), 1e-3)
+    store = WeightStore(tmp_path / "weights")
+    engine.ask("engine_acquire", lease="trainer", shapes={"weight": [2]})
+    folder = store.publish(OwnWeights(1, iter(WEIGHTS.items()), probe))
+    assert engine.ask("engine_load", lease="trainer", folder=str(folder)) == {"gap": 0.0}
+    yield engine
+    engine.end.set()
+    engine.thread.join(10)
+    assert not engine.thread.is_alive()
+
+
+def test_samples_come_in_the_order_of_the_requests(engine: Engine) -> None:
+    assert engine.generate((1,), (2, 9), (3,)) == [[2], [10], [4]]
+
+
+@pytest.mark.parametrize(
+    "prompts", [[(1,), (FORBIDDEN,), (2,)], [(60,)], [(1,) * 17]], ids=["generator", "id", "length"]
+)
+def test_a_request_that_is_refused_leaves_nothing_behind(engine: Engine, prompts: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        engine.generate(*prompts)
+    assert refused.value.code is Code.INVALID
+    assert not engine.generator.queued and engine.ask("engine_status")["running"] == 0
+    assert engine.generate((1,)) == [[2]] and not engine.service.failed.is_set()
+
+
+def test_a_generator_that_fails_answers_every_call_and_ends_the_engine(engine: Engine) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(engine.generate, (ENDLESS,))
+        broken = pool.submit(engine.generate, (BREAKING,))
+        for call in (waiting, broken):
+            with pytest.raises(ProtocolError, match="the generator failed and the engine ends") as failed:
+                call.result(10)
+            assert failed.value.code is Code.INTERNAL
+    engine.thread.join(10)
+    assert engine.service.failed.is_set() and not engine.thread.is_alive()
+
+
+def test_an_engine_that_ends_answers_calls_under_way(engine: Engine) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, (ENDLESS,))
+        while engine.ask("engine_status")["running"] == 0:
+            pass
+        engine.end.set()
+        with pytest.raises(ProtocolError, match="the engine is stopping") as stopped:
+            call.result(10)
+    assert stopped.value.code is Code.STOPPING and not engine.generator.queued
+
+
+def test_another_trainer_drops_the_requests_and_the_weights_of_the_one_before(engine: Engine) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, (ENDLESS,))
+        while engine.ask("engine_status")["running"] == 0:
+            pass
+        engine.ask("engine_acquire", lease="another", shapes={"weight": [2]})
+        with pytest.raises(ProtocolError) as lost:
+            call.result(10)
+    assert lost.value.code is Code.LEASE_LOST and not engine.generator.queued
+    for lease, code in (("trainer", Code.LEASE_LOST), ("another", Code.WRONG_STEP)):
+        with pytest.raises(ProtocolError) as refused:
+            engine.generate((1,), lease=lease)
+        assert refused.value.code is code
+
+
+def test_no_weights_are_loaded_while_requests_run(engine: Engine, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, (ENDLESS,))
+        while engine.ask("engine_status")["running"] == 0:
+            pass
+        with pytest.raises(ProtocolError, match="1 requests are running") as refused:
+            engine.ask("engine_load", lease="trainer", folder=str(tmp_path / "weights" / "1"))
+        assert refused.value.code is Code.CONFLICT and not engine.service.failed.is_set()
+        engine.end.set()
+        with pytest.raises(ProtocolError):
+            call.result(10)
+
+
+def test_damaged_weights_end_the_engine(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(ProtocolError, match="no whole version") as refused:
+        engine.ask("engine_load", lease="trainer", folder=str(tmp_path / "none"))
+    assert refused.value.code is Code.INTERNAL
+    engine.thread.join(10)
+    assert engine.service.failed.is_set() and not engine.thread.is_alive()
+
+
+@pytest.mark.parametrize("shapes", [{"weight": 2}, {"weight": ["x"]}, {"weight": [None]}])
+def test_shapes_that_are_none_are_refused(engine: Engine, shapes: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError, match="a list of sizes for each tensor") as refused:
+        engine.ask("engine_acquire", lease="another", shapes=shapes)
+    assert refused.value.code is Code.INVALID
+    assert engine.generate((1,)) == [[2]]
