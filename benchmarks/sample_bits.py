@@ -106,13 +106,13 @@ def sample_ways(folder: Path, dtype: str, samples: int, tokens: int, changes: di
 
 
 def small_cache(folder: Path, dtype: str, tokens: int) -> float:
-    """GiB of cache for two of the longest sequences."""
+    """GiB of cache for three of the longest sequences."""
     config = json.loads((folder / "config.json").read_text())
     head = config["hidden_size"] // config["num_attention_heads"]
     per_token = (
         2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * (4 if dtype == "float32" else 2)
     )
-    return float(2 * per_token * (LONGEST_PROMPT + tokens + TURN_TOKENS + 64) / 2**30)
+    return float(3 * per_token * (LONGEST_PROMPT + tokens + TURN_TOKENS + 64) / 2**30)
 
 
 def measure(folder: Path, dtype: str, samples: int, tokens: int) -> dict[str, tuple[int, int]]:

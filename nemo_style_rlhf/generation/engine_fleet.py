@@ -191,11 +191,18 @@ class Fleet:
             self._require_children()
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"no engine was ready within generation.engines.ready_timeout_s={self._config.ready_timeout_s:g}: look at "
-                    f"{self._folder}/logs, or start servers/serve_engine.py --config-dir={self._folder} "
-                    f"--config-name={CONFIG} server.port=0 server.ready_file={self._folder}/NAME.json"
+                    f"no engine was ready within generation.engines.ready_timeout_s={self._config.ready_timeout_s:g}: {self._advice}"
                 )
             time.sleep(POLL_S)
+
+    @property
+    def _advice(self) -> str:
+        if self._launcher is not None:
+            return f"look at {self._folder}/logs"
+        return (
+            f"start {ACTOR_PYTHON} servers/serve_engine.py --config-dir={self._folder} --config-name={CONFIG} server.port=0 "
+            f"server.ready_file={self._folder}/NAME.json"
+        )
 
     def _require_children(self) -> None:
         """

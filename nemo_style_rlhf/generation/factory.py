@@ -14,6 +14,7 @@ from nemo_style_rlhf.generation.engine_pool import GROUP, EnginePool
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
+from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
@@ -64,6 +65,7 @@ def make_engine_pool(
         fleet.start()
     memory = Path("/dev/shm")
     store = (memory if memory.is_dir() else folder) / f"nsr-{run_id}-weights"
+    interrupt.remove_at_end(store)
     calls = config.engines.count * max(1, CALLS_AHEAD * config.max_num_seqs // GROUP)
     return EnginePool(fleet, store, weight_shapes=weight_shapes, calls=calls, ranks=ranks)
 

@@ -6,11 +6,13 @@ it. A main thread deep in a kernel or a collective cannot delay the end, and no 
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 INTERRUPTED_EXIT = 130
 """Exit code of a process ended by Ctrl-C: 128 + SIGINT, as in shells."""
@@ -18,6 +20,7 @@ SHOW_CURSOR = "\x1b[?25h"
 """Terminal code that shows the cursor, which a progress bar may have hidden."""
 
 _listener: threading.Thread | None = None
+_folders: list[Path] = []
 _standing: Callable[[], str] = lambda: "stopped; the same command starts again"  # noqa: E731
 
 
@@ -42,6 +45,11 @@ def describe(standing: Callable[[], str]) -> None:
     """Set the function that returns the sentence. It is called in another thread, and must only read."""
     global _standing
     _standing = standing
+
+
+def remove_at_end(folder: Path) -> None:
+    """Have :func:`end` remove a folder in memory, which no other process would."""
+    _folders.append(folder)
 
 
 def on_first(action: Callable[[], None]) -> None:
@@ -94,6 +102,8 @@ def end() -> None:
                 if child.pid in listed or "--multiprocessing-fork" in child.cmdline():
                     for process in [*child.children(recursive=True), child]:
                         process.kill()
+        for folder in _folders:
+            shutil.rmtree(folder, ignore_errors=True)
         if os.environ.get("RANK", "0") == "0":
             cursor = SHOW_CURSOR if os.isatty(stderr) else ""
             # On a separate line after any progress bar, and not through Python's buffer, which the main thread may have locked.
