@@ -191,7 +191,8 @@ class Fleet:
             self._require_children()
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"no engine was ready within generation.engines.ready_timeout_s={self._config.ready_timeout_s:g}: {self._advice}"
+                    f"no engine was ready within generation.engines.ready_timeout_s={self._config.ready_timeout_s:g}: "
+                    f"{self._advice}"
                 )
             time.sleep(POLL_S)
 
