@@ -83,7 +83,10 @@ class VLLMGenerator(InProcessGenerator):
         from vllm import TokensPrompt
 
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
-        self._engine.add_request(name, prompt, self._sampling(request))
+        try:
+            self._engine.add_request(name, prompt, self._sampling(request))
+        except _refusals() as error:
+            raise ValueError(str(error)) from error
 
     def _step(self) -> list[Finished]:
         return [_finished(output) for output in self._outputs() if output.finished]
@@ -150,6 +153,15 @@ class VLLMGenerator(InProcessGenerator):
             detokenize=bool(stop),
             include_stop_str_in_output=True,
         )
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """Errors by which vLLM refuses a request; the release pinned for CUDA has no class for them."""
+    try:
+        from vllm.exceptions import VLLMClientError
+    except ImportError:
+        return ()
+    return (VLLMClientError,)
 
 
 def _finished(output: Any) -> Finished:
