@@ -24,8 +24,8 @@ from nemo_style_rlhf.generation.engine_client import EngineClient
 from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
-from nemo_style_rlhf.schema.common import ModelConfig
-from nemo_style_rlhf.schema.generation import EnginesConfig, GenerationConfig
+from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
+from nemo_style_rlhf.schema.generation import EnginesConfig, GenerationConfig, TrainingGenerationConfig
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.transport.secret import own_token_made
 
@@ -75,7 +75,7 @@ class Fleet:
             for ready in self._folder.glob("*.json"):  # of a start before this one
                 ready.unlink()
             for number in range(self._config.count):
-                self._launcher.start(_program(f"engine-{number}", self._folder, self._config.threads))
+                self._launcher.start(_program(f"engine-{number}", self._folder))
 
     def load(self, published: Path, shapes: dict[str, tuple[int, ...]]) -> float:
         """Have every engine load a version of the weights, and those that join later; returns the largest gap on the probe, in
@@ -218,12 +218,12 @@ class Fleet:
 
 
 def describe(
-    folder: Path, model: ModelConfig, config: GenerationConfig, *, seed: int, device: str, max_length: int, stop_strings: bool
+    folder: Path, model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, *, max_length: int, stop_strings: bool
 ) -> None:  # fmt: skip
     """Write ``<folder>/this_run.yaml``, the configuration of every engine of a run."""
     content = yaml.safe_load((CONF_DIR / "engine.yaml").read_text())
     content |= {
-        "run": {"seed": seed, "device": device},
+        "run": {"seed": run.seed, "device": run.device, "num_threads": config.engines.threads or run.num_threads},
         "model": _part(ModelConfig, model),
         "generation": _part(GenerationConfig, config),
         "sequences": {"max_length": max_length, "stop_strings": stop_strings},
@@ -237,8 +237,8 @@ def _part(schema: type[Any], given: Any) -> dict[str, Any]:
     return {name: value for name, value in asdict(given).items() if name in {each.name for each in fields(schema)}}
 
 
-def _program(name: str, folder: Path, threads: int) -> Program:
+def _program(name: str, folder: Path) -> Program:
     ready = folder / f"{name}.json"
-    words = [f"--config-dir={folder}", f"--config-name={CONFIG}", f"run.num_threads={threads}", "server.port=0"]
-    argv = [str(ACTOR_PYTHON), "servers/serve_engine.py", *words, f"server.ready_file={ready}"]
+    words = [f"--config-dir={folder}", f"--config-name={CONFIG}", "server.port=0", f"server.ready_file={ready}"]
+    argv = [str(ACTOR_PYTHON), "servers/serve_engine.py", *words]
     return Program(name, argv, ready_file=ready)

@@ -59,9 +59,7 @@ def make_engine_pool(
     folder = Path(run.output_dir).resolve() / "engines"
     fleet = Fleet(config.engines, folder)
     if ranks.is_first:
-        describe(
-            folder, model, config, seed=run.seed, device=run.device, max_length=max_model_len, stop_strings=stop_strings
-        )
+        describe(folder, model, config, run, max_length=max_model_len, stop_strings=stop_strings)
         fleet.start()
     memory = Path("/dev/shm")
     store = (memory if memory.is_dir() else folder) / f"nsr-{run_id}-weights"

@@ -37,7 +37,8 @@ class WeightStore:
         names: list[list[str]] = []
         for number, bucket in enumerate(update.buckets()):
             names.append([name for name, _ in bucket])
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in bucket}, _part(folder, number))
+            # Copies, because safetensors refuses tensors that share memory, as tied weights do.
+            save_file({name: _copy(tensor) for name, tensor in bucket}, _part(folder, number))
             os.chmod(_part(folder, number), 0o600)
         probe = update.probe
         manifest = {
@@ -106,6 +107,10 @@ class StoredWeights:
                 yield [(name, loaded[name]) for name in names]
             except (OSError, SafetensorError, KeyError) as error:
                 raise TransferError(f"weights version {self.version} is incomplete or damaged: {error}") from error
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _part(folder: Path, number: int) -> Path:

@@ -157,7 +157,7 @@ class EnginesConfig:
     """Start the engines on this machine, and start one again that dies or hangs. false waits for engines that somebody else
     starts with --config-dir=<run.output_dir>/engines --config-name=this_run and a server.ready_file in that folder."""
     threads: int = 0
-    """torch threads of each launched engine; 0 leaves torch's default."""
+    """torch threads of each engine; 0 takes run.num_threads, with which a sample has the bits of one of the trainer's process."""
     restarts: int = 3
     """How often one engine may be started again for one version of the weights."""
     ready_timeout_s: float = 600.0

@@ -254,3 +254,15 @@ def test_what_a_killed_trainer_left_is_removed(store: WeightStore, tmp_path: Pat
     successor = WeightStore(tmp_path / "weights")
     assert not list((tmp_path / "weights").iterdir())
     publish(successor, 2, weights_of(0))
+
+
+def test_tied_and_overlapping_tensors_are_published_each_for_itself(store):
+    flat = torch.randn(60)
+    weights = {
+        "embed": flat[:40].view(5, 8),
+        "head": flat[:40].view(5, 8),
+        "overlapping": flat[30:],
+        "columns": flat[:40].view(5, 8).t(),
+    }
+    folder = publish(store, 1, weights)
+    assert same_bits(load(folder, weights), {name: tensor.contiguous() for name, tensor in weights.items()})
