@@ -49,7 +49,7 @@ class EngineProcess:
     calls: int = 0
     """Calls under way."""
     gap: float = 0.0
-    """Of its log-probabilities on the probe, in nats, after the last load."""
+    """The gap that its last load found on the probe, in nats."""
 
 
 class Fleet:

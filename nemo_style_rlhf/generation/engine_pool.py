@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from nemo_style_rlhf.checkpoint.files import storage_errors
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.generation.engine_fleet import LOST, Fleet
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError, WeightUpdate
@@ -47,8 +48,9 @@ class EnginePool:
 
     def _publish(self, update: WeightUpdate) -> Path:
         if self._store is not None:
-            self._store.keep([])
-            return self._store.publish(update)
+            with storage_errors(f"weights version {update.version} in {self._store.root}"):
+                self._store.keep([])
+                return self._store.publish(update)
         for _ in update.buckets():  # the ranks gather the weights together
             pass
         return Path()

@@ -28,11 +28,11 @@ class WeightStore:
         """Take over ``root``; versions that a killed trainer left there are removed."""
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(mode=0o700, parents=True)
-        self._root = root
+        self.root = root
 
     def publish(self, update: WeightUpdate) -> Path:
         """Write a version, whole or not at all; returns its folder."""
-        folder = self._root / str(update.version)
+        folder = self.root / str(update.version)
         folder.mkdir(mode=0o700)
         names: list[list[str]] = []
         for number, bucket in enumerate(update.buckets()):
@@ -59,12 +59,12 @@ class WeightStore:
 
     def keep(self, versions: Collection[int]) -> None:
         """Remove all other versions."""
-        for folder in self._root.iterdir():
+        for folder in self.root.iterdir():
             if int(folder.name) not in versions:
                 shutil.rmtree(folder)
 
     def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
+        shutil.rmtree(self.root, ignore_errors=True)
 
 
 @dataclass

@@ -16,7 +16,7 @@ class EngineRunConfig(RunConfig):
 
 @dataclass
 class SequencesConfig:
-    """What an engine is asked for."""
+    """The sequences that an engine must have room for."""
 
     max_length: int = 0
     """Tokens of the longest prompt and response together; 0 takes the model's max_position_embeddings."""

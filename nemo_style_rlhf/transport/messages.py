@@ -1,4 +1,4 @@
-"""What every server of ours sends and receives: tensors, endpoints, headers and errors, whatever it computes.
+"""Tensors, endpoints, headers and errors that every server of ours sends and receives, whatever it computes.
 
 KServe v2 over HTTP with binary tensors. Sequences travel ragged: ``tokens`` INT32 [N] are the sequences end to end and
 ``sequence_lengths`` INT32 [B] says where they end, so N is their sum. This module knows neither HTTP nor torch and imports in
@@ -137,7 +137,7 @@ def text_tensor(texts: Sequence[str]) -> Array:
 
 
 def text_nbytes(elements: Iterable[bytes]) -> int:
-    """What the elements of a BYTES tensor take on the wire, each with its length in four bytes before it."""
+    """Number of bytes of a BYTES tensor on the wire, where each element follows its length in four bytes."""
     return sum(BYTES_PREFIX + len(element) for element in elements)
 
 

@@ -53,7 +53,7 @@ def publish(store: WeightStore, version: int, weights: Weights) -> Path:
 
 
 def load(folder: Path, weights: Weights) -> Weights:
-    """What a generator that expects the shapes of ``weights`` receives."""
+    """Return the tensors that a generator receives which expects the shapes of ``weights``."""
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     return {name: tensor for bucket in received(StoredWeights.open(folder), shapes) for name, tensor in bucket}
 
