@@ -54,7 +54,8 @@ class UnixBackend:
         asyncio.set_event_loop(self._loop)
         paths = [(route.path, _Call, {"backend": self, "route": route}) for route in self._routes]
         largest = max(route.largest_body for route in self._routes)
-        server = HTTPServer(Application(paths), max_body_size=largest, max_buffer_size=2 * largest)
+        application = Application(paths, log_function=lambda _: None)  # by default Tornado logs every call
+        server = HTTPServer(application, max_body_size=largest, max_buffer_size=2 * largest)
         server.add_socket(bind_unix_socket(str(self._path), 0o600))
         self._loop.call_soon(opened.set)
         self._loop.run_forever()
@@ -98,9 +99,6 @@ class _Call(RequestHandler):
         if answer_head is not None:
             self.set_header(HEAD_LENGTH_HEADER, str(answer_head))
         self.finish(body)
-
-    def log_request(self, *_: object) -> None:  # Tornado would log every refusal
-        pass
 
 
 def _error(error: ProtocolError) -> bytes:

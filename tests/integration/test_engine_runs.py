@@ -55,12 +55,12 @@ def test_it_learns_the_same_though_engines_and_the_trainer_are_killed(inputs, in
     actor = start_actor(folder, port, *settings)
     try:
         wait_for_rollouts(actor, folder, 1)
-        kill_engine(folder, 0)
+        kill_engine(actor, folder, 0)
         wait_for_rollouts(actor, folder, 3)
         actor.kill()
         actor = start_actor(folder, port, *settings)
         wait_for_rollouts(actor, folder, 4)
-        kill_engine(folder, 1)
+        kill_engine(actor, folder, 1)
         assert actor.wait(240) == 0, actor.output()
     finally:
         actor.kill()
@@ -69,11 +69,18 @@ def test_it_learns_the_same_though_engines_and_the_trainer_are_killed(inputs, in
     assert result(tmp_path) == in_process
 
 
-def wait_for_rollouts(actor: Process, folder: Path, step: int) -> None:
-    while not (folder / "rollouts" / f"step_{step:06d}.jsonl").exists():
+def wait_for(path: Path, actor: Process) -> None:
+    while not path.exists():
         assert actor.poll() is None, actor.output()
         time.sleep(0.01)
 
 
-def kill_engine(folder: Path, number: int) -> None:
-    os.kill(json.loads((folder / "engines" / f"engine-{number}.json").read_text())["pid"], signal.SIGKILL)
+def wait_for_rollouts(actor: Process, folder: Path, step: int) -> None:
+    wait_for(folder / "rollouts" / f"step_{step:06d}.jsonl", actor)
+
+
+def kill_engine(actor: Process, folder: Path, number: int) -> None:
+    """Kill an engine, once it is ready: the run begins with the first that is."""
+    ready = folder / "engines" / f"engine-{number}.json"
+    wait_for(ready, actor)
+    os.kill(json.loads(ready.read_text())["pid"], signal.SIGKILL)
