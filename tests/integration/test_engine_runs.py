@@ -45,7 +45,8 @@ def in_process(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 def test_it_learns_the_same_with_engines(inputs, in_process, tmp_path, engines) -> None:
     run_pair(tmp_path, ppo_runs.server_overrides(inputs), overrides(inputs, engines))
     assert result(tmp_path) == in_process
-    assert not list(Path("/dev/shm").glob("nsr-*-weights"))
+    manifest = next((tmp_path / "actor" / "checkpoints").glob("*/manifest.json"))
+    assert not Path(f"/dev/shm/nsr-{json.loads(manifest.read_text())['run_id']}-weights").exists()
     assert not list((tmp_path / "actor" / "engines").glob("*.json"))  # every engine has ended by itself
 
 
