@@ -29,6 +29,8 @@ from nemo_style_rlhf.errors import StorageError, UserError
 FORMAT = 1
 MANIFEST = "manifest.json"
 ACTOR = "actor"
+AHEAD = "ahead"
+"""Part with what was sampled for later steps; absent if there is none."""
 log = logging.getLogger(__name__)
 
 

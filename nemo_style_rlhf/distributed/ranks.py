@@ -56,6 +56,13 @@ class Ranks:
         # Not the models' group, which may be NCCL's and gives up after half an hour.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
 
+    @staticmethod
+    def one() -> "Ranks":
+        """This rank as the only one, for what no other takes part in."""
+        alone = Ranks.__new__(Ranks)
+        alone.rank, alone.size, alone.generators, alone.generator, alone.leads, alone._group = 0, 1, 1, 0, True, None
+        return alone
+
     @property
     def is_first(self) -> bool:
         return self.rank == 0

@@ -38,6 +38,10 @@ CONFIG = "this_run"
 """Name of the engines' configuration; ``engine`` would be that of conf/."""
 
 
+class Abandoned(Exception):
+    """Nobody wants the samples any more."""
+
+
 @dataclass
 class EngineProcess:
     """An engine that answers and holds the current weights."""
@@ -66,6 +70,8 @@ class Fleet:
         """Ready files of engines that were lost."""
         self._published: Path | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self.abandoned = threading.Event()
+        """While it is set, nobody waits for an engine that starts."""
         self.lease = ""
         """Names the trainer and its current weights to the engines."""
 
@@ -188,6 +194,8 @@ class Fleet:
     def _wait_for_new(self) -> None:
         deadline = time.monotonic() + self._config.ready_timeout_s
         while not self._new() and not self._engines:
+            if self.abandoned.is_set():
+                raise Abandoned
             self._require_children()
             if time.monotonic() > deadline:
                 raise UserError(

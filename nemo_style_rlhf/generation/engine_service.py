@@ -1,5 +1,6 @@
 """The work of an engine process: one thread owns the generator; calls hand it jobs and wait for their results."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -44,7 +45,8 @@ class EngineService:
         """The generator is unusable: weights did not reach it whole, or one of its steps failed."""
         self._generator, self._boot_id, self._max_length = generator, boot_id, max_sequence_length
         self._vocabulary = vocabulary
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._ended = threading.Event()
         self._calls: list[_Call] = []
         self._lease: str | None = None
         self._held: StoredWeights | None = None
@@ -66,11 +68,13 @@ class EngineService:
         while not ends() and not self.failed.is_set():
             try:
                 while True:
-                    self._jobs.get(block=not self._calls, timeout=IDLE_S)()
+                    _do(*self._jobs.get(block=not self._calls, timeout=IDLE_S))
             except queue.Empty:
                 pass
             if self._calls and self._stepped():
                 self._settle()
+        self._ended.set()
+        self._refuse_jobs()
         self._drop(ProtocolError(Code.STOPPING, "the engine is stopping"))
 
     # --- in the threads of calls --------------------------------------------------------------------------------------
@@ -78,15 +82,17 @@ class EngineService:
     def _in_turn(self, work: Callable[[], Any]) -> Any:
         """Have the generator's thread do ``work`` between two of its steps."""
         result: Future[Any] = Future()
-
-        def job() -> None:
-            try:
-                result.set_result(work())
-            except Exception as error:  # noqa: BLE001 the future carries it
-                result.set_exception(error)
-
-        self._jobs.put(job)
+        self._jobs.put((work, result))
+        if self._ended.is_set():
+            self._refuse_jobs()
         return result.result()
+
+    def _refuse_jobs(self) -> None:
+        """Answer the jobs that nobody will do: the thread that does them has ended."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _, result = self._jobs.get_nowait()
+                result.set_exception(ProtocolError(Code.STOPPING, "the engine is stopping"))
 
     def _generate(self, inputs: dict[str, Array]) -> list[Completion]:
         requests, lease, version = messages.parse_generate(inputs)
@@ -201,3 +207,10 @@ class EngineService:
             call.stream.close()
             call.done.set_exception(reason)
         self._calls.clear()
+
+
+def _do(work: Callable[[], Any], result: "Future[Any]") -> None:
+    try:
+        result.set_result(work())
+    except Exception as error:  # noqa: BLE001 the future carries it
+        result.set_exception(error)

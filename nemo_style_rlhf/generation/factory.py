@@ -7,13 +7,13 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers import GenerationConfig as HFGenerationConfig
 
-from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.engine_fleet import Fleet, describe
 from nemo_style_rlhf.generation.engine_pool import GROUP, EnginePool
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
+from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm
@@ -52,20 +52,24 @@ def make_generator(
 
 
 def make_engine_pool(
-    model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, *, run_id: str, max_model_len: int,
-    weight_shapes: dict[str, tuple[int, ...]], ranks: Ranks, stop_strings: bool,
-) -> Generator:  # fmt: skip
+    model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, *, max_model_len: int,
+    weight_shapes: dict[str, tuple[int, ...]], stop_strings: bool,
+) -> EnginePool:  # fmt: skip
     """A generator that asks engines, which start at once."""
     folder = Path(run.output_dir).resolve() / "engines"
     fleet = Fleet(config.engines, folder)
-    if ranks.is_first:
-        describe(folder, model, config, run, max_length=max_model_len, stop_strings=stop_strings)
-        fleet.start()
-    memory = Path("/dev/shm")
-    store = (memory if memory.is_dir() else folder) / f"nsr-{run_id}-weights"
-    interrupt.remove_at_end(store)
+    describe(folder, model, config, run, max_length=max_model_len, stop_strings=stop_strings)
+    fleet.start()
     calls = config.engines.count * max(1, CALLS_AHEAD * config.max_num_seqs // GROUP)
-    return EnginePool(fleet, store, weight_shapes=weight_shapes, calls=calls, ranks=ranks)
+    return EnginePool(fleet, weight_shapes=weight_shapes, calls=calls)
+
+
+def make_weight_store(run_id: str, output_dir: str) -> WeightStore:
+    """The published weights of a run, in memory where the system offers that as a folder; an interrupt removes them."""
+    memory = Path("/dev/shm")
+    root = (memory if memory.is_dir() else Path(output_dir).resolve() / "engines") / f"nsr-{run_id}-weights"
+    interrupt.remove_at_end(root)
+    return WeightStore(root)
 
 
 def _generation_config(model: ModelConfig) -> HFGenerationConfig | None:

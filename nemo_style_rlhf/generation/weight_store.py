@@ -7,6 +7,8 @@ import base64
 import json
 import os
 import shutil
+import threading
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,55 +18,96 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nemo_style_rlhf.checkpoint.files import storage_errors
 from nemo_style_rlhf.generation.interface import ProbeTarget, TransferError, WeightUpdate
 
 MANIFEST = "manifest.json"
 
 
 class WeightStore:
-    """Versions of a run's weights in a folder that only its user can open."""
+    """Versions of a run's weights in a folder that only its user can open. Safe to use from several threads."""
 
     def __init__(self, root: Path) -> None:
         """Take over ``root``; versions that a killed trainer left there are removed."""
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(mode=0o700, parents=True)
         self.root = root
+        self._pinned: Counter[int] = Counter()
+        self._lock = threading.Lock()
 
-    def publish(self, update: WeightUpdate) -> Path:
-        """Write a version, whole or not at all; returns its folder."""
-        folder = self.root / str(update.version)
-        folder.mkdir(mode=0o700)
-        names: list[list[str]] = []
-        for number, bucket in enumerate(update.buckets()):
-            names.append([name for name, _ in bucket])
-            # Copies, because safetensors refuses tensors that share memory, as tied weights do.
-            save_file({name: _copy(tensor) for name, tensor in bucket}, _part(folder, number))
-            os.chmod(_part(folder, number), 0o600)
-        probe = update.probe
-        manifest = {
-            "version": update.version,
-            "digest": update.digest,
-            "tensors": names,
-            "probe": {
-                "sequences": probe.sequences,
-                "logprobs": [base64.b64encode(each.numpy().tobytes()).decode() for each in probe.logprobs],
-                "max_gap": probe.max_gap,
-            },
-        }
-        unfinished = folder / f"{MANIFEST}.tmp"
-        unfinished.touch(mode=0o600)
-        unfinished.write_text(json.dumps(manifest))
-        unfinished.rename(folder / MANIFEST)
-        return folder
+    def publish(self, update: WeightUpdate) -> "StoredWeights":
+        """Write a version, whole or not at all.
+
+        Raises:
+            StorageError: there is no room for it.
+        """
+        for _ in self.written(update).buckets():
+            pass
+        return self[update.version]
+
+    def written(self, update: WeightUpdate) -> WeightUpdate:
+        """``update``, of which a version is written while somebody reads it."""
+        return _Written(update, self._folder(update.version))
+
+    def __getitem__(self, version: int) -> "StoredWeights":
+        return StoredWeights.open(self._folder(version))
 
     def keep(self, versions: Collection[int]) -> None:
-        """Remove all other versions."""
-        for folder in self.root.iterdir():
-            if int(folder.name) not in versions:
-                shutil.rmtree(folder)
+        """Remove all versions but these and the pinned ones."""
+        with self._lock:
+            for folder in self.root.iterdir():
+                if int(folder.name) not in versions and not self._pinned[int(folder.name)]:
+                    shutil.rmtree(folder)
+
+    def pin(self, version: int) -> None:
+        """Keep a version until it is unpinned as often."""
+        with self._lock:
+            self._pinned[version] += 1
+
+    def unpin(self, version: int) -> None:
+        with self._lock:
+            self._pinned[version] -= 1
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def _folder(self, version: int) -> Path:
+        return self.root / str(version)
+
+
+class _Written:
+    """A :class:`WeightUpdate` that writes itself into a folder as it is read."""
+
+    def __init__(self, update: WeightUpdate, folder: Path) -> None:
+        self._update, self._folder = update, folder
+        self.version, self.probe, self.digest = update.version, update.probe, update.digest
+
+    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+        folder, names = self._folder, []
+        folder.mkdir(mode=0o700)
+        for number, bucket in enumerate(self._update.buckets()):
+            names.append([name for name, _ in bucket])
+            with storage_errors(folder):
+                # Copies, because safetensors refuses tensors that share memory, as tied weights do.
+                save_file({name: _copy(tensor) for name, tensor in bucket}, _part(folder, number))
+                os.chmod(_part(folder, number), 0o600)
+            yield bucket
+        self.digest = self._update.digest
+        manifest = {
+            "version": self.version,
+            "digest": self.digest,
+            "tensors": names,
+            "probe": {
+                "sequences": self.probe.sequences,
+                "logprobs": [base64.b64encode(each.numpy().tobytes()).decode() for each in self.probe.logprobs],
+                "max_gap": self.probe.max_gap,
+            },
+        }
+        unfinished = folder / f"{MANIFEST}.tmp"
+        with storage_errors(folder):
+            unfinished.touch(mode=0o600)
+            unfinished.write_text(json.dumps(manifest))
+            unfinished.rename(folder / MANIFEST)
 
 
 @dataclass

@@ -6,10 +6,13 @@ import json
 import logging
 import os
 import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,13 +28,15 @@ from nemo_style_rlhf.distributed.ranks import Ranks, require_tensor_parallel
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.process_group import init_distributed, require_all_ranks
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation.factory import make_engine_pool, make_generator
+from nemo_style_rlhf.generation.factory import make_engine_pool, make_generator, make_weight_store
+from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.decoding import decoder_loader
 from nemo_style_rlhf.models.digests import rows_fingerprint, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.ppo.metrics import validation_metrics
 from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_checkpoint, wait_together
 from nemo_style_rlhf.ppo.sampler_check import MAX_GAP, Probe
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE, Saver
@@ -39,17 +44,23 @@ from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder
 from nemo_style_rlhf.rollout.producer import Producer
+from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.reference import AdaptersOff, FrozenCopy, Reference
+from nemo_style_rlhf.rollout.schedule import Schedule
+from nemo_style_rlhf.rollout.types import Rollout
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.endpoints import EndpointScorer
 from nemo_style_rlhf.scoring.function import FunctionScorer
-from nemo_style_rlhf.scoring.interface import Scorer
-from nemo_style_rlhf.scoring.remote import RemoteCriticScorer, RewardServerScorer, served_by
+from nemo_style_rlhf.scoring.futures import mapped
+from nemo_style_rlhf.scoring.interface import Scorer, Scores
+from nemo_style_rlhf.scoring.remote import RemoteCriticScorer, RewardServerScorer, scores_of, served_by
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
 log = logging.getLogger(__name__)
+VALIDATION_SEED_OFFSET = 2**32
+"""Keeps the seeds of validation samples apart from those of training; they are the same at every validation."""
 PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
 
 
@@ -80,10 +91,8 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
     check_template(config.model.path, config.data, tokenizer)
     init_distributed(device)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    engines = config.generation.engines.count
-    # The engines are one generator, which the first rank asks for all.
-    ranks = Ranks(tensor_parallel=world_size if engines else config.generation.tensor_parallel_size)
+    engines, staleness = config.generation.engines.count, config.algorithm.staleness
+    ranks = Ranks(tensor_parallel=config.generation.tensor_parallel_size)
     critic = _meet_critic(config, tokenizer, policy, max_length, ranks, store) if config.uses_critic_process else None
     scorer = _scorer(config, critic, tokenizer, ranks, store)
     run_id = ranks.from_first(uuid.uuid4().hex[:12] if found is None or whole is not config else found.run_id)
@@ -94,15 +103,16 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     reference = _reference(config, engine, device, ranks) if config.needs_reference else None
     shapes = {name: tuple(tensor.shape) for name, tensor in engine.hf_weights()}
     stop_strings = any(prompt.sampling.stop for prompt in [*prompts, *val_prompts])
-    if engines:
-        generator = make_engine_pool(
-            config.model, config.generation, config.run, run_id=run_id, max_model_len=max_length, weight_shapes=shapes,
-            ranks=ranks, stop_strings=stop_strings,
-        )  # fmt: skip
-    else:
+    generator: Generator | None = None
+    if not engines:
         generator = make_generator(
             config.model, config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed,
             max_model_len=max_length, weight_shapes=shapes, stop_strings=stop_strings,
+        )  # fmt: skip
+    elif ranks.is_first:  # the other ranks receive what the first one makes
+        generator = make_engine_pool(
+            config.model, config.generation, config.run, max_model_len=max_length, weight_shapes=shapes,
+            stop_strings=stop_strings,
         )  # fmt: skip
     require_all_ranks()
     if ranks.is_first:
@@ -110,10 +120,9 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     ranks.require_shared(output_dir)
     sampler = PromptSampler(len(prompts), config.run.seed, config.data.shuffle)
     rollouts = _rollout_writer(config, tokenizer) if ranks.is_first and config.tracking.save_rollouts else None
-    parts = Parts(
-        engine=engine,
-        generator=generator,
-        producer=Producer(
+    producer = None
+    if generator is not None:
+        producer = Producer(
             generator,
             scorer,
             take=lambda position, count: [prompts[index] for index in sampler.take(position, count)],
@@ -121,14 +130,35 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
             algorithm=config.algorithm,
             max_length=config.generation.max_length,
             run_seed=config.run.seed,
-            ranks=ranks,
-        ),
+            ranks=Ranks.one() if engines else ranks,
+        )
+    else:
+        scorer.close()
+    queue = BatchQueue(
+        producer,
+        generator,
+        schedule=Schedule(staleness, total_steps),
+        prompts={prompt.prompt_id: prompt for prompt in prompts},
+        validate=partial(_validate, config, val_prompts[: config.algorithm.num_val_samples]),
+        store=make_weight_store(run_id, config.run.output_dir) if ranks.is_first and (engines or staleness) else None,
+        beside=engines > 0,
+        ranks=ranks,
+    )
+    parts = Parts(
+        engine=engine,
+        queue=queue,
         experience=ExperienceBuilder(
-            engine, reference, config.algorithm, config.engine, device, config.generation.temperature, ranks
+            engine,
+            reference,
+            config.algorithm,
+            config.engine,
+            device,
+            config.generation.temperature,
+            ranks,
+            ask_values=partial(_ask_values, critic) if critic is not None and staleness else None,
         ),
         critic=critic,
         sampler=sampler,
-        val_prompts=val_prompts,
         tokenizer=tokenizer,
         probe=Probe(
             prompts,
@@ -146,7 +176,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         versions={name: importlib.metadata.version(name) for name in PACKAGES}, rollouts=rollouts,
     )  # fmt: skip
     recovery = Recovery(critic, store, ranks, run_id=run_id, output_dir=output_dir)
-    session = Session(config, engine, store, saver, recovery, ranks, total_steps=total_steps)
+    session = Session(config, engine, queue, store, saver, recovery, ranks, total_steps=total_steps)
     return PPOTrainer(config, parts, session, total_steps=total_steps)
 
 
@@ -155,7 +185,7 @@ def run_identity(config: PPOActorConfig, prompts: list[Prompt] | None = None) ->
     those that depend on them are missing. engine.zero_stage and the number of ranks may change, so they are not among them."""
     identity = {
         **lora_identity(config.model), "model.dtype": config.model.dtype, "run.seed": config.run.seed,
-        "data.shuffle": config.data.shuffle,
+        "data.shuffle": config.data.shuffle, "algorithm.staleness": config.algorithm.staleness,
     }  # fmt: skip
     if prompts is not None:
         identity["training prompts"] = rows_fingerprint((prompt.prompt_id, prompt.token_ids) for prompt in prompts)
@@ -232,6 +262,23 @@ def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: 
     return needed
 
 
+def _validate(config: PPOActorConfig, prompts: list[Prompt], producer: Producer, version: int) -> dict[str, float]:
+    algorithm = config.algorithm
+    sampled = producer.sample(
+        prompts,
+        samples_per_prompt=algorithm.val_samples_per_prompt,
+        run_seed=config.run.seed + VALIDATION_SEED_OFFSET,
+        version=version,
+    )
+    return validation_metrics(sampled, pass_score=algorithm.val_pass_score)
+
+
+def _ask_values(critic: RemoteCritic, rollouts: Sequence[Rollout], critic_step: int) -> "Future[Scores]":
+    """The values of stale samples, which only a critic of this very step may give."""
+    samples = [rollout.tokens.numpy().astype(np.int32) for rollout in rollouts]
+    return mapped(critic.infer(samples, want="values", expect_critic_step=critic_step), scores_of)
+
+
 def _scorer(
     config: PPOActorConfig, critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase, ranks: Ranks,
     store: CheckpointStore,
@@ -239,9 +286,11 @@ def _scorer(
     """The reward sources in use, and the critic's values."""
     reward = config.reward
     sources: dict[str, tuple[Scorer, float]] = {}
-    if critic is not None:
-        weight = reward.critic.weight
-        want: Want = "rewards" if not config.algorithm.uses_critic else "both" if weight != 0 else "values"
+    weight = reward.critic.weight
+    # The critic values a stale sample when its step begins: until then it is another critic.
+    values = config.algorithm.uses_critic and not config.algorithm.staleness
+    if critic is not None and (values or weight != 0):
+        want: Want = "rewards" if not values else "both" if weight != 0 else "values"
         sources["critic"] = RemoteCriticScorer(critic, want=want), weight
     if reward.server.weight != 0:
         rendered = config.data.format == "messages"

@@ -35,7 +35,8 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         "rewards_std": float(scores.rewards[~scores.failures].std(correction=0)),
         "rewards_with_kl": float((experience.rewards * mask).sum() / learned_samples),
         "reward_failures": float(scores.failures.sum()),
-        "entropy": float(-masked_mean(experience.logprobs, mask)),
+        # Over stale samples, it is the cross entropy of the policies that sampled and that trains.
+        "cross_entropy" if experience.stale else "entropy": float(-masked_mean(experience.logprobs, mask)),
         "learned_tokens": float(mask.sum()),
         **{name: _mean(values) for name, values in scores.extra.items()},
         **experience.counts,
@@ -44,8 +45,8 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         gap = (experience.sampler_logprobs - experience.logprobs).abs()[mask.bool()]
         metrics |= {"sampler_logprob_gap_max": float(gap.max()), "sampler_logprob_gap_mean": float(gap.mean())}
     if experience.ref_logprobs is not None:
-        metrics["init_policy_kl"] = float(masked_mean(experience.kl, mask))
-        metrics["init_policy_kl_per_sample"] = float((experience.kl * mask).sum() / learned_samples)
+        metrics["init_policy_kl"] = float(masked_mean(experience.present_kl, mask))
+        metrics["init_policy_kl_per_sample"] = float((experience.present_kl * mask).sum() / learned_samples)
         metrics["kl_coef"] = experience.kl_coef
     if scores.values is not None:
         metrics["values"] = float(masked_mean(scores.values, mask))

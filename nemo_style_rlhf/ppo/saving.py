@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
-from nemo_style_rlhf.checkpoint.store import ACTOR, CheckpointStore
+from nemo_style_rlhf.checkpoint.store import ACTOR, AHEAD, CheckpointStore
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.errors import StorageError
+from nemo_style_rlhf.rollout.ahead import Ahead
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
 
@@ -48,7 +49,9 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def save(self, engine: Engine, step: int, state: dict[str, Any], *, critic_step: int, export_critic: bool) -> None:
+    def save(
+        self, engine: Engine, step: int, state: dict[str, Any], *, ahead: Ahead, critic_step: int, export_critic: bool
+    ) -> None:
         """Copy the state after ``step`` to memory and begin to write it. The critic makes its own copy before any train step
         that is requested later.
 
@@ -62,7 +65,7 @@ class Saver:
                 checkpoint_id(self._run_id, step), critic_step=critic_step, export=export_critic
             )
         rows = None if self._rollouts is None else self._rollouts.writing
-        self._writing = self._thread.submit(self._write, step, engine.snapshot(), state, critic_checkpoint, rows)
+        self._writing = self._thread.submit(self._write, step, engine.snapshot(), state, ahead, critic_checkpoint, rows)
 
     @property
     def failed(self) -> bool:
@@ -118,6 +121,7 @@ class Saver:
         step: int,
         copy: Snapshot,
         state: dict[str, Any],
+        ahead: Ahead,
         critic_checkpoint: "Future[dict[str, Any]] | None",
         rows: "Future[None] | None",
     ) -> None:
@@ -134,6 +138,7 @@ class Saver:
             with whole_or_absent():
                 if rows is not None:
                     rows.result()  # a resumed run does not generate these rollouts again
+                ahead.save(self._store.part(step, AHEAD))
                 (folder / IDENTITY_FILE).write_text(json.dumps(self._identity))
                 self._store.commit(step, self._run_id, critic=described, state=state, versions=self._versions)
             if self._critic is not None:
@@ -147,6 +152,8 @@ class Saver:
             described = self._ranks.on_first(begin)
             with whole_or_absent():  # deletes only after every rank has ended: none may still be writing
                 self._ranks.everyone(lambda: copy.write(folder / "engine"))
+            copy.drop()
+            self._ranks.on_first(commit)
         finally:
             copy.drop()  # an error's traceback would keep the copy alive
-        self._ranks.on_first(commit)
+            ahead.release()

@@ -4,10 +4,11 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from nemo_style_rlhf.checkpoint.store import CheckpointStore
+from nemo_style_rlhf.checkpoint.store import AHEAD, CheckpointStore
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
@@ -15,6 +16,7 @@ from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.preemption import request_stop, stop_requested
 from nemo_style_rlhf.ppo.recovery import Recovery
 from nemo_style_rlhf.ppo.saving import Saver
+from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
 
@@ -46,11 +48,12 @@ class Session:
     """One start of a run, from its last checkpoint. Every rank makes the same calls."""
 
     def __init__(
-        self, config: PPOActorConfig, engine: Engine, store: CheckpointStore, saver: Saver, recovery: Recovery, ranks: Ranks,
-        *, total_steps: int,
+        self, config: PPOActorConfig, engine: Engine, queue: BatchQueue, store: CheckpointStore, saver: Saver,
+        recovery: Recovery, ranks: Ranks, *, total_steps: int,
     ) -> None:  # fmt: skip
         self._config = config
         self._engine = engine
+        self._queue = queue
         self._store = store
         self._saver = saver
         self._recovery = recovery
@@ -92,26 +95,28 @@ class Session:
             self.restored = self.stopped = False
             sleep(RECOVERY_PAUSE_S)  # a server that is stopping still answers for its status
 
-    def restore(self, begin: Callable[[], None]) -> None:
+    def restore(self, begin: Callable[[Path], None]) -> None:
         """Bring actor and critic to the last common checkpoint. A run without one is new, and commits its step 0.
 
         Args:
-            begin: called when weights and ``progress`` are in place, before a new run commits them.
+            begin: called when weights and ``progress`` are in place, before a new run commits them, with the folder of what the
+                checkpoint holds of later steps.
 
         Raises:
             Preempted: the run was told to end while no server answered.
         """
+        self._queue.abandon()
         self._saver.abandon(at=self.progress.step)
         manifest = self._recovery.restore_critic(self._cause)
         if manifest is None:
-            begin()
+            begin(self._store.part(0, AHEAD))
             self._commit()
             self._saver.settle()  # until it is complete, a step would have no checkpoint to go back to
         else:
             self._store.resume_from(manifest.step)
             self._saver.load(self._engine, manifest.step)
             self.progress = Progress(**manifest.state)
-            begin()
+            begin(self._store.part(manifest.step, AHEAD))
             log.info("resumed from step %d", self.progress.step)
         self.restored = True
         if not self._begun:
@@ -148,6 +153,7 @@ class Session:
             self._engine,
             step,
             asdict(self.progress),
+            ahead=self._queue.ahead(step),
             critic_step=self.progress.critic_step,
             export_critic=step == self._total_steps and self._config.checkpoint.export_critic,
         )

@@ -17,11 +17,9 @@ from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import record_end
 from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, RemoteCritic
-from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.sampling import PromptSampler, mixed_seed
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
-from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.ppo.export import export_policy
 from nemo_style_rlhf.ppo.health import Health, check_health
@@ -30,13 +28,13 @@ from nemo_style_rlhf.ppo.metrics import (
     repetition_metrics,
     rollout_columns,
     rollout_metrics,
-    validation_metrics,
 )
 from nemo_style_rlhf.ppo.sampler_check import Probe, check_logprob_gap
 from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder, ShapingState
-from nemo_style_rlhf.rollout.producer import Producer, Timers
+from nemo_style_rlhf.rollout.producer import Timers
+from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
@@ -44,8 +42,6 @@ from nemo_style_rlhf.tracking.progress import StepProgress
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
 log = logging.getLogger(__name__)
-VALIDATION_SEED_OFFSET = 2**32
-"""Keeps the seeds of validation samples apart from those of training; they are the same at every validation."""
 Part = TypeVar("Part")
 
 
@@ -54,13 +50,11 @@ class Parts:
     """The components that the loop connects."""
 
     engine: Engine
-    generator: Generator
-    producer: Producer
+    queue: BatchQueue
     experience: ExperienceBuilder
     critic: RemoteCritic | None
     """None if neither the algorithm nor the reward needs the critic process. All ranks query it; only the first changes it."""
     sampler: PromptSampler
-    val_prompts: list[Prompt]
     tokenizer: PreTrainedTokenizerBase
     probe: Probe
     metrics: MetricsWriter | None
@@ -81,9 +75,6 @@ class PPOTrainer:
         self._total_steps = total_steps
         self._output_dir = Path(config.run.output_dir)
         self._untouched = parts.experience.state
-        self._version = 0
-        """Version of the weights that the generator holds."""
-        self._probe_gap = 0.0
         self._beside = ThreadPoolExecutor(1, "metrics")
 
     def fit(self) -> bool:
@@ -135,8 +126,7 @@ class PPOTrainer:
     def close(self) -> None:
         """End everything that runs beside the loop, including calls under way."""
         self._beside.shutdown()
-        self._parts.producer.close()
-        self._parts.generator.close()
+        self._parts.queue.close()
         for part in (self._parts.critic, self._parts.rollouts):
             if part is not None:
                 part.close()
@@ -152,9 +142,10 @@ class PPOTrainer:
         warming_up = step <= config.algorithm.critic_warmup_steps
         trains_critic = parts.critic is not None and config.algorithm.uses_critic
 
-        batch = parts.producer.batch(step, progress.data_position, self._version, timers)
+        batch = parts.queue.batch(step, timers)
+        self._write_validation(step - 1 - config.algorithm.staleness)
         repetition = self._beside.submit(repetition_metrics, batch.rollouts) if self._ranks.is_first else None
-        experience = parts.experience.build(batch, timers)
+        experience = parts.experience.build(batch, timers, critic_step=progress.critic_step)
         metrics: dict[str, float] = self._ranks.on_first(lambda: rollout_metrics(experience))
         check_logprob_gap(config.audit, metrics)
         plan = mini_batch_plan(experience, config.algorithm, seed=config.run.seed, step=step)
@@ -171,8 +162,7 @@ class PPOTrainer:
             timers.lap("wait_for_critic")
             metrics["timers/critic_train"] = critic_metrics.pop("seconds")
             metrics |= {f"critic/{name}": value for name, value in critic_metrics.items()}
-        if not warming_up:
-            self._publish(step, timers)
+        self._publish(step, timers, validate=self._validation_due(step))
         self._session.progress = replace(
             progress,
             step=step,
@@ -182,11 +172,14 @@ class PPOTrainer:
         )
         metrics |= self._ranks.on_first(lambda: {} if repetition is None else repetition.result())
         metrics |= {
-            "train_rollouts/transfer_probe_gap": self._probe_gap,
+            "train_rollouts/transfer_probe_gap": batch.probe_gap,
             "train_rollouts/epoch": parts.sampler.epoch(batch.data_end),
         }
-        if self._validation_due(step):
-            metrics |= self._validate()
+        if step == self._total_steps:
+            for version in range(step - config.algorithm.staleness, step):
+                self._write_validation(version)
+        if parts.queue.owes_validation(step) and (self._waits_for_validation or step == self._total_steps):
+            metrics |= self._validation(step)
             timers.lap("validation")
         require_owned()
         self._on_first(parts.rollouts, lambda rollouts: rollouts.write(step, rollout_columns(experience)))
@@ -225,34 +218,38 @@ class PPOTrainer:
         assert self._parts.critic is not None
         return self._parts.critic.train(critic_batch(experience, plan), step=self._session.progress.critic_step + 1)
 
-    def _publish(self, version: int, timers: Timers) -> None:
-        """Give the generator the engine's weights, and the log-probabilities that it must compute with them."""
+    def _publish(self, version: int, timers: Timers, *, validate: bool) -> None:
+        """Let the engine's weights sample, and say which log-probabilities a generator must compute with them."""
         target = self._parts.probe.target(self._parts.engine)
         timers.lap("transfer_probe")
         update = OwnWeights(version, self._parts.engine.hf_weights(), target)
-        self._probe_gap, self._version = self._parts.generator.load(update), version
+        self._parts.queue.publish(update, timers, validate=validate)
         timers.lap("weight_transfer")
 
     def _validation_due(self, step: int) -> bool:
         interval = self._config.algorithm.val_check_interval
         return interval > 0 and (step % interval == 0 or step == self._total_steps)
 
-    def _validate(self) -> dict[str, float]:
-        algorithm = self._config.algorithm
-        sampled = self._parts.producer.sample(
-            self._parts.val_prompts[: algorithm.num_val_samples],
-            samples_per_prompt=algorithm.val_samples_per_prompt,
-            run_seed=self._config.run.seed + VALIDATION_SEED_OFFSET,
-            version=self._version,
-        )
-        metrics = validation_metrics(sampled, pass_score=algorithm.val_pass_score)
+    @property
+    def _waits_for_validation(self) -> bool:
+        """Whether a step ends with the validation of its weights; else its row is written when the steps that were sampled before
+        it are trained."""
+        return self._config.algorithm.staleness == 0 or self._config.checkpoint.keep_best
+
+    def _write_validation(self, version: int) -> None:
+        """Write the row of a validation that nobody has waited for."""
+        if self._parts.queue.owes_validation(version):
+            self._write_metrics(version, self._validation(version))
+
+    def _validation(self, step: int) -> dict[str, float]:
+        metrics = self._parts.queue.validation(step)
         reward, best = metrics["val_rollouts/rewards"], self._session.progress.best_reward
         # A validation in which every sample failed has reward NaN and is never the best.
         if self._config.checkpoint.keep_best and reward > (-math.inf if best is None else best):
             self._session.progress = replace(self._session.progress, best_reward=reward)
             self._export("best")
             if self._ranks.is_first:
-                note = {"step": self._session.progress.step, "val_rollouts/rewards": reward}
+                note = {"step": step, "val_rollouts/rewards": reward}
                 write_atomically(self._output_dir / "best" / "best.json", json.dumps(note).encode())
         return metrics
 
@@ -260,14 +257,16 @@ class PPOTrainer:
         self._session.restore(self._begin)
         step = self._session.progress.step
         self._on_first(self._parts.metrics, lambda writer: writer.rewind(step if step else -1))
-        if step == 0 and self._config.algorithm.val_check_interval:
-            self._write_metrics(0, self._validate())
+        if step == 0 and self._waits_for_validation:
+            self._write_validation(0)
 
-    def _begin(self) -> None:
-        """Called when the engine holds the weights to continue from."""
+    def _begin(self, ahead: Path) -> None:
+        """Called when the engine holds the weights to continue from; ``ahead`` is the checkpoint's part of that name."""
         progress = self._session.progress
         self._parts.experience.state = ShapingState(**progress.collector) if progress.collector else self._untouched
-        self._publish(progress.step, Timers())
+        self._parts.queue.restore(progress.step, progress.data_position, ahead)
+        first = progress.step == 0 and self._config.algorithm.val_check_interval > 0
+        self._publish(progress.step, Timers(), validate=first)
 
     def _export(self, name: str) -> None:
         export_policy(

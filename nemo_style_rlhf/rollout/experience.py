@@ -1,7 +1,8 @@
 """The stateful part of a rollout: turns a batch of scored samples into the training signal of each token."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class ExperienceBuilder:
     """Default temperature, from ``generation.temperature``."""
     ranks: Ranks
     """Ranks that share the forwards; each gets the whole Experience."""
+    ask_values: "Callable[[Sequence[Rollout], int], Future[Scores]] | None" = None
+    """Asks the critic of a given step for the values of a batch whose scores bring none."""
 
     def __post_init__(self) -> None:
         algorithm = self.algorithm
@@ -69,8 +72,11 @@ class ExperienceBuilder:
         if state.normalizer:
             self._normalizer.load_state_dict(state.normalizer)
 
-    def build(self, batch: Batch, timers: Timers) -> Experience:
+    def build(self, batch: Batch, timers: Timers, *, critic_step: int = 0) -> Experience:
         """Compute log-probabilities, KL, advantages and corrections of a batch, whose scores may still be pending.
+
+        Args:
+            critic_step: number of train steps that the critic has done.
 
         Raises:
             NothingToLearnError: no sample has a loss token.
@@ -81,6 +87,9 @@ class ExperienceBuilder:
         tokens = torch.cat([rollout.tokens for rollout in rollouts])
         actions = action_mask(rollouts)
         untruncated = self._without_truncated(rollouts, lengths, actions)
+        values = None
+        if algorithm.uses_critic and self.ask_values is not None and self.ranks.is_first:
+            values = self.ask_values(rollouts, critic_step)
         temperatures = self._temperatures(rollouts)
         logprobs = action_aligned([rollout.sampler_logprobs for rollout in rollouts]) * actions
         sampler_logprobs = None
@@ -96,6 +105,9 @@ class ExperienceBuilder:
             kl = kl_estimate(logprobs, ref_logprobs, kind=algorithm.kl_estimator)
         timers.lap("reference_logprobs")
         scores = batch.scores.result()
+        if algorithm.uses_critic and self.ask_values is not None:
+            valued = self.ranks.on_first(lambda: values.result())  # type: ignore[union-attr]
+            scores = replace(scores, values=valued.values, critic_steps=valued.critic_steps)
         timers.lap("wait_for_scores")
         scored = (~scores.failures).float().repeat_interleave(torch.tensor(lengths))
         mask = untruncated * scored
@@ -126,9 +138,10 @@ class ExperienceBuilder:
             returns=None if signal.returns is None else unpad(signal.returns, lengths),
             correction=self._correction(logprobs, sampler_logprobs, mask, lengths),
             counts=batch.counts | equal,
+            stale=algorithm.staleness > 0,
         )
         if batch.step > algorithm.critic_warmup_steps:  # until then the policy is the reference, its KL says nothing
-            self._kl.update(float(masked_mean(kl, mask)), len(rollouts))
+            self._kl.update(float(masked_mean(experience.present_kl, mask)), len(rollouts))
         timers.lap("advantages")
         return experience
 

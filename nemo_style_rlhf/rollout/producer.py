@@ -1,5 +1,6 @@
 """The stateless part of a rollout: turns prompts into samples whose scores are pending."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -68,6 +69,9 @@ class PendingScores:
     """Number of tokens of each sample of the batch."""
     ranks: Ranks
 
+    def done(self) -> bool:
+        return all(group.done() and group.exception() is None for group in self.groups.values())
+
     def result(self) -> Scores:
         shards = self.ranks.everyone(lambda: [self.groups[group].result() for group in sorted(self.groups)])
         scores = Scores.joined([group for shard in shards for group in shard])
@@ -82,6 +86,9 @@ class KnownScores:
     """Scores that have already arrived."""
 
     scores: Scores
+
+    def done(self) -> bool:
+        return True
 
     def result(self) -> Scores:
         return self.scores
@@ -116,10 +123,11 @@ class Producer:
         wanted = algorithm.num_rollout_samples // algorithm.samples_per_prompt
         seen: Counter[int] = Counter()
         kept: list[Sampled] = []
+        first_round = math.ceil(wanted * algorithm.filter.oversample)
         found = dropped = rounds = 0
         while found < wanted and rounds < algorithm.filter.max_rounds:
             rounds += 1
-            prompts = self.take(position, wanted if rounds == 1 else max(1, wanted - found))
+            prompts = self.take(position, first_round if rounds == 1 else wanted - found)
             position += len(prompts)
             requests = make_requests(
                 prompts, step=step, samples_per_prompt=algorithm.samples_per_prompt, max_tokens=self.max_length,
@@ -131,7 +139,7 @@ class Producer:
                 return Batch(step, rollouts, pending, position, {})
             sampled = Sampled(rollouts, pending.result())
             timers.lap("wait_for_scores")
-            rows = self._rows_that_teach(sampled.scores)
+            rows = self._rows_that_teach(sampled.scores)[: (wanted - found) * algorithm.samples_per_prompt]
             if rows:
                 kept.append(sampled.select(rows))
             found += len(rows) // algorithm.samples_per_prompt

@@ -97,6 +97,9 @@ class Sampled:
 
 
 class ScoresToCome(Protocol):
+    def done(self) -> bool:
+        """Whether all scores have arrived, none of them as an error; asked on the first rank."""
+
     def result(self) -> Scores:
         """The scores of all samples, on every rank; every rank calls it.
 
@@ -117,6 +120,8 @@ class Batch:
     """Number of prompts taken from the sampler, including this batch's."""
     counts: dict[str, float]
     """Statistics of filtering: prompts filtered out and rounds needed."""
+    probe_gap: float = 0.0
+    """The gap, in nats, that the generator found on the probe when it loaded the weights that sampled this."""
 
 
 @dataclass(frozen=True)
@@ -157,3 +162,10 @@ class Experience:
     """Importance weights trainer / sampler on the policy loss; None if there is no correction."""
     counts: dict[str, float]
     """As in :class:`Batch`, and the share of groups whose scores are all equal."""
+    stale: bool
+    """Whether an older policy than the one before the update has sampled."""
+
+    @property
+    def present_kl(self) -> Tensor:
+        """``kl``, weighed so that its mean is that of the policy before the update, which has not sampled stale samples."""
+        return self.kl * self.correction if self.stale and self.correction is not None else self.kl

@@ -162,6 +162,24 @@ class PPOActorConfig:
         require(buffer <= longest, "algorithm.shaping.overlong_buffer", buffer, f"0 to generation.max_length={longest}")
         if self.algorithm.old_logprobs == "sampler":
             self._validate_sampler_logprobs()
+        if self.algorithm.staleness:
+            self._validate_stale_metrics()
+
+    def _validate_stale_metrics(self) -> None:
+        """
+        Raises:
+            UserError: a limit is set for a metric that says something else of stale samples.
+        """
+        limits = {
+            "audit.max_logprob_gap": (self.audit.max_logprob_gap, "the gap is how far the policy has moved since"),
+            "audit.health.min_entropy": (self.audit.health.min_entropy, "only the cross entropy is known"),
+        }
+        for key, (limit, why) in limits.items():
+            if limit is not None:
+                raise UserError(
+                    f"{key}={limit:g} with algorithm.staleness={self.algorithm.staleness}: of stale samples {why}: use "
+                    f"{key}=null, or staleness=0"
+                )
 
     def _validate_sampler_logprobs(self) -> None:
         """

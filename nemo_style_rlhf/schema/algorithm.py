@@ -63,12 +63,20 @@ class FilterConfig:
     """A prompt counts only if its mean filtering score is above low and below high; null leaves a side open."""
     max_rounds: int = 4
     """Maximum number of rollouts per step to find enough prompts; after that, the step uses those found."""
+    oversample: float = 1.0
+    """Prompts of the first of these rollouts, as a multiple of those wanted. Those that count are used in the order of the data,
+    not of their samples' ends, which would prefer short answers."""
 
     @property
     def enabled(self) -> bool:
         return self.low is not None or self.high is not None
 
     def validate(self) -> None:
+        require(self.oversample >= 1, "algorithm.filter.oversample", self.oversample, "a factor from 1 up")
+        if self.oversample > 1 and not self.enabled:
+            raise UserError(
+                f"algorithm.filter.oversample={self.oversample:g} has nothing to choose by: set algorithm.filter.low or high"
+            )
         require(self.max_rounds >= 1, "algorithm.filter.max_rounds", self.max_rounds, "a number of rollouts from 1 up")
         if self.low is not None and self.high is not None:
             require(self.low < self.high, "algorithm.filter.low", self.low, f"less than high={self.high}")
@@ -92,6 +100,11 @@ class AlgorithmConfig:
     """Optimizer steps per pass."""
     critic_warmup_steps: int = 0
     """Number of first PPO steps that train only the critic, which starts as a reward model and must learn to predict returns."""
+    staleness: int = 0
+    """Step k trains on samples of the weights after step k - 1 - staleness, exactly. With generation.engines.count, sampling then
+    goes on beside training (docs/asynchronous.md). 0 samples from the newest weights."""
+    allow_uncorrected: bool = False
+    """Permit staleness without correction, which treats stale samples as if the newest policy had made them."""
     val_check_interval: int = 0
     """PPO steps between validation rollouts, which also run before the first step and after the last; 0 turns them off."""
     num_val_samples: int = 128
@@ -178,6 +191,9 @@ class AlgorithmConfig:
             1 <= self.mini_batches <= self.num_rollout_samples,
             key("mini_batches"), self.mini_batches, f"1 to num_rollout_samples={self.num_rollout_samples}",
         )  # fmt: skip
+        require(self.staleness >= 0, key("staleness"), self.staleness, "a number of versions from 0 up")
+        if self.staleness:
+            self._validate_staleness()
         require(0 <= self.gae_lambda <= 1, key("gae_lambda"), self.gae_lambda, "0 to 1")
         require(0 <= self.discount_factor <= 1, key("discount_factor"), self.discount_factor, "0 to 1")
         require(self.ratio_eps > 0, key("ratio_eps"), self.ratio_eps, "a number above 0")
@@ -201,6 +217,19 @@ class AlgorithmConfig:
             raise UserError(
                 f"algorithm.critic_warmup_steps={self.critic_warmup_steps} but "
                 f"algorithm.advantage_estimator={self.advantage_estimator} has no critic: set it to 0"
+            )
+
+    def _validate_staleness(self) -> None:
+        given = f"algorithm.staleness={self.staleness}"
+        if self.old_logprobs == "sampler":
+            raise UserError(
+                f"{given} with algorithm.old_logprobs=sampler would clip against a policy that no longer exists: use "
+                "old_logprobs=trainer"
+            )
+        if self.correction.kind == "none" and not self.allow_uncorrected:
+            raise UserError(
+                f"{given} trains on samples of older weights, which algorithm.correction.kind=none takes for the newest "
+                "policy's: use correction.kind=tis, or algorithm.allow_uncorrected=true if you mean it"
             )
 
 

@@ -39,18 +39,18 @@ class RemoteCriticScorer:
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         sequences = [sample.tokens.numpy().astype(np.int32) for sample in samples]
-        return mapped(self._critic.infer(sequences, want=self._want), self._scores)
+        return mapped(self._critic.infer(sequences, want=self._want), scores_of)
 
     def close(self) -> None:
         """Do nothing: the connection belongs to the trainer."""
 
-    @staticmethod
-    def _scores(result: CriticInference) -> Scores:
-        if result.values is None:  # the reward model is frozen: its rewards are the same at every critic step
-            return Scores(rewards=torch.tensor(result.rewards, dtype=torch.float32))
-        values = torch.cat([torch.tensor(values, dtype=torch.float32) for values in result.values])
-        rewards = torch.zeros(len(result.values)) if result.rewards is None else torch.tensor(result.rewards)
-        return Scores(rewards=rewards, values=values, critic_steps=result.critic_steps)
+
+def scores_of(result: CriticInference) -> Scores:
+    if result.values is None:  # the reward model is frozen: its rewards are the same at every critic step
+        return Scores(rewards=torch.tensor(result.rewards, dtype=torch.float32))
+    values = torch.cat([torch.tensor(values, dtype=torch.float32) for values in result.values])
+    rewards = torch.zeros(len(result.values)) if result.rewards is None else torch.tensor(result.rewards)
+    return Scores(rewards=rewards, values=values, critic_steps=result.critic_steps)
 
 
 class RewardServerScorer:

@@ -26,7 +26,8 @@ class MetricsWriter:
             logger.log_hyperparams(resolved)
 
     def rewind(self, step: int) -> None:
-        """Remove all lines after ``step``, whose steps will be repeated, and damaged lines.
+        """Remove all lines written after that of ``step``, since what they describe will be repeated, and damaged lines. A line
+        about an earlier step may be among them, if it was written late.
 
         Raises:
             UserError: the file cannot be read or written, or something other than a file has its name.
@@ -43,7 +44,8 @@ class MetricsWriter:
         steps = [_step_of(line) for line in lines]
         if damaged := steps.count(None):
             log.warning("%s: damaged lines left out, %d of %d", self._path, damaged, len(lines))
-        kept = [line for line, its in zip(lines, steps, strict=True) if its is not None and its <= step]
+        end = steps.index(step) + 1 if step in steps else len(lines)
+        kept = [line for line, its in zip(lines[:end], steps) if its is not None and its <= step]
         with storage_errors(self._path):
             write_atomically(self._path, b"".join(line + b"\n" for line in kept))
 

@@ -139,7 +139,7 @@ def test_engines_sample_the_bits_of_a_generator_in_the_trainers_process(trainer,
     for engine in engines:
         engine.acquire(LEASE, trainer.shapes)
     for _ in range(2):
-        folder = trainer.store.publish(trainer.step())
+        folder = trainer.store.publish(trainer.step()).folder
         assert in_process.load(trainer.update()) < 1e-3
         for engine in engines:
             assert engine.load(LEASE, folder) < 1e-3
@@ -163,7 +163,7 @@ def test_engines_sample_the_bits_of_a_generator_in_the_trainers_process(trainer,
 def test_an_engine_refuses_what_is_not_for_it(trainer, engines):
     engine, requests = engines[0], requests_of(4, 99)
     engine.acquire(LEASE, trainer.shapes)
-    engine.load(LEASE, trainer.store.publish(trainer.step()))
+    engine.load(LEASE, trainer.store.publish(trainer.step()).folder)
     with pytest.raises(ProtocolError, match=f"version 77 is wanted, the engine holds {trainer.version}"):
         engine.generate(requests, lease=LEASE, version=77)
     with pytest.raises(LeaseLost, match="another trainer has acquired the engine"):
@@ -189,7 +189,7 @@ def test_a_request_that_cannot_be_sampled_is_refused_and_the_engine_goes_on(trai
     """It is the second of three: the first, which was queued already, is dropped."""
     engine, requests = engines[0], requests_of(3, 98)
     engine.acquire(LEASE, trainer.shapes)
-    engine.load(LEASE, trainer.store.publish(trainer.step()))
+    engine.load(LEASE, trainer.store.publish(trainer.step()).folder)
     wanted = engine.generate(requests, lease=LEASE, version=trainer.version)
     impossible = GenerationRequest(SampleId(0, 1, 0), prompt, 1, 12, SamplingOverrides(**sampling))
     with pytest.raises(ProtocolError, match=reason) as refused:
@@ -197,7 +197,7 @@ def test_a_request_that_cannot_be_sampled_is_refused_and_the_engine_goes_on(trai
     assert refused.value.code is Code.INVALID
     assert engine.status().running == 0
     assert same_bits(engine.generate(requests, lease=LEASE, version=trainer.version), wanted)
-    engine.load(LEASE, trainer.store.publish(trainer.step()))
+    engine.load(LEASE, trainer.store.publish(trainer.step()).folder)
 
 
 def client_of(launcher: LocalLauncher, name: str) -> EngineClient:
@@ -207,7 +207,7 @@ def client_of(launcher: LocalLauncher, name: str) -> EngineClient:
 
 def test_a_killed_engine_is_noticed_and_another_returns_the_same_samples(trainer, launcher, engines, in_process):
     """SIGKILL in the middle of a call. The engine that is started again returns the same samples, too."""
-    folder = trainer.store.publish(trainer.step())
+    folder = trainer.store.publish(trainer.step()).folder
     for engine in engines:
         engine.acquire(LEASE, trainer.shapes)
         engine.load(LEASE, folder)
@@ -274,8 +274,8 @@ DAMAGES: list[tuple[Callable[[Path, Path], None], str]] = [
 def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_process, policy, tmp_path):
     """An engine that did not get its weights whole must not sample any more: it says why and ends with 1. Started again, it
     loads the whole version, and samples as ever. Two damages at a time, one for each engine; then engines of other models."""
-    older = trainer.store.publish(trainer.step())
-    whole = trainer.store.publish(trainer.step())
+    older = trainer.store.publish(trainer.step()).folder
+    whole = trainer.store.publish(trainer.step()).folder
     in_process.load(trainer.update())
     requests = requests_of(8, 97)
     stream = in_process.stream(trainer.version)

@@ -84,7 +84,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     probe = ProbeTarget(((1, 2),), (torch.zeros(1),), 1e-3)
     store = WeightStore(tmp_path / "weights")
     engine.ask("engine_acquire", lease="trainer", shapes={"weight": [2]})
-    folder = store.publish(OwnWeights(1, iter(WEIGHTS.items()), probe))
+    folder = store.publish(OwnWeights(1, iter(WEIGHTS.items()), probe)).folder
     assert engine.ask("engine_load", lease="trainer", folder=str(folder)) == {"gap": 0.0}
     yield engine
     engine.end.set()
@@ -110,6 +110,8 @@ def test_a_request_that_is_refused_leaves_nothing_behind(engine: Engine, prompts
 def test_a_generator_that_fails_answers_every_call_and_ends_the_engine(engine: Engine) -> None:
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(engine.generate, (ENDLESS,))
+        while engine.ask("engine_status")["running"] == 0:
+            pass
         broken = pool.submit(engine.generate, (BREAKING,))
         for call in (waiting, broken):
             with pytest.raises(ProtocolError, match="the generator failed and the engine ends") as failed:
@@ -117,6 +119,8 @@ def test_a_generator_that_fails_answers_every_call_and_ends_the_engine(engine: E
             assert failed.value.code is Code.INTERNAL
     engine.thread.join(10)
     assert engine.service.failed.is_set() and not engine.thread.is_alive()
+    with pytest.raises(ProtocolError, match="the engine is stopping"):  # not even a late call waits forever
+        engine.generate((1,))
 
 
 def test_an_engine_that_ends_answers_calls_under_way(engine: Engine) -> None:
@@ -164,6 +168,8 @@ def test_damaged_weights_end_the_engine(engine: Engine, tmp_path: Path) -> None:
     assert refused.value.code is Code.INTERNAL
     engine.thread.join(10)
     assert engine.service.failed.is_set() and not engine.thread.is_alive()
+    with pytest.raises(ProtocolError, match="the engine is stopping"):  # not even a late call waits forever
+        engine.generate((1,))
 
 
 @pytest.mark.parametrize("shapes", [{"weight": 2}, {"weight": ["x"]}, {"weight": [None]}])

@@ -49,7 +49,7 @@ def weights_of(seed: int) -> Weights:
 
 
 def publish(store: WeightStore, version: int, weights: Weights) -> Path:
-    return store.publish(OwnWeights(version, iter(weights.items()), PROBE))
+    return store.publish(OwnWeights(version, iter(weights.items()), PROBE)).folder
 
 
 def load(folder: Path, weights: Weights) -> Weights:

@@ -1,0 +1,279 @@
+"""Batches in the order of their steps, each sampled by the version of the weights that the schedule names.
+
+A version brings its work with it: to be loaded, to be validated, and the steps that it samples. In-process generation does
+that work in the trainer's thread, at the latest before the next version arrives. With engines, a thread of the first rank
+does it, beside training. The order is the same, so the batches are.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.distributed.ranks import Ranks
+from nemo_style_rlhf.generation.engine_pool import Abandoned, EnginePool
+from nemo_style_rlhf.generation.interface import Generator, WeightUpdate
+from nemo_style_rlhf.generation.weight_store import WeightStore
+from nemo_style_rlhf.rollout.ahead import Ahead, pack, unpack
+from nemo_style_rlhf.rollout.producer import KnownScores, Producer, Timers
+from nemo_style_rlhf.rollout.schedule import Schedule
+from nemo_style_rlhf.rollout.types import Batch, ScoresToCome
+from nemo_style_rlhf.scoring.interface import Scores
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class ScoresOfFirst:
+    """Scores that only the first rank waits for."""
+
+    ranks: Ranks
+    scores: ScoresToCome | None
+    """None except on the first rank."""
+
+    def done(self) -> bool:
+        return self.scores is not None and self.scores.done()
+
+    def result(self) -> Scores:
+        scores = self.scores
+        return self.ranks.on_first(lambda: scores.result())  # type: ignore[union-attr]
+
+
+class BatchQueue:
+    """Every rank makes the same calls."""
+
+    def __init__(
+        self,
+        producer: Producer | None,
+        generator: Generator | None,
+        *,
+        schedule: Schedule,
+        prompts: Mapping[int, Prompt],
+        validate: Callable[[Producer, int], Metrics],
+        store: WeightStore | None,
+        beside: bool,
+        ranks: Ranks,
+    ) -> None:
+        """
+        Args:
+            producer: samples with ``generator``. Both are None on ranks that receive what the first one makes.
+            prompts: training prompts by id.
+            validate: samples validation prompts from the weights of a version, and returns metrics.
+            store: for engines, and for versions that checkpoints must hold; None except on the first rank.
+            beside: whether the first rank makes batches beside training.
+        """
+        self._producer, self._generator, self._schedule = producer, generator, schedule
+        self._prompts, self._validate, self._store, self._ranks = prompts, validate, store, ranks
+        self._thread = ThreadPoolExecutor(1, "rollouts") if beside else None
+        self._works = producer is not None
+        self._timers = Timers()
+        self._start(0, 0)
+
+    def _start(self, step: int, position: int) -> None:
+        self._life = object()
+        """Tasks of an earlier life end unfinished."""
+        self._deferred: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._batches: dict[int, Future[Batch]] = {}
+        self._validations: dict[int, Future[Metrics]] = {}
+        self._owed: set[int] = set()
+        self._restored = step
+        self._newest: Future[Batch] | int = position
+        """The last batch that was asked for, or the number of prompts taken before the first."""
+
+    # --- for the trainer ----------------------------------------------------------------------------------------------
+
+    def publish(self, update: WeightUpdate, timers: Timers, *, validate: bool) -> None:
+        """Let a version sample its steps, once those of the versions before it are sampled.
+
+        Args:
+            update: of the version that follows the last one. It is read before this returns.
+            timers: charged with what in-process generation still has to sample.
+
+        Raises:
+            TransferError: the generator did not load the version (in-process generation; else :meth:`batch` raises it).
+            StorageError: it could not be stored.
+        """
+        version, self._timers = update.version, timers
+        if self._thread is None:
+            self._run()
+        if self._store is not None:
+            self._store.keep(self._schedule.needed_after(version))
+        loaded = self._load(update)
+        self._run(loaded)
+        if self._thread is None:
+            loaded.result()
+        self._give_work(version, loaded, validate=validate or version in self._owed)
+
+    def batch(self, step: int, timers: Timers) -> Batch:
+        """The batch of ``step``, whose scores may be pending.
+
+        Raises:
+            Exception: what went wrong when it was made.
+        """
+        self._timers = timers
+        future = self._batches.pop(step)
+        self._run(future)
+        if self._thread is None:
+            return future.result()
+        packed = self._ranks.on_first(lambda: pack(future.result()) if self._ranks.size > 1 else None)
+        timers.lap("wait_for_rollout")
+        scores = ScoresOfFirst(self._ranks, future.result().scores if self._works else None)
+        if self._works:
+            return replace(future.result(), scores=scores)
+        assert packed is not None
+        return unpack(packed, scores, self._prompts)
+
+    def owes_validation(self, version: int) -> bool:
+        """Whether the validation of ``version`` was asked for, and its metrics were not."""
+        return version in self._validations
+
+    def validation(self, version: int) -> Metrics:
+        """The metrics of a validation; asked for once."""
+        future = self._validations.pop(version)
+        self._run(future)
+        return future.result() if self._thread is None else self._ranks.on_first(future.result)
+
+    def ahead(self, step: int) -> Ahead:
+        """What a checkpoint of ``step`` must hold, on the first rank; it waits for nothing."""
+        if not self._ranks.is_first:
+            return Ahead()
+        steps = list(self._schedule.ahead_of(step))
+        batches: list[Batch] = []
+        while len(batches) < len(steps) and (batch := self._whole(steps[len(batches)])) is not None:
+            batches.append(batch)
+        validations = {version: _known(future) for version, future in sorted(self._validations.items())}
+        versions = {self._schedule.version_of(missing) for missing in steps[len(batches) :]}
+        versions |= {version for version, metrics in validations.items() if metrics is None}
+        store = self._store
+        stored = [] if store is None else [store[version] for version in sorted(versions - {step})]
+        for weights in stored:
+            assert store is not None
+            store.pin(weights.version)
+        return Ahead(batches, validations, stored, store)
+
+    def abandon(self) -> None:
+        """Forget everything under way; :meth:`restore` comes next, or :meth:`close`."""
+        self._life = object()
+        if isinstance(self._generator, EnginePool):
+            self._generator.abandon()
+
+    def restore(self, step: int, position: int, folder: Path) -> None:
+        """Stand where a checkpoint stood.
+
+        Args:
+            position: number of prompts taken up to ``step``.
+            folder: with what :meth:`ahead` returned there; it need not exist.
+        """
+        self.abandon()
+        if self._thread is not None:
+            self._thread.submit(lambda: None).result()  # what it was doing has ended
+        if isinstance(self._generator, EnginePool):
+            self._generator.resume()
+        self._start(step, position)
+        if self._store is not None:
+            self._store.keep([])
+        ahead = Ahead.load(folder, self._prompts)
+        for batch in ahead.batches:
+            self._newest = self._batches[batch.step] = _done(batch)
+        self._owed = {version for version, metrics in ahead.validations.items() if metrics is None}
+        self._validations = {version: _done(known) for version, known in ahead.validations.items() if known is not None}
+        for weights in ahead.weights:
+            self._give_work(weights.version, self._load(weights), validate=weights.version in self._owed)
+
+    def close(self) -> None:
+        self.abandon()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._producer is not None:
+            self._producer.close()
+        if self._generator is not None:
+            self._generator.close()
+        if self._store is not None:
+            self._store.close()
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def _load(self, update: WeightUpdate) -> "Future[float]":
+        """Store ``update`` where it has to be, and have it loaded; resolves to the gap on the probe."""
+        store = self._store
+        if self._thread is None:
+            whole = update if store is None else store.written(update)
+            return self._submit(lambda: self._generator.load(whole))  # type: ignore[union-attr]
+
+        def write() -> Any:
+            if store is not None:
+                return store.publish(update)
+            for _ in update.buckets():  # the ranks gather the weights together
+                pass
+
+        stored = self._ranks.everyone(write)[0]
+        return self._submit(lambda: self._generator.load(stored))  # type: ignore[union-attr]
+
+    def _give_work(self, version: int, loaded: "Future[float]", *, validate: bool) -> None:
+        if validate:
+            self._validations[version] = self._submit(lambda: self._validated(version, loaded))
+        for step in self._schedule.steps_of(version):
+            if step > self._restored and step not in self._batches:
+                made = self._submit(self._making(step, version, loaded, self._newest))
+                self._newest = self._batches[step] = made
+
+    def _validated(self, version: int, loaded: "Future[float]") -> Metrics:
+        loaded.result()
+        assert self._producer is not None
+        return self._validate(self._producer, version)
+
+    def _making(
+        self, step: int, version: int, loaded: "Future[float]", before: "Future[Batch] | int"
+    ) -> Callable[[], Batch]:
+        def make() -> Batch:
+            gap, position = loaded.result(), before if isinstance(before, int) else before.result().data_end
+            assert self._producer is not None
+            timers = self._timers if self._thread is None else Timers()
+            batch = self._producer.batch(step, position, version, timers)
+            if self._thread is None and self._schedule.staleness:
+                batch = replace(batch, scores=KnownScores(batch.scores.result()))
+            return replace(batch, probe_gap=gap)
+
+        return make
+
+    def _submit(self, work: Callable[[], Any]) -> "Future[Any]":
+        life = self._life
+
+        def task() -> Any:
+            if self._life is not life:
+                raise Abandoned
+            return work()
+
+        if self._thread is not None:
+            return self._thread.submit(task) if self._works else Future()
+        future: Future[Any] = Future()
+        self._deferred.append((future, task))
+        return future
+
+    def _run(self, until: "Future[Any] | None" = None) -> None:
+        """Do deferred work in order, until ``until`` is done, or all of it."""
+        while self._deferred and not (until is not None and until.done()):
+            future, task = self._deferred.popleft()
+            try:
+                future.set_result(task())
+            except BaseException as error:  # noqa: BLE001 raised to whoever asks for the result
+                future.set_exception(error)
+
+    def _whole(self, step: int) -> Batch | None:
+        future = self._batches.get(step)
+        batch = None if future is None else _known(future)
+        return batch if batch is not None and batch.scores.done() else None
+
+
+def _known(future: "Future[Any]") -> Any:
+    """The result, if there is one by now."""
+    return future.result() if future.done() and future.exception() is None else None
+
+
+def _done(result: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future

@@ -1,0 +1,30 @@
+"""Which weights sample which step. Nothing else in the package knows."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Version k of the weights is that after step k. Every step is sampled by a version that is ``staleness`` versions older than
+    the newest one would be, never by a newer one, never by an older one."""
+
+    staleness: int
+    last_step: int
+    """The run's last step: no later one is sampled."""
+
+    def version_of(self, step: int) -> int:
+        """The version that samples ``step``; the first steps share version 0."""
+        return max(0, step - 1 - self.staleness)
+
+    def steps_of(self, version: int) -> range:
+        """The steps that ``version`` samples."""
+        first = version + self.staleness + 1 if version else 1
+        return range(first, min(version + self.staleness + 1, self.last_step) + 1)
+
+    def ahead_of(self, step: int) -> range:
+        """The steps after ``step`` that versions before ``step`` sample, also those after the last, as if the run went on."""
+        return range(step + 1, step + 1 + self.staleness) if step else range(0)
+
+    def needed_after(self, step: int) -> range:
+        """The versions that sample a step after ``step``, or may, if the run goes on; up to version ``step``."""
+        return range(self.version_of(step + 1), step + 1)
