@@ -10,9 +10,10 @@ import secrets
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import EnginesConfig, GenerationConfig, TrainingGenerationConfig
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.transport.messages import ProtocolError
 from nemo_style_rlhf.transport.secret import own_token_made
 
 log = logging.getLogger(__name__)
 LOST = (ServerUnreachable, ServerRestarted)
 POLL_S = 0.2
+WATCH_S = 2.0
+"""How often an engine is asked how it is."""
 RETRIES = 1
 """Attempts of a request after the first: another engine can do it, too."""
 CONFIG = "this_run"
@@ -54,6 +58,12 @@ class EngineProcess:
     """Calls under way."""
     gap: float = 0.0
     """The gap that its last load found on the probe, in nats."""
+    steps: int = 0
+    """Steps that it had made when it last said so."""
+    advanced: float = field(default_factory=time.monotonic)
+    """When it last had nothing to do, or had made more steps."""
+    gone: "Future[None]" = field(default_factory=Future)
+    """Resolves when the engine is given up."""
 
 
 class Fleet:
@@ -63,11 +73,16 @@ class Fleet:
         self._config, self._folder = config, folder
         self._launcher = LocalLauncher(folder / "logs") if config.launch else None
         self._engines: dict[str, EngineProcess] = {}
+        self._joining: dict[str, EngineProcess] = {}
+        """Those that are loading the weights for the first time."""
+        self._closing = threading.Event()
         self._changed = threading.Condition()
         self._restarts: Counter[str] = Counter()
         """Losses of each engine at the current version of the weights."""
         self._dead: dict[str, dict[str, Any]] = {}
         """Ready files of engines that were lost."""
+        self._broken: UserError | None = None
+        """Why there will be no more engines."""
         self._published: Path | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.abandoned = threading.Event()
@@ -82,6 +97,7 @@ class Fleet:
                 ready.unlink()
             for number in range(self._config.count):
                 self._launcher.start(_program(f"engine-{number}", self._folder))
+        threading.Thread(target=self._watch, name="engines-watch", daemon=True).start()
 
     def load(self, published: Path, shapes: dict[str, tuple[int, ...]]) -> float:
         """Have every engine load a version of the weights, and those that join later; returns the largest gap on the probe, in
@@ -95,7 +111,8 @@ class Fleet:
             self._restarts.clear()
             engines = list(self._engines.values())
         with ThreadPoolExecutor(len(engines) or 1) as pool:
-            for engine, failure in zip(engines, pool.map(self._load, engines)):
+            load = partial(self._load, lease=self.lease, published=published)
+            for engine, failure in zip(engines, pool.map(load, engines)):
                 if failure is not None:
                     self.lost(engine, failure)
         while not self._engines:
@@ -110,9 +127,9 @@ class Fleet:
             UserError: none is ready in time, or one failed too often.
         """
         while True:
+            if len(self._engines) < self._config.count:
+                self.look()
             with self._changed:
-                if len(self._engines) < self._config.count:
-                    self.look()
                 if self._engines:
                     chosen = min(self._engines.values(), key=lambda engine: (engine.calls, engine.name))
                     chosen.calls += 1
@@ -137,46 +154,87 @@ class Fleet:
     def look(self) -> None:
         """Let engines join that have become ready."""
         with self._changed:
-            for name, where in self._new():
-                client = EngineClient(
-                    where["host"], where["port"], token=own_token_made(), retries=RETRIES,
-                    timeout_s=self._config.request_timeout_s,
-                )  # fmt: skip
-                engine = EngineProcess(name, client, where)
-                if (failure := self._load(engine)) is not None:
-                    self._give_up(engine, failure)
-                else:
-                    self._engines[name] = engine
-                    log.info("engine %s at %s joins", name, client.address)
+            new = [EngineProcess(name, self._client(where), where) for name, where in self._new()]
+            self._joining |= {engine.name: engine for engine in new}
+        for engine in new:
+            joined = False
+            while not joined:
+                with self._changed:
+                    lease, published = self.lease, self._published
+                failure = self._load(engine, lease, published)
+                with self._changed:
+                    if failure is None and self.lease != lease:
+                        continue  # newer weights have come meanwhile
+                    joined = True
+                    del self._joining[engine.name]
+                    if failure is not None:
+                        self._give_up(engine, failure)
+                    else:
+                        self._engines[engine.name] = engine
+                        log.info("engine %s at %s joins", engine.name, engine.client.address)
+
+    def _client(self, where: dict[str, Any]) -> EngineClient:
+        return EngineClient(
+            where["host"], where["port"], token=own_token_made(), retries=RETRIES,
+            timeout_s=self._config.request_timeout_s,
+        )  # fmt: skip
+
+    def _watch(self) -> None:
+        """Do without engines that hang."""
+        while not self._closing.wait(WATCH_S):
+            with self._changed:
+                engines = [*self._engines.values(), *self._joining.values()]
+            for engine in engines:
+                self._look_at(engine)
+
+    def _look_at(self, engine: EngineProcess) -> None:
+        how = "it does not answer"
+        with suppress(UserError, ProtocolError, *LOST):
+            status = engine.client.status(retry=False)
+            how = f"it has {status.running} requests and does not advance"
+            if status.running == 0 or status.steps != engine.steps:
+                engine.steps, engine.advanced = status.steps, time.monotonic()
+        if (silent := time.monotonic() - engine.advanced) > self._config.hung_after_s:
+            reason = f"{how} for {silent:.0f} s (generation.engines.hung_after_s)"
+            with self._changed:
+                joining = self._joining.get(engine.name) is engine
+            if joining and self._launcher is not None:
+                self._launcher[engine.name].kill()  # whoever has it load the weights then gives it up
+            elif not joining:
+                with suppress(UserError):  # raised to whoever asks for an engine
+                    self.lost(engine, reason)
 
     def close(self) -> None:
         """End the launched engines."""
+        self._closing.set()
         for engine in self._engines.values():
             engine.client.close()
         if self._launcher is not None:
             self._launcher.__exit__(None, None, None)
 
-    def _load(self, engine: EngineProcess) -> Exception | None:
+    def _load(self, engine: EngineProcess, lease: str, published: Path | None) -> Exception | None:
         """Have one engine load the published weights; returns the error by which it was lost."""
-        assert self._published is not None
+        assert published is not None
         try:
-            engine.client.acquire(self.lease, self._shapes)
-            engine.gap = engine.client.load(self.lease, self._published)
+            engine.client.acquire(lease, self._shapes)
+            engine.gap = engine.client.load(lease, published)
         except LOST as error:
             return error
         return None
 
     def _give_up(self, engine: EngineProcess, reason: object) -> None:
         name = engine.name
+        engine.gone.set_result(None)
         engine.client.close()
         self._dead[name] = engine.where
         self._restarts[name] += 1
         log.warning("engine %s is lost: %s", name, reason)
         if self._restarts[name] > self._config.restarts:
-            raise UserError(
+            self._broken = UserError(
                 f"engine {name} was lost {self._restarts[name]} times at one version of the weights, more than "
                 f"generation.engines.restarts={self._config.restarts} allow; the last time: {reason}"
             )
+            raise self._broken
         if self._launcher is not None:
             self._launcher[name].kill()
             self._launcher.restart(name)
@@ -187,7 +245,8 @@ class Fleet:
         for path in sorted(self._folder.glob("*.json")):
             with suppress(OSError, ValueError):  # the engine may be removing it
                 where = json.loads(path.read_text())
-                if path.stem not in self._engines and self._dead.get(path.stem) != where:
+                known = path.stem in self._engines or path.stem in self._joining
+                if not known and self._dead.get(path.stem) != where:
                     found.append((path.stem, where))
         return found
 
@@ -196,6 +255,8 @@ class Fleet:
         while not self._new() and not self._engines:
             if self.abandoned.is_set():
                 raise Abandoned
+            if self._broken is not None:
+                raise self._broken
             self._require_children()
             if time.monotonic() > deadline:
                 raise UserError(

@@ -61,6 +61,8 @@ class EngineStatus:
     """Digest of these weights."""
     running: int
     """Requests that wait or are computed."""
+    steps: int
+    """Steps that the engine has made; one with requests that makes none hangs."""
     max_sequence_length: int
     """Tokens of prompt and response."""
 

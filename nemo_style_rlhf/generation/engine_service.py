@@ -128,7 +128,8 @@ class EngineService:
         version, digest = (None, None) if held is None else (held.version, held.digest)
         return asdict(
             EngineStatus(
-                messages.PROTOCOL_VERSION, self._boot_id, self._lease, version, digest, self._generator.running, self._max_length
+                messages.PROTOCOL_VERSION, self._boot_id, self._lease, version, digest, self._generator.running,
+                self._generator.steps, self._max_length,
             )
         )  # fmt: skip
 

@@ -26,6 +26,8 @@ class InProcessGenerator:
     def __init__(self, weight_shapes: dict[str, tuple[int, ...]]) -> None:
         """``weight_shapes`` names the tensors that every update must bring."""
         self._weight_shapes = weight_shapes
+        self.steps = 0
+        """Engine steps so far."""
         self._version = 0
         self._numbers = count()
         self._owners: dict[str, InProcessStream] = {}
@@ -67,7 +69,9 @@ class InProcessGenerator:
 
     def step(self) -> None:
         """Run one engine step, and hand finished requests to their streams."""
-        for finished in self._step():
+        ended = self._step()
+        self.steps += 1
+        for finished in ended:
             self._owners.pop(finished.name).take(finished)
 
     def abort(self, names: Sequence[str]) -> None:

@@ -162,7 +162,7 @@ class Experience:
     """Importance weights trainer / sampler on the policy loss; None if there is no correction."""
     counts: dict[str, float]
     """As in :class:`Batch`, and the share of groups whose scores are all equal."""
-    stale: bool
+    stale: bool = False
     """Whether an older policy than the one before the update has sampled."""
 
     @property

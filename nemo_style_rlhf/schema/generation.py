@@ -163,12 +163,15 @@ class EnginesConfig:
     ready_timeout_s: float = 600.0
     """Longest wait for an engine that starts."""
     request_timeout_s: float = 600.0
-    """Longest wait for one group of samples, or for an engine to load weights; then the engine counts as hung."""
+    """Longest wait for one group of samples, or for an engine to load weights."""
+    hung_after_s: float = 60.0
+    """An engine hangs if for this long it does not say how it is, or has requests and does not advance. One step of a slow engine
+    must take less."""
 
     def validate(self) -> None:
         for name in ("count", "threads", "restarts"):
             require(getattr(self, name) >= 0, f"generation.engines.{name}", getattr(self, name), "a number from 0 up")
-        for name in ("ready_timeout_s", "request_timeout_s"):
+        for name in ("ready_timeout_s", "request_timeout_s", "hung_after_s"):
             require(getattr(self, name) > 0, f"generation.engines.{name}", getattr(self, name), "seconds above 0")
 
 

@@ -80,8 +80,8 @@ def wait_for_rollouts(actor: Process, folder: Path, step: int) -> None:
     wait_for(folder / "rollouts" / f"step_{step:06d}.jsonl", actor)
 
 
-def kill_engine(actor: Process, folder: Path, number: int) -> None:
-    """Kill an engine, once it is ready: the run begins with the first that is."""
+def kill_engine(actor: Process, folder: Path, number: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """Kill or stop an engine, once it is ready: the run begins with the first that is."""
     ready = folder / "engines" / f"engine-{number}.json"
     wait_for(ready, actor)
-    os.kill(json.loads(ready.read_text())["pid"], signal.SIGKILL)
+    os.kill(json.loads(ready.read_text())["pid"], how)

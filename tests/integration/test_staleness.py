@@ -63,8 +63,8 @@ def test_everything_at_once_and_late(inputs, one_after_another, tmp_path) -> Non
 
 
 def test_everything_killed(inputs, one_after_another, tmp_path) -> None:
-    """Actor, critic server and engines, while batches and a validation are ahead of the last checkpoint."""
-    settings, folder = overrides(inputs, 1, 2), tmp_path / "actor"
+    """Actor, critic server and engines, one of which only hangs, while batches are ahead of the last checkpoint."""
+    settings, folder = [*overrides(inputs, 1, 2), "generation.engines.hung_after_s=3"], tmp_path / "actor"
     critic, port = start_server(tmp_path / "critic", *ppo_runs.server_overrides(inputs))
     actor = start_actor(folder, port, *settings)
     try:
@@ -77,11 +77,12 @@ def test_everything_killed(inputs, one_after_another, tmp_path) -> None:
         wait_for_rollouts(actor, folder, 4)
         critic.kill()
         critic, _ = start_server(tmp_path / "critic", *ppo_runs.server_overrides(inputs), f"server.port={port}")
-        kill_engine(actor, folder, 1)
+        kill_engine(actor, folder, 1, signal.SIGSTOP)
         assert actor.wait(240) == 0, actor.output()
     finally:
         actor.kill()
         assert critic.terminate() == 0
+    assert "is lost: it does not answer for" in actor.output()
     assert "resumed from step" in actor.output() and "go back to their last common checkpoint" in actor.output()
     assert result(tmp_path) == one_after_another[1]
 

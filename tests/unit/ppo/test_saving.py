@@ -18,6 +18,7 @@ from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.ppo.recovery import Recovery, restore_newest
 from nemo_style_rlhf.ppo.saving import Saver
+from nemo_style_rlhf.rollout.ahead import Ahead
 from nemo_style_rlhf.transport.connection import ServerRestarted
 
 
@@ -59,7 +60,7 @@ def test_so_is_one_whose_server_did_not_live_to_see_it(tmp_path: Path, caplog: p
         weights.append(weight)
         return snapshot
 
-    saver.save(SimpleNamespace(snapshot=take), 1, {}, critic_step=1, export_critic=False)
+    saver.save(SimpleNamespace(snapshot=take), 1, {}, ahead=Ahead(), critic_step=1, export_critic=False)
     saver.abandon(at=1)
     assert "another process; the last checkpoint is not complete" in caplog.text
     assert weights[0]() is None
