@@ -91,11 +91,14 @@ bench: envs bench-peer-env
 	$(ACTOR)/bin/python benchmarks/ppo_step.py --peer
 	$(ACTOR)/bin/python benchmarks/grpo_step.py --peer
 
-# Faults at random moments of PPO runs, each of which must end with the bits of one without any.
+# Faults at random moments of PPO runs, each of which must end with the bits of one without any; with ENGINES=2 STALENESS=1, of
+# asynchronous ones.
 .PHONY: chaos
 FAULTS ?= 40
+ENGINES ?= 0
+STALENESS ?= 0
 chaos: dev
-	$(ACTOR)/bin/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED)
+	$(ACTOR)/bin/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED) --engines $(ENGINES) --staleness $(STALENESS)
 
 # Malformed requests to a critic server, which must change nothing; ONLY=i is request i of this seed again, TLS=1 gives the server
 # a certificate.

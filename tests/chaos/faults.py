@@ -33,6 +33,8 @@ FULL_DISK_BYTES = 2**18
 """Limit on the size of a file, which a model's file exceeds."""
 PAUSE_S = 60.0
 """Duration of a pause of a process."""
+HICCUP_S = 0.5
+"""Duration of one that nobody should notice."""
 INTRUDER_S = 60.0
 """Time within which a second process on a folder in use must be refused."""
 
@@ -179,7 +181,7 @@ def processes_below(process: Process) -> list[psutil.Process]:
     return []
 
 
-def pause(processes: list[psutil.Process]) -> None:
+def pause(processes: list[psutil.Process], seconds: float = PAUSE_S) -> None:
     """Send SIGSTOP, and SIGCONT later."""
 
     def signal_all(number: signal.Signals) -> None:
@@ -188,7 +190,7 @@ def pause(processes: list[psutil.Process]) -> None:
                 process.send_signal(number)
 
     signal_all(signal.SIGSTOP)
-    timer = threading.Timer(PAUSE_S, signal_all, [signal.SIGCONT])
+    timer = threading.Timer(seconds, signal_all, [signal.SIGCONT])
     timer.daemon = True
     timer.start()
 
@@ -202,6 +204,60 @@ def pause_server(run: "Run") -> None:
 def pause_actor(run: "Run") -> None:
     assert run.actor is not None
     pause(processes_below(run.actor))
+
+
+def engines_of(run: "Run") -> list[psutil.Process]:
+    assert run.actor is not None
+    return [each for each in processes_below(run.actor) if "serve_engine" in " ".join(command_of(each))]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
+
+
+def kill_engine(run: "Run") -> None:
+    with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+        run.draw.choice(engines_of(run)).kill()
+
+
+def kill_every_engine(run: "Run") -> None:
+    for engine in engines_of(run):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            engine.kill()
+
+
+def kill_door_of_engine(run: "Run") -> None:
+    """Kill the front door alone: the engine behind it can be asked no more, and ends."""
+    with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+        doors = [
+            each for each in run.draw.choice(engines_of(run)).children() if "front_door" in " ".join(each.cmdline())
+        ]
+        doors[0].kill()
+
+
+def pause_engine(run: "Run") -> None:
+    """Pause an engine for longer than an engine may hang, or only for a moment."""
+    with contextlib.suppress(IndexError):
+        pause([run.draw.choice(engines_of(run))], run.draw.choice([PAUSE_S, HICCUP_S]))
+
+
+def damage_published_weights(run: "Run") -> None:
+    """Damage a file of any version, which an engine may be about to read: it is refused, unless it has been read."""
+    for folder in Path("/dev/shm").glob("nsr-*-weights"):
+        if folder.name.split("-")[1] == run_id(run):
+            with contextlib.suppress(OSError, IndexError):
+                damage(folder, run.draw)
+                run.actor.kill()  # type: ignore[union-attr] the version is lost, and only a start makes it again
+    raise Broken
+
+
+def run_id(run: "Run") -> str:
+    for manifest in sorted((run.folder / "actor" / "checkpoints").glob("step_*/manifest.json")):
+        with contextlib.suppress(OSError, ValueError):
+            return str(json.loads(manifest.read_bytes())["run_id"])
+    return ""
 
 
 def hang_up(run: "Run") -> None:
@@ -316,3 +372,5 @@ FAULTS = [
     second_actor, second_server, lose_actors_checkpoints, lose_critics_checkpoints, link_actors_checkpoints,
     link_critics_checkpoints, kill_parents_of_hung_endpoint,
 ]  # fmt: skip
+ENGINE_FAULTS = [kill_engine, kill_every_engine, kill_door_of_engine, pause_engine, damage_published_weights]
+"""Faults of runs with engines, drawn as often as all others together."""

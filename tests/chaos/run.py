@@ -1,7 +1,8 @@
-"""Faults at random moments of a run that is started again whenever it ends: `make chaos FAULTS=40 SEED=1`.
+"""Faults at random moments of a run that is started again whenever it ends: `make chaos FAULTS=40 SEED=1 ENGINES=2 STALENESS=1`.
 
 A fault comes with a message between actor and server, or at a time of its own: while the actor loads, decodes or writes.
-Whatever happens, the run must end with the bits of one that nobody disturbed.
+Whatever happens, the run must end with the bits of one that nobody disturbed, and that samples in the trainer's process, one
+thing after another.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from tests.chaos.faults import FAULTS, TIMEOUT_S, Broken, limit_files, put_back, slow_disk
+from tests.chaos.faults import ENGINE_FAULTS, FAULTS, TIMEOUT_S, Broken, limit_files, put_back, slow_disk
 from tests.support.critic_server import left_of
 from tests.support.metrics import metrics, without_timers
 from tests.support.paths import ROOT
@@ -44,11 +45,35 @@ DROPOUT = "model.disable_dropout=false"
 """Keeps the dropout of the policy's config, which must be the same when a step is repeated."""
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What kind of run the faults happen to."""
+
+    engines: int = 0
+    staleness: int = 0
+
+    @property
+    def faults(self) -> list[Callable[["Run"], None]]:
+        return FAULTS + ENGINE_FAULTS * (len(FAULTS) // len(ENGINE_FAULTS)) if self.engines else FAULTS
+
+    def overrides(self, inputs: Path, *, disturbed: bool) -> list[str]:
+        own = [*actor_overrides(inputs), DROPOUT, f"algorithm.staleness={self.staleness}"]
+        if self.staleness:
+            own += ["algorithm.correction.kind=tis", "checkpoint.keep_best=false"]
+        if disturbed:
+            own += [f"remote_critic_rm.{name}={TIMEOUT_S}" for name in ("infer_timeout_s", "train_timeout_base_s")]
+            own += [
+                f"generation.engines.{setting}" for setting in (f"count={self.engines}", "hung_after_s=5", "restarts=9")
+            ]
+        return own
+
+
 @dataclass
 class Run:
     """Server and actor below ``folder``, and the faults that happen to them."""
 
     folder: Path
+    kind: Kind
     inputs: Path
     server: Process
     port: int
@@ -108,8 +133,7 @@ class Run:
         return self.actor.log.read_bytes()[self.actors_log :].decode(errors="replace")
 
     def actor_overrides(self) -> list[str]:
-        patience = [f"remote_critic_rm.{name}={TIMEOUT_S}" for name in ("infer_timeout_s", "train_timeout_base_s")]
-        return [*actor_overrides(self.inputs), DROPOUT, *patience]
+        return self.kind.overrides(self.inputs, disturbed=True)
 
     def kill_both(self) -> None:
         assert self.actor is not None
@@ -138,19 +162,19 @@ def start_chaos_server(folder: Path, inputs: Path, shm: int) -> tuple[Process, i
     return start_server(folder / "critic", *server_overrides(inputs), cold=there, environment=environment(folder))
 
 
-def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
+def chaos(folder: Path, *, faults: int, seed: int, kind: Kind = Kind()) -> list[str]:
     """Run until all faults have happened, compare each run with one without faults, and return the story."""
     inputs = save_inputs(folder / "inputs")
     (folder / "undisturbed").mkdir()
-    run_pair(folder / "undisturbed", server_overrides(inputs), [*actor_overrides(inputs), DROPOUT])
+    run_pair(folder / "undisturbed", server_overrides(inputs), kind.overrides(inputs, disturbed=False))
     draw = random.Random(seed)
-    left = draw.sample(FAULTS, len(FAULTS)) + draw.choices(FAULTS, k=max(0, faults - len(FAULTS)))
-    left = left[:faults]
+    drawn = kind.faults
+    left = (draw.sample(drawn, len(drawn)) + draw.choices(drawn, k=max(0, faults - len(drawn))))[:faults]
     happened: list[str] = []
     numbers = itertools.count()
     while left:
         with own_shm() as shm:
-            run = disturbed_run(folder / f"run{next(numbers)}", inputs, left, draw, shm)
+            run = disturbed_run(folder / f"run{next(numbers)}", kind, inputs, left, draw, shm)
             happened += run.happened
             left = left[len(run.happened) :]
             check(run, folder / "undisturbed")
@@ -158,10 +182,10 @@ def chaos(folder: Path, *, faults: int, seed: int) -> list[str]:
 
 
 def disturbed_run(
-    folder: Path, inputs: Path, faults: list[Callable[[Run], None]], draw: random.Random, shm: int
+    folder: Path, kind: Kind, inputs: Path, faults: list[Callable[[Run], None]], draw: random.Random, shm: int
 ) -> Run:
     (folder / "critic").mkdir(parents=True)
-    run = Run(folder, inputs, *start_chaos_server(folder, inputs, shm), list(faults), draw, shm)
+    run = Run(folder, kind, inputs, *start_chaos_server(folder, inputs, shm), list(faults), draw, shm)
     deadline = time.monotonic() + RUN_TIMEOUT_S * (1 + len(faults) / 10)
 
     def watch(way: str, endpoint: str) -> None:
@@ -250,9 +274,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engines", type=int, default=0)
+    parser.add_argument("--staleness", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
-        happened = chaos(Path(folder), faults=arguments.faults, seed=arguments.seed)
+        kind = Kind(arguments.engines, arguments.staleness)
+        happened = chaos(Path(folder), faults=arguments.faults, seed=arguments.seed, kind=kind)
     print(f"seed {arguments.seed}: {len(happened)} faults, and every run ended with the undisturbed one's bits")
 
 

@@ -1,11 +1,14 @@
-"""Six faults at random moments; `make chaos` has more."""
+"""Faults at random moments; `make chaos` has more."""
 
 import secrets
 
-from tests.chaos.run import chaos
+import pytest
+
+from tests.chaos.run import Kind, chaos
 
 
-def test_a_run_survives_whatever_happens(tmp_path):
+@pytest.mark.parametrize("kind", [Kind(), Kind(engines=2, staleness=1)], ids=["in_process", "engines"])
+def test_a_run_survives_whatever_happens(tmp_path, kind):
     seed = secrets.randbelow(2**31)
-    print(f"make chaos FAULTS=6 SEED={seed}")
-    assert len(chaos(tmp_path, faults=6, seed=seed)) == 6
+    print(f"make chaos FAULTS=5 SEED={seed} ENGINES={kind.engines} STALENESS={kind.staleness}")
+    assert len(chaos(tmp_path, faults=5, seed=seed, kind=kind)) == 5
