@@ -7,7 +7,7 @@ import torch
 
 from nemo_style_rlhf.rollout.producer import NothingToLearnError, make_requests
 from nemo_style_rlhf.schema.algorithm import FilterConfig
-from tests.support.rollouts import PROMPTS, LengthScorer, collect
+from tests.support.rollouts import PROMPTS, LengthScorer, collect, make_collector
 
 
 def test_a_prompt_that_occurs_twice_in_a_step_gets_new_samples():
@@ -38,6 +38,19 @@ def test_filtering_draws_prompts_until_enough_of_them_teach():
     assert sum(experience.lengths) == len(experience.scores.values)
     ids = [rollout.sample for rollout in experience.rollouts]
     assert len(set(ids)) == len(ids)  # a prompt drawn again gives other samples
+
+
+def test_of_more_prompts_than_wanted_the_first_that_teach_are_taken_in_the_order_of_the_data():
+    takes = []
+
+    def take(count):
+        takes.append(count)
+        return (PROMPTS * 2)[:count]
+
+    experience = make_collector(filter=FilterConfig(low=-1000.0, oversample=1.3)).collect(take, step=1)
+    assert takes == [6] and len(experience.rollouts) == 40  # 4 are wanted, and 1.3 times as many are 5.2
+    assert [rollout.sample.prompt_id for rollout in experience.rollouts[::10]] == [0, 1, 2, 3]
+    assert experience.counts["filtered_prompts"] == 2
 
 
 class SharesScorer(LengthScorer):

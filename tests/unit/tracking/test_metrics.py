@@ -111,3 +111,11 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, kind: str, ordinary
     ]
     with pytest.raises(UserError, match=rf"metrics\.jsonl cannot be read \({why}.*\): move it away, or"):
         rewound(tmp_path)
+
+
+def test_a_line_that_was_written_late_goes_with_the_steps_after_which_it_was_written(tmp_path: Path) -> None:
+    rows = [{"step": 1}, {"step": 2}, {"step": 0, "val": 1}, {"step": 3}, {"step": 2, "val": 2}, {"step": 4}]
+    for step, left in ((2, rows[:2]), (3, rows[:4]), (4, rows), (5, rows), (-1, [])):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        MetricsWriter(tmp_path, TrackingConfig(), {}).rewind(step)
+        assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == left

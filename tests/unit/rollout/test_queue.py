@@ -1,0 +1,189 @@
+"""Batches ahead: which version samples which, what a checkpoint holds of them, and where a restored queue goes on."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.distributed.ranks import Ranks
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, ProbeTarget, SampleId
+from nemo_style_rlhf.generation.transfer import OwnWeights
+from nemo_style_rlhf.generation.weight_store import WeightStore
+from nemo_style_rlhf.rollout.ahead import Ahead, pack, unpack
+from nemo_style_rlhf.rollout.producer import KnownScores, NothingToLearnError, Timers
+from nemo_style_rlhf.rollout.queue import BatchQueue
+from nemo_style_rlhf.rollout.schedule import Schedule
+from nemo_style_rlhf.rollout.types import Batch, Rollout
+from nemo_style_rlhf.scoring.interface import Scores
+
+PROMPTS = {index: Prompt(index, [index + 1] * (1 + index % 3), f"prompt {index}") for index in range(100)}
+PER_STEP = 4
+PROBE = ProbeTarget(((1, 2),), (torch.zeros(1),), 1.0)
+
+
+def weights_of(version: int) -> OwnWeights:
+    return OwnWeights(version, iter([("weight", torch.full((3,), float(version)))]), PROBE)
+
+
+class Generator:
+    """Holds weights, and waits with loading while ``closed``."""
+
+    def __init__(self) -> None:
+        self.loaded: list[float] = []
+        self.open = threading.Event()
+        self.open.set()
+
+    def load(self, update) -> float:
+        self.open.wait(10)
+        for bucket in update.buckets():
+            self.loaded += [float(tensor[0]) for _, tensor in bucket]
+        return self.loaded[-1] / 100
+
+    def close(self) -> None: ...
+
+
+class Producer:
+    """Makes batches whose content says which weights made them."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator, self.poisoned, self.late = generator, -1, {}
+
+    def batch(self, step, position, version, timers) -> Batch:
+        if step == self.poisoned:
+            raise NothingToLearnError("nothing")
+        rollouts = []
+        for index in range(position, position + PER_STEP):
+            prompt = PROMPTS[index]
+            request = GenerationRequest(SampleId(step, index, 0), tuple(prompt.token_ids), step * 1000 + index, 9)
+            tokens = [7, int(self.generator.loaded[-1]), index]
+            rollouts.append(Rollout.from_completion(completion(request, tokens, version), prompt))
+        rewards = torch.arange(PER_STEP, dtype=torch.float32) + step
+        rewards[0] = torch.nan
+        scores = Scores(rewards, extra={"source/metric": rewards * 2}, failed=rewards.isnan())
+        return Batch(step, rollouts, self.late.get(step, KnownScores(scores)), position + PER_STEP, {"rounds": 1.0})
+
+    def close(self) -> None: ...
+
+
+def completion(request: GenerationRequest, tokens: list[int], version: int) -> Completion:
+    return Completion(request, tokens, -torch.rand(len(tokens)), "length", version)
+
+
+class Run:
+    """A queue, and a trainer that publishes a version after every step."""
+
+    def __init__(self, folder, *, staleness: int, beside: bool, last_step: int = 8) -> None:
+        self.generator = Generator()
+        self.producer = Producer(self.generator)
+        self.queue = BatchQueue(
+            self.producer, self.generator, schedule=Schedule(staleness, last_step), prompts=PROMPTS,
+            validate=lambda _, version: {"of": self.generator.loaded[-1], "version": version}, store=WeightStore(folder),
+            beside=beside, ranks=Ranks(),
+        )  # fmt: skip
+        self.steps: dict[int, list[float]] = {}
+
+    def publish(self, version: int, *, validate: bool = False) -> None:
+        self.queue.publish(weights_of(version), Timers(), validate=validate)
+
+    def train(self, *steps: int) -> None:
+        for step in steps:
+            batch = self.queue.batch(step, Timers())
+            batch.scores.result()
+            self.steps[step] = [
+                float(batch.rollouts[0].tokens[-2]), batch.probe_gap, batch.rollouts[0].sample.prompt_id, batch.data_end,
+            ]  # fmt: skip
+            self.publish(step)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in_turn", "beside"])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_each_step_is_sampled_by_its_version_from_its_prompts(tmp_path, staleness, beside):
+    run = Run(tmp_path / "weights", staleness=staleness, beside=beside)
+    run.publish(0)
+    run.train(*range(1, 9))
+    for step, (version, gap, first_prompt, data_end) in run.steps.items():
+        assert version == max(0, step - 1 - staleness) and gap == version / 100
+        assert (first_prompt, data_end) == ((step - 1) * PER_STEP, step * PER_STEP)
+    assert {int(folder.name) for folder in (tmp_path / "weights").iterdir()} == set(range(8 - staleness, 9))
+    run.queue.close()
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in_turn", "beside"])
+@pytest.mark.parametrize("at", [1, 2, 5, 8])
+def test_a_restored_queue_goes_on_where_the_checkpoint_stood(tmp_path, at, beside):
+    """Also with a run that was to end at the checkpoint, and is extended: nothing was sampled ahead of it."""
+    whole = Run(tmp_path / "whole", staleness=2, beside=False, last_step=12)
+    whole.publish(0)
+    whole.train(*range(1, 13))
+    run = Run(tmp_path / "weights", staleness=2, beside=beside)
+    run.publish(0)
+    run.train(*range(1, at + 1))
+    ahead = run.queue.ahead(at)
+    ahead.save(tmp_path / "ahead")
+    ahead.release()
+    run.queue.close()
+    resumed = Run(tmp_path / "other", staleness=2, beside=beside, last_step=12)
+    resumed.queue.restore(at, at * PER_STEP, tmp_path / "ahead")
+    resumed.publish(at)
+    resumed.train(*range(at + 1, 13))
+    assert resumed.steps == {step: made for step, made in whole.steps.items() if step > at}
+    resumed.queue.close()
+
+
+def test_a_checkpoint_waits_for_nothing_and_holds_the_weights_of_what_is_missing(tmp_path):
+    run = Run(tmp_path / "weights", staleness=2, beside=True)
+    run.producer.late[5] = SimpleNamespace(done=lambda: False)
+    run.publish(0)
+    run.train(1, 2)
+    run.queue.batch(3, Timers())
+    run.queue._batches[5].result()
+    run.generator.open.clear()
+    run.publish(3, validate=True)  # it waits for the generator
+    ahead = run.queue.ahead(3)
+    assert [batch.step for batch in ahead.batches] == [4] and [each.version for each in ahead.weights] == [2]
+    assert ahead.validations == {3: None}
+    run.queue._store.keep([])  # type: ignore[union-attr] as when later versions come
+    ahead.save(tmp_path / "ahead")
+    ahead.release()
+    run.generator.open.set()
+    again = Run(tmp_path / "other", staleness=2, beside=True)
+    again.queue.restore(3, 3 * PER_STEP, tmp_path / "ahead")
+    assert not again.queue.owes_validation(3)
+    again.publish(3)
+    assert again.queue.owes_validation(3) and again.queue.validation(3) == {"of": 3.0, "version": 3}
+    again.train(4, 5, 6)
+    assert [made[0] for made in again.steps.values()] == [1.0, 2.0, 3.0]
+    for each in (run, again):
+        each.queue.close()
+
+
+def test_what_goes_wrong_in_a_later_step_is_raised_by_it_and_not_before(tmp_path):
+    run = Run(tmp_path / "weights", staleness=1, beside=True)
+    run.producer.poisoned = 2
+    run.publish(0)
+    run.train(1)
+    ahead = run.queue.ahead(1)  # whether or not the step has failed by now
+    assert not ahead.batches and [each.version for each in ahead.weights] == [0]
+    with pytest.raises(NothingToLearnError):
+        run.queue.batch(2, Timers())
+    run.queue.close()
+
+
+def test_a_batch_has_the_same_bits_after_it_was_a_file_or_a_message(tmp_path):
+    generator = Generator()
+    generator.loaded.append(4.0)
+    batch = Producer(generator).batch(3, 8, 4, Timers())
+    Ahead(batches=[batch]).save(tmp_path / "ahead")
+    (from_file,) = Ahead.load(tmp_path / "ahead", PROMPTS).batches
+    for other in (from_file, unpack(pack(batch), batch.scores, PROMPTS)):
+        assert (other.step, other.data_end, other.counts, other.probe_gap) == (3, 12, {"rounds": 1.0}, 0.0)
+        for left, right in zip(other.rollouts, batch.rollouts, strict=True):
+            for name, value in vars(right).items():
+                found = getattr(left, name)
+                assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+        left, right = other.scores.result(), batch.scores.result()
+        assert torch.equal(left.rewards.nan_to_num(-1), right.rewards.nan_to_num(-1))
+        assert torch.equal(left.failures, right.failures) and left.extra.keys() == right.extra.keys()
+    assert Ahead.load(tmp_path / "nothing", PROMPTS) == Ahead()
