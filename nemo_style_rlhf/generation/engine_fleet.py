@@ -79,6 +79,7 @@ class Fleet:
         self._changed = threading.Condition()
         self._restarts: Counter[str] = Counter()
         """Losses of each engine at the current version of the weights."""
+        self._losses = 0
         self._dead: dict[str, dict[str, Any]] = {}
         """Ready files of engines that were lost."""
         self._broken: UserError | None = None
@@ -204,6 +205,11 @@ class Fleet:
                 with suppress(UserError):  # raised to whoever asks for an engine
                     self.lost(engine, reason)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`engines/*`: those that can be asked now, and how often one was lost."""
+        return {"engines/ready": float(len(self._engines)), "engines/lost": float(self._losses)}
+
     def close(self) -> None:
         """End the launched engines."""
         self._closing.set()
@@ -228,6 +234,7 @@ class Fleet:
         engine.client.close()
         self._dead[name] = engine.where
         self._restarts[name] += 1
+        self._losses += 1
         log.warning("engine %s is lost: %s", name, reason)
         if self._restarts[name] > self._config.restarts:
             self._broken = UserError(

@@ -50,6 +50,10 @@ class EnginePool:
         self._version = update.version
         return gap
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self._fleet.metrics
+
     def abandon(self) -> None:
         """Have whatever other threads wait for here end with :class:`Abandoned`, until :meth:`resume`."""
         self._fleet.abandoned.set()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.masking import masked_mean
@@ -54,7 +55,25 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         metrics["returns"] = float(masked_mean(experience.returns, mask))
     if experience.correction is not None:
         metrics |= _correction_metrics(experience.correction[mask.bool()])
-    return {f"train_rollouts/{name}": value for name, value in metrics.items()}
+    return {f"train_rollouts/{name}": value for name, value in metrics.items()} | _staleness_metrics(experience)
+
+
+def _staleness_metrics(experience: Experience) -> dict[str, float]:
+    """`async/*` of stale samples: versions by which the weights before the update are newer than those that sampled the learned
+    tokens, and the mean change of their log-probabilities in between, in nats."""
+    if not experience.stale:
+        return {}
+    assert experience.sampler_logprobs is not None  # AlgorithmConfig
+    learned, rollouts = experience.mask.bool(), experience.rollouts
+    # The state before a token is one place before the token itself.
+    versions = torch.cat([rollout.weights_version.roll(-1) for rollout in rollouts])[learned]
+    behind = (rollouts[0].sample.step - 1 - versions).float()
+    drift = (experience.sampler_logprobs - experience.logprobs)[learned].abs().mean()
+    return {
+        "async/staleness_mean": float(behind.mean()),
+        "async/staleness_max": float(behind.max()),
+        "async/policy_drift": float(drift),
+    }
 
 
 def repetition_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

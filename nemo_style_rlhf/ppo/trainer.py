@@ -185,6 +185,7 @@ class PPOTrainer:
         self._on_first(parts.rollouts, lambda rollouts: rollouts.write(step, rollout_columns(experience)))
         timers.lap("tracking")
         metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._session.save_stall}
+        metrics |= parts.queue.clock_metrics()
         self._session.save_stall = 0.0
         self._write_metrics(step, metrics)
         self._check_health(step, metrics, experience)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from nemo_style_rlhf.data.prompts import Prompt
@@ -70,6 +71,8 @@ class BatchQueue:
         self._thread = ThreadPoolExecutor(1, "rollouts") if beside else None
         self._works = producer is not None
         self._timers = Timers()
+        self._beside: dict[str, float] = {}
+        self._last_end = perf_counter()
         self._start(0, 0)
 
     def _start(self, step: int, position: int) -> None:
@@ -125,6 +128,12 @@ class BatchQueue:
             return replace(future.result(), scores=scores)
         assert packed is not None
         return unpack(packed, scores, self._prompts)
+
+    def clock_metrics(self) -> dict[str, float]:
+        """What only the clock decides, on the first rank: `timers/beside_*`, the seconds that the last batch took to sample and
+        that the engines had waited for work before it; and `engines/*`."""
+        engines = self._generator.metrics if isinstance(self._generator, EnginePool) else {}
+        return engines | {f"timers/beside_{phase}": seconds for phase, seconds in self._beside.items()}
 
     def owes_validation(self, version: int) -> bool:
         """Whether the validation of ``version`` was asked for, and its metrics were not."""
@@ -231,8 +240,13 @@ class BatchQueue:
         def make() -> Batch:
             gap, position = loaded.result(), before if isinstance(before, int) else before.result().data_end
             assert self._producer is not None
+            began = perf_counter()
             timers = self._timers if self._thread is None else Timers()
             batch = self._producer.batch(step, position, version, timers)
+            if self._thread is not None:
+                ended = perf_counter()
+                self._beside = {"sampling": ended - began, "idle": began - self._last_end}
+                self._last_end = ended
             if self._thread is None and self._schedule.staleness:
                 batch = replace(batch, scores=KnownScores(batch.scores.result()))
             return replace(batch, probe_gap=gap)

@@ -18,6 +18,8 @@ from tests.support.metrics import metrics
 from tests.support.processes import proxy, run_pair, start_actor, start_server
 
 LONGEST_DELAY_S = 0.3
+RANKS = {1: 1, 2: 2}
+"""Ranks of the actor, by staleness."""
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +40,9 @@ def overrides(inputs: Path, staleness: int, engines: int) -> list[str]:
 def one_after_another(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[object, ...]]:
     """What runs without engines learn, by staleness."""
     learned = {}
-    for staleness in (1, 2):
+    for staleness, ranks in RANKS.items():
         folder = tmp_path_factory.mktemp(f"staleness_{staleness}")
-        run_pair(folder, ppo_runs.server_overrides(inputs), overrides(inputs, staleness, 0))
+        run_pair(folder, ppo_runs.server_overrides(inputs), overrides(inputs, staleness, 0), ranks=ranks)
         learned[staleness] = result(folder)
     return learned
 
@@ -48,7 +50,7 @@ def one_after_another(inputs: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_everything_at_once_and_late(inputs, one_after_another, tmp_path) -> None:
     critic, port = start_server(tmp_path / "critic", *ppo_runs.server_overrides(inputs))
     with proxy(lambda: port, lambda *_: time.sleep(random.uniform(0, LONGEST_DELAY_S))) as late_port:
-        actor = start_actor(tmp_path / "actor", late_port, *overrides(inputs, 2, 2))
+        actor = start_actor(tmp_path / "actor", late_port, *overrides(inputs, 2, 2), ranks=RANKS[2])
         try:
             with engines_that_pause(actor.pid):
                 assert actor.wait(240) == 0, actor.output()
@@ -60,6 +62,10 @@ def test_everything_at_once_and_late(inputs, one_after_another, tmp_path) -> Non
     assert [row["step"] for row in rows if "val_rollouts/rewards" in row] == [0, 2, 4, 6]
     assert [row["step"] for row in rows] == [1, 2, 0, 3, 4, 2, 5, 4, 6]  # validations are written late
     assert max(row.get("train_rollouts/filtered_prompts", 0) for row in rows) > 0
+    behind = [row["async/staleness_max"] for row in rows if "async/staleness_max" in row]
+    assert (
+        behind == [0, 1, 2, 2, 2, 2] == [row["async/staleness_mean"] for row in rows if "async/staleness_mean" in row]
+    )
 
 
 def test_everything_killed(inputs, one_after_another, tmp_path) -> None:

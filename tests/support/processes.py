@@ -62,10 +62,10 @@ def wait_for_output(process: Child, text: str, *, after: int = 0) -> None:
         time.sleep(0.05)
 
 
-def run_pair(directory: Path, server_overrides: list[str], actor_overrides: list[str]) -> None:
+def run_pair(directory: Path, server_overrides: list[str], actor_overrides: list[str], *, ranks: int = 1) -> None:
     """Run server and actor below ``directory``, from start to end."""
     critic, port = start_server(directory / "critic", *server_overrides)
-    actor = start_actor(directory / "actor", port, *actor_overrides)
+    actor = start_actor(directory / "actor", port, *actor_overrides, ranks=ranks)
     try:
         assert actor.wait(240) == 0, actor.output()
     finally:
