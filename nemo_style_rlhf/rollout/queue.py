@@ -18,7 +18,7 @@ from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.generation.engine_pool import Abandoned, EnginePool
 from nemo_style_rlhf.generation.interface import Generator, WeightUpdate
 from nemo_style_rlhf.generation.weight_store import WeightStore
-from nemo_style_rlhf.rollout.ahead import Ahead, pack, unpack
+from nemo_style_rlhf.rollout.ahead import Ahead, Packed, pack, unpack
 from nemo_style_rlhf.rollout.producer import KnownScores, Producer, Timers
 from nemo_style_rlhf.rollout.schedule import Schedule
 from nemo_style_rlhf.rollout.types import Batch, ScoresToCome
@@ -121,7 +121,12 @@ class BatchQueue:
         self._run(future)
         if self._thread is None:
             return future.result()
-        packed = self._ranks.on_first(lambda: pack(future.result()) if self._ranks.size > 1 else None)
+
+        def made() -> Packed | None:
+            batch = future.result()
+            return pack(batch) if self._ranks.size > 1 else None
+
+        packed = self._ranks.on_first(made)
         timers.lap("wait_for_rollout")
         scores = ScoresOfFirst(self._ranks, future.result().scores if self._works else None)
         if self._works:
