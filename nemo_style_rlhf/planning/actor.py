@@ -1,4 +1,4 @@
-"""Plans the actor's memory."""
+"""Plans the memory of the actor and of its generation engines."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from nemo_style_rlhf.generation.transfer import BUCKET_BYTES
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
 from nemo_style_rlhf.planning.device import Device
-from nemo_style_rlhf.planning.phases import ACTOR, GIB, Phase, ProcessPlan
+from nemo_style_rlhf.planning.phases import ACTOR, ENGINE, GIB, Phase, ProcessPlan
 from nemo_style_rlhf.planning.training import resting, trained_model, training_phases
 from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB
 from nemo_style_rlhf.schema.plan import PlanConfig
@@ -27,8 +27,15 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
     offloaded = config.model.reference == "cpu_offload" and device.cuda
     if config.needs_reference and not config.model.lora.rank and not offloaded:
         held["reference"] = policy.weights
-    generated = -(-algorithm.num_rollout_samples // config.ranks) * config.generation.tensor_parallel_size
-    generator = _generator(config, policy, device, generated, prompt_length)
+    samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
+    generated = -(-samples // config.ranks) * config.generation.tensor_parallel_size
+    transit = Counter({"weights in transit": _in_transit(config, policy, device)})
+    rollout, loading, generator = Counter[str](), Counter[str](), Counter[str]()
+    if not config.generation.engines.count:
+        generator = _generator(config, policy, device, generated, prompt_length)
+        rollout = _decoding(config, policy, device, generated, prompt_length)
+    elif not device.cuda:  # in /dev/shm, which is memory of the host
+        held["published weights"] = (algorithm.staleness + 1) * policy.base_weights // config.ranks
     held += generator
     if device.cuda:
         loading = Counter(resting(config.engine, held))
@@ -38,18 +45,15 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
             loading["free for vLLM"] = max(0, _share(config, device) - generator.total())
     else:
         loading = held + Counter({"weights in transit": policy.on_disk})
-    samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
     scoring = policy.inference(_batch(config, samples, prompt_length, response))
     if config.needs_reference and offloaded:
         scoring["reference"] = policy.weights
-    rollout = _decoding(config, policy, device, generated, prompt_length)
     update = policy.training(
         _batch(config, -(-samples // algorithm.mini_batches), prompt_length, response),
         with_entropy=algorithm.entropy_bonus != 0,
     )
-    transit = Counter({"weights in transit": _in_transit(config, policy, device)})
     phases = [
-        Phase("loading vLLM", loading),
+        *([Phase("loading vLLM", loading)] if generator else []),
         *training_phases(
             policy, config.engine, device, held,
             {"rollout": rollout, "log-probabilities": scoring, "weights to vLLM": transit}, update, ranks=config.ranks,
@@ -57,6 +61,17 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
         Phase("export", held + Counter({"weights in transit": 0 if device.cuda else _exported(config, policy)})),
     ]  # fmt: skip
     return ProcessPlan(ACTOR, tuple(phases), config.ranks)
+
+
+def plan_engine(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_length: int) -> ProcessPlan:
+    """Each of the generation engines, which shares its device with nobody."""
+    count = config.generation.engines.count
+    generated = -(-config.algorithm.num_rollout_samples // count)
+    held = Counter({"libraries": device.libraries("actor")})
+    held += _generator(config, policy, device, generated, prompt_length)
+    rollout = held + _decoding(config, policy, device, generated, prompt_length)
+    transit = Counter({"weights in transit": _in_transit(config, policy, device)})
+    return ProcessPlan(ENGINE, (Phase("rollout", rollout), Phase("new weights", held + transit)), count)
 
 
 def _batch(config: PlanConfig, samples: int, prompt: int, response: int) -> Batch:

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 GIB = 2**30
-ACTOR, CRITIC = "actor", "critic server"
+ACTOR, CRITIC, ENGINE = "actor", "critic server", "engine"
 COMPONENTS = (
     "libraries",
     "weights",
@@ -21,6 +21,7 @@ COMPONENTS = (
     "KV cache",
     "free for vLLM",
     "weights in transit",
+    "published weights",
 )
 """Rows of the table, in its order."""
 

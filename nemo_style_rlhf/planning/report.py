@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from nemo_style_rlhf.planning.device import Device
-from nemo_style_rlhf.planning.phases import COMPONENTS, GIB, ProcessPlan
+from nemo_style_rlhf.planning.phases import COMPONENTS, ENGINE, GIB, ProcessPlan
 
 
 def table(processes: Sequence[ProcessPlan], device: Device, *, together: bool) -> Table:
@@ -14,7 +14,8 @@ def table(processes: Sequence[ProcessPlan], device: Device, *, together: bool) -
     totals = [plan.peak.total for plan in processes]
     result.add_column("", footer="total")
     for plan, total in zip(processes, totals, strict=True):
-        ranks = f", {plan.ranks} ranks" if plan.ranks > 1 else ""
+        unit = "of them" if plan.name == ENGINE else "ranks"
+        ranks = f", {plan.ranks} {unit}" if plan.ranks > 1 else ""
         result.add_column(f"{plan.name}{ranks}\n({plan.peak.name})", justify="right", footer=_gib(total))
     for component in COMPONENTS:
         sizes = [plan.peak.parts[component] for plan in processes]

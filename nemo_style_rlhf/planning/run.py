@@ -8,12 +8,12 @@ from rich.console import Console
 from nemo_style_rlhf.data.prompts import load_prompts
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.loading import load_tokenizer
-from nemo_style_rlhf.planning.actor import plan_actor
+from nemo_style_rlhf.planning.actor import plan_actor, plan_engine
 from nemo_style_rlhf.planning.advice import Change, best_changes
 from nemo_style_rlhf.planning.blueprint import Blueprint
 from nemo_style_rlhf.planning.critic import plan_critic
 from nemo_style_rlhf.planning.device import Device, find_device
-from nemo_style_rlhf.planning.phases import ACTOR, CRITIC, GIB, ProcessPlan
+from nemo_style_rlhf.planning.phases import ACTOR, CRITIC, ENGINE, GIB, ProcessPlan
 from nemo_style_rlhf.planning.report import table
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
@@ -44,7 +44,7 @@ class Planner:
         self._longest_prompt = _longest_prompt(config)
         self._blueprints: dict[tuple[str, bool], Blueprint] = {}
 
-    def plan(self, config: PlanConfig, names: Collection[str] = (ACTOR, CRITIC)) -> list[ProcessPlan]:
+    def plan(self, config: PlanConfig, names: Collection[str] = (ACTOR, ENGINE, CRITIC)) -> list[ProcessPlan]:
         """Plans of the processes in ``names``, as far as the run has them."""
         policy = self._blueprint(config.model, scalar=False)
         critic = self._blueprint(config.critic.model, scalar=True) if config.uses_critic_process else None
@@ -52,6 +52,8 @@ class Planner:
         processes = []
         if ACTOR in names:
             processes.append(plan_actor(config, policy, self.device, prompt_length=prompt))
+        if ENGINE in names and config.generation.engines.count:
+            processes.append(plan_engine(config, policy, self.device, prompt_length=prompt))
         if CRITIC in names and critic is not None:
             processes.append(plan_critic(config, critic, self.device, prompt_length=prompt))
         return processes

@@ -217,6 +217,7 @@ def _found(config: PPOActorConfig) -> tuple[Manifest | None, dict[str, Any]]:
             raise UserError(f"run.resume=must but {config.run.output_dir} holds no checkpoint: use run.resume=auto")
         return None, {}
     saved = json.loads((store.part(manifest.step, ACTOR) / IDENTITY_FILE).read_bytes())
+    saved.setdefault("algorithm.staleness", 0)  # earlier versions knew no other
     require_same(saved, run_identity(config), config.run.output_dir)
     if config.uses_critic_process:
         require_critic_checkpoint(manifest)

@@ -40,6 +40,19 @@ def test_both_processes_are_planned_and_fit(inputs: Path):
     assert re.search(r"KV cache\W+1\.00\W+-", output)
 
 
+def test_engines_have_a_plan_of_their_own_and_the_actor_no_vllm(inputs: Path):
+    given = (f"data.train_path={inputs / 'prompts.jsonl'}", "generation.max_length=8", "device_gib=8")
+    lag = (
+        "generation.engines.count=2",
+        "algorithm.staleness=1",
+        "algorithm.correction.kind=tis",
+        "model.dtype=float32",
+    )
+    output, _ = plan(inputs, *given, *lag)
+    assert re.search(r"actor\W+engine, 2 of them\W+critic server", output)
+    assert re.search(r"KV cache\W+-\W+1\.00\W+-", output) and "published weights" in output
+
+
 def test_what_cannot_fit_is_refused_with_three_changes(inputs: Path):
     _, errors = plan(inputs, "data.max_prompt_length=512", "device_gib=0.5", code=2)
     assert re.fullmatch(
