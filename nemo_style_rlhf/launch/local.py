@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nemo_style_rlhf.launch.interpreter import ROOT
 from nemo_style_rlhf.launch.program import Program
 
 STOP_GRACE_S = 30.0
@@ -22,7 +21,9 @@ STOP_GRACE_S = 30.0
 READY_TIMEOUT_S = 120.0
 POLL_S = 0.1
 LOG_TAIL_LINES = 15
+ORPHAN_GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -42,6 +43,7 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         if program.ready_file is not None:
             program.ready_file.unlink(missing_ok=True)
+        self._began = log.stat().st_size if log.exists() else 0
         self._process = self._start()
 
     def _start(self) -> Any:
@@ -49,7 +51,7 @@ class Child:
         with self.log.open("ab") as output:
             return subprocess.Popen(
                 self.program.command,
-                cwd=ROOT,
+                cwd=self.program.folder,
                 env={**os.environ, **self.program.env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -78,6 +80,16 @@ class Child:
     def signal(self, number: int) -> None:
         """Send a signal to the program alone, unless it has ended."""
         self._process.send_signal(number)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to the program, or to its ranks: torchrun, which would pass it on, fails with a traceback of its own."""
+        if self.program.ranks == 1:
+            self.signal(signal.SIGINT)
+        elif self.poll() is None:
+            import psutil  # not at the top: programs that only start others load no library
+
+            for rank in psutil.Process(self.pid).children():
+                rank.send_signal(signal.SIGINT)
 
     def kill(self) -> int:
         """Send SIGKILL to what is left of the whole group; returns the program's exit code."""
@@ -110,14 +122,24 @@ class Child:
         return ready
 
     def output(self) -> str:
+        """The whole log, which may begin with the output of earlier programs."""
         return self.log.read_text(errors="replace")
+
+    def said(self, text: str) -> str | None:
+        """The last line with ``text`` that this program has written."""
+        lines = self.log.read_bytes()[self._began :].decode(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if text in line), None)
+
+    @property
+    def end(self) -> str:
+        """How this program ended, as the rest of a sentence about it."""
+        code = self.poll() or 0
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def failed(self, how: str = "") -> ProgramFailed:
         """The error that says ``how`` this program failed (default: by ending), with the end of its log."""
-        code = self.poll() or 0
-        ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         tail = "\n".join(self.output().splitlines()[-LOG_TAIL_LINES:])
-        return ProgramFailed(f"{self.program.name} {how or ended}; the end of its log {self.log}:\n{tail}")
+        return ProgramFailed(f"{self.program.name} {how or self.end}; the end of its log {self.log}:\n{tail}")
 
 
 def wait_for(child: Child, *others: Child, watch: Callable[[], None] = lambda: None) -> None:
@@ -185,8 +207,40 @@ class LocalLauncher:
 
 
 def _end_with(parent: int) -> None:
-    """Runs in the child before the program: have it end with ``parent``, which may be gone already."""
+    """Runs in the child before the program: have it end with ``parent``, which may be gone already.
+
+    SIGINT reaches it from its launcher alone, so it must not ignore it as jobs in a shell's background do.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of all descendants whose own parent dies, so that :func:`end_orphans` finds them (Linux)."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_orphans(spared: Collection[int], mark: tuple[str, str] | None = None) -> None:
+    """Wait until adopted processes have ended, which most do by themselves, and kill them if they do not.
+
+    Args:
+        spared: process ids of children that are no orphans.
+        mark: a variable and its value; without it in their environment, orphans are spared, too.
+    """
+    import psutil
+
+    def is_meant(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return process.pid not in spared and (mark is None or process.environ().get(mark[0]) == mark[1])
+        return False
+
+    deadline = time.monotonic() + ORPHAN_GRACE_S
+    while orphans := list(filter(is_meant, psutil.Process().children())):
+        for orphan in orphans if time.monotonic() > deadline else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                orphan.kill()
+        psutil.wait_procs(orphans, timeout=2 * POLL_S)
