@@ -32,14 +32,15 @@ class ProgramFailed(Exception):
 
 
 class Child:
-    """A started program. It leads a process group (and session) of its own; its output is appended to ``log``.
+    """A started program. It leads a process group (and session) of its own; its output is appended to ``log``, or ``shown`` where
+    this process writes.
 
     Linux sends it SIGTERM if this process, or the thread that started it, ends without having stopped it. A program that ignores
     SIGTERM therefore outlives a killed launcher.
     """
 
-    def __init__(self, program: Program, log: Path) -> None:
-        self.program, self.log = program, log
+    def __init__(self, program: Program, log: Path, *, shown: bool = False) -> None:
+        self.program, self.log, self._shown = program, log, shown
         log.parent.mkdir(parents=True, exist_ok=True)
         if program.ready_file is not None:
             program.ready_file.unlink(missing_ok=True)
@@ -48,14 +49,14 @@ class Child:
 
     def _start(self) -> Any:
         """The process; subclasses may start it in another way, as long as it offers the methods of ``subprocess.Popen``."""
-        with self.log.open("ab") as output:
+        with contextlib.nullcontext() if self._shown else self.log.open("ab") as output:
             return subprocess.Popen(
                 self.program.command,
                 cwd=self.program.folder,
                 env={**os.environ, **self.program.env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=None if self._shown else subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=partial(_end_with, os.getpid()),
             )
@@ -88,8 +89,11 @@ class Child:
         elif self.poll() is None:
             import psutil  # not at the top: programs that only start others load no library
 
-            for rank in psutil.Process(self.pid).children():
+            ranks = psutil.Process(self.pid).children()
+            for rank in ranks:
                 rank.send_signal(signal.SIGINT)
+            if not ranks:  # torchrun itself is still loading
+                self.signal(signal.SIGTERM)
 
     def kill(self) -> int:
         """Send SIGKILL to what is left of the whole group; returns the program's exit code."""
@@ -138,6 +142,8 @@ class Child:
 
     def failed(self, how: str = "") -> ProgramFailed:
         """The error that says ``how`` this program failed (default: by ending), with the end of its log."""
+        if self._shown:
+            return ProgramFailed(f"{self.program.name} {how or self.end}, see above")
         tail = "\n".join(self.output().splitlines()[-LOG_TAIL_LINES:])
         return ProgramFailed(f"{self.program.name} {how or self.end}; the end of its log {self.log}:\n{tail}")
 
@@ -177,13 +183,13 @@ class LocalLauncher:
     def __getitem__(self, name: str) -> Child:
         return self._children[name]
 
-    def start(self, *programs: Program) -> None:
-        """Start the programs in the background, each with an empty log."""
+    def start(self, *programs: Program, shown: bool = False) -> None:
+        """Start the programs in the background, each with an empty log, or ``shown``."""
         for program in programs:
             assert program.name not in self._children, f"{program.name} was already started"
             log = self._log_dir / f"{program.name}.log"
             log.unlink(missing_ok=True)
-            self._children[program.name] = Child(program, log)
+            self._children[program.name] = Child(program, log, shown=shown)
 
     def restart(self, name: str) -> None:
         """Stop what is left of the program, and start the same command again; its log goes on."""
@@ -191,14 +197,14 @@ class LocalLauncher:
         child.stop()
         self._children[name] = Child(child.program, child.log)
 
-    def wait(self, name: str, *, watch: Callable[[], None] = lambda: None) -> None:
-        """Wait until the program has ended with 0, and call ``watch`` several times a second meanwhile.
+    def wait(self, name: str) -> None:
+        """Wait until the program has ended with 0.
 
         Raises:
             ProgramFailed: it, or any other program of this launcher, has ended with an error.
         """
         child = self._children[name]
-        wait_for(child, *(other for other in self._children.values() if other is not child), watch=watch)
+        wait_for(child, *(other for other in self._children.values() if other is not child))
         self.stop(name)  # children that it left
 
     def stop(self, name: str, grace_s: float = STOP_GRACE_S) -> int:
@@ -234,9 +240,14 @@ def end_orphans(spared: Collection[int], mark: tuple[str, str] | None = None) ->
     import psutil
 
     def is_meant(process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.Error):
-            return process.pid not in spared and (mark is None or process.environ().get(mark[0]) == mark[1])
-        return False
+        if process.pid in spared:
+            return False
+        try:
+            return mark is None or process.environ().get(mark[0]) == mark[1]
+        except psutil.ZombieProcess:  # wait_procs takes its exit code
+            return True
+        except psutil.Error:
+            return False
 
     deadline = time.monotonic() + ORPHAN_GRACE_S
     while orphans := list(filter(is_meant, psutil.Process().children())):

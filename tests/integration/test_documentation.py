@@ -14,6 +14,7 @@ from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
+from nemo_style_rlhf.schema.local import PPOLocalConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from tests.support import warm
@@ -116,6 +117,7 @@ def test_every_key_of_the_right_hand_columns_exists():
         EvaluationConfig,
         InspectDataConfig,
         PlanConfig,
+        PPOLocalConfig,
     ):
         known.update(dict.fromkeys(_keys(OmegaConf.structured(schema))))
     sections = {key.split(".")[0] for key in known}
