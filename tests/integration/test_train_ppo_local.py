@@ -29,7 +29,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(inputs: Path) -> list[str]:
-    return [*ppo_runs.actor_overrides(inputs), f"algorithm.max_steps={STEPS}", "generation.engines.count=1"]
+    quick = [
+        "generation=hf",
+        "remote_critic_rm.retries=1",
+    ]  # an engine loads in seconds, a lost server is noticed in one
+    return [*ppo_runs.actor_overrides(inputs), f"algorithm.max_steps={STEPS}", "generation.engines.count=1", *quick]
 
 
 class Local(Child):
