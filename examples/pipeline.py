@@ -25,15 +25,15 @@ class Pipeline(LocalLauncher):
         signal.signal(signal.SIGHUP, _raise_interrupt)
         return self
 
-    def run(self, program: Program, *, watch: Callable[[], None] = lambda: None) -> float:
-        """Run ``program`` to its end and return its seconds; ``watch`` is called meanwhile.
+    def run(self, program: Program, *, shown: bool = False) -> float:
+        """Run ``program`` to its end and return its seconds; its output is ``shown`` or goes to its log.
 
         Raises:
             ProgramFailed: it, or another program of this pipeline, ended with an error.
         """
         started = time.monotonic()
-        self.start(program)
-        self.wait(program.name, watch=watch)
+        self.start(program, shown=shown)
+        self.wait(program.name)
         return time.monotonic() - started
 
 

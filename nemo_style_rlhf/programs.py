@@ -6,6 +6,7 @@ before torch is loaded. Reward functions' processes, too, import the script that
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
+from nemo_style_rlhf.schema.local import PPOLocalConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
@@ -75,6 +77,22 @@ def train_ppo_actor(config: PPOActorConfig) -> None:
         from nemo_style_rlhf.ppo.run import run
 
         run(config)
+
+
+@entry_point(PPOLocalConfig, config_name="ppo_local")
+def train_ppo_local(config: PPOLocalConfig) -> None:
+    """Both processes of PPO on this host, and the engines."""
+    from nemo_style_rlhf.checkpoint.owner import owned
+    from nemo_style_rlhf.launch.local import ProgramFailed
+    from nemo_style_rlhf.launch.ppo_local import run_on_this_host
+
+    with owned(config.run, "launcher"):
+        try:
+            code = run_on_this_host(config)
+        except ProgramFailed as error:
+            print(f"failed: {error}", file=sys.stderr)
+            code = 1
+    raise SystemExit(code)
 
 
 Stage = TypeVar("Stage", bound=SupervisedConfig)

@@ -127,7 +127,7 @@ def quickstart(pipeline: Pipeline, output_dir: Path, seed: int) -> None:
         {**ACTOR, **common, **files, "model.path": sft / "export"},
         output_dir,
     )
-    say(f"\n  {ppo_seconds:.0f} s")
+    say(f"  {ppo_seconds:.0f} s")
     after = judge(output_dir / "actor" / "export", output_dir, seed)
 
     plot_curves(

@@ -24,7 +24,7 @@ from data import load_lexicon
 from pipeline import ROOT, Pipeline
 from run import ACTOR, CRITIC, RESPONSE_TOKENS, make_reward_model, mean_valence
 from sampling import sample
-from stages import train_ppo, train_without_critic
+from stages import train_ppo
 
 KL_TARGET = 0.08
 COMMON = {
@@ -32,9 +32,8 @@ COMMON = {
     "algorithm.kl_target": KL_TARGET,
     "algorithm.kl_horizon": 128,
     "algorithm.initial_policy_kl_penalty": 0.1,
-    "tracking.progress": False,
 }
-GROUPS = {"algorithm.critic_warmup_steps": 0, "reward": "server", "algorithm.samples_per_prompt": 8}
+GROUPS = {"algorithm.critic_warmup_steps": 0, "algorithm.samples_per_prompt": 8}
 PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "reinforce_pp": {**GROUPS, "algorithm.samples_per_prompt": 1},
@@ -109,10 +108,7 @@ def train(
         **PRESETS[algorithm],
     }
     reward_model = {"run.seed": seed, "model.path": output_dir / "reward_model" / "export"}
-    if algorithm == "ppo":
-        train_ppo(pipeline, {**CRITIC, **reward_model}, actor, folder)
-    else:
-        train_without_critic(pipeline, {"model.dtype": CRITIC["model.dtype"], **reward_model}, actor, folder)
+    train_ppo(pipeline, {**CRITIC, **reward_model}, actor, folder)
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:

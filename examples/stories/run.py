@@ -92,7 +92,7 @@ def happier_stories(pipeline: Pipeline, data: Path, output_dir: Path, seed: int,
         },
         output_dir,
     )
-    say(f"\n  {ppo_seconds:.0f} s")
+    say(f"  {ppo_seconds:.0f} s")
 
     prompts = held_out * EVALUATION_ROUNDS
     settings = {"max_new_tokens": RESPONSE_TOKENS, "seed": seed, "reward_dir": str(reward_model)}

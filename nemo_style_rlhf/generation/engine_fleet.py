@@ -17,14 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.engine_client import EngineClient
-from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.launch.entry import config_file
 from nemo_style_rlhf.launch.local import LocalLauncher
-from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ROOT, Program
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import EnginesConfig, GenerationConfig, TrainingGenerationConfig
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
@@ -297,15 +295,14 @@ def describe(
     folder: Path, model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, *, max_length: int, stop_strings: bool
 ) -> None:  # fmt: skip
     """Write ``<folder>/this_run.yaml``, the configuration of every engine of a run."""
-    content = yaml.safe_load((CONF_DIR / "engine.yaml").read_text())
-    content |= {
+    content = {
         "run": {"seed": run.seed, "device": run.device, "num_threads": config.engines.threads or run.num_threads},
         "model": _part(ModelConfig, model),
         "generation": _part(GenerationConfig, config),
         "sequences": {"max_length": max_length, "stop_strings": stop_strings},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / f"{CONFIG}.yaml", yaml.safe_dump(content).encode())
+    write_atomically(folder / f"{CONFIG}.yaml", config_file("engine", content).encode())
 
 
 def _part(schema: type[Any], given: Any) -> dict[str, Any]:
@@ -316,5 +313,5 @@ def _part(schema: type[Any], given: Any) -> dict[str, Any]:
 def _program(name: str, folder: Path) -> Program:
     ready = folder / f"{name}.json"
     words = [f"--config-dir={folder}", f"--config-name={CONFIG}", "server.port=0", f"server.ready_file={ready}"]
-    argv = [str(ACTOR_PYTHON), "servers/serve_engine.py", *words]
-    return Program(name, argv, ready_file=ready)
+    argv = [str(ACTOR_PYTHON), str(ROOT / "servers" / "serve_engine.py"), *words]
+    return Program(name, argv, folder=Path.cwd(), ready_file=ready)

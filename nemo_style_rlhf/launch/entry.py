@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -14,6 +14,7 @@ if require_own_interpreter():  # before the first import that another Python lac
     interrupt.listen()
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -85,6 +86,25 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
         return command_line
 
     return decorate
+
+
+def config_file(base: str, values: Mapping[str, Any]) -> str:
+    """A configuration file for the program of ``conf/<base>.yaml``: ``values`` instead of presets.
+
+    The program takes the file as ``--config-dir=FOLDER --config-name=NAME``.
+    """
+    content = yaml.safe_load((CONF_DIR / f"{base}.yaml").read_text())
+    content["defaults"] = [each for each in content["defaults"] if isinstance(each, str) or "override" in str(each)]
+    return yaml.safe_dump({**content, **_literal(values)}, sort_keys=False, allow_unicode=True)
+
+
+def _literal(node: Any) -> Any:
+    """``node`` with all texts marked as texts, which OmegaConf does not interpolate."""
+    if isinstance(node, Mapping):
+        return {key: _literal(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_literal(each) for each in node]
+    return node.replace("${", r"\${") if isinstance(node, str) else node
 
 
 def _is_override(word: str) -> bool:

@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nemo_style_rlhf.launch.interpreter import ROOT
 from nemo_style_rlhf.launch.program import Program
 
 STOP_GRACE_S = 30.0
@@ -22,7 +21,9 @@ STOP_GRACE_S = 30.0
 READY_TIMEOUT_S = 120.0
 POLL_S = 0.1
 LOG_TAIL_LINES = 15
+ORPHAN_GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -31,29 +32,31 @@ class ProgramFailed(Exception):
 
 
 class Child:
-    """A started program. It leads a process group (and session) of its own; its output is appended to ``log``.
+    """A started program. It leads a process group (and session) of its own; its output is appended to ``log``, or ``shown`` where
+    this process writes.
 
     Linux sends it SIGTERM if this process, or the thread that started it, ends without having stopped it. A program that ignores
     SIGTERM therefore outlives a killed launcher.
     """
 
-    def __init__(self, program: Program, log: Path) -> None:
-        self.program, self.log = program, log
+    def __init__(self, program: Program, log: Path, *, shown: bool = False) -> None:
+        self.program, self.log, self._shown = program, log, shown
         log.parent.mkdir(parents=True, exist_ok=True)
         if program.ready_file is not None:
             program.ready_file.unlink(missing_ok=True)
+        self._began = log.stat().st_size if log.exists() else 0
         self._process = self._start()
 
     def _start(self) -> Any:
         """The process; subclasses may start it in another way, as long as it offers the methods of ``subprocess.Popen``."""
-        with self.log.open("ab") as output:
+        with contextlib.nullcontext() if self._shown else self.log.open("ab") as output:
             return subprocess.Popen(
                 self.program.command,
-                cwd=ROOT,
+                cwd=self.program.folder,
                 env={**os.environ, **self.program.env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=None if self._shown else subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=partial(_end_with, os.getpid()),
             )
@@ -78,6 +81,19 @@ class Child:
     def signal(self, number: int) -> None:
         """Send a signal to the program alone, unless it has ended."""
         self._process.send_signal(number)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to the program, or to its ranks: torchrun, which would pass it on, fails with a traceback of its own."""
+        if self.program.ranks == 1:
+            self.signal(signal.SIGINT)
+        elif self.poll() is None:
+            import psutil  # not at the top: programs that only start others load no library
+
+            ranks = psutil.Process(self.pid).children()
+            for rank in ranks:
+                rank.send_signal(signal.SIGINT)
+            if not ranks:  # torchrun itself is still loading
+                self.signal(signal.SIGTERM)
 
     def kill(self) -> int:
         """Send SIGKILL to what is left of the whole group; returns the program's exit code."""
@@ -110,14 +126,26 @@ class Child:
         return ready
 
     def output(self) -> str:
+        """The whole log, which may begin with the output of earlier programs."""
         return self.log.read_text(errors="replace")
+
+    def said(self, text: str) -> str | None:
+        """The last line with ``text`` that this program has written."""
+        lines = self.log.read_bytes()[self._began :].decode(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if text in line), None)
+
+    @property
+    def end(self) -> str:
+        """How this program ended, as the rest of a sentence about it."""
+        code = self.poll() or 0
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def failed(self, how: str = "") -> ProgramFailed:
         """The error that says ``how`` this program failed (default: by ending), with the end of its log."""
-        code = self.poll() or 0
-        ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if self._shown:
+            return ProgramFailed(f"{self.program.name} {how or self.end}, see above")
         tail = "\n".join(self.output().splitlines()[-LOG_TAIL_LINES:])
-        return ProgramFailed(f"{self.program.name} {how or ended}; the end of its log {self.log}:\n{tail}")
+        return ProgramFailed(f"{self.program.name} {how or self.end}; the end of its log {self.log}:\n{tail}")
 
 
 def wait_for(child: Child, *others: Child, watch: Callable[[], None] = lambda: None) -> None:
@@ -155,13 +183,13 @@ class LocalLauncher:
     def __getitem__(self, name: str) -> Child:
         return self._children[name]
 
-    def start(self, *programs: Program) -> None:
-        """Start the programs in the background, each with an empty log."""
+    def start(self, *programs: Program, shown: bool = False) -> None:
+        """Start the programs in the background, each with an empty log, or ``shown``."""
         for program in programs:
             assert program.name not in self._children, f"{program.name} was already started"
             log = self._log_dir / f"{program.name}.log"
             log.unlink(missing_ok=True)
-            self._children[program.name] = Child(program, log)
+            self._children[program.name] = Child(program, log, shown=shown)
 
     def restart(self, name: str) -> None:
         """Stop what is left of the program, and start the same command again; its log goes on."""
@@ -169,14 +197,14 @@ class LocalLauncher:
         child.stop()
         self._children[name] = Child(child.program, child.log)
 
-    def wait(self, name: str, *, watch: Callable[[], None] = lambda: None) -> None:
-        """Wait until the program has ended with 0, and call ``watch`` several times a second meanwhile.
+    def wait(self, name: str) -> None:
+        """Wait until the program has ended with 0.
 
         Raises:
             ProgramFailed: it, or any other program of this launcher, has ended with an error.
         """
         child = self._children[name]
-        wait_for(child, *(other for other in self._children.values() if other is not child), watch=watch)
+        wait_for(child, *(other for other in self._children.values() if other is not child))
         self.stop(name)  # children that it left
 
     def stop(self, name: str, grace_s: float = STOP_GRACE_S) -> int:
@@ -185,8 +213,45 @@ class LocalLauncher:
 
 
 def _end_with(parent: int) -> None:
-    """Runs in the child before the program: have it end with ``parent``, which may be gone already."""
+    """Runs in the child before the program: have it end with ``parent``, which may be gone already.
+
+    SIGINT reaches it from its launcher alone, so it must not ignore it as jobs in a shell's background do.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of all descendants whose own parent dies, so that :func:`end_orphans` finds them (Linux)."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_orphans(spared: Collection[int], mark: tuple[str, str] | None = None) -> None:
+    """Wait until adopted processes have ended, which most do by themselves, and kill them if they do not.
+
+    Args:
+        spared: process ids of children that are no orphans.
+        mark: a variable and its value; without it in their environment, orphans are spared, too.
+    """
+    import psutil
+
+    def is_meant(process: psutil.Process) -> bool:
+        if process.pid in spared:
+            return False
+        try:
+            return mark is None or process.environ().get(mark[0]) == mark[1]
+        except psutil.ZombieProcess:  # wait_procs takes its exit code
+            return True
+        except psutil.Error:
+            return False
+
+    deadline = time.monotonic() + ORPHAN_GRACE_S
+    while orphans := list(filter(is_meant, psutil.Process().children())):
+        for orphan in orphans if time.monotonic() > deadline else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                orphan.kill()
+        psutil.wait_procs(orphans, timeout=2 * POLL_S)

@@ -21,10 +21,12 @@ class Program:
     name: str
     """Differs from the names of all other programs of the same launcher."""
     argv: Sequence[str]
-    """The command of one rank, which begins with the interpreter. It runs in the repository's root."""
+    """The command of one rank, which begins with the interpreter."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables added to the launcher's environment."""
     ranks: int = 1
+    folder: Path = ROOT
+    """The folder in which it runs, to which its paths are relative."""
     ready_file: Path | None = None
     """The file in which a server writes its host and port (JSON) once it answers. None if the program is no server."""
 
@@ -51,4 +53,4 @@ def server(
     ready_file = output_dir / "ready.json"
     where = [f"run.output_dir={output_dir}", "server.port=0", f"server.ready_file={ready_file}"]
     argv = [str(SERVER_PYTHON), f"servers/{script}.py", *where, *overrides]
-    return Program(script, argv, env or {}, ranks, ready_file)
+    return Program(script, argv, env or {}, ranks, ready_file=ready_file)

@@ -15,6 +15,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from nemo_style_rlhf.errors import UserError
 
 Schema = TypeVar("Schema")
+SPEAKER = "speaker"
+"""The key, in the metadata of a field that holds another program's configuration, of the name with which its errors begin."""
 
 
 def build(schema: type[Schema], config: DictConfig) -> Schema:
@@ -63,7 +65,12 @@ def validate(node: Any) -> None:
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
         if dataclasses.is_dataclass(value):
-            validate(value)
+            try:
+                validate(value)
+            except UserError as error:
+                if SPEAKER not in field.metadata:
+                    raise
+                raise UserError(f"{field.metadata[SPEAKER]}: {error}") from error
     if hasattr(node, "validate"):
         node.validate()
 

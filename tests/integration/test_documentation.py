@@ -14,6 +14,7 @@ from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
+from nemo_style_rlhf.schema.local import PPOLocalConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from tests.support import warm
@@ -88,6 +89,8 @@ def test_a_command_of_the_readme_runs(command, world, port, token, started_cold,
         overrides += [] if "token_file" in command else [f"remote_critic_rm.token.token_file={token}"]
         after_script = words.index("trainers/train_ppo_actor.py") + 1
         words[after_script:after_script] = overrides
+    if "train_ppo_local" in command:
+        words.append("generation.kv_cache_gib=0.1")
     python, script = ROOT / words[0], words[1]
     if script in started_cold and python in warm.LIBRARIES:
         done = warm.run(words[1:], python=python, timeout=180)
@@ -116,6 +119,7 @@ def test_every_key_of_the_right_hand_columns_exists():
         EvaluationConfig,
         InspectDataConfig,
         PlanConfig,
+        PPOLocalConfig,
     ):
         known.update(dict.fromkeys(_keys(OmegaConf.structured(schema))))
     sections = {key.split(".")[0] for key in known}

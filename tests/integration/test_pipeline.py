@@ -12,14 +12,13 @@ from tests.support import warm
 from tests.support.models import save_policy
 from tests.support.pages import commands
 from tests.support.paths import ROOT
-from tests.support.processes import Process, start_server
 
 SMALL = {
     "train_sft": ["trainer.max_steps=2", "trainer.batch_size=8"],
     "train_reward_model": ["trainer.max_steps=2", "trainer.batch_size=8"],
     "train_dpo": ["trainer.max_steps=2", "trainer.batch_size=8"],
     "train_kto": ["trainer.max_steps=2", "trainer.batch_size=8"],
-    "train_ppo_actor": [
+    "train_ppo_local": [
         "algorithm.max_steps=1", "algorithm.num_rollout_samples=8", "generation.max_length=8", "generation.kv_cache_gib=0.1",
     ],
     "evaluate": ["generation.max_length=8", "generation.kv_cache_gib=0.1"],
@@ -34,25 +33,11 @@ def test_a_base_model_becomes_an_aligned_one(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = dict.fromkeys(("SFT_ROWS", "PREFERENCE_PAIRS", "PROMPTS"), str(tmp_path / "rows.jsonl"))
     names["BASE_MODEL"] = str(save_policy(tmp_path / "base"))
-    server: tuple[Process, int] | None = None
-    try:
-        for command in commands(ROOT / "docs" / "pipeline.md"):
-            words = shlex.split(Template(command).substitute(names).replace("outputs/", f"{tmp_path}/"))
-            script = Path(words[1]).stem
-            if script == "serve_ppo_critic":
-                (tmp_path / "critic").mkdir()
-                server = start_server(tmp_path / "critic", *words[3:])
-                continue
-            words += SMALL.get(script, [])
-            if script == "train_ppo_actor":
-                assert server is not None
-                words.append(f"remote_critic_rm.port={server[1]}")
-            done = warm.run(words[1:], timeout=300)
-            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    finally:
-        if server is not None:
-            server[0].terminate()
-    for export in ("sft/export", "ppo/export", "dpo/export", "kto/export", "dpo_lora/export", "dpo_lora/merged"):
+    for command in commands(ROOT / "docs" / "pipeline.md"):
+        words = shlex.split(Template(command).substitute(names).replace("outputs/", f"{tmp_path}/"))
+        done = warm.run([*words[1:], *SMALL.get(Path(words[1]).stem, [])], timeout=300)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    for export in ("sft/export", "ppo/actor/export", "dpo/export", "kto/export", "dpo_lora/export", "dpo_lora/merged"):
         AutoModelForCausalLM.from_pretrained(tmp_path / export)
     assert json.loads((tmp_path / "rm" / "export" / "config.json").read_text())["reward_std"] > 0
     assert (tmp_path / "evaluation" / "index.html").is_file()

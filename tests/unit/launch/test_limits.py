@@ -12,6 +12,7 @@ ARGUMENTS = {
     "evaluate": ["run.output_dir=outputs", "checkpoints=[owner/model]", "data.path=owner/rows"],
     "inspect_data": ["model.path=owner/model", "data.train_path=owner/rows"],
     "plan": ["model.path=owner/model", "critic.model.path=owner/reward", "data.train_path=owner/rows"],
+    "train_ppo_local": [*RUN, "critic.model.path=owner/reward"],
     "serve_ppo_critic": ["run.output_dir=outputs", "model.path=owner/model"],
     "serve_engine": ["model.path=owner/model"],
     "serve_reward_model": ["model.path=owner/model"],

@@ -142,6 +142,12 @@ def test_a_missing_vllm_is_named_with_the_commands_of_the_readme() -> None:
 
 MISSING = {
     "trainers/train_ppo_actor.py": ["run.output_dir=out", "model.path=./none", "data.train_path=none.jsonl"],
+    "trainers/train_ppo_local.py": [
+        "run.output_dir=out",
+        "model.path=gpt2",
+        "critic.model.path=./none",
+        "data.train_path=none.jsonl",
+    ],
     "trainers/train_sft.py": ["run.output_dir=out", "model.path=./none", "data.train_path=none.jsonl"],
     "trainers/train_dpo.py": ["run.output_dir=out", "model.path=./none", "data.train_path=none.jsonl"],
     "trainers/evaluate.py": ["run.output_dir=out", "checkpoints=[./none]", "data.path=none.jsonl"],
