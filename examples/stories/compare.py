@@ -43,13 +43,22 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo": GROUPS,
     "gspo": GROUPS,
 }
+STALE = {
+    f"ppo_stale_{staleness}{name}": {"algorithm": "ppo", "algorithm.staleness": staleness, **correction}
+    for staleness in (1, 3)
+    for name, correction in (
+        ("", {"algorithm.correction.kind": "tis"}),
+        ("_uncorrected", {"algorithm.allow_uncorrected": True}),
+    )
+}
+"""PPO on samples of older weights, for docs/asynchronous.md."""
 console = Console(highlight=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="holds stories260K/, tinystories/ and vader/")
-    parser.add_argument("--algorithms", nargs="+", default=list(PRESETS), choices=list(PRESETS))
+    parser.add_argument("--algorithms", nargs="+", default=list(PRESETS), choices=[*PRESETS, *STALE])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "stories_compare")
@@ -105,7 +114,7 @@ def train(
         "run.seed": seed,
         "model.path": data / "stories260K",
         "data.train_path": output_dir / "data" / "prompts_train.jsonl",
-        **PRESETS[algorithm],
+        **(PRESETS | STALE)[algorithm],
     }
     reward_model = {"run.seed": seed, "model.path": output_dir / "reward_model" / "export"}
     train_ppo(pipeline, {**CRITIC, **reward_model}, actor, folder)
