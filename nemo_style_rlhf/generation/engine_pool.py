@@ -41,6 +41,8 @@ class EnginePool:
             )
         stream = PoolStream(self, version)
         self._streams.add(stream)
+        if self._fleet.abandoned.is_set():
+            raise Abandoned
         return stream
 
     def load(self, update: WeightUpdate) -> float:

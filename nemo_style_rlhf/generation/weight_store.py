@@ -43,14 +43,11 @@ class WeightStore:
         """
         for _ in self.written(update).buckets():
             pass
-        return self[update.version]
+        return StoredWeights.open(self._folder(update.version))
 
     def written(self, update: WeightUpdate) -> WeightUpdate:
         """``update``, of which a version is written while somebody reads it."""
         return _Written(update, self._folder(update.version))
-
-    def __getitem__(self, version: int) -> "StoredWeights":
-        return StoredWeights.open(self._folder(version))
 
     def keep(self, versions: Collection[int]) -> None:
         """Remove all versions but these and the pinned ones."""
@@ -59,10 +56,11 @@ class WeightStore:
                 if int(folder.name) not in versions and not self._pinned[int(folder.name)]:
                     shutil.rmtree(folder)
 
-    def pin(self, version: int) -> None:
-        """Keep a version until it is unpinned as often."""
+    def pinned(self, version: int) -> "StoredWeights":
+        """A version, which is kept until :meth:`unpin` is called as often as this."""
         with self._lock:
             self._pinned[version] += 1
+        return StoredWeights.open(self._folder(version))
 
     def unpin(self, version: int) -> None:
         with self._lock:

@@ -109,9 +109,9 @@ class Ahead:
             shutil.copytree(weights.folder, folder / f"weights_{weights.version:06d}")
 
     def release(self) -> None:
-        for weights in self.weights if self.store else []:
-            assert self.store is not None
-            self.store.unpin(weights.version)
+        if self.store is not None:
+            for weights in self.weights:
+                self.store.unpin(weights.version)
 
     @staticmethod
     def load(folder: Path, prompts: Mapping[int, Prompt]) -> "Ahead":

@@ -161,12 +161,8 @@ class BatchQueue:
         validations = {version: _known(future) for version, future in sorted(self._validations.items())}
         versions = {self._schedule.version_of(missing) for missing in steps[len(batches) :]}
         versions |= {version for version, metrics in validations.items() if metrics is None}
-        store = self._store
-        stored = [] if store is None else [store[version] for version in sorted(versions - {step})]
-        for weights in stored:
-            assert store is not None
-            store.pin(weights.version)
-        return Ahead(batches, validations, stored, store)
+        pinned = [self._store.pinned(version) for version in sorted(versions - {step})] if self._store else []
+        return Ahead(batches, validations, pinned, self._store)
 
     def abandon(self) -> None:
         """Forget everything under way; :meth:`restore` comes next, or :meth:`close`."""
