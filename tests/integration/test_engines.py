@@ -80,7 +80,7 @@ def requests_of(count: int, step: int) -> list[GenerationRequest]:
 
 def same_bits(one: list[Completion], other: list[Completion]) -> bool:
     def plain(completion: Completion) -> tuple[object, ...]:
-        return (completion.request, completion.token_ids, completion.logprobs.tolist(), completion.finish_reason,
+        return (completion.request, completion.token_ids.tolist(), completion.logprobs.tolist(), completion.finish_reason,
                 completion.weights_version)  # fmt: skip
 
     return [plain(each) for each in one] == [plain(each) for each in other]
@@ -149,7 +149,7 @@ def test_engines_sample_the_bits_of_a_generator_in_the_trainers_process(trainer,
         stream.submit(requests)
         samples = {completion.request.sample: completion for completion in stream.completed()}
         wanted = [samples[request.sample] for request in requests]
-        assert len({tuple(each.token_ids) for each in wanted}) > 50
+        assert len({tuple(each.token_ids.tolist()) for each in wanted}) > 50
         groups = [requests[start : start + 7] for start in range(0, 60, 7)]
         with ThreadPoolExecutor(len(groups)) as pool:
             calls = [
