@@ -72,7 +72,7 @@ def sample_ways(folder: Path, dtype: str, samples: int, tokens: int, changes: di
             stream.submit(group)
             if steps is None or number == len(groups) - 1:
                 for completion in stream.completed():
-                    found[str(completion.request.sample)] = completion.token_ids, completion.logprobs.tolist()
+                    found[str(completion.request.sample)] = completion.token_ids.tolist(), completion.logprobs.tolist()
             else:
                 for _ in range(steps):
                     generator.step()

@@ -44,7 +44,7 @@ VOCABULARY = 8192
 class Instant:
     """Replaces the generator, its stream, the reward source and the policy, and answers at once."""
 
-    def __init__(self, responses: dict[SampleId, tuple[list[int], Tensor]]) -> None:
+    def __init__(self, responses: dict[SampleId, tuple[Tensor, Tensor]]) -> None:
         self._responses = responses
         self._requests: Sequence[GenerationRequest] = []
 
@@ -119,7 +119,7 @@ def main() -> None:
     rounds = []
     for step in range(1, arguments.rounds + 2):
         responses = {
-            SampleId(step, prompt.prompt_id, 0): (torch.randint(VOCABULARY, (length,)).tolist(), -torch.ones(length))
+            SampleId(step, prompt.prompt_id, 0): (torch.randint(VOCABULARY, (length,)), -torch.ones(length))
             for prompt in prompts
         }
         instant: Any = Instant(responses)

@@ -80,16 +80,16 @@ def requests_for(prompts: Sequence[Prompt], config: EvaluationConfig) -> list[Ge
 def _sample(
     completion: Completion, checkpoint: Checkpoint, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
 ) -> Sample:
-    request = completion.request
+    request, token_ids = completion.request, completion.token_ids.tolist()
     return Sample(
         prompt_id=prompt.prompt_id,
         checkpoint=checkpoint.name,
         index=request.sample.index,
         seed=request.seed,
         prompt=prompt.text,
-        response=decode_response(tokenizer, prompt.token_ids, completion.token_ids),
-        length=len(completion.token_ids),
+        response=decode_response(tokenizer, prompt.token_ids, token_ids),
+        length=len(token_ids),
         finish_reason=completion.finish_reason,
         label=prompt.label,
-        token_ids=(*prompt.token_ids, *completion.token_ids),
+        token_ids=(*prompt.token_ids, *token_ids),
     )

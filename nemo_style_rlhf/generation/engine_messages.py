@@ -117,7 +117,7 @@ def parse_generate(inputs: dict[str, Array]) -> tuple[list[GenerationRequest], s
 def generate_outputs(completions: Sequence[Completion]) -> dict[str, Array]:
     """The outputs of ``engine_generate``, in the order of the requests."""
     reasons = [completion.finish_reason for completion in completions]
-    return ragged([completion.token_ids for completion in completions]) | {
+    return ragged([completion.token_ids.numpy() for completion in completions]) | {
         LOGPROBS.name: torch.cat([completion.logprobs for completion in completions]).numpy(),
         RESPONSE.name: json_tensor({"finish_reasons": reasons}),
     }
@@ -126,12 +126,12 @@ def generate_outputs(completions: Sequence[Completion]) -> dict[str, Array]:
 def parse_completions(
     requests: Sequence[GenerationRequest], outputs: dict[str, Array], version: int
 ) -> list[Completion]:
-    lengths = outputs[SEQUENCE_LENGTHS.name]
+    lengths = outputs[SEQUENCE_LENGTHS.name].tolist()
     reasons = json.loads(outputs[RESPONSE.name][0])["finish_reasons"]
-    tokens = unragged(outputs[TOKENS.name], lengths)
-    logprobs = torch.from_numpy(outputs[LOGPROBS.name].copy()).split(lengths.tolist())
+    tokens = torch.from_numpy(outputs[TOKENS.name].astype(np.int64)).split(lengths)
+    logprobs = torch.from_numpy(outputs[LOGPROBS.name].copy()).split(lengths)
     return [
-        Completion(request, ids.tolist(), own, reason, version)
+        Completion(request, ids, own, reason, version)
         for request, ids, own, reason in zip(requests, tokens, logprobs, reasons, strict=True)
     ]
 

@@ -97,7 +97,10 @@ class HFGenerator(InProcessGenerator):
             attention = torch.cat([attention, attention.new_ones(len(batch), 1)], dim=1)
         return [
             Finished(
-                name, tokens[row], torch.tensor(logprobs[row]), "stop" if tokens[row][-1] in stop[row] else "length"
+                name,
+                torch.tensor(tokens[row]),
+                torch.tensor(logprobs[row]),
+                "stop" if tokens[row][-1] in stop[row] else "length",
             )
             for row, name in enumerate(requests)
         ]

@@ -15,7 +15,7 @@ class Finished(NamedTuple):
     """A request that the engine has finished."""
 
     name: str
-    token_ids: list[int]
+    token_ids: Tensor
     logprobs: Tensor
     finish_reason: str
 

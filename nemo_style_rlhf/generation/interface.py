@@ -44,8 +44,8 @@ class Completion:
     """One finished sample."""
 
     request: GenerationRequest
-    token_ids: list[int]
-    """The response, with its end-of-sequence token if there is one; never empty."""
+    token_ids: Tensor
+    """int64: the response, with its end-of-sequence token if there is one; never empty."""
     logprobs: Tensor
     """[len(token_ids)] float32, nats: the sampler's log-probabilities, under the distribution that it sampled from."""
     finish_reason: str

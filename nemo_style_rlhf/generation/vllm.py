@@ -1,6 +1,7 @@
 """vLLM inside the trainer's process."""
 
 import logging
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,9 +167,10 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 def _finished(output: Any) -> Finished:
     (result,) = output.outputs
-    token_ids = list(result.token_ids)
+    # An array, since torch reads a list ten times slower.
+    token_ids = torch.frombuffer(array("q", result.token_ids), dtype=torch.int64)
     reason = "length" if result.finish_reason == "length" else "stop"
-    return Finished(output.request_id, token_ids, _token_logprobs(result.logprobs, token_ids), reason)
+    return Finished(output.request_id, token_ids, _token_logprobs(result.logprobs, result.token_ids), reason)
 
 
 def _cpu_kernels(config: GenerationConfig) -> dict[str, Any]:

@@ -50,12 +50,12 @@ def make_requests(
     seen = Counter() if seen is None else seen
     requests = []
     for prompt in prompts:
-        limit = min(max_tokens, prompt.sampling.max_length or max_tokens)
+        token_ids, limit = tuple(prompt.token_ids), min(max_tokens, prompt.sampling.max_length or max_tokens)
         for _ in range(samples_per_prompt):
             sample = SampleId(step, prompt.prompt_id, seen[prompt.prompt_id])
             seen[prompt.prompt_id] += 1
             seed = sample_seed(run_seed, sample)
-            requests.append(GenerationRequest(sample, tuple(prompt.token_ids), seed, limit, sampling=prompt.sampling))
+            requests.append(GenerationRequest(sample, token_ids, seed, limit, sampling=prompt.sampling))
     return requests
 
 
@@ -229,7 +229,7 @@ def gather_rollouts(
         lengths = [length for _, length, _, _ in shard]
         parts = zip(shard, ids.split(lengths), of_sampler.split(lengths), strict=True)
         for (sample, _, reason, version), token_ids, logprob in parts:
-            completion = Completion(by_sample[sample], token_ids.tolist(), logprob, reason, version)
+            completion = Completion(by_sample[sample], token_ids, logprob, reason, version)
             rollouts[sample] = Rollout.from_completion(completion, prompts[sample.prompt_id])
     return [rollouts[request.sample] for request in requests]
 

@@ -66,6 +66,8 @@ class Rollout:
         """A rollout of one turn: the policy produced everything after the prompt."""
         request = completion.request
         start, end = len(request.prompt), len(request.prompt) + len(completion.token_ids)
+        # An array, since torch reads a list ten times slower.
+        prompt_ids = torch.frombuffer(array("q", request.prompt), dtype=torch.int64)
         logprobs = torch.zeros(end)
         logprobs[start:] = completion.logprobs
         weights_version = torch.full((end,), -1)
@@ -74,8 +76,7 @@ class Rollout:
             sample=request.sample,
             seed=request.seed,
             prompt=prompt,
-            # Arrays, since torch reads a list ten times slower.
-            tokens=torch.frombuffer(array("q", request.prompt) + array("q", completion.token_ids), dtype=torch.int64),
+            tokens=torch.cat((prompt_ids, completion.token_ids)),
             response_mask=torch.arange(end) >= start,
             sampler_logprobs=logprobs,
             weights_version=weights_version,

@@ -80,7 +80,7 @@ def requests_of(count: int, step: int) -> list[GenerationRequest]:
 
 def same_bits(one: list[Completion], other: list[Completion]) -> bool:
     def plain(completion: Completion) -> tuple[object, ...]:
-        return (completion.request, completion.token_ids, completion.logprobs.tolist(), completion.finish_reason,
+        return (completion.request, completion.token_ids.tolist(), completion.logprobs.tolist(), completion.finish_reason,
                 completion.weights_version)  # fmt: skip
 
     return [plain(each) for each in one] == [plain(each) for each in other]
@@ -104,24 +104,26 @@ def launcher(tmp_path_factory) -> Iterator[LocalLauncher]:
         yield launcher
 
 
-def start(launcher: LocalLauncher, policy: Path, folder: Path, *names: str) -> list[EngineClient]:
-    for name in names:
+def start(launcher: LocalLauncher, folder: Path, policies: dict[str, Path]) -> list[EngineClient]:
+    """Engines by name, each of its own policy, that start at the same time; their ready files are in ``folder``."""
+    for name, policy in policies.items():
         ready = folder / f"{name}.json"
         settings = [
             f"model.path={policy}", "model.dtype=float32", "run.device=cpu", "generation.kv_cache_gib=0.1",
             f"sequences.max_length={LONGEST}", "server.port=0", f"server.ready_file={ready}",
         ]  # fmt: skip
         launcher.start(Program(name, [str(ACTOR_PYTHON), "servers/serve_engine.py", *settings], ready_file=ready))
-    clients = []
-    for name in names:
-        where = launcher[name].ready()
-        clients.append(EngineClient(where["host"], where["port"], token=own_token_made(), retries=2, timeout_s=60))
-    return clients
+    return [client_of(launcher, name) for name in policies]
+
+
+def client_of(launcher: LocalLauncher, name: str) -> EngineClient:
+    where = launcher[name].ready()
+    return EngineClient(where["host"], where["port"], token=own_token_made(), retries=2, timeout_s=60)
 
 
 @pytest.fixture(scope="module")
 def engines(launcher, policy, tmp_path_factory) -> Iterator[list[EngineClient]]:
-    clients = start(launcher, policy, tmp_path_factory.mktemp("ready"), "engine-0", "engine-1")
+    clients = start(launcher, tmp_path_factory.mktemp("ready"), {"engine-0": policy, "engine-1": policy})
     yield clients
     for client in clients:
         client.close()
@@ -149,7 +151,7 @@ def test_engines_sample_the_bits_of_a_generator_in_the_trainers_process(trainer,
         stream.submit(requests)
         samples = {completion.request.sample: completion for completion in stream.completed()}
         wanted = [samples[request.sample] for request in requests]
-        assert len({tuple(each.token_ids) for each in wanted}) > 50
+        assert len({tuple(each.token_ids.tolist()) for each in wanted}) > 50
         groups = [requests[start : start + 7] for start in range(0, 60, 7)]
         with ThreadPoolExecutor(len(groups)) as pool:
             calls = [
@@ -198,11 +200,6 @@ def test_a_request_that_cannot_be_sampled_is_refused_and_the_engine_goes_on(trai
     assert engine.status().running == 0
     assert same_bits(engine.generate(requests, lease=LEASE, version=trainer.version), wanted)
     engine.load(LEASE, trainer.store.publish(trainer.step()).folder)
-
-
-def client_of(launcher: LocalLauncher, name: str) -> EngineClient:
-    where = launcher[name].ready()
-    return EngineClient(where["host"], where["port"], token=own_token_made(), retries=2, timeout_s=60)
 
 
 def test_a_killed_engine_is_noticed_and_another_returns_the_same_samples(trainer, launcher, engines, in_process):
@@ -283,10 +280,9 @@ def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_p
     samples = {completion.request.sample: completion for completion in stream.completed()}
     wanted = [samples[request.sample] for request in requests]
 
-    def refused(name: str, engine: EngineClient, folder: Path, reason: str) -> None:
+    def refused(engine: EngineClient, folder: Path, reason: str) -> None:
         with pytest.raises(ServerUnreachable, match=reason):
             engine.load(LEASE, folder)
-        assert launcher[name].wait(15) == 1
         engine.close()
 
     for first in range(0, len(DAMAGES), 2):
@@ -297,7 +293,9 @@ def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_p
             damaged = tmp_path / damage.__name__
             shutil.copytree(whole, damaged)
             damage(damaged, older)
-            refused(f"engine-{number}", engine, damaged, reason)
+            refused(engine, damaged, reason)
+        for number in range(2):
+            assert launcher[f"engine-{number}"].wait(15) == 1
             launcher.restart(f"engine-{number}")
         for number in range(2):
             engines[number] = client_of(launcher, f"engine-{number}")
@@ -306,9 +304,10 @@ def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_p
             assert same_bits(engines[number].generate(requests, lease=LEASE, version=trainer.version), wanted)
     wider = save_policy(tmp_path / "wider", hidden_size=128)
     deep = save_policy(tmp_path / "deep", num_hidden_layers=3)
-    (other,) = start(launcher, wider, tmp_path, "engine-wider")
-    other.acquire(LEASE, trainer.shapes)
-    refused("engine-wider", other, whole, "failed and the server ends")
-    (other,) = start(launcher, deep, tmp_path, "engine-deeper")
-    other.acquire(LEASE, trainer.shapes)
-    refused("engine-deeper", other, whole, "it does not hold the trainer's weights")
+    others = start(launcher, tmp_path, {"engine-wider": wider, "engine-deeper": deep})
+    for other in others:
+        other.acquire(LEASE, trainer.shapes)
+    refused(others[0], whole, "failed and the server ends")
+    refused(others[1], whole, "it does not hold the trainer's weights")
+    for name in ("engine-wider", "engine-deeper"):
+        assert launcher[name].wait(15) == 1

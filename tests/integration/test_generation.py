@@ -193,11 +193,11 @@ def test_samples_depend_on_their_seeds_not_on_who_runs_beside_them(vllm_pair):
     forty, again, eight = vllm_pair.sample(40), vllm_pair.sample(40), vllm_pair.sample(8)
     together = {completion.request.sample: completion for completion in forty}
     assert all(same_bits(completion, together[completion.request.sample]) for completion in [*again, *eight])
-    assert len({tuple(completion.token_ids) for completion in forty}) > 30
+    assert len({tuple(completion.token_ids.tolist()) for completion in forty}) > 30
 
 
 def same_bits(one: Completion, other: Completion) -> bool:
-    return one.token_ids == other.token_ids and torch.equal(one.logprobs, other.logprobs)
+    return torch.equal(one.token_ids, other.token_ids) and torch.equal(one.logprobs, other.logprobs)
 
 
 SCHEDULERS = {
@@ -223,7 +223,7 @@ def test_a_sample_has_the_bits_of_one_generated_alone_however_vllm_splits_and_pr
     requests = [GenerationRequest(s, p, sample_seed(7, s), 64) for s, p in zip(samples, prompts, strict=True)]
     preempted = preempted_prompts(generator)
     together = {completion.request.sample: completion for completion in pair.run(requests)}
-    assert len(together) == 512 and len({tuple(c.token_ids) for c in together.values()}) > 480
+    assert len(together) == 512 and len({tuple(c.token_ids.tolist()) for c in together.values()}) > 480
     assert (len(preempted) > 0) == (settings["kv_cache_gib"] < 1)
     for number in [*rng.sample(range(512), 24), *sorted(preempted)[:24]]:
         (alone,) = pair.run([requests[number]])
@@ -258,18 +258,18 @@ def test_completions_stream_out_with_reason_and_version(vllm_pair):
 def test_streams_see_their_own_samples_and_weights_wait_for_all(tmp_path, device, backend):
     pair = Pair(save_policy(tmp_path), device, backend, max_num_seqs=8)
     requests = [GenerationRequest(SampleId(0, index, 0), (3, 4 + index), index, 5) for index in range(20)]
-    alone = {completion.request.sample: completion.token_ids for completion in pair.run(requests)}
+    alone = {completion.request.sample: completion.token_ids.tolist() for completion in pair.run(requests)}
     first, second = pair.generator.stream(0), pair.generator.stream(0)
     first.submit(requests[:10])
     second.submit(requests[10:])
     with pytest.raises(TransferError, match="20 requests are running"):
         pair.publish()
-    mine = {completion.request.sample: completion.token_ids for completion in first.completed()}
+    mine = {completion.request.sample: completion.token_ids.tolist() for completion in first.completed()}
     assert mine == {request.sample: alone[request.sample] for request in requests[:10]}
     third = pair.generator.stream(0)
     third.submit(requests[:3])
     third.close()  # abandons them
-    theirs = {completion.request.sample: completion.token_ids for completion in second.completed()}
+    theirs = {completion.request.sample: completion.token_ids.tolist() for completion in second.completed()}
     assert theirs == {request.sample: alone[request.sample] for request in requests[10:]}
     pair.version = 0
     pair.train()

@@ -29,7 +29,7 @@ def experience(config: AlgorithmConfig) -> Experience:
     rollouts = []
     for index in range(8):
         request = GenerationRequest(SampleId(1, index, 0), tuple(range(1, 3 + index % 3)), 0, MAX_LENGTH)
-        tokens = torch.randint(64, (3 + index,), generator=generator).tolist()
+        tokens = torch.randint(64, (3 + index,), generator=generator)
         completion = Completion(request, tokens, torch.zeros(len(tokens)), "stop", 0)
         rollouts.append(Rollout.from_completion(completion, Prompt(index, list(request.prompt), "")))
     lengths = [len(rollout.tokens) for rollout in rollouts]

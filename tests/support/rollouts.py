@@ -26,7 +26,7 @@ PROMPTS = [Prompt(index, list(range(2, 4 + index)), f"prompt {index}", label=str
 
 def rollout(prompt_length: int, response_length: int, finish_reason: str = "stop") -> Rollout:
     request = GenerationRequest(SampleId(1, 0, 0), tuple(range(prompt_length)), 5, 9)
-    tokens = list(range(100, 100 + response_length))
+    tokens = torch.arange(100, 100 + response_length)
     completion = Completion(request, tokens, -torch.arange(1.0, response_length + 1), finish_reason, 3)
     return Rollout.from_completion(completion, Prompt(0, list(range(prompt_length)), "text"))
 

@@ -76,7 +76,7 @@ def test_samples_arrive_with_the_bits_of_their_log_probabilities() -> None:
     lengths = [2, 1, 2, 1, 1]
     logprobs = torch.tensor(values).split(lengths)
     completions = [
-        Completion(request, list(range(length)), own, reason, 12)
+        Completion(request, torch.arange(length), own, reason, 12)
         for request, length, own, reason in zip(
             REQUESTS, lengths, logprobs, ["stop", "length", "stop", "stop", "length"], strict=True
         )
@@ -85,10 +85,11 @@ def test_samples_arrive_with_the_bits_of_their_log_probabilities() -> None:
     arrived = parse_completions(REQUESTS, decode_response(body, head_length), 12)
     for sent, got in zip(completions, arrived, strict=True):
         assert got.request is sent.request
-        assert (got.token_ids, got.finish_reason, got.weights_version) == (sent.token_ids, sent.finish_reason, 12)
+        assert (got.finish_reason, got.weights_version) == (sent.finish_reason, 12)
+        assert got.token_ids.dtype == torch.int64 and torch.equal(got.token_ids, sent.token_ids)
         assert got.logprobs.dtype == torch.float32
         assert torch.equal(got.logprobs.view(torch.int32), sent.logprobs.view(torch.int32))
-    arrived[0].logprobs[0] = 1.0  # its own memory, and writable
+    arrived[0].token_ids[0] = arrived[0].logprobs[0] = 1  # its own memory, and writable
 
 
 CHANGES: dict[str, Callable[[Inputs], Inputs]] = {

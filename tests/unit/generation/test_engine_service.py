@@ -41,7 +41,9 @@ class Counting(InProcessGenerator):
         ended = {name: request for name, request in self.queued.items() if ENDLESS not in request.prompt}
         for name in ended:
             del self.queued[name]
-        return [Finished(name, [each.prompt[-1] + 1], torch.zeros(1), "stop") for name, each in ended.items()]
+        return [
+            Finished(name, torch.tensor([each.prompt[-1] + 1]), torch.zeros(1), "stop") for name, each in ended.items()
+        ]
 
     def _abort(self, names: Sequence[str]) -> None:
         for name in names:
@@ -74,7 +76,7 @@ class Engine:
         requests = [GenerationRequest(SampleId(0, 0, 0), prompt, 1, 4) for prompt in prompts]
         inputs: dict[str, Array] = messages.generate_inputs(requests, lease=lease, version=version)
         outputs = self.service.handle("engine_generate", inputs)
-        return [each.token_ids for each in messages.parse_completions(requests, outputs, version)]
+        return [each.token_ids.tolist() for each in messages.parse_completions(requests, outputs, version)]
 
 
 @pytest.fixture

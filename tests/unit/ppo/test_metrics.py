@@ -79,7 +79,8 @@ def test_corrections_show_what_they_mask_and_what_is_left():
 def rollout(prompt: int, index: int, tokens: list[int]) -> Rollout:
     request = GenerationRequest(SampleId(0, prompt, index), (1,), 0, 9)
     return Rollout.from_completion(
-        Completion(request, tokens, torch.zeros(len(tokens)), "stop", 0), Prompt(0, list(request.prompt), "")
+        Completion(request, torch.tensor(tokens), torch.zeros(len(tokens)), "stop", 0),
+        Prompt(0, list(request.prompt), ""),
     )
 
 
