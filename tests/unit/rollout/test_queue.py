@@ -68,7 +68,7 @@ class Producer:
 
 
 def completion(request: GenerationRequest, tokens: list[int], version: int) -> Completion:
-    return Completion(request, tokens, -torch.rand(len(tokens)), "length", version)
+    return Completion(request, torch.tensor(tokens), -torch.rand(len(tokens)), "length", version)
 
 
 class Run:
