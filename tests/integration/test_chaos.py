@@ -10,5 +10,5 @@ from tests.chaos.run import Kind, chaos
 @pytest.mark.parametrize("kind", [Kind(), Kind(engines=2, staleness=1)], ids=["in_process", "engines"])
 def test_a_run_survives_whatever_happens(tmp_path, kind):
     seed = secrets.randbelow(2**31)
-    print(f"make chaos FAULTS=5 SEED={seed} ENGINES={kind.engines} STALENESS={kind.staleness}")
-    assert len(chaos(tmp_path, faults=5, seed=seed, kind=kind)) == 5
+    print(f"make chaos FAULTS=3 SEED={seed} ENGINES={kind.engines} STALENESS={kind.staleness}")
+    assert len(chaos(tmp_path, faults=3, seed=seed, kind=kind)) == 3
