@@ -1,7 +1,10 @@
 """The curves of a PPO run from its metrics.jsonl."""
 
 import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
@@ -12,9 +15,12 @@ PANELS = {
     "train_rollouts/rewards": "reward-model score",
     "train_rollouts/init_policy_kl": "KL to the reference, nats per response token",
 }
+COLORS = ("#2f6f9f", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Distinct to the color-blind (Okabe and Ito)."""
+Rows = list[dict[str, float]]
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
+def read_metrics(path: Path) -> Rows:
     """The lines of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -24,15 +30,22 @@ def last_metric(run_dir: Path, name: str) -> float:
     return next(line[name] for line in reversed(read_metrics(run_dir / "metrics.jsonl")) if name in line)
 
 
-def plot_curves(metrics: list[dict[str, float]], target: Path, *, title: str) -> None:
-    """Write reward and KL over PPO steps as a PNG."""
+def plot_curves(runs: Mapping[str, Sequence[Rows]], target: Path, *, title: str) -> None:
+    """Write reward and KL over PPO steps as a PNG: a line for each name, the mean of its runs, which differ in their seeds."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(10, 3.6), layout="constrained")
     for axis, (name, label) in zip(axes, PANELS.items(), strict=True):
-        points = [(line["step"], line[name]) for line in metrics if name in line]
-        axis.plot(*zip(*points, strict=True), color="#2f6f9f", linewidth=1.8)
+        for (run, seeds), color in zip(runs.items(), COLORS, strict=False):
+            points: dict[float, list[float]] = defaultdict(list)
+            for line in (line for rows in seeds for line in rows if name in line):
+                points[line["step"]].append(line[name])
+            axis.plot(
+                list(points), [fmean(values) for values in points.values()], color=color, linewidth=1.8, label=run
+            )
         axis.set(xlabel="PPO step", title=label)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
+    if len(runs) > 1:
+        axes[0].legend(frameon=False)
     figure.suptitle(title)
     figure.savefig(target, dpi=130)
     plt.close(figure)

@@ -130,9 +130,8 @@ def quickstart(pipeline: Pipeline, output_dir: Path, seed: int) -> None:
     say(f"  {ppo_seconds:.0f} s")
     after = judge(output_dir / "actor" / "export", output_dir, seed)
 
-    plot_curves(
-        read_metrics(output_dir / "actor" / "metrics.jsonl"), output_dir / "curves.png", title="Quickstart: PPO"
-    )
+    runs = {"": [read_metrics(output_dir / "actor" / "metrics.jsonl")]}
+    plot_curves(runs, output_dir / "curves.png", title="Quickstart: PPO")
     summary = summarise(before, after, seed, ppo_seconds, time.monotonic() - started)
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show(before, after, summary)

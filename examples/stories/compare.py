@@ -19,7 +19,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from curves import read_metrics
+from curves import plot_curves, read_metrics
 from data import load_lexicon
 from pipeline import ROOT, Pipeline
 from run import ACTOR, CRITIC, RESPONSE_TOKENS, make_reward_model, mean_valence
@@ -92,6 +92,13 @@ def main() -> None:
                 results.setdefault(algorithm, []).append(result)
                 console.print(f"{algorithm} seed {seed}: {json.dumps(result)}")
                 (output_dir / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    runs = {
+        algorithm: [
+            read_metrics(output_dir / f"{algorithm}_{seed}" / "actor" / "metrics.jsonl") for seed in arguments.seeds
+        ]
+        for algorithm in arguments.algorithms
+    }
+    plot_curves(runs, output_dir / "curves.png", title="stories260K, means over seeds")
     print(table(results))
 
 

@@ -111,9 +111,8 @@ def happier_stories(pipeline: Pipeline, data: Path, output_dir: Path, seed: int,
         "ppo_seconds": ppo_seconds,
     }
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_curves(
-        read_metrics(output_dir / "actor" / "metrics.jsonl"), output_dir / "curves.png", title="stories260K: PPO"
-    )
+    runs = {"": [read_metrics(output_dir / "actor" / "metrics.jsonl")]}
+    plot_curves(runs, output_dir / "curves.png", title="stories260K: PPO")
     show(before, after, summary)
 
 
