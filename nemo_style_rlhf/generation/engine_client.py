@@ -61,9 +61,11 @@ class EngineClient:
         self._connection.boot_id = self.status().boot_id
         self._ask(messages.ACQUIRE, lease=lease, shapes=shapes)
 
-    def load(self, lease: str, folder: Path) -> float:
-        """Have the engine load a version of a :class:`WeightStore`; returns the gap on the probe, in nats."""
-        return float(self._ask(messages.LOAD, lease=lease, folder=str(folder))["gap"])
+    def load(self, lease: str, folder: Path) -> tuple[float, bool]:
+        """Have the engine load a version of a :class:`WeightStore`; returns the gap on the probe, in nats, and whether samples
+        keep their bits in any company."""
+        answer = self._ask(messages.LOAD, lease=lease, folder=str(folder))
+        return float(answer["gap"]), bool(answer["keeps_bits"])
 
     def generate(self, requests: Sequence[GenerationRequest], *, lease: str, version: int) -> list[Completion]:
         """Samples in the order of ``requests``. A repeated call returns the same, from this engine or another."""

@@ -77,7 +77,7 @@ class Fleet:
         self._changed = threading.Condition()
         self._restarts: Counter[str] = Counter()
         """Losses of each engine at the current version of the weights."""
-        self._losses = 0
+        self._losses, self._warned = 0, False
         self._dead: dict[str, dict[str, Any]] = {}
         """Ready files of engines that were lost."""
         self._broken: UserError | None = None
@@ -221,9 +221,15 @@ class Fleet:
         assert published is not None
         try:
             engine.client.acquire(lease, self._shapes)
-            engine.gap = engine.client.load(lease, published)
+            engine.gap, keeps_bits = engine.client.load(lease, published)
         except LOST as error:
             return error
+        if not keeps_bits and not self._warned:
+            self._warned = True
+            log.warning(
+                "log-probabilities of this model's samples depend, by rounding, on what an engine samples beside them: runs "
+                "agree with each other up to that, not to the bit"
+            )
         return None
 
     def _give_up(self, engine: EngineProcess, reason: object) -> None:

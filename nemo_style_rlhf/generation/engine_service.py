@@ -14,6 +14,7 @@ from nemo_style_rlhf.generation import engine_messages as messages
 from nemo_style_rlhf.generation.engine_messages import EngineStatus
 from nemo_style_rlhf.generation.in_process import InProcessGenerator, InProcessStream
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError
+from nemo_style_rlhf.generation.self_check import keeps_bits
 from nemo_style_rlhf.generation.weight_store import StoredWeights
 from nemo_style_rlhf.transport.messages import RESPONSE, Array, Code, ProtocolError, json_tensor
 
@@ -50,6 +51,7 @@ class EngineService:
         self._calls: list[_Call] = []
         self._lease: str | None = None
         self._held: StoredWeights | None = None
+        self._keeps_bits: bool | None = None
 
     def handle(self, endpoint: str, inputs: dict[str, Array]) -> dict[str, Array]:
         """Answer a call; it may wait in any thread but the one of :meth:`run`."""
@@ -152,18 +154,21 @@ class EngineService:
     def _load(self, inputs: dict[str, Array]) -> dict[str, Any]:
         content = messages.parse_request(inputs, {"lease": str, "folder": str})
 
-        def load() -> float:
+        def load() -> dict[str, Any]:
             self._require(content["lease"])
             if self._calls:
                 raise ProtocolError(Code.CONFLICT, f"{self._generator.running} requests are running")
             self._held = None
             update = StoredWeights.open(Path(content["folder"]))
             gap = self._generator.load(update)
+            if self._keeps_bits is None:
+                self._keeps_bits = keeps_bits(self._generator, update.probe.sequences, update.version)
             self._held = update
-            return gap
+            return {"gap": gap, "keeps_bits": self._keeps_bits}
 
         try:
-            return {"gap": self._in_turn(load)}
+            answer: dict[str, Any] = self._in_turn(load)
+            return answer
         except TransferError as error:
             LOGGER.error("%s; the engine ends", error)
             self.failed.set()

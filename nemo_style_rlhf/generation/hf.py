@@ -13,7 +13,11 @@ from nemo_style_rlhf.schema.generation import GenerationConfig
 
 
 class HFGenerator(InProcessGenerator):
-    """Samples with its own copy of the policy, one batch of left-padded prompts at a time."""
+    """Samples with its own copy of the policy, one batch of left-padded prompts at a time.
+
+    A sample's log-probabilities depend on its batch, by rounding. A batch holds requests of one stream only, so that they do not
+    depend on when other streams submit theirs.
+    """
 
     def __init__(
         self, model: PreTrainedModel, config: GenerationConfig, *, device: torch.device, eos_token_ids: Sequence[int],
@@ -31,7 +35,9 @@ class HFGenerator(InProcessGenerator):
         self._queue[name] = request
 
     def _step(self) -> list[Finished]:
-        return self._generate({name: self._queue.pop(name) for name in list(self._queue)[: self._config.max_num_seqs]})
+        stream = self._owners[next(iter(self._queue))]
+        batch = [name for name in self._queue if self._owners[name] is stream][: self._config.max_num_seqs]
+        return self._generate({name: self._queue.pop(name) for name in batch})
 
     def _abort(self, names: Sequence[str]) -> None:
         for name in names:

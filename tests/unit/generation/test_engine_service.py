@@ -14,6 +14,7 @@ from nemo_style_rlhf.generation import engine_messages as messages
 from nemo_style_rlhf.generation.engine_service import EngineService
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest, ProbeTarget, SampleId
+from nemo_style_rlhf.generation.self_check import keeps_bits
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, Code, ProtocolError, json_tensor
@@ -57,6 +58,14 @@ class Counting(InProcessGenerator):
         return [torch.zeros(len(sequence) - 1) for sequence in sequences]
 
 
+class Rounding(Counting):
+    """The number of requests decides the last bit of a log-probability."""
+
+    def _step(self) -> list[Finished]:
+        together = len(self.queued)
+        return [each._replace(logprobs=torch.full((1,), -1.0 - together * 1.2e-7)) for each in super()._step()]
+
+
 class Engine:
     """A service with its thread."""
 
@@ -87,11 +96,17 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     store = WeightStore(tmp_path / "weights")
     engine.ask("engine_acquire", lease="trainer", shapes={"weight": [2]})
     folder = store.publish(OwnWeights(1, iter(WEIGHTS.items()), probe)).folder
-    assert engine.ask("engine_load", lease="trainer", folder=str(folder)) == {"gap": 0.0}
+    assert engine.ask("engine_load", lease="trainer", folder=str(folder)) == {"gap": 0.0, "keeps_bits": True}
     yield engine
     engine.end.set()
     engine.thread.join(10)
     assert not engine.thread.is_alive()
+
+
+def test_a_generator_whose_samples_depend_on_each_other_is_found_out() -> None:
+    sequences = [[3, 4, 5, 6], [7, 8]]
+    assert keeps_bits(Counting(), sequences, 0)
+    assert not keeps_bits(Rounding(), sequences, 0)
 
 
 def test_samples_come_in_the_order_of_the_requests(engine: Engine) -> None:
