@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.generation import transfer
 from nemo_style_rlhf.generation.interface import ProbeTarget, TransferError
 from nemo_style_rlhf.generation.transfer import OwnWeights, received
@@ -266,3 +268,28 @@ def test_tied_and_overlapping_tensors_are_published_each_for_itself(store):
     }
     folder = publish(store, 1, weights)
     assert same_bits(load(folder, weights), {name: tensor.contiguous() for name, tensor in weights.items()})
+
+
+def test_a_store_without_room_says_so_and_publishes_nothing(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path / "store")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"store/1 cannot be written .*: make room"):
+            publish(store, 1, {"weight": torch.zeros(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(TransferError):
+        StoredWeights.open(store.root / "1")
+
+
+def test_a_pinned_version_outlives_those_that_are_not_kept(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path / "store")
+    for version in (1, 2, 3):
+        publish(store, version, weights_of(0))
+    assert store.pinned(1).version == 1
+    store.keep([3])
+    assert sorted(folder.name for folder in store.root.iterdir()) == ["1", "3"]
+    store.unpin(1)
+    store.keep([3])
+    assert [folder.name for folder in store.root.iterdir()] == ["3"]
