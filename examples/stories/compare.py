@@ -44,11 +44,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo": GROUPS,
 }
 STALE = {
-    f"ppo_stale_{staleness}{name}": {"algorithm": "ppo", "algorithm.staleness": staleness, **correction}
-    for staleness in (1, 3)
+    f"ppo_stale_{staleness}{name}": {
+        "algorithm": "ppo",
+        "algorithm.staleness": staleness,
+        "algorithm.kl_target": 0.0,  # a controller of KL swings, and reward with it
+        "algorithm.initial_policy_kl_penalty": 0.15,
+        **correction,
+    }
+    for staleness in (0, 1, 3)
     for name, correction in (
-        ("", {"algorithm.correction.kind": "tis"}),
-        ("_uncorrected", {"algorithm.allow_uncorrected": True}),
+        ("", {"algorithm.correction.kind": "tis" if staleness else "none"}),
+        *([("_uncorrected", {"algorithm.allow_uncorrected": True})] if staleness else []),
     )
 }
 """PPO on samples of older weights, for docs/asynchronous.md."""
