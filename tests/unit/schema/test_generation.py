@@ -1,0 +1,43 @@
+"""Sampling settings that a data row or a caller of an engine brings: each possible one is kept, each other one refused."""
+
+import math
+
+import pytest
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.generation import SamplingOverrides
+
+POSSIBLE = [
+    {},
+    {"temperature": None, "stop": None},
+    {"temperature": 1e-5, "top_p": 1, "top_k": -1, "max_length": 1, "min_length": 0, "stop": [], "stop_token_ids": []},
+    {"temperature": 2, "top_p": 1e-9, "top_k": 2**40, "stop": ["ä", "\ud800"], "stop_token_ids": [0, 2**40]},
+]
+IMPOSSIBLE = {
+    "temperature": [0, -1, 1e-320, 1e6, 10**400, math.inf, math.nan, True, "1", [1.0], {}],
+    "top_p": [0, -0.5, 1.0001, 7, 10**400, math.nan, True, "1", [1.0]],
+    "top_k": [-2, -(2**70), 1.0, math.nan, True, "5", [5]],
+    "max_length": [0, -1, 2.5, math.inf, True, "5", []],
+    "min_length": [-1, 2.5, True, "5", [1]],
+    "stop": ["abc", "", [""], [1], [None], [["a"]], {}, {"a": 1}, 5, True],
+    "stop_token_ids": [5, "5", ["5"], [1.0], [True], [-1], [None], [[1]], {}],
+}
+
+
+@pytest.mark.parametrize("given", POSSIBLE)
+def test_possible_settings_are_kept(given: dict[str, object]) -> None:
+    kept = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    assert SamplingOverrides.parse(given, "line 1") == SamplingOverrides(**kept)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in IMPOSSIBLE.items() for value in values])
+def test_impossible_settings_are_refused_in_a_short_sentence(name: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"^line 1: {name}=.* is not possible: expected a ") as refused:
+        SamplingOverrides.parse({name: value}, "line 1")
+    assert len(str(refused.value)) < 250
+
+
+def test_the_sentence_about_an_unknown_setting_is_short() -> None:
+    with pytest.raises(UserError, match=r"expected some of max_length, .*, top_p$") as refused:
+        SamplingOverrides.parse({"beams": "x" * 100_000}, "line 1")
+    assert len(str(refused.value)) < 400
