@@ -92,6 +92,8 @@ def parse_generate(inputs: dict[str, Array]) -> tuple[list[GenerationRequest], s
     tokens = inputs[TOKENS.name]
     if not 0 < len(lengths) == len(seeds) == len(limits) or (lengths < 1).any() or (limits < 1).any():
         raise ProtocolError(Code.INVALID, "every prompt needs a length, a seed and a limit, lengths and limits above 0")
+    if (seeds < 0).any():  # vLLM takes -1 for no seed at all, so that a repeated call would get other samples
+        raise ProtocolError(Code.INVALID, f"seed {seeds.min()} is not possible: expected 0 or more")
     if int(lengths.sum(dtype=np.int64)) != len(tokens) or (tokens < 0).any():
         raise ProtocolError(
             Code.INVALID, f"{len(tokens)} token ids, all 0 or more, must be the sum of the prompts' lengths"

@@ -113,13 +113,15 @@ class EngineService:
             self._require(lease)
             if self._held is None or self._held.version != version:
                 held = "none" if self._held is None else self._held.version
-                raise ProtocolError(Code.WRONG_STEP, f"weights version {version} is wanted, the engine holds {held}")
+                raise ProtocolError(
+                    Code.WRONG_STEP, f"weights version {version!s:.20} is wanted, the engine holds {held}"
+                )
             stream = self._generator.stream(version)
             try:
                 stream.submit(requests)
             except (ValueError, TypeError) as error:  # vLLM checks token ids and settings: no reason to end
                 stream.close()
-                raise ProtocolError(Code.INVALID, f"the generator refuses a request: {error}") from error
+                raise ProtocolError(Code.INVALID, f"the generator refuses a request: {error!s:.300}") from error
             self._calls.append(_Call(stream, requests, done))
 
         self._in_turn(begin)
@@ -137,10 +139,10 @@ class EngineService:
 
     def _acquire(self, inputs: dict[str, Array]) -> dict[str, Any]:
         content = messages.parse_request(inputs, {"lease": str, "shapes": dict})
-        try:
-            shapes = {name: tuple(map(int, shape)) for name, shape in content["shapes"].items()}
-        except (ValueError, TypeError) as error:
-            raise ProtocolError(Code.INVALID, "shapes holds a list of sizes for each tensor") from error
+        for shape in content["shapes"].values():
+            if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+                raise ProtocolError(Code.INVALID, "shapes holds a list of sizes for each tensor")
+        shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
 
         def acquire() -> None:
             if content["lease"] != self._lease:

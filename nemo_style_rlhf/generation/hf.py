@@ -32,6 +32,8 @@ class HFGenerator(InProcessGenerator):
         self._queue: dict[str, GenerationRequest] = {}
 
     def _add(self, name: str, request: GenerationRequest) -> None:
+        if request.sampling.stop:
+            raise ValueError("generation.backend=hf knows no stop strings: use stop_token_ids, or vllm")
         self._queue[name] = request
 
     def _step(self) -> list[Finished]:
@@ -119,9 +121,9 @@ class HFGenerator(InProcessGenerator):
         if produced < (config.min_length if own.min_length is None else own.min_length):
             logprobs[list(self._stop)] = -torch.inf
         if top_k > 0:
-            logprobs[logprobs < logprobs.topk(top_k).values[-1]] = -torch.inf
+            logprobs[logprobs < logprobs.topk(min(top_k, len(logprobs))).values[-1]] = -torch.inf
         if top_p < 1:
             ordered, order = logprobs.sort(descending=True)
             before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-            logprobs[order[before >= top_p]] = -torch.inf
+            logprobs[order[1:][before[1:] >= top_p]] = -torch.inf  # a top_p that float32 rounds to 0 keeps one token
         return int(logprobs.exp().multinomial(1, generator=generator))

@@ -37,6 +37,7 @@ class VLLMGenerator(InProcessGenerator):
         from vllm import LLM  # type: ignore[import-not-found]
 
         super().__init__(weight_shapes)
+        self._knows_text = bool(config.stop or stop_strings)
         if _ranks() > 1 and not torch.cuda.is_available():
             _unlink_segment(config.tensor_parallel_size)
         try:
@@ -59,9 +60,7 @@ class VLLMGenerator(InProcessGenerator):
                 logprobs_mode="processed_logprobs",  # under the sampled distribution, after the temperature
                 generation_config="vllm",  # not the checkpoint's own sampling defaults
                 disable_log_stats=True,
-                skip_tokenizer_init=not (
-                    config.stop or stop_strings
-                ),  # token ids in, token ids out; stop strings need text
+                skip_tokenizer_init=not self._knows_text,  # token ids in, token ids out; stop strings need text
                 async_scheduling=False,
                 **_cpu_kernels(config),
             )
@@ -83,6 +82,8 @@ class VLLMGenerator(InProcessGenerator):
     def _add(self, name: str, request: GenerationRequest) -> None:
         from vllm import TokensPrompt
 
+        if request.sampling.stop and not self._knows_text:  # vLLM would sample on past them
+            raise ValueError("stop strings need a tokenizer, which sequences.stop_strings=true has an engine load")
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
         try:
             self._engine.add_request(name, prompt, self._sampling(request))

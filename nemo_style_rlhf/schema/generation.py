@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -42,21 +43,15 @@ class SamplingOverrides:
         known = {field.name for field in fields(SamplingOverrides)}
         if not isinstance(given, dict) or not given.keys() <= known:
             raise UserError(
-                f"{where}: sampling settings {given!r} are not possible: expected some of {', '.join(sorted(known))}"
+                f"{where}: sampling settings {given!r:.200} are not possible: expected some of {', '.join(sorted(known))}"
             )
+        for name, (possible, expected) in _POSSIBLE.items():
+            if (value := given.get(name)) is not None and not possible(value):
+                raise UserError(f"{where}: {name}={value!r:.100} is not possible: expected {expected}")
         values: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
         }
-        overrides = SamplingOverrides(**values)
-        for name in ("temperature", "top_p", "max_length"):
-            value = getattr(overrides, name)
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                raise UserError(f"{where}: {name}={value!r} is not possible: expected a number above 0")
-        for name in ("top_k", "max_length", "min_length"):
-            value = getattr(overrides, name)
-            if value is not None and not isinstance(value, int):
-                raise UserError(f"{where}: {name}={value!r} is not possible: expected a whole number")
-        return overrides
+        return SamplingOverrides(**values)
 
     @property
     def cut(self) -> str:
@@ -70,6 +65,31 @@ class SamplingOverrides:
 
 
 NO_OVERRIDES = SamplingOverrides()
+
+
+def _number(value: object, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def _whole(value: object, low: int) -> bool:
+    return type(value) is int and value >= low
+
+
+def _list(value: object, possible: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(possible, value))
+
+
+_POSSIBLE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    # Logits in float32, divided by a temperature outside of these bounds, leave no distribution to sample from.
+    "temperature": (lambda value: _number(value, 1e-5, 1e5), "a number above 0, 1e-5 to 1e5"),
+    "top_p": (lambda value: _number(value, 0, 1) and value > 0, "a number above 0, at most 1"),
+    "top_k": (lambda value: _whole(value, -1), "a whole number, 0 or -1 for the whole vocabulary"),
+    "max_length": (lambda value: _whole(value, 1), "a whole number above 0"),
+    "min_length": (lambda value: _whole(value, 0), "a whole number from 0 up"),
+    "stop": (lambda value: _list(value, lambda text: isinstance(text, str) and text != ""), "a list of texts"),
+    "stop_token_ids": (lambda value: _list(value, lambda token: _whole(token, 0)), "a list of token ids"),
+}
+"""For each sampling setting, whether a value of it is possible, and what would be."""
 
 
 def _installed(backend: str, _: object) -> str | None:

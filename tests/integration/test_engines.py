@@ -183,10 +183,11 @@ def test_an_engine_refuses_what_is_not_for_it(trainer, engines):
     ("prompt", "sampling", "reason"),
     [
         ((3, 64, 5), {}, "token id 64 is not in the model's vocabulary of 64"),
-        ((3,), {"top_p": 1.5}, "the generator refuses a request: top_p must be"),
-        ((3,), {"stop_token_ids": 5}, "the generator refuses a request"),
+        ((3,), {"top_p": 1.5}, "request 1: top_p=1.5 is not possible"),
+        ((3,), {"temperature": 3.0}, "the generator refuses a request: temperature must be"),
+        ((3,), {"stop": ("w5",)}, "the generator refuses a request: stop strings need a tokenizer"),
     ],
-    ids=["token", "top_p", "stop_token_ids"],
+    ids=["token", "top_p", "temperature", "stop"],
 )
 def test_a_request_that_cannot_be_sampled_is_refused_and_the_engine_goes_on(trainer, engines, prompt, sampling, reason):
     """It is the second of three: the first, which was queued already, is dropped."""

@@ -39,7 +39,7 @@ from nemo_style_rlhf.transport.messages import (
 )
 
 EVERY_OVERRIDE = SamplingOverrides(
-    temperature=0.7, top_p=0.9, top_k=5, max_length=6, min_length=2, stop=("ä\n", ""), stop_token_ids=(9, 10)
+    temperature=0.7, top_p=0.9, top_k=5, max_length=6, min_length=2, stop=("ä\n", " "), stop_token_ids=(9, 10)
 )
 OVERRIDES = [NO_OVERRIDES, EVERY_OVERRIDE, SamplingOverrides(top_k=0), SamplingOverrides(stop=()), NO_OVERRIDES]
 PROMPTS = [(3,), (4, 5, 6), (0, 2**31 - 1), (7,) * 50, (8,)]
@@ -106,6 +106,7 @@ CHANGES: dict[str, Callable[[Inputs], Inputs]] = {
     },
     "a length missing": lambda given: {SEQUENCE_LENGTHS.name: np.array([4, 2, 50, 1], dtype=np.int32)},
     "a seed missing": lambda given: {SEEDS.name: given[SEEDS.name][1:]},
+    "a negative seed": lambda given: {SEEDS.name: given[SEEDS.name] - 1},
     "a limit missing": lambda given: {LIMITS.name: given[LIMITS.name][1:]},
     "a limit of 0": lambda given: {LIMITS.name: given[LIMITS.name] * 0},
     "a negative limit": lambda given: {LIMITS.name: -given[LIMITS.name]},

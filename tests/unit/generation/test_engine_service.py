@@ -17,7 +17,7 @@ from nemo_style_rlhf.generation.interface import GenerationRequest, ProbeTarget,
 from nemo_style_rlhf.generation.self_check import keeps_bits
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.weight_store import WeightStore
-from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, Code, ProtocolError, json_tensor
+from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, Code, ProtocolError, bytes_tensor, json_tensor
 
 WEIGHTS = {"weight": torch.zeros(2)}
 FORBIDDEN, BREAKING, ENDLESS = 50, 51, 52
@@ -122,6 +122,23 @@ def test_a_request_that_is_refused_leaves_nothing_behind(engine: Engine, prompts
     assert refused.value.code is Code.INVALID
     assert not engine.generator.queued and engine.ask("engine_status")["running"] == 0
     assert engine.generate((1,)) == [[2]] and not engine.service.failed.is_set()
+
+
+@pytest.mark.parametrize(
+    "shape", ["[Infinity]", "[NaN]", "[1.5]", '"12"', '["1"]', "[-1]", "[true]", "{}", "null", "7"]
+)
+def test_shapes_that_are_none_are_refused_and_take_no_lease(engine: Engine, shape: str) -> None:
+    content = bytes_tensor(b'{"lease": "another", "shapes": {"weight": %s}}' % shape.encode())
+    with pytest.raises(ProtocolError, match="shapes holds a list of sizes for each tensor") as refused:
+        engine.service.handle("engine_acquire", {REQUEST.name: content})
+    assert refused.value.code is Code.INVALID
+    assert engine.generate((1,)) == [[2]]
+
+
+def test_the_sentence_about_another_version_is_short(engine: Engine) -> None:
+    with pytest.raises(ProtocolError, match="the engine holds 1") as refused:
+        engine.generate((1,), version=10**4000)
+    assert refused.value.code is Code.WRONG_STEP and len(str(refused.value)) < 100
 
 
 def test_a_generator_that_fails_answers_every_call_and_ends_the_engine(engine: Engine) -> None:

@@ -1,0 +1,46 @@
+"""The generator of transformers samples under every possible setting, and refuses those that it does not know."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nemo_style_rlhf.generation.hf import HFGenerator
+from nemo_style_rlhf.generation.interface import GenerationRequest, SampleId
+from nemo_style_rlhf.schema.generation import GenerationConfig, SamplingOverrides
+
+
+@pytest.fixture(scope="module")
+def generator() -> HFGenerator:
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    model, config = LlamaForCausalLM(shape), GenerationConfig(backend="hf")
+    return HFGenerator(model, config, device=torch.device("cpu"), eos_token_ids=[], weight_shapes={})
+
+
+def sample(generator: HFGenerator, **own: object) -> list[int]:
+    stream = generator.stream(0)
+    stream.submit([GenerationRequest(SampleId(0, 0, 0), (3, 4), 7, 20, SamplingOverrides(**own))])  # type: ignore[arg-type]
+    (completion,) = stream.completed()
+    return completion.token_ids
+
+
+@pytest.mark.parametrize("top_k", [16, 17, 2**70])
+def test_a_top_k_beyond_the_vocabulary_cuts_nothing(generator: HFGenerator, top_k: int) -> None:
+    assert sample(generator, top_k=top_k) == sample(generator, top_k=0) != sample(generator, top_k=1)
+
+
+def test_the_smallest_top_p_keeps_the_likeliest_token(generator: HFGenerator) -> None:
+    assert sample(generator, top_p=1e-320) == sample(generator, top_k=1)
+
+
+def test_the_bounds_of_the_temperature_leave_a_distribution(generator: HFGenerator) -> None:
+    assert sample(generator, temperature=1e-5) == sample(generator, top_k=1) != sample(generator, temperature=1e5)
+
+
+def test_stop_strings_are_refused(generator: HFGenerator) -> None:
+    with pytest.raises(ValueError, match="hf knows no stop strings"):
+        sample(generator, stop=("a",))
+    assert generator.running == 0
