@@ -24,7 +24,7 @@ def sample(generator: HFGenerator, **own: object) -> list[int]:
     stream = generator.stream(0)
     stream.submit([GenerationRequest(SampleId(0, 0, 0), (3, 4), 7, 20, SamplingOverrides(**own))])  # type: ignore[arg-type]
     (completion,) = stream.completed()
-    return completion.token_ids
+    return completion.token_ids.tolist()
 
 
 @pytest.mark.parametrize("top_k", [16, 17, 2**70])
