@@ -106,8 +106,9 @@ chaos: dev
 N ?= 100000
 ONLY ?=
 TLS ?=
+TARGET ?= critic
 fuzz: dev
-	$(ACTOR)/bin/python -m tests.fuzz.run --requests $(N) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(if $(TLS),--tls)
+	$(ACTOR)/bin/python -m tests.fuzz.run --requests $(N) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(if $(TLS),--tls) --target $(TARGET)
 
 .PHONY: clean
 clean:

@@ -138,7 +138,7 @@ class Exchange(HTTPMessageDelegate):
         if HEAD_LENGTH_HEADER in headers:
             head_length = headers[HEAD_LENGTH_HEADER]
             if not head_length.isascii() or not head_length.isdigit() or len(head_length) > 18:
-                raise Refused(400, Code.INVALID, f"{HEAD_LENGTH_HEADER} is {head_length[:20]!r}, expected a number")
+                raise Refused(400, Code.INVALID, f"the header {HEAD_LENGTH_HEADER} is no number")
             self._head_bytes = int(head_length)
             if self._head_bytes > min(TENSOR_HEAD_BYTES, int(length)):
                 raise Refused(400, Code.INVALID, f"{HEAD_LENGTH_HEADER} is {head_length}, expected at most {TENSOR_HEAD_BYTES} "

@@ -1,10 +1,10 @@
-"""Valid requests to the critic server as bytes, and seeded ways to make them wrong."""
+"""Valid requests to the critic server as bytes, and seeded ways to make them, and those to an engine, wrong."""
 
 import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import requests
@@ -12,7 +12,7 @@ import requests
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
-from tests.support.critic_server import VOCABULARY, CriticServer
+from tests.support.critic_server import VOCABULARY
 
 Random = np.random.Generator
 TOKEN = "a-shared-secret"
@@ -58,7 +58,11 @@ class Raw:
         return body[: len(body) - self.cut], kept
 
 
-def post(server: CriticServer, raw: Raw, *, ca: str | None = None) -> requests.Response:
+class Listening(Protocol):
+    port: int
+
+
+def post(server: Listening, raw: Raw, *, ca: str | None = None) -> requests.Response:
     """The answer to ``raw``; over TLS if ``ca`` names the file with the server's certificate."""
     body, headers = raw.body()
     url = f"{'https' if ca else 'http'}://127.0.0.1:{server.port}/v2/models/{raw.model}/infer"
@@ -255,7 +259,9 @@ def bad_json(raw: Raw, random: Random) -> None:
         content["surplus"] = 1
     elif mutation == 2:
         value = wrong[random.integers(len(wrong))]
-        may_be = value is None or isinstance(value, bool) or (key, value) == ("keep", 0)  # a right value of the key
+        may_be = (
+            value is None or isinstance(value, bool) or (key, value) in (("keep", 0), ("sampling", {}))
+        )  # a right value of the key
         content[key] = ["wrong type"] if may_be else value
     elif mutation == 3:
         broken = [

@@ -39,13 +39,16 @@ class Wire:
     method: bytes = b"POST"
     version: bytes = b"HTTP/1.1"
     line_end: bytes = b"\r\n"
+    neighbor: Callable[[], Raw] = valid_infer
+    """A request that the same server answers with 200."""
 
     @classmethod
-    def of(cls, raw: Raw, right: set[int]) -> "Wire":
-        body, headers = raw.body()
-        lines = [(name.encode("latin1"), value.encode("latin1")) for name, value in headers.items()]
+    def of(cls, raw: Raw, right: set[int], neighbor: Callable[[], Raw] = valid_infer) -> "Wire":
+        body, given = raw.body()
+        lines = [(name.encode("latin1"), value.encode("latin1")) for name, value in given.items()]
         length = (b"Content-Length", b"%d" % len(body))
-        return cls(f"/v2/models/{raw.model}/infer".encode(), [(b"Host", b"critic"), *lines, length], body, right)
+        target, headers = f"/v2/models/{raw.model}/infer".encode(), [(b"Host", b"critic"), *lines, length]
+        return cls(target, headers, body, right, neighbor=neighbor)
 
     def encode(self) -> bytes:
         lines = [b" ".join([self.method, self.target, self.version])]
@@ -142,7 +145,7 @@ def chunked(wire: Wire, draw: Random) -> Attack:
     name = pick(draw, [b"Transfer-Encoding", b"transfer-encoding"])
     headers = wire.without(b"Content-Length") if draw.random() < 0.6 else wire.headers
     headers = [*headers, *[(name, coding)] * int(pick(draw, [1, 1, 2]))]
-    smuggled = Wire.of(valid_infer(), {200}).encode()
+    smuggled = Wire.of(wire.neighbor(), {200}).encode()
     sent = replace(wire, headers=headers, body=b"".join(chunks)).encode() + (smuggled if draw.random() < 0.5 else b"")
     refused = {401} if wire.right == {401} else {411}  # a token in a trailer does not count
     return Attack([sent], [refused], ending=pick(draw, ["to the end", "wait", "wait", "wait"]))
@@ -183,7 +186,7 @@ def pipelined(wire: Wire, draw: Random) -> Attack:
     """Send several requests at once: right ones, some without the token, some to unknown paths. A refusal ends the connection,
     and requests under way at that moment may cause the loss of earlier answers."""
     known = (messages.TOKEN_HEADER.encode(), TOKEN.encode())
-    good = Wire.of(valid_infer(), {200})
+    good = Wire.of(wire.neighbor(), {200})
     lost = Wire(pick(draw, PATHS).encode(), [(b"Host", b"critic"), known], b"", {404}, method=b"GET")
     kinds = [good, lost, stranger(lost, draw), stranger(good, draw), wire]
     requests = [pick(draw, kinds) for _ in range(draw.integers(2, 7))]

@@ -173,6 +173,8 @@ def wrong_data(raw: Raw, draw: Random) -> None:
         odd = [entry for entry in odd if entry != "x" or tensor["name"] not in ("prompts", "responses")]
     if tensor["datatype"] == "FP32":
         odd = [entry for entry in odd if not isinstance(entry, int | float) or entry != entry or abs(entry) > 10**300]
+    if tensor["datatype"] == "INT64":
+        odd = [entry for entry in odd if type(entry) is not int or entry >= 2**63]
     if draw.random() < 0.8:
         tensor["data"][where] = pick(draw, odd)
     else:

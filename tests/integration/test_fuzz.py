@@ -1,4 +1,4 @@
-"""Two thousand malformed requests, some of them to a server with a certificate; `make fuzz` has more."""
+"""Thousands of malformed requests to a critic server and an engine, some with a certificate; `make fuzz` has more."""
 
 import secrets
 from pathlib import Path
@@ -14,3 +14,11 @@ def test_malformed_requests_change_nothing(tmp_path: Path, requests: int, tls: b
     seed = secrets.randbelow(2**31)
     print(f"make fuzz N={requests} SEED={seed}{' TLS=1' if tls else ''}")
     assert sum(fuzz(tmp_path, seed=seed, numbers=range(requests), tls=tls).values()) >= requests
+
+
+def test_malformed_requests_leave_an_engine_its_weights_and_samples(tmp_path: Path) -> None:
+    """Every impossible one is refused; the engine neither ends nor hangs nor grows, and samples the same bits from the same
+    version afterwards."""
+    seed = secrets.randbelow(2**31)
+    print(f"make fuzz N=600 SEED={seed} TARGET=engine")
+    assert sum(fuzz(tmp_path, seed=seed, numbers=range(600), kind="engine").values()) >= 600

@@ -91,13 +91,7 @@ class CriticServer:
 
     def kept_bytes(self) -> int:
         """Private memory of these processes, plus their segments in /dev/shm."""
-        processes = self.processes()
-        private = sum(process.memory_full_info().uss for process in processes)
-        mapped = {place.path for process in processes for place in process.memory_maps(grouped=True)}
-        shared = {
-            path for path in Path("/dev/shm").iterdir() if str(path) in mapped or str(self.process.pid) in path.name
-        }
-        return private + sum(path.stat().st_blocks * 512 for path in shared)
+        return kept_by(self.processes())
 
     def kill(self) -> None:
         """Send SIGKILL, and wait until the server's Triton has gone, too."""
@@ -131,6 +125,14 @@ class CriticServer:
         agree(critic, status)
         critic.acquire(run_id)
         return critic
+
+
+def kept_by(processes: list[psutil.Process]) -> int:
+    """Private memory of a server's processes, itself first, plus their segments in /dev/shm."""
+    private = sum(process.memory_full_info().uss for process in processes)
+    mapped = {place.path for process in processes for place in process.memory_maps(grouped=True)}
+    shared = {path for path in Path("/dev/shm").iterdir() if str(path) in mapped or str(processes[0].pid) in path.name}
+    return private + sum(path.stat().st_blocks * 512 for path in shared)
 
 
 def runs(process: psutil.Process) -> bool:

@@ -1,11 +1,10 @@
 """Sampling settings that a data row or a caller of an engine brings: each possible one is kept, each other one refused."""
 
-import math
-
 import pytest
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.generation import SamplingOverrides
+from tests.support.sampling_settings import IMPOSSIBLE
 
 POSSIBLE = [
     {},
@@ -13,15 +12,6 @@ POSSIBLE = [
     {"temperature": 1e-5, "top_p": 1, "top_k": -1, "max_length": 1, "min_length": 0, "stop": [], "stop_token_ids": []},
     {"temperature": 2, "top_p": 1e-9, "top_k": 2**40, "stop": ["ä", "\ud800"], "stop_token_ids": [0, 2**40]},
 ]
-IMPOSSIBLE = {
-    "temperature": [0, -1, 1e-320, 1e6, 10**400, math.inf, math.nan, True, "1", [1.0], {}],
-    "top_p": [0, -0.5, 1.0001, 7, 10**400, math.nan, True, "1", [1.0]],
-    "top_k": [-2, -(2**70), 1.0, math.nan, True, "5", [5]],
-    "max_length": [0, -1, 2.5, math.inf, True, "5", []],
-    "min_length": [-1, 2.5, True, "5", [1]],
-    "stop": ["abc", "", [""], [1], [None], [["a"]], {}, {"a": 1}, 5, True],
-    "stop_token_ids": [5, "5", ["5"], [1.0], [True], [-1], [None], [[1]], {}],
-}
 
 
 @pytest.mark.parametrize("given", POSSIBLE)
