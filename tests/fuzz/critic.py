@@ -20,7 +20,7 @@ from tests.fuzz.fuzzer import (
 )
 from tests.fuzz.http_faults import FAULTS, REFUSED, Wire
 from tests.fuzz.kserve_faults import KSERVE_MUTATIONS, as_json, pick, send_json
-from tests.support.critic_server import TOKEN_ENV, CriticServer
+from tests.support.critic_server import KEPT_BYTES, TOKEN_ENV, CriticServer
 from tests.support.models import save_reward_model
 
 NOBODYS_LEASE = "nobody's"
@@ -58,6 +58,8 @@ class CriticCalls:
 
 class CriticTarget:
     """A critic server whose lease the attacks know."""
+
+    kept_limit = KEPT_BYTES
 
     def __init__(self, folder: Path, settings: list[str], token_file: Path, ca: str | None) -> None:
         model = save_reward_model(folder / "model", pad_token_id=0)
