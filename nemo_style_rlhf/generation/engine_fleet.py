@@ -156,21 +156,24 @@ class Fleet:
             new = [EngineProcess(name, self._client(where), where) for name, where in self._new()]
             self._joining |= {engine.name: engine for engine in new}
         for engine in new:
-            joined = False
-            while not joined:
+            try:
+                self._join(engine)
+            finally:
                 with self._changed:
-                    lease, published = self.lease, self._published
-                failure = self._load(engine, lease, published)
-                with self._changed:
-                    if failure is None and self.lease != lease:
-                        continue  # newer weights have come meanwhile
-                    joined = True
                     del self._joining[engine.name]
-                    if failure is not None:
-                        self._give_up(engine, failure)
-                    else:
-                        self._engines[engine.name] = engine
-                        log.info("engine %s at %s joins", engine.name, engine.client.address)
+
+    def _join(self, engine: EngineProcess) -> None:
+        """Have an engine load the newest weights, and let it be asked."""
+        while True:
+            with self._changed:
+                lease, published = self.lease, self._published
+            failure = self._load(engine, lease, published)
+            with self._changed:
+                if failure is not None:
+                    return self._give_up(engine, failure)
+                if self.lease == lease:  # else newer weights have come meanwhile
+                    self._engines[engine.name] = engine
+                    return log.info("engine %s at %s joins", engine.name, engine.client.address)
 
     def _client(self, where: dict[str, Any]) -> EngineClient:
         return EngineClient(

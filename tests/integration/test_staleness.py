@@ -70,7 +70,7 @@ def test_everything_at_once_and_late(inputs, one_after_another, tmp_path) -> Non
 
 def test_everything_killed(inputs, one_after_another, tmp_path) -> None:
     """Actor, critic server and engines, one of which only hangs, while batches are ahead of the last checkpoint."""
-    settings, folder = [*overrides(inputs, 1, 2), "generation.engines.hung_after_s=3"], tmp_path / "actor"
+    settings, folder = [*overrides(inputs, 1, 2), "generation.engines.hung_after_s=8"], tmp_path / "actor"
     critic, port = start_server(tmp_path / "critic", *ppo_runs.server_overrides(inputs))
     actor = start_actor(folder, port, *settings)
     try:
