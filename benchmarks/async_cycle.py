@@ -16,10 +16,10 @@ from typing import Any
 
 import report
 from ppo_step import DTYPES, make_models, models_dir
-from processes import ROOT, Child
+from processes import ROOT
 
 from nemo_style_rlhf.generation.engine_fleet import CONFIG
-from nemo_style_rlhf.launch import local
+from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program, trainer
 
 
@@ -55,12 +55,8 @@ def main() -> None:
 
 
 def sampling_of(row: dict[str, float]) -> float:
-    return (
-        row["timers/wait_for_rollout"]
-        + row["timers/logprobs"]
-        + row["timers/reference_logprobs"]
-        + row["timers/wait_for_scores"]
-    )
+    """Until the last reward: the forwards of the trainer's models begin before it."""
+    return waiting_of(row) + row["timers/logprobs"] + row["timers/reference_logprobs"]
 
 
 def training_of(row: dict[str, float]) -> float:
@@ -91,30 +87,27 @@ def run(arguments: argparse.Namespace, staleness: int) -> list[dict[str, float]]
         f"algorithm.max_steps={arguments.warmup + arguments.steps}",
     ]  # fmt: skip
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    actor = Child(pinned(trainer("train_ppo_actor", folder, *overrides), first), folder / "actor.log")
-    described = folder / "engines" / f"{CONFIG}.yaml"
-    while not described.exists():
-        if actor.poll() is not None:
-            raise actor.failed()
-        time.sleep(0.1)
-    ready = described.parent / "engine.json"
+    engines = folder / "engines"
     words = [
-        f"--config-dir={described.parent}",
+        f"--config-dir={engines}",
         f"--config-name={CONFIG}",
         "server.port=0",
-        f"server.ready_file={ready}",
+        f"server.ready_file={engines}/one.json",
     ]
-    program = Program("engine", [str(ACTOR_PYTHON), "servers/serve_engine.py", *words])
-    engine = Child(pinned(program, second), folder / "engine.log")
-    try:
-        local.wait_for(actor, engine)
-    finally:
-        actor.stop()
-        engine.stop()
+    engine = Program("engine", [str(ACTOR_PYTHON), "servers/serve_engine.py", *words])
+    with LocalLauncher(folder) as launcher:
+        launcher.start(pinned(trainer("train_ppo_actor", folder, *overrides), first))
+        while not (engines / f"{CONFIG}.yaml").exists():
+            if launcher["train_ppo_actor"].poll() is not None:
+                raise launcher["train_ppo_actor"].failed()
+            time.sleep(0.1)
+        launcher.start(pinned(engine, second))
+        launcher.wait("train_ppo_actor")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def pinned(program: Program, core: int) -> Program:
+    """``program`` on one core."""
     return Program(program.name, ["taskset", "-c", str(core), *program.argv])
 
 

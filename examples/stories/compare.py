@@ -43,21 +43,28 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo": GROUPS,
     "gspo": GROUPS,
 }
-STALE = {
-    f"ppo_stale_{staleness}{name}": {
+
+
+def stale(staleness: int, correction: str) -> dict[str, Any]:
+    """PPO on samples of older weights. A controller of KL swings, and reward with it, so the coefficient is fixed."""
+    return {
         "algorithm": "ppo",
         "algorithm.staleness": staleness,
-        "algorithm.kl_target": 0.0,  # a controller of KL swings, and reward with it
+        "algorithm.correction.kind": correction,
+        "algorithm.allow_uncorrected": True,
+        "algorithm.kl_target": 0.0,
         "algorithm.initial_policy_kl_penalty": 0.15,
-        **correction,
     }
-    for staleness in (0, 1, 3)
-    for name, correction in (
-        ("", {"algorithm.correction.kind": "tis" if staleness else "none"}),
-        *([("_uncorrected", {"algorithm.allow_uncorrected": True})] if staleness else []),
-    )
+
+
+STALE = {
+    "ppo_stale_0": stale(0, "none"),
+    "ppo_stale_1": stale(1, "tis"),
+    "ppo_stale_1_uncorrected": stale(1, "none"),
+    "ppo_stale_3": stale(3, "tis"),
+    "ppo_stale_3_uncorrected": stale(3, "none"),
 }
-"""PPO on samples of older weights, for docs/asynchronous.md."""
+"""The arms of docs/asynchronous.md."""
 console = Console(highlight=False)
 
 

@@ -39,29 +39,24 @@ class Ranks:
     Neighboring ranks may form tensor-parallel groups, each of which shares a generator. The first rank of a group leads it.
     """
 
-    def __init__(self, *, tensor_parallel: int = 1) -> None:
+    def __init__(self, *, tensor_parallel: int = 1, alone: bool = False) -> None:
         """
         Args:
+            alone: take this rank for the only one, in work of its own.
             tensor_parallel: number of ranks of a tensor-parallel group.
 
         Raises:
             UserError: the ranks cannot be divided into groups of that size.
         """
-        self.rank: int = dist.get_rank() if dist.is_initialized() else 0
-        self.size: int = dist.get_world_size() if dist.is_initialized() else 1
+        together = dist.is_initialized() and not alone
+        self.rank: int = dist.get_rank() if together else 0
+        self.size: int = dist.get_world_size() if together else 1
         require_tensor_parallel(self.size, tensor_parallel)
         self.generators = self.size // tensor_parallel
         self.generator: int = self.rank // tensor_parallel
         self.leads = self.rank % tensor_parallel == 0
         # Not the models' group, which may be NCCL's and gives up after half an hour.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
-
-    @staticmethod
-    def one() -> "Ranks":
-        """This rank as the only one, for what no other takes part in."""
-        alone = Ranks.__new__(Ranks)
-        alone.rank, alone.size, alone.generators, alone.generator, alone.leads, alone._group = 0, 1, 1, 0, True, None
-        return alone
 
     @property
     def is_first(self) -> bool:

@@ -59,7 +59,7 @@ class EngineProcess:
     steps: int = 0
     """Steps that it had made when it last said so."""
     advanced: float = field(default_factory=time.monotonic)
-    """When it last had nothing to do, or had made more steps."""
+    """Time at which it last had nothing to do, or had made more steps."""
     gone: "Future[None]" = field(default_factory=Future)
     """Resolves when the engine is given up."""
 
@@ -72,7 +72,7 @@ class Fleet:
         self._launcher = LocalLauncher(folder / "logs") if config.launch else None
         self._engines: dict[str, EngineProcess] = {}
         self._joining: dict[str, EngineProcess] = {}
-        """Those that are loading the weights for the first time."""
+        """Engines that load the weights for the first time."""
         self._closing = threading.Event()
         self._changed = threading.Condition()
         self._restarts: Counter[str] = Counter()
@@ -126,6 +126,8 @@ class Fleet:
             UserError: none is ready in time, or one failed too often.
         """
         while True:
+            if self._broken is not None:
+                raise self._broken
             if len(self._engines) < self._config.count:
                 self.look()
             with self._changed:
@@ -208,7 +210,7 @@ class Fleet:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`engines/*`: those that can be asked now, and how often one was lost."""
+        """`engines/*` count the engines that can be asked now, and how often one was lost."""
         return {"engines/ready": float(len(self._engines)), "engines/lost": float(self._losses)}
 
     def close(self) -> None:

@@ -66,8 +66,9 @@ def make_engine_pool(
 
 def make_weight_store(run_id: str, output_dir: str) -> WeightStore:
     """The published weights of a run, in memory where the system offers that as a folder; an interrupt removes them."""
-    memory = Path("/dev/shm")
-    root = (memory if memory.is_dir() else Path(output_dir).resolve() / "engines") / f"nsr-{run_id}-weights"
+    root = interrupt.weights_in_memory(run_id)
+    if not root.parent.is_dir():
+        root = Path(output_dir).resolve() / "engines" / root.name
     interrupt.remove_at_end(root)
     return WeightStore(root)
 

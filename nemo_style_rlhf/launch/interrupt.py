@@ -52,6 +52,11 @@ def remove_at_end(folder: Path) -> None:
     _folders.append(folder)
 
 
+def weights_in_memory(run_id: str) -> Path:
+    """Folder of a run's published weights. Whoever ends the run's processes by force removes it."""
+    return Path(f"/dev/shm/nsr-{run_id}-weights")
+
+
 def on_first(action: Callable[[], None]) -> None:
     """Have the first SIGINT only call ``action``, in another thread; the second one ends the process."""
     _actions.insert(0, action)

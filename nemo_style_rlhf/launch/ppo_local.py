@@ -198,4 +198,5 @@ def remove_leftovers(actor: Path) -> None:
         ready.unlink(missing_ok=True)
     for manifest in actor.glob("checkpoints/*/manifest.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            shutil.rmtree(f"/dev/shm/nsr-{json.loads(manifest.read_text())['run_id']}-weights", ignore_errors=True)
+            run_id = json.loads(manifest.read_text())["run_id"]
+            shutil.rmtree(interrupt.weights_in_memory(run_id), ignore_errors=True)

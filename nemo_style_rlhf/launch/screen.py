@@ -1,4 +1,4 @@
-"""What a launcher shows of its programs: lines worth reading from their logs above one line of progress."""
+"""Shows the programs of a launcher: lines worth reading from their logs, above one line of progress."""
 
 import re
 import time

@@ -6,13 +6,10 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -47,14 +44,12 @@ from nemo_style_rlhf.rollout.producer import Producer
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.reference import AdaptersOff, FrozenCopy, Reference
 from nemo_style_rlhf.rollout.schedule import Schedule
-from nemo_style_rlhf.rollout.types import Rollout
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.endpoints import EndpointScorer
 from nemo_style_rlhf.scoring.function import FunctionScorer
-from nemo_style_rlhf.scoring.futures import mapped
-from nemo_style_rlhf.scoring.interface import Scorer, Scores
-from nemo_style_rlhf.scoring.remote import RemoteCriticScorer, RewardServerScorer, scores_of, served_by
+from nemo_style_rlhf.scoring.interface import Scorer
+from nemo_style_rlhf.scoring.remote import RemoteCriticScorer, RewardServerScorer, served_by
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
@@ -130,7 +125,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
             algorithm=config.algorithm,
             max_length=config.generation.max_length,
             run_seed=config.run.seed,
-            ranks=Ranks.one() if engines else ranks,
+            ranks=Ranks(alone=True) if engines else ranks,
         )
     else:
         scorer.close()
@@ -155,7 +150,9 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
             device,
             config.generation.temperature,
             ranks,
-            ask_values=partial(_ask_values, critic) if critic is not None and staleness else None,
+            ask_values=RemoteCriticScorer(critic, want="values").ask
+            if critic is not None and config.algorithm.uses_critic and staleness
+            else None,
         ),
         critic=critic,
         sampler=sampler,
@@ -272,12 +269,6 @@ def _validate(config: PPOActorConfig, prompts: list[Prompt], producer: Producer,
         version=version,
     )
     return validation_metrics(sampled, pass_score=algorithm.val_pass_score)
-
-
-def _ask_values(critic: RemoteCritic, rollouts: Sequence[Rollout], critic_step: int) -> "Future[Scores]":
-    """The values of stale samples, which only a critic of this very step may give."""
-    samples = [rollout.tokens.numpy().astype(np.int32) for rollout in rollouts]
-    return mapped(critic.infer(samples, want="values", expect_critic_step=critic_step), scores_of)
 
 
 def _scorer(

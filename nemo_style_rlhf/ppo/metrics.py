@@ -42,7 +42,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         **{name: _mean(values) for name, values in scores.extra.items()},
         **experience.counts,
     }
-    if experience.sampler_logprobs is not None:
+    if experience.sampler_logprobs is not None and not experience.stale:
         gap = (experience.sampler_logprobs - experience.logprobs).abs()[mask.bool()]
         metrics |= {"sampler_logprob_gap_max": float(gap.max()), "sampler_logprob_gap_mean": float(gap.mean())}
     if experience.ref_logprobs is not None:

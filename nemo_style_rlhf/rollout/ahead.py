@@ -82,10 +82,10 @@ def unpack(packed: Packed, scores: ScoresToCome, prompts: Mapping[int, Prompt]) 
 
 @dataclass
 class Ahead:
-    """What was sampled, or has to be, from versions of the weights that are older than a checkpoint, for steps after it."""
+    """The part of a checkpoint that later steps need from older versions of the weights: samples, or the weights themselves."""
 
     batches: list[Batch] = field(default_factory=list)
-    """Those that are whole, with the scores; of consecutive steps."""
+    """Whole batches of consecutive steps, with their scores."""
     validations: dict[int, dict[str, float] | None] = field(default_factory=dict)
     """Metrics of validations that are not written yet, by version; None if they are not known yet."""
     weights: list[StoredWeights] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Ahead:
 
     @staticmethod
     def load(folder: Path, prompts: Mapping[int, Prompt]) -> "Ahead":
-        """What :meth:`save` wrote; nothing if there is no such folder."""
+        """Read what :meth:`save` wrote; an absent folder holds nothing."""
         if not folder.is_dir():
             return Ahead()
         validations = json.loads((folder / VALIDATIONS).read_text())

@@ -46,8 +46,8 @@ class ExperienceBuilder:
     """Default temperature, from ``generation.temperature``."""
     ranks: Ranks
     """Ranks that share the forwards; each gets the whole Experience."""
-    ask_values: "Callable[[Sequence[Rollout], int], Future[Scores]] | None" = None
-    """Asks the critic of a given step for the values of a batch whose scores bring none."""
+    ask_values: "Callable[[Sequence[Tensor], int], Future[Scores]] | None" = None
+    """Asks the critic of a given step for the values of sequences, if the scores bring none."""
 
     def __post_init__(self) -> None:
         algorithm = self.algorithm
@@ -87,9 +87,9 @@ class ExperienceBuilder:
         tokens = torch.cat([rollout.tokens for rollout in rollouts])
         actions = action_mask(rollouts)
         untruncated = self._without_truncated(rollouts, lengths, actions)
-        values = None
-        if algorithm.uses_critic and self.ask_values is not None and self.ranks.is_first:
-            values = self.ask_values(rollouts, critic_step)
+        late_values = None
+        if self.ask_values is not None and self.ranks.is_first:
+            late_values = self.ask_values([rollout.tokens for rollout in rollouts], critic_step)
         temperatures = self._temperatures(rollouts)
         logprobs = action_aligned([rollout.sampler_logprobs for rollout in rollouts]) * actions
         sampler_logprobs = None
@@ -105,8 +105,8 @@ class ExperienceBuilder:
             kl = kl_estimate(logprobs, ref_logprobs, kind=algorithm.kl_estimator)
         timers.lap("reference_logprobs")
         scores = batch.scores.result()
-        if algorithm.uses_critic and self.ask_values is not None:
-            valued = self.ranks.on_first(lambda: values.result())  # type: ignore[union-attr]
+        if self.ask_values is not None:
+            valued = self.ranks.on_first(lambda: late_values.result())  # type: ignore[union-attr]
             scores = replace(scores, values=valued.values, critic_steps=valued.critic_steps)
         timers.lap("wait_for_scores")
         scored = (~scores.failures).float().repeat_interleave(torch.tensor(lengths))

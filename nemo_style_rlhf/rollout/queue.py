@@ -68,6 +68,7 @@ class BatchQueue:
         """
         self._producer, self._generator, self._schedule = producer, generator, schedule
         self._prompts, self._validate, self._store, self._ranks = prompts, validate, store, ranks
+        self._engines = generator if isinstance(generator, EnginePool) else None
         self._thread = ThreadPoolExecutor(1, "rollouts") if beside else None
         self._works = producer is not None
         self._timers = Timers()
@@ -135,9 +136,9 @@ class BatchQueue:
         return unpack(packed, scores, self._prompts)
 
     def clock_metrics(self) -> dict[str, float]:
-        """What only the clock decides, on the first rank: `timers/beside_*`, the seconds that the last batch took to sample and
-        that the engines had waited for work before it; and `engines/*`."""
-        engines = self._generator.metrics if isinstance(self._generator, EnginePool) else {}
+        """Metrics that the clock alone decides, on the first rank. `timers/beside_*` are the seconds that the last batch took to
+        sample, and those for which the engines had waited for work before it; `engines/*` describe the engines."""
+        engines = {} if self._engines is None else self._engines.metrics
         return engines | {f"timers/beside_{phase}": seconds for phase, seconds in self._beside.items()}
 
     def owes_validation(self, version: int) -> bool:
@@ -151,7 +152,7 @@ class BatchQueue:
         return future.result() if self._thread is None else self._ranks.on_first(future.result)
 
     def ahead(self, step: int) -> Ahead:
-        """What a checkpoint of ``step`` must hold, on the first rank; it waits for nothing."""
+        """Collect, on the first rank and without waiting, what a checkpoint of ``step`` must hold."""
         if not self._ranks.is_first:
             return Ahead()
         steps = list(self._schedule.ahead_of(step))
@@ -167,8 +168,8 @@ class BatchQueue:
     def abandon(self) -> None:
         """Forget everything under way; :meth:`restore` comes next, or :meth:`close`."""
         self._life = object()
-        if isinstance(self._generator, EnginePool):
-            self._generator.abandon()
+        if self._engines is not None:
+            self._engines.abandon()
 
     def restore(self, step: int, position: int, folder: Path) -> None:
         """Stand where a checkpoint stood.
@@ -180,8 +181,8 @@ class BatchQueue:
         self.abandon()
         if self._thread is not None:
             self._thread.submit(lambda: None).result()  # what it was doing has ended
-        if isinstance(self._generator, EnginePool):
-            self._generator.resume()
+        if self._engines is not None:
+            self._engines.resume()
         self._start(step, position)
         if self._store is not None:
             self._store.keep([])

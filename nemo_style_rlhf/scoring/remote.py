@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nemo_style_rlhf.critic_service.client import wait_for_any
 from nemo_style_rlhf.critic_service.protocol import Status, Want
@@ -38,19 +39,23 @@ class RemoteCriticScorer:
         self._want = want
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
-        sequences = [sample.tokens.numpy().astype(np.int32) for sample in samples]
-        return mapped(self._critic.infer(sequences, want=self._want), scores_of)
+        return self.ask([sample.tokens for sample in samples])
+
+    def ask(self, sequences: Sequence[Tensor], critic_step: int | None = None) -> "Future[Scores]":
+        """Score token ids, int64 [L] each; with ``critic_step``, only a critic of that very step may answer."""
+        tokens = [sequence.numpy().astype(np.int32) for sequence in sequences]
+        return mapped(self._critic.infer(tokens, want=self._want, expect_critic_step=critic_step), self._scores)
 
     def close(self) -> None:
         """Do nothing: the connection belongs to the trainer."""
 
-
-def scores_of(result: CriticInference) -> Scores:
-    if result.values is None:  # the reward model is frozen: its rewards are the same at every critic step
-        return Scores(rewards=torch.tensor(result.rewards, dtype=torch.float32))
-    values = torch.cat([torch.tensor(values, dtype=torch.float32) for values in result.values])
-    rewards = torch.zeros(len(result.values)) if result.rewards is None else torch.tensor(result.rewards)
-    return Scores(rewards=rewards, values=values, critic_steps=result.critic_steps)
+    @staticmethod
+    def _scores(result: CriticInference) -> Scores:
+        if result.values is None:  # the reward model is frozen: its rewards are the same at every critic step
+            return Scores(rewards=torch.tensor(result.rewards, dtype=torch.float32))
+        values = torch.cat([torch.tensor(values, dtype=torch.float32) for values in result.values])
+        rewards = torch.zeros(len(result.values)) if result.rewards is None else torch.tensor(result.rewards)
+        return Scores(rewards=rewards, values=values, critic_steps=result.critic_steps)
 
 
 class RewardServerScorer:

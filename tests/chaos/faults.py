@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
+from nemo_style_rlhf.launch.interrupt import weights_in_memory
 from nemo_style_rlhf.launch.program import Program, server, trainer
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from nemo_style_rlhf.transport import messages
@@ -244,12 +245,11 @@ def pause_engine(run: "Run") -> None:
 
 
 def damage_published_weights(run: "Run") -> None:
-    """Damage a file of any version, which an engine may be about to read: it is refused, unless it has been read."""
-    for folder in Path("/dev/shm").glob("nsr-*-weights"):
-        if folder.name.split("-")[1] == run_id(run):
-            with contextlib.suppress(OSError, IndexError):
-                damage(folder, run.draw)
-                run.actor.kill()  # type: ignore[union-attr] the version is lost, and only a start makes it again
+    """Damage a file of any version, and kill the actor: engines of that start refuse it, those of the next get other files."""
+    assert run.actor is not None
+    with contextlib.suppress(OSError, IndexError):  # there is no version, or it has just gone
+        damage(weights_in_memory(run_id(run)), run.draw)
+    run.actor.kill()
     raise Broken
 
 

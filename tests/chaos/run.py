@@ -47,7 +47,7 @@ DROPOUT = "model.disable_dropout=false"
 
 @dataclass(frozen=True)
 class Kind:
-    """What kind of run the faults happen to."""
+    """The settings of the run to which the faults happen."""
 
     engines: int = 0
     staleness: int = 0

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,20 +19,21 @@ from nemo_style_rlhf.generation.engine_messages import EngineStatus
 from nemo_style_rlhf.generation.interface import ProbeTarget
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.weight_store import WeightStore
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
 from tests.fuzz.fuzzer import MUTATIONS, TOKEN, Random, Raw, post, tensor, text
 from tests.fuzz.http_faults import FAULTS, REFUSED, Wire, metrics
 from tests.fuzz.kserve_faults import DEEPEST, KSERVE_MUTATIONS, as_json, pick, send_json
-from tests.support import warm
 from tests.support.critic_server import KEPT_BYTES, VOCABULARY, kept_by
 from tests.support.models import save_policy
+from tests.support.processes import Process
 from tests.support.sampling_settings import IMPOSSIBLE
 
 LEASE, NOBODYS_LEASE = "the trainer's", "nobody's"
 VERSION, LONGEST = 3, 40
-START_TIMEOUT_S, QUIET_S = 120.0, 30.0
+QUIET_S = 30.0
 PROBE = (3, 4, 5, 6)
 
 
@@ -212,16 +212,12 @@ class EngineTarget:
             "generation.kv_cache_gib=0.02", "generation.max_num_seqs=8", f"sequences.max_length={LONGEST}", "server.port=0",
             f"server.ready_file={ready}", f"server.token.token_file={token_file}", *settings,
         ]  # fmt: skip
-        self._process = warm.Forked(command, self.log, self.log, environment=os.environ)
+        self._process = Process(Program("engine", [str(ACTOR_PYTHON), *command], ready_file=ready), self.log)
         self._store = WeightStore(folder / "weights")
         try:
             tensors, probe = trained(save_policy(folder / "trained", seed=1))
             published = self._store.publish(OwnWeights(VERSION, tensors, probe)).folder
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not ready.exists():
-                assert self._process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-4000:]
-                time.sleep(0.1)
-            self.port = int(json.loads(ready.read_text())["port"])
+            self.port = int(self._process.ready()["port"])
             self._client = EngineClient(
                 "127.0.0.1", self.port, token=TOKEN, retries=2, timeout_s=60, tls=ClientTlsConfig(ca=ca)
             )
@@ -262,8 +258,7 @@ class EngineTarget:
     def close(self) -> None:
         with contextlib.suppress(AttributeError):  # it has not started
             self._client.close()
-        self._process.terminate()
-        self._process.wait(30)
+        self._process.stop()
         self._store.close()
 
 

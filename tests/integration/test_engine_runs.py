@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_style_rlhf.launch.interrupt import weights_in_memory
 from tests.support import ppo_runs
 from tests.support.metrics import metrics, without_timers
 from tests.support.processes import Process, run_pair
@@ -45,7 +46,7 @@ def test_it_learns_the_same_with_engines(inputs, in_process, tmp_path) -> None:
     run_pair(tmp_path, ppo_runs.server_overrides(inputs), overrides(inputs, 3))
     assert result(tmp_path) == in_process
     manifest = next((tmp_path / "actor" / "checkpoints").glob("*/manifest.json"))
-    assert not Path(f"/dev/shm/nsr-{json.loads(manifest.read_text())['run_id']}-weights").exists()
+    assert not weights_in_memory(json.loads(manifest.read_text())["run_id"]).exists()
     assert not list((tmp_path / "actor" / "engines").glob("*.json"))  # every engine has ended by itself
 
 
