@@ -1,20 +1,34 @@
 """Client of one generation engine."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import engine_messages as messages
 from nemo_style_rlhf.generation.engine_messages import EngineStatus
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
+from nemo_style_rlhf.generation.weight_store import StoredWeights
 from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig, Peer
 from nemo_style_rlhf.transport.connection import PLAIN_HTTP, Connection
-from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Endpoint, json_tensor
+from nemo_style_rlhf.transport.messages import (
+    BYTES_PREFIX,
+    REQUEST,
+    RESPONSE,
+    Array,
+    Code,
+    Endpoint,
+    ProtocolError,
+    json_tensor,
+)
 
 PEER = Peer("generation engine", "servers/serve_engine.py", "generation.engines", "model.path=POLICY")
 STATUS_TIMEOUT_S = 10.0
+NO_TENSORS: Mapping[str, Array] = MappingProxyType({})
 
 
 class EngineClient:
@@ -61,11 +75,32 @@ class EngineClient:
         self._connection.boot_id = self.status().boot_id
         self._ask(messages.ACQUIRE, lease=lease, shapes=shapes)
 
-    def load(self, lease: str, folder: Path) -> tuple[float, bool]:
-        """Have the engine load a version of a :class:`WeightStore`; returns the gap on the probe, in nats, and whether samples
-        keep their bits in any company."""
-        answer = self._ask(messages.LOAD, lease=lease, folder=str(folder))
+    def load(self, lease: str, published: StoredWeights) -> tuple[float, bool]:
+        """Have the engine load a version of a :class:`WeightStore`, which is sent to it if it does not see the store's folder.
+
+        Returns:
+            The gap on the probe, in nats, and whether samples keep their bits in any company.
+        """
+        load = partial(self._ask, messages.LOAD, lease=lease, folder=str(published.folder), digest=published.digest)
+        try:
+            answer = load()
+        except ProtocolError as error:
+            if error.code is not Code.NOT_FOUND:
+                raise
+            self._send(lease, published)
+            answer = load()
         return float(answer["gap"]), bool(answer["keeps_bits"])
+
+    def _send(self, lease: str, published: StoredWeights) -> None:
+        """Send the files of a version, the manifest last."""
+        size = self.status().max_request_bytes - BYTES_PREFIX
+        for path in published.files:
+            with path.open("rb") as file:
+                for offset in range(0, path.stat().st_size, size):
+                    content = np.array([file.read(size)], dtype=np.object_)
+                    self._ask(
+                        messages.SEND, {messages.CONTENT.name: content}, lease=lease, file=path.name, offset=offset
+                    )
 
     def generate(self, requests: Sequence[GenerationRequest], *, lease: str, version: int) -> list[Completion]:
         """Samples in the order of ``requests``. A repeated call returns the same, from this engine or another."""
@@ -80,7 +115,8 @@ class EngineClient:
         self._connection.stop_retrying()
         self._connection.close()
 
-    def _ask(self, endpoint: Endpoint, **content: Any) -> dict[str, Any]:
-        outputs = self._connection.call(endpoint, {REQUEST.name: json_tensor(content)}, timeout_s=self._timeout_s)
+    def _ask(self, endpoint: Endpoint, tensors: Mapping[str, Array] = NO_TENSORS, **content: Any) -> dict[str, Any]:
+        inputs = {**tensors, REQUEST.name: json_tensor(content)}
+        outputs = self._connection.call(endpoint, inputs, timeout_s=self._timeout_s)
         answer: dict[str, Any] = json.loads(outputs[RESPONSE.name][0])
         return answer

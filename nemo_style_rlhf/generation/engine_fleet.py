@@ -10,16 +10,18 @@ import secrets
 import threading
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.engine_client import EngineClient
+from nemo_style_rlhf.generation.weight_store import StoredWeights
 from nemo_style_rlhf.launch.entry import config_file
 from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ROOT, Program
@@ -27,15 +29,18 @@ from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import EnginesConfig, GenerationConfig, TrainingGenerationConfig
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.transport.messages import ProtocolError
-from nemo_style_rlhf.transport.secret import own_token_made
+from nemo_style_rlhf.transport.secret import own_token_made, read_token
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 LOST = (ServerUnreachable, ServerRestarted)
 POLL_S = 0.2
 WATCH_S = 2.0
 """How often an engine is asked how it is."""
 RETRIES = 1
 """Attempts of a request after the first: another engine can do it, too."""
+CALLS = 64
+"""Maximum number of calls of one engine at a time."""
 CONFIG = "this_run"
 """Name of the engines' configuration; ``engine`` would be that of conf/."""
 
@@ -60,8 +65,27 @@ class EngineProcess:
     """Steps that it had made when it last said so."""
     advanced: float = field(default_factory=time.monotonic)
     """Time at which it last had nothing to do, or had made more steps."""
-    gone: "Future[None]" = field(default_factory=Future)
-    """Resolves when the engine is given up."""
+    gone: "Future[object]" = field(default_factory=Future)
+    """Resolves, to the reason, when the engine is given up."""
+    _threads: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, CALLS, "engine"))
+
+    def call(self, ask: Callable[[], T]) -> T:
+        """The answer to a call. It is waited for in another thread, as one to an engine that hangs lasts until its time is over.
+
+        Raises:
+            ServerUnreachable: the engine was given up meanwhile; and whatever ``ask`` raises.
+        """
+        asked = self._threads.submit(ask)
+        either: list[Future[Any]] = [asked, self.gone]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not asked.done():
+            raise ServerUnreachable(str(self.gone.result()))
+        return asked.result()
+
+    def give_up(self, reason: object) -> None:
+        """Have nobody wait for an answer any more."""
+        with suppress(InvalidStateError):
+            self.gone.set_result(reason)
 
 
 class Fleet:
@@ -70,6 +94,7 @@ class Fleet:
     def __init__(self, config: EnginesConfig, folder: Path) -> None:
         self._config, self._folder = config, folder
         self._launcher = LocalLauncher(folder / "logs") if config.launch else None
+        self._token = own_token_made() if config.launch else read_token(config.token) or own_token_made()
         self._engines: dict[str, EngineProcess] = {}
         self._joining: dict[str, EngineProcess] = {}
         """Engines that load the weights for the first time."""
@@ -82,7 +107,7 @@ class Fleet:
         """Ready files of engines that were lost."""
         self._broken: UserError | None = None
         """Why there will be no more engines."""
-        self._published: Path | None = None
+        self._published: StoredWeights | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.abandoned = threading.Event()
         """While it is set, nobody waits for an engine that starts."""
@@ -98,7 +123,7 @@ class Fleet:
                 self._launcher.start(_program(f"engine-{number}", self._folder))
         threading.Thread(target=self._watch, name="engines-watch", daemon=True).start()
 
-    def load(self, published: Path, shapes: dict[str, tuple[int, ...]]) -> float:
+    def load(self, published: StoredWeights, shapes: dict[str, tuple[int, ...]]) -> float:
         """Have every engine load a version of the weights, and those that join later; returns the largest gap on the probe, in
         nats.
 
@@ -179,8 +204,8 @@ class Fleet:
 
     def _client(self, where: dict[str, Any]) -> EngineClient:
         return EngineClient(
-            where["host"], where["port"], token=own_token_made(), retries=RETRIES,
-            timeout_s=self._config.request_timeout_s,
+            where["host"], where["port"], token=self._token, retries=RETRIES, timeout_s=self._config.request_timeout_s,
+            tls=self._config.tls,
         )  # fmt: skip
 
     def _watch(self) -> None:
@@ -202,9 +227,9 @@ class Fleet:
             reason = f"{how} for {silent:.0f} s (generation.engines.hung_after_s)"
             with self._changed:
                 joining = self._joining.get(engine.name) is engine
-            if joining and self._launcher is not None:
-                self._launcher[engine.name].kill()  # whoever has it load the weights then gives it up
-            elif not joining:
+            if joining:
+                engine.give_up(reason)  # whoever has it load the weights then does without it
+            else:
                 with suppress(UserError):  # raised to whoever asks for an engine
                     self.lost(engine, reason)
 
@@ -221,12 +246,12 @@ class Fleet:
         if self._launcher is not None:
             self._launcher.__exit__(None, None, None)
 
-    def _load(self, engine: EngineProcess, lease: str, published: Path | None) -> Exception | None:
+    def _load(self, engine: EngineProcess, lease: str, published: StoredWeights | None) -> Exception | None:
         """Have one engine load the published weights; returns the error by which it was lost."""
         assert published is not None
         try:
-            engine.client.acquire(lease, self._shapes)
-            engine.gap, keeps_bits = engine.client.load(lease, published)
+            engine.call(partial(engine.client.acquire, lease, self._shapes))
+            engine.gap, keeps_bits = engine.call(partial(engine.client.load, lease, published))
         except LOST as error:
             return error
         if not keeps_bits and not self._warned:
@@ -239,7 +264,7 @@ class Fleet:
 
     def _give_up(self, engine: EngineProcess, reason: object) -> None:
         name = engine.name
-        engine.gone.set_result(None)
+        engine.give_up(reason)
         engine.client.close()
         self._dead[name] = engine.where
         self._restarts[name] += 1

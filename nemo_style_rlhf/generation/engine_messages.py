@@ -29,15 +29,18 @@ from nemo_style_rlhf.transport.messages import (
     unragged,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 SEEDS = TensorSpec("seeds", "INT64")
 LIMITS = TensorSpec("limits", "INT32")
 """Maximum response tokens of each request."""
 LOGPROBS = TensorSpec("logprobs", "FP32")
 """[N], nats, of the sampled tokens under the distribution that they were sampled from."""
+CONTENT = TensorSpec("content", "BYTES", 1)
+"""Bytes of a file of a version of the weights, from an offset on."""
 
 STATUS = Endpoint("engine_status", (), (RESPONSE,), requires_boot=False)
 ACQUIRE = Endpoint("engine_acquire", (REQUEST,), (RESPONSE,))
+SEND = Endpoint("engine_send", (CONTENT, REQUEST), (RESPONSE,))
 LOAD = Endpoint("engine_load", (REQUEST,), (RESPONSE,))
 GENERATE = Endpoint(
     "engine_generate",
@@ -45,7 +48,7 @@ GENERATE = Endpoint(
     (TOKENS, SEQUENCE_LENGTHS, LOGPROBS, RESPONSE),
 )
 SHUTDOWN = Endpoint("engine_shutdown", (REQUEST,), (RESPONSE,))
-ENDPOINTS = (STATUS, ACQUIRE, LOAD, GENERATE, SHUTDOWN)
+ENDPOINTS = (STATUS, ACQUIRE, SEND, LOAD, GENERATE, SHUTDOWN)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class EngineStatus:
     """Steps that the engine has made; one with requests that makes none hangs."""
     max_sequence_length: int
     """Tokens of prompt and response."""
+    max_request_bytes: int
+    """Tensor bytes of one request."""
 
 
 def generate_inputs(requests: Sequence[GenerationRequest], *, lease: str, version: int) -> dict[str, Array]:

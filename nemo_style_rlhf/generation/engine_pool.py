@@ -3,9 +3,8 @@
 import queue
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 from nemo_style_rlhf.generation.engine_fleet import LOST, Abandoned, Fleet
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError, WeightUpdate
@@ -13,9 +12,6 @@ from nemo_style_rlhf.generation.weight_store import StoredWeights
 
 GROUP = 32
 """Requests of one call: the size of a scoring group, which waits for all of its samples anyway."""
-
-HANGING = 4
-"""Times as many connections as calls: those to engines that hang end when their time is over."""
 
 
 class EnginePool:
@@ -31,7 +27,6 @@ class EnginePool:
         self._fleet, self._shapes = fleet, weight_shapes
         self._version = -1
         self._calls = ThreadPoolExecutor(calls, "engines")
-        self._http = ThreadPoolExecutor(HANGING * calls, "engines-http")
         self._streams: weakref.WeakSet[PoolStream] = weakref.WeakSet()
 
     def stream(self, version: int) -> "PoolStream":
@@ -48,7 +43,7 @@ class EnginePool:
     def load(self, update: WeightUpdate) -> float:
         """Have every engine load a published version; one that starts later loads it, too, as long as it is stored."""
         assert isinstance(update, StoredWeights)
-        gap = self._fleet.load(update.folder, self._shapes)
+        gap = self._fleet.load(update, self._shapes)
         self._version = update.version
         return gap
 
@@ -72,23 +67,17 @@ class EnginePool:
     def _ask(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
         while True:
             engine = self._fleet.engine()
-            ask = partial(engine.client.generate, requests, lease=self._fleet.lease, version=version)
-            asked = self._http.submit(ask)
-            either: list[Future[Any]] = [asked, engine.gone]
-            wait(either, return_when=FIRST_COMPLETED)
-            if not asked.done():  # the engine hangs, and so does the call
-                asked.cancel()
-                continue
             try:
-                samples = asked.result()
+                samples = engine.call(
+                    partial(engine.client.generate, requests, lease=self._fleet.lease, version=version)
+                )
                 self._fleet.release(engine)
                 return samples
             except LOST as error:
                 self._fleet.lost(engine, error)
 
     def close(self) -> None:
-        for pool in (self._calls, self._http):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._calls.shutdown(wait=False, cancel_futures=True)
         self._fleet.close()
 
 

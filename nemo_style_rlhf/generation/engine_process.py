@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -51,7 +52,10 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
     )  # fmt: skip
     assert isinstance(generator, InProcessGenerator)
     boot_id = secrets.token_hex(8)
-    service = EngineService(generator, boot_id=boot_id, max_sequence_length=length, vocabulary=text.vocab_size)
+    service = EngineService(
+        generator, boot_id=boot_id, max_sequence_length=length, vocabulary=text.vocab_size,
+        max_request_bytes=config.server.max_request_bytes,
+    )  # fmt: skip
     routes = [Route(endpoint, config.server.max_request_bytes) for endpoint in messages.ENDPOINTS]
     with tempfile.TemporaryDirectory(prefix="nsr_engine_") as folder:
         backend = UnixBackend(Path(folder) / "engine", routes, service.handle, boot_id=boot_id)
@@ -65,7 +69,8 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
             bytes_in_flight=in_flight,
         )
         ready_file = None if config.server.ready_file is None else Path(config.server.ready_file)
-        where = json.dumps({"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": boot_id}).encode()
+        host = _reached(config.server.host)
+        where = json.dumps({"host": host, "port": door.port, "pid": os.getpid(), "boot_id": boot_id}).encode()
         if ready_file is not None:
             ready_file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(ready_file, where)
@@ -84,6 +89,11 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(failed))  # an orderly exit would wait for threads of calls whose clients are gone
+
+
+def _reached(host: str) -> str:
+    """The name under which other hosts reach an engine that listens on ``host``."""
+    return socket.gethostname() if host.strip("[]") in ("0.0.0.0", "::") else host
 
 
 def _positions(text: PretrainedConfig, path: str) -> int:

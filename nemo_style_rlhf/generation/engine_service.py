@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -15,10 +16,15 @@ from nemo_style_rlhf.generation.engine_messages import EngineStatus
 from nemo_style_rlhf.generation.in_process import InProcessGenerator, InProcessStream
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError
 from nemo_style_rlhf.generation.self_check import keeps_bits
-from nemo_style_rlhf.generation.weight_store import StoredWeights
+from nemo_style_rlhf.generation.weight_store import SentWeights, StoredWeights, WholeVersion
 from nemo_style_rlhf.transport.messages import RESPONSE, Array, Code, ProtocolError, json_tensor
 
 LOGGER = logging.getLogger(__name__)
+WIDEST = 8
+"""Bytes of the widest number."""
+HEAD_BYTES = 1024
+"""Bytes with which a file of weights names a tensor, at most."""
+MANIFEST_BYTES = 2**26
 IDLE_S = 0.5
 """How often an idle engine looks whether it should end."""
 
@@ -38,19 +44,23 @@ class EngineService:
     answer from this engine or another."""
 
     def __init__(
-        self, generator: InProcessGenerator, *, boot_id: str, max_sequence_length: int, vocabulary: int
-    ) -> None:
+        self, generator: InProcessGenerator, *, boot_id: str, max_sequence_length: int, vocabulary: int, max_request_bytes: int
+    ) -> None:  # fmt: skip
         """``vocabulary`` counts the token ids of the model; a larger id in a prompt would break the generator."""
         self.shutdown_requested = threading.Event()
         self.failed = threading.Event()
         """The generator is unusable: weights did not reach it whole, or one of its steps failed."""
         self._generator, self._boot_id, self._max_length = generator, boot_id, max_sequence_length
-        self._vocabulary = vocabulary
+        self._vocabulary, self._max_request_bytes = vocabulary, max_request_bytes
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._calls: list[_Call] = []
         self._lease: str | None = None
-        self._held: StoredWeights | None = None
+        self._sent: dict[str, bytearray] = {}
+        """Files of the next weights, by name, from a trainer whose folder this process does not see."""
+        self._room = 0
+        """Bytes that they may have."""
+        self._held: WholeVersion | None = None
         self._keeps_bits: bool | None = None
 
     def handle(self, endpoint: str, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -60,6 +70,7 @@ class EngineService:
         act = {
             messages.STATUS.name: self._status,
             messages.ACQUIRE.name: self._acquire,
+            messages.SEND.name: self._send,
             messages.LOAD.name: self._load,
             messages.SHUTDOWN.name: self._shutdown,
         }[endpoint]
@@ -133,7 +144,7 @@ class EngineService:
         return asdict(
             EngineStatus(
                 messages.PROTOCOL_VERSION, self._boot_id, self._lease, version, digest, self._generator.running,
-                self._generator.steps, self._max_length,
+                self._generator.steps, self._max_length, self._max_request_bytes,
             )
         )  # fmt: skip
 
@@ -148,20 +159,41 @@ class EngineService:
             if content["lease"] != self._lease:
                 self._drop(ProtocolError(Code.LEASE_LOST, "another trainer has acquired the engine"))
                 self._lease, self._held = content["lease"], None
+                self._sent.clear()
+                self._room = MANIFEST_BYTES + sum(HEAD_BYTES + math.prod(shape) * WIDEST for shape in shapes.values())
                 self._generator.expect(shapes)
 
         self._in_turn(acquire)
         return {}
 
+    def _send(self, inputs: dict[str, Array]) -> dict[str, Any]:
+        request = messages.parse_request(inputs, {"lease": str, "file": str, "offset": int})
+        content, offset, name = inputs[messages.CONTENT.name][0], request["offset"], request["file"]
+
+        def take() -> None:
+            self._require(request["lease"])
+            there = sum(map(len, self._sent.values()))
+            begun = len(self._sent.get(name, b""))
+            if not 0 <= offset <= begun:
+                raise ProtocolError(
+                    Code.INVALID, f"{name:.40} has {begun} bytes so far, offset {offset!s:.20} is not possible"
+                )
+            if there - begun + max(begun, offset + len(content)) > self._room:
+                raise ProtocolError(Code.INVALID, f"weights of these shapes take at most {self._room} bytes")
+            self._sent.setdefault(name, bytearray())[offset : offset + len(content)] = content
+
+        self._in_turn(take)
+        return {}
+
     def _load(self, inputs: dict[str, Array]) -> dict[str, Any]:
-        content = messages.parse_request(inputs, {"lease": str, "folder": str})
+        content = messages.parse_request(inputs, {"lease": str, "folder": str, "digest": str})
 
         def load() -> dict[str, Any]:
             self._require(content["lease"])
             if self._calls:
                 raise ProtocolError(Code.CONFLICT, f"{self._generator.running} requests are running")
+            update = self._published(Path(content["folder"]), content["digest"])
             self._held = None
-            update = StoredWeights.open(Path(content["folder"]))
             gap = self._generator.load(update)
             if self._keeps_bits is None:
                 self._keeps_bits = keeps_bits(self._generator, update.probe.sequences, update.version)
@@ -182,6 +214,20 @@ class EngineService:
         return {}
 
     # --- in the generator's thread ------------------------------------------------------------------------------------
+
+    def _published(self, folder: Path, digest: str) -> WholeVersion:
+        """The weights with ``digest``, which were sent, or are in ``folder``.
+
+        Raises:
+            ProtocolError: NOT_FOUND: neither.
+        """
+        if self._sent:
+            sent, self._sent = self._sent, {}
+            return SentWeights.of(sent)
+        with contextlib.suppress(TransferError):
+            if (stored := StoredWeights.open(folder)).digest == digest:
+                return stored
+        raise ProtocolError(Code.NOT_FOUND, "this host does not have the folder of these weights: they must be sent")
 
     def _require(self, lease: str) -> None:
         if lease != self._lease:

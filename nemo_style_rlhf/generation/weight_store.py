@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from nemo_style_rlhf.checkpoint.files import storage_errors
@@ -87,8 +87,9 @@ class _Written:
             names.append([name for name, _ in bucket])
             with storage_errors(folder):
                 # Copies, because safetensors refuses tensors that share memory, as tied weights do.
-                save_file({name: _copy(tensor) for name, tensor in bucket}, _part(folder, number))
-                os.chmod(_part(folder, number), 0o600)
+                path = folder / part_name(number)
+                save_file({name: _copy(tensor) for name, tensor in bucket}, path)
+                os.chmod(path, 0o600)
             yield bucket
         self.digest = self._update.digest
         manifest = {
@@ -109,15 +110,33 @@ class _Written:
 
 
 @dataclass
-class StoredWeights:
-    """A :class:`WeightUpdate` from the folder of a version."""
+class WholeVersion:
+    """A :class:`WeightUpdate` from the files of a version, wherever they are."""
 
-    folder: Path
     version: int
     digest: str
     probe: ProbeTarget
     tensors: tuple[tuple[str, ...], ...]
     """Names in the order in which the sender read them, by file."""
+
+    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+        for number, names in enumerate(self.tensors):
+            try:
+                loaded = self._read(part_name(number))
+                yield [(name, loaded[name]) for name in names]
+            except (OSError, SafetensorError, KeyError) as error:
+                raise TransferError(f"weights version {self.version} is incomplete or damaged: {error}") from error
+
+    def _read(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a file."""
+        raise NotImplementedError
+
+
+@dataclass
+class StoredWeights(WholeVersion):
+    """The files are in a folder."""
+
+    folder: Path
 
     @staticmethod
     def open(folder: Path) -> "StoredWeights":
@@ -126,33 +145,59 @@ class StoredWeights:
             TransferError: the folder holds no whole version.
         """
         try:
-            manifest = json.loads((folder / MANIFEST).read_text())
-            described = manifest["probe"]
-            logprobs = [
-                torch.frombuffer(bytearray(base64.b64decode(each)), dtype=torch.float32)
-                for each in described["logprobs"]
-            ]
-            probe = ProbeTarget(tuple(map(tuple, described["sequences"])), tuple(logprobs), described["max_gap"])
-            names = tuple(map(tuple, manifest["tensors"]))
-            version, digest = manifest["version"], manifest["digest"]
-            if type(version) is not int or type(digest) is not str:
-                raise ValueError(f"version {version!r} with digest {digest!r}")
-            return StoredWeights(folder, version, digest, probe, names)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            return StoredWeights(*_described((folder / MANIFEST).read_bytes()), folder)
+        except (OSError, ValueError, TransferError) as error:
             raise TransferError(f"{folder} holds no whole version of the weights ({error})") from error
 
-    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
-        for number, names in enumerate(self.tensors):
-            try:
-                loaded = load_file(_part(self.folder, number))
-                yield [(name, loaded[name]) for name in names]
-            except (OSError, SafetensorError, KeyError) as error:
-                raise TransferError(f"weights version {self.version} is incomplete or damaged: {error}") from error
+    @property
+    def files(self) -> list[Path]:
+        """All files, the manifest last."""
+        return [self.folder / name for name in [*map(part_name, range(len(self.tensors))), MANIFEST]]
+
+    def _read(self, name: str) -> dict[str, Tensor]:
+        return load_file(self.folder / name)
+
+
+@dataclass
+class SentWeights(WholeVersion):
+    """The files are in memory, each until it is read."""
+
+    files: dict[str, bytearray]
+
+    @staticmethod
+    def of(files: dict[str, bytearray]) -> "SentWeights":
+        """
+        Raises:
+            TransferError: no manifest is among them.
+        """
+        return SentWeights(*_described(bytes(files.pop(MANIFEST, b""))), files)
+
+    def _read(self, name: str) -> dict[str, Tensor]:
+        return load(bytes(self.files.pop(name)))
+
+
+def _described(manifest: bytes) -> tuple[int, str, ProbeTarget, tuple[tuple[str, ...], ...]]:
+    """The fields of a :class:`WholeVersion`."""
+    try:
+        content = json.loads(manifest)
+        described = content["probe"]
+        logprobs = [
+            torch.frombuffer(bytearray(base64.b64decode(each)), dtype=torch.float32) for each in described["logprobs"]
+        ]
+        probe = ProbeTarget(tuple(map(tuple, described["sequences"])), tuple(logprobs), described["max_gap"])
+        names = tuple(map(tuple, content["tensors"]))
+        version, digest = content["version"], content["digest"]
+        if type(version) is not int or type(digest) is not str:
+            raise ValueError(f"version {version!r} with digest {digest!r}")
+        return version, digest, probe, names
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TransferError(f"{MANIFEST} describes no version of the weights ({error})") from error
 
 
 def _copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
-def _part(folder: Path, number: int) -> Path:
-    return folder / f"part_{number:05d}.safetensors"
+def part_name(number: int) -> str:
+    """File name of a version's part."""
+    return f"part_{number:05d}.safetensors"

@@ -8,7 +8,9 @@ from typing import Any
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.paths import CHECK
+from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
 
 CPU_KV_CACHE_GIB = 1.0
 """Default size of the KV cache on a CPU, in GiB."""
@@ -174,8 +176,14 @@ class EnginesConfig:
     count: int = 0
     """Number of engines; 0 samples in the trainer's process."""
     launch: bool = True
-    """Start the engines on this machine, and start one again that dies or hangs. false waits for engines that somebody else
-    starts with --config-dir=<run.output_dir>/engines --config-name=this_run and a server.ready_file in that folder."""
+    """Start the engines on this host, and start one again that dies or hangs. false waits for engines that somebody else starts,
+    on this host or others, with --config-dir=<run.output_dir>/engines --config-name=this_run and a server.ready_file in that
+    folder, which all hosts must share."""
+    token: TokenConfig = field(default_factory=TokenConfig)
+    """With launch=false, the secret with which the engines were started. Without it, requests carry the token of this user's own
+    servers, see server.token."""
+    tls: ClientTlsConfig = field(default_factory=ClientTlsConfig)
+    """With launch=false, how to verify engines that were started with server.tls."""
     threads: int = 0
     """torch threads of each engine; 0 takes run.num_threads, with which a sample has the bits of one of the trainer's process."""
     restarts: int = 3
@@ -189,6 +197,10 @@ class EnginesConfig:
     must take less."""
 
     def validate(self) -> None:
+        self.tls.validate_in("generation.engines")
+        for name, given in (("token.token_file", self.token.token_file), ("tls.ca", self.tls.ca)):
+            advice = "null, or generation.engines.launch=false: it is for engines that somebody else starts"
+            require(given is None or not self.launch, f"generation.engines.{name}", given, advice)
         for name in ("count", "threads", "restarts"):
             require(getattr(self, name) >= 0, f"generation.engines.{name}", getattr(self, name), "a number from 0 up")
         for name in ("ready_timeout_s", "request_timeout_s", "hung_after_s"):

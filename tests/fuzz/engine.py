@@ -56,8 +56,13 @@ def valid_status() -> Raw:
     return Raw("engine_status", {})
 
 
-def valid_load(lease: str, folder: str = "/nowhere") -> Raw:
-    return json_call("engine_load", {"lease": lease, "folder": folder})
+def valid_load(lease: str, folder: str = "/nowhere", digest: str = "") -> Raw:
+    return json_call("engine_load", {"lease": lease, "folder": folder, "digest": digest})
+
+
+def valid_send(lease: str, file: str = "part_00000.safetensors", offset: int = 0) -> Raw:
+    request = json.dumps({"lease": lease, "file": file, "offset": offset})
+    return Raw("engine_send", {"content": text(b"weights"), "request": text(request)})
 
 
 def valid_shutdown(lease: str) -> Raw:
@@ -112,26 +117,33 @@ def impossible_acquire(draw: Random) -> Raw:
 
 
 def impossible_load(draw: Random) -> Raw:
-    """A folder that is no text, or any folder without the lease. With the lease, a folder without whole weights is to end the
-    engine."""
+    """A folder that is no text, one without these weights, or any folder without the lease."""
     folders = ["/nowhere", "/", "", "a\0b", "\ud800", "x" * 60_000, "../" * 500, "/proc/self/fd/0", "/dev/zero", "~"]
     wrong = [None, 5, True, [], {}, ["/nowhere"], 10**400]
     if draw.random() < 0.5:
-        return json_call("engine_load", {"lease": LEASE, "folder": pick(draw, wrong)})
-    return json_call("engine_load", {"lease": pick(draw, [NOBODYS_LEASE, "", "\0"]), "folder": pick(draw, folders)})
+        return json_call("engine_load", {"lease": LEASE, "folder": pick(draw, wrong), "digest": ""})
+    return valid_load(pick(draw, [LEASE, NOBODYS_LEASE, "", "\0"]), pick(draw, folders), pick(draw, folders))
+
+
+def impossible_send(draw: Random) -> Raw:
+    """A piece for nobody, or that leaves a gap."""
+    files = ["part_00000.safetensors", "manifest.json", "../../etc/passwd", "", "a\0b", "\ud800", "x" * 60_000]
+    if draw.random() < 0.5:
+        return valid_send(pick(draw, [NOBODYS_LEASE, "", "\0"]), pick(draw, files), pick(draw, [0, 1, -1]))
+    return valid_send(LEASE, pick(draw, files), pick(draw, [-1, 1, 2**31, 2**70, 10**4000, -(10**4000)]))
 
 
 def mutated(draw: Random) -> Raw:
     """A right request, made wrong in a way that no server of ours takes."""
-    raw = pick(draw, [valid_generate, valid_generate, partial(valid_load, NOBODYS_LEASE), partial(valid_shutdown, LEASE),
-                      valid_status])()  # fmt: skip
+    raw = pick(draw, [valid_generate, valid_generate, partial(valid_load, NOBODYS_LEASE), partial(valid_send, NOBODYS_LEASE),
+                      partial(valid_shutdown, LEASE), valid_status])()  # fmt: skip
     pick(draw, MUTATIONS + KSERVE_MUTATIONS if raw.tensors else KSERVE_MUTATIONS)(raw, draw)
     return raw
 
 
 WRONG: list[Callable[[Random], Raw]] = [
     mutated, mutated, mutated, impossible_call, impossible_call, impossible_sampling, impossible_sampling, deep_sampling,
-    impossible_acquire, impossible_load,
+    impossible_acquire, impossible_load, impossible_send,
 ]  # fmt: skip
 
 
@@ -163,9 +175,9 @@ def odd_generate(draw: Random) -> Raw:
 
 
 class EngineCalls:
-    """Requests to an engine, right and wrong. ``weights`` is the folder of those that it holds."""
+    """Requests to an engine, right and wrong. ``weights`` names the folder and the digest of those that it holds."""
 
-    def __init__(self, weights: str = "the weights") -> None:
+    def __init__(self, *weights: str) -> None:
         self.faults = [fault for fault in FAULTS if fault is not metrics]  # an engine has none
         self._weights = weights
 
@@ -182,7 +194,8 @@ class EngineCalls:
     def harmless(self, draw: Random) -> Wire:
         """A correct request that changes nothing, or would change something but has no lease: any answer is accepted."""
         makers = [valid_generate, valid_generate, valid_status, partial(valid_generate, NOBODYS_LEASE),
-                  partial(valid_load, NOBODYS_LEASE), partial(valid_shutdown, NOBODYS_LEASE)]  # fmt: skip
+                  partial(valid_load, NOBODYS_LEASE), partial(valid_send, NOBODYS_LEASE),
+                  partial(valid_shutdown, NOBODYS_LEASE)]  # fmt: skip
         chosen = int(draw.integers(len(makers)))
         raw = makers[chosen]()
         if draw.random() < 0.25:
@@ -192,7 +205,7 @@ class EngineCalls:
     def _again(self, draw: Random) -> Raw:
         """Ask for what the engine has done already: the weights that it holds, the lease of its trainer."""
         return pick(
-            draw, [valid_load(LEASE, self._weights), json_call("engine_acquire", {"lease": LEASE, "shapes": {}})]
+            draw, [valid_load(LEASE, *self._weights), json_call("engine_acquire", {"lease": LEASE, "shapes": {}})]
         )
 
 
@@ -216,7 +229,7 @@ class EngineTarget:
         self._store = WeightStore(folder / "weights")
         try:
             tensors, probe = trained(save_policy(folder / "trained", seed=1))
-            published = self._store.publish(OwnWeights(VERSION, tensors, probe)).folder
+            published = self._store.publish(OwnWeights(VERSION, tensors, probe))
             self.port = int(self._process.ready()["port"])
             self._client = EngineClient(
                 "127.0.0.1", self.port, token=TOKEN, retries=2, timeout_s=60, tls=ClientTlsConfig(ca=ca)
@@ -227,7 +240,7 @@ class EngineTarget:
             self.close()
             raise
         self._post = partial(post, self, ca=ca)
-        self.calls = EngineCalls(str(published))
+        self.calls = EngineCalls(str(published.folder), published.digest)
 
     def processes(self) -> list[psutil.Process]:
         """The processes of the engine and its front door."""

@@ -4,14 +4,17 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from nemo_style_rlhf.launch.interrupt import weights_in_memory
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ROOT, Program
 from tests.support import ppo_runs
+from tests.support.certificates import certificate
 from tests.support.metrics import metrics, without_timers
-from tests.support.processes import Process, run_pair
+from tests.support.processes import Process, run_pair, start_actor, start_server
 
 FILTERED = ["algorithm.filter.low=-100", "algorithm.filter.high=100"]
 """Rounds of dynamic sampling, which drop nobody: a filter waits for scores within the step."""
@@ -48,6 +51,49 @@ def test_it_learns_the_same_with_engines(inputs, in_process, tmp_path) -> None:
     manifest = next((tmp_path / "actor" / "checkpoints").glob("*/manifest.json"))
     assert not weights_in_memory(json.loads(manifest.read_text())["run_id"]).exists()
     assert not list((tmp_path / "actor" / "engines").glob("*.json"))  # every engine has ended by itself
+
+
+def test_engines_of_other_hosts_get_their_weights_sent(inputs, in_process, tmp_path) -> None:
+    """One engine is on this host, one on what it takes for another: with a name and a /dev/shm of its own. That one is killed and
+    started again. They speak TLS, and want a token."""
+    pem, token = certificate(tmp_path, "engine"), tmp_path / "token"
+    token.write_text("of the engines")
+    token.chmod(0o600)
+    folder = tmp_path / "actor" / "engines"
+    critic, port = start_server(tmp_path / "critic", *ppo_runs.server_overrides(inputs))
+    actor = start_actor(
+        tmp_path / "actor", port, *overrides(inputs, 2), "generation.engines.launch=false", f"generation.engines.tls.ca={pem}",
+        f"generation.engines.token.token_file={token}",
+    )  # fmt: skip
+
+    def engine(name: str, *settings: str, cold: list[str] | None = None) -> Process:
+        words = [
+            f"--config-dir={folder}", "--config-name=this_run", "server.port=0", f"server.ready_file={folder / name}.json",
+            f"server.token.token_file={token}", f"server.tls.certificate={pem}", f"server.tls.key={pem.with_suffix('.key')}",
+        ]  # fmt: skip
+        argv = [str(ACTOR_PYTHON), str(ROOT / "servers" / "serve_engine.py"), *words, *settings]
+        return Process(Program(name, argv, ready_file=folder / f"{name}.json"), tmp_path / f"{name}.log", cold=cold)
+
+    apart = ["unshare", "--map-root-user", "--mount", "--uts", "sh", "-c"]
+    apart.append('hostname elsewhere && mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"')
+    elsewhere = partial(engine, "elsewhere", "server.max_request_bytes=4096", cold=apart)
+    wait_for(folder / "this_run.yaml", actor)
+    engines = [elsewhere()]
+    try:
+        wait_for_rollouts(actor, tmp_path / "actor", 2)
+        engines[0].kill()
+        engines.append(elsewhere())
+        engines[1].ready(120)
+        engines.append(engine("here"))
+        assert actor.wait(240) == 0, actor.output()
+        assert [each.terminate() for each in engines[1:]] == [0, 0]
+    finally:
+        actor.kill()
+        for each in engines:
+            each.kill()
+        assert critic.terminate() == 0
+    assert "engine elsewhere is lost" in actor.output()
+    assert result(tmp_path) == in_process
 
 
 def wait_for(path: Path, actor: Process) -> None:

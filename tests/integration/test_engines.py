@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from nemo_style_rlhf.generation.engine_client import EngineClient
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
-from nemo_style_rlhf.generation.weight_store import MANIFEST, WeightStore
+from nemo_style_rlhf.generation.weight_store import StoredWeights, WeightStore
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
@@ -141,10 +142,10 @@ def test_engines_sample_the_bits_of_a_generator_in_the_trainers_process(trainer,
     for engine in engines:
         engine.acquire(LEASE, trainer.shapes)
     for _ in range(2):
-        folder = trainer.store.publish(trainer.step()).folder
+        weights = trainer.store.publish(trainer.step())
         assert in_process.load(trainer.update()) < 1e-3
         for engine in engines:
-            gap, keeps_bits = engine.load(LEASE, folder)
+            gap, keeps_bits = engine.load(LEASE, weights)
             assert gap < 1e-3 and keeps_bits
             assert engine.status().version == trainer.version
         requests = requests_of(60, trainer.version)
@@ -166,7 +167,7 @@ def test_engines_sample_the_bits_of_a_generator_in_the_trainers_process(trainer,
 def test_an_engine_refuses_what_is_not_for_it(trainer, engines):
     engine, requests = engines[0], requests_of(4, 99)
     engine.acquire(LEASE, trainer.shapes)
-    engine.load(LEASE, trainer.store.publish(trainer.step()).folder)
+    engine.load(LEASE, trainer.store.publish(trainer.step()))
     with pytest.raises(ProtocolError, match=f"version 77 is wanted, the engine holds {trainer.version}"):
         engine.generate(requests, lease=LEASE, version=77)
     with pytest.raises(LeaseLost, match="another trainer has acquired the engine"):
@@ -193,7 +194,7 @@ def test_a_request_that_cannot_be_sampled_is_refused_and_the_engine_goes_on(trai
     """It is the second of three: the first, which was queued already, is dropped."""
     engine, requests = engines[0], requests_of(3, 98)
     engine.acquire(LEASE, trainer.shapes)
-    engine.load(LEASE, trainer.store.publish(trainer.step()).folder)
+    engine.load(LEASE, trainer.store.publish(trainer.step()))
     wanted = engine.generate(requests, lease=LEASE, version=trainer.version)
     impossible = GenerationRequest(SampleId(0, 1, 0), prompt, 1, 12, SamplingOverrides(**sampling))
     with pytest.raises(ProtocolError, match=reason) as refused:
@@ -201,15 +202,15 @@ def test_a_request_that_cannot_be_sampled_is_refused_and_the_engine_goes_on(trai
     assert refused.value.code is Code.INVALID
     assert engine.status().running == 0
     assert same_bits(engine.generate(requests, lease=LEASE, version=trainer.version), wanted)
-    engine.load(LEASE, trainer.store.publish(trainer.step()).folder)
+    engine.load(LEASE, trainer.store.publish(trainer.step()))
 
 
 def test_a_killed_engine_is_noticed_and_another_returns_the_same_samples(trainer, launcher, engines, in_process):
     """SIGKILL in the middle of a call. The engine that is started again returns the same samples, too."""
-    folder = trainer.store.publish(trainer.step()).folder
+    weights = trainer.store.publish(trainer.step())
     for engine in engines:
         engine.acquire(LEASE, trainer.shapes)
-        engine.load(LEASE, folder)
+        engine.load(LEASE, weights)
     in_process.load(trainer.update())
     requests = [
         GenerationRequest(SampleId(5, number, 0), (3 + number % 50, 4), sample_seed(7, SampleId(5, number, 0)), 36)
@@ -236,7 +237,7 @@ def test_a_killed_engine_is_noticed_and_another_returns_the_same_samples(trainer
     engines[0].close()
     engines[0] = client_of(launcher, "engine-0")
     engines[0].acquire(LEASE, trainer.shapes)
-    engines[0].load(LEASE, folder)
+    engines[0].load(LEASE, weights)
     assert same_bits(engines[0].generate(requests, lease=LEASE, version=trainer.version), wanted)
 
 
@@ -258,23 +259,20 @@ def flip_a_bit(folder: Path, older: Path) -> None:
     path.write_bytes(content)
 
 
-def remove_the_manifest(folder: Path, older: Path) -> None:
-    (folder / MANIFEST).unlink()
-
-
 DAMAGES: list[tuple[Callable[[Path, Path], None], str]] = [
     (drop_a_tensor, "is incomplete or damaged"),
     (take_the_file_of_the_version_before, "a tensor is stale or damaged"),
     (flip_a_bit, "a tensor is stale or damaged"),
-    (remove_the_manifest, "holds no whole version of the weights"),
+    (flip_a_bit, "a tensor is stale or damaged"),
 ]
 
 
 def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_process, policy, tmp_path):
     """An engine that did not get its weights whole must not sample any more: it says why and ends with 1. Started again, it
-    loads the whole version, and samples as ever. Two damages at a time, one for each engine; then engines of other models."""
-    older = trainer.store.publish(trainer.step()).folder
-    whole = trainer.store.publish(trainer.step()).folder
+    loads the whole version, and samples as ever. Two damages at a time, one in a folder, one in what is sent; then engines of
+    other models."""
+    older = trainer.store.publish(trainer.step())
+    whole = trainer.store.publish(trainer.step())
     in_process.load(trainer.update())
     requests = requests_of(8, 97)
     stream = in_process.stream(trainer.version)
@@ -282,9 +280,9 @@ def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_p
     samples = {completion.request.sample: completion for completion in stream.completed()}
     wanted = [samples[request.sample] for request in requests]
 
-    def refused(engine: EngineClient, folder: Path, reason: str) -> None:
+    def refused(engine: EngineClient, weights: StoredWeights, reason: str) -> None:
         with pytest.raises(ServerUnreachable, match=reason):
-            engine.load(LEASE, folder)
+            engine.load(LEASE, weights)
         engine.close()
 
     for first in range(0, len(DAMAGES), 2):
@@ -292,10 +290,11 @@ def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_p
             engine = engines[number]
             engine.acquire(LEASE, trainer.shapes)
             engine.load(LEASE, older)
-            damaged = tmp_path / damage.__name__
-            shutil.copytree(whole, damaged)
-            damage(damaged, older)
-            refused(engine, damaged, reason)
+            damaged = tmp_path / f"{damage.__name__}_{number}"
+            shutil.copytree(whole.folder, damaged)
+            damage(damaged, older.folder)
+            sent = {"digest": "of a folder that only another host has"} if number else {}
+            refused(engine, replace(StoredWeights.open(damaged), **sent), reason)
         for number in range(2):
             assert launcher[f"engine-{number}"].wait(15) == 1
             launcher.restart(f"engine-{number}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest, ProbeTarget, SampleId
 from nemo_style_rlhf.generation.self_check import keeps_bits
 from nemo_style_rlhf.generation.transfer import OwnWeights
-from nemo_style_rlhf.generation.weight_store import WeightStore
+from nemo_style_rlhf.generation.weight_store import StoredWeights, WeightStore
 from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, Code, ProtocolError, bytes_tensor, json_tensor
 
 WEIGHTS = {"weight": torch.zeros(2)}
@@ -69,9 +70,14 @@ class Rounding(Counting):
 class Engine:
     """A service with its thread."""
 
+    published: StoredWeights
+    """The weights that it holds."""
+
     def __init__(self) -> None:
         self.generator = Counting()
-        self.service = EngineService(self.generator, boot_id="boot", max_sequence_length=20, vocabulary=60)
+        self.service = EngineService(
+            self.generator, boot_id="boot", max_sequence_length=20, vocabulary=60, max_request_bytes=4096
+        )
         self.end = threading.Event()
         self.thread = threading.Thread(target=self.service.run, args=(self.end.is_set,))
         self.thread.start()
@@ -80,6 +86,13 @@ class Engine:
         outputs = self.service.handle(endpoint, {REQUEST.name: json_tensor(content)})
         answer: dict[str, object] = json.loads(outputs[RESPONSE.name][0])
         return answer
+
+    def load(self, folder: Path, *, lease: str = "trainer", digest: str | None = None) -> dict[str, object]:
+        return self.ask("engine_load", lease=lease, folder=str(folder), digest=digest or self.published.digest)
+
+    def send(self, file: str, content: bytes, *, lease: str = "trainer", offset: int = 0) -> None:
+        request = json_tensor({"lease": lease, "file": file, "offset": offset})
+        self.service.handle("engine_send", {"content": np.array([content], dtype=object), REQUEST.name: request})
 
     def generate(self, *prompts: tuple[int, ...], lease: str = "trainer", version: int = 1) -> list[list[int]]:
         requests = [GenerationRequest(SampleId(0, 0, 0), prompt, 1, 4) for prompt in prompts]
@@ -95,8 +108,8 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     probe = ProbeTarget(((1, 2),), (torch.zeros(1),), 1e-3)
     store = WeightStore(tmp_path / "weights")
     engine.ask("engine_acquire", lease="trainer", shapes={"weight": [2]})
-    folder = store.publish(OwnWeights(1, iter(WEIGHTS.items()), probe)).folder
-    assert engine.ask("engine_load", lease="trainer", folder=str(folder)) == {"gap": 0.0, "keeps_bits": True}
+    engine.published = store.publish(OwnWeights(1, iter(WEIGHTS.items()), probe))
+    assert engine.load(engine.published.folder) == {"gap": 0.0, "keeps_bits": True}
     yield engine
     engine.end.set()
     engine.thread.join(10)
@@ -189,7 +202,7 @@ def test_no_weights_are_loaded_while_requests_run(engine: Engine, tmp_path: Path
         while engine.ask("engine_status")["running"] == 0:
             pass
         with pytest.raises(ProtocolError, match="1 requests are running") as refused:
-            engine.ask("engine_load", lease="trainer", folder=str(tmp_path / "weights" / "1"))
+            engine.load(engine.published.folder)
         assert refused.value.code is Code.CONFLICT and not engine.service.failed.is_set()
         engine.end.set()
         with pytest.raises(ProtocolError):
@@ -197,13 +210,61 @@ def test_no_weights_are_loaded_while_requests_run(engine: Engine, tmp_path: Path
 
 
 def test_damaged_weights_end_the_engine(engine: Engine, tmp_path: Path) -> None:
-    with pytest.raises(ProtocolError, match="no whole version") as refused:
-        engine.ask("engine_load", lease="trainer", folder=str(tmp_path / "none"))
+    (engine.published.folder / "part_00000.safetensors").write_bytes(b"")
+    with pytest.raises(ProtocolError, match="incomplete or damaged") as refused:
+        engine.load(engine.published.folder)
     assert refused.value.code is Code.INTERNAL
     engine.thread.join(10)
     assert engine.service.failed.is_set() and not engine.thread.is_alive()
     with pytest.raises(ProtocolError, match="the engine is stopping"):  # not even a late call waits forever
         engine.generate((1,))
+
+
+@pytest.mark.parametrize("digest", [None, "another"])
+def test_weights_that_are_not_there_are_asked_for_and_cost_nothing(engine: Engine, digest: str | None) -> None:
+    folder = engine.published.folder if digest else Path("/nowhere")
+    with pytest.raises(ProtocolError, match="they must be sent") as refused:
+        engine.load(folder, digest=digest)
+    assert refused.value.code is Code.NOT_FOUND
+    assert engine.generate((1,)) == [[2]]
+
+
+def test_weights_are_sent_in_pieces_of_any_size_and_pieces_may_come_again(engine: Engine) -> None:
+    engine.ask("engine_acquire", lease="another", shapes={"weight": [2]})
+    for path in engine.published.files:
+        content = path.read_bytes()
+        for start in range(0, len(content), 7):
+            engine.send(path.name, content[start : start + 7], lease="another", offset=start)
+            engine.send(path.name, content[start : start + 7], lease="another", offset=start)
+    assert engine.load(Path("/nowhere"), lease="another") == {"gap": 0.0, "keeps_bits": True}
+    assert engine.generate((1,), lease="another") == [[2]]
+    with pytest.raises(ProtocolError, match="they must be sent"):  # they are kept in memory no longer than needed
+        engine.load(Path("/nowhere"), lease="another")
+
+
+def test_a_version_that_was_sent_in_part_ends_the_engine(engine: Engine) -> None:
+    engine.send("manifest.json", (engine.published.folder / "manifest.json").read_bytes())
+    with pytest.raises(ProtocolError, match=r"incomplete or damaged: 'part_00000.safetensors'"):
+        engine.load(Path("/nowhere"))
+    engine.thread.join(10)
+    assert engine.service.failed.is_set()
+
+
+def test_pieces_that_belong_to_no_weights_are_refused(engine: Engine) -> None:
+    with pytest.raises(ProtocolError, match="another trainer"):
+        engine.send("a", b"1", lease="nobody")
+    for offset in (-1, 1, 2**70):
+        with pytest.raises(ProtocolError, match=f"a has 0 bytes so far, offset {str(offset)[:20]} is not possible"):
+            engine.send("a", b"1", offset=offset)
+    large = bytes(2**24)
+    for number in range(4):
+        engine.send(f"part {number}", large)
+    with pytest.raises(ProtocolError, match="weights of these shapes take at most 67109904 bytes") as refused:
+        engine.send("part 4", large)
+    assert refused.value.code is Code.INVALID
+    engine.ask("engine_acquire", lease="another", shapes={"weight": [2]})
+    for number in range(4):  # with a new lease there is room again
+        engine.send(f"part {number}", large, lease="another")
 
 
 @pytest.mark.parametrize("shapes", [{"weight": 2}, {"weight": ["x"]}, {"weight": [None]}])

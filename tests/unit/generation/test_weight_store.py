@@ -16,7 +16,7 @@ from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.generation import transfer
 from nemo_style_rlhf.generation.interface import ProbeTarget, TransferError
 from nemo_style_rlhf.generation.transfer import OwnWeights, received
-from nemo_style_rlhf.generation.weight_store import MANIFEST, StoredWeights, WeightStore
+from nemo_style_rlhf.generation.weight_store import MANIFEST, SentWeights, StoredWeights, WeightStore
 
 Weights = dict[str, Tensor]
 PROBE = ProbeTarget(((3, 4, 5), (6, 7)), (torch.tensor([-0.1, -1e-30]), torch.tensor([-3.0])), 1e-3)
@@ -54,10 +54,13 @@ def publish(store: WeightStore, version: int, weights: Weights) -> Path:
     return store.publish(OwnWeights(version, iter(weights.items()), PROBE)).folder
 
 
-def load(folder: Path, weights: Weights) -> Weights:
-    """Return the tensors that a generator receives which expects the shapes of ``weights``."""
+def load(folder: Path, weights: Weights, *, sent: bool = False) -> Weights:
+    """Return the tensors that a generator receives which expects the shapes of ``weights``, and has the files in memory if they
+    were ``sent``."""
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    return {name: tensor for bucket in received(StoredWeights.open(folder), shapes) for name, tensor in bucket}
+    files = {path.name: bytearray(path.read_bytes()) for path in folder.iterdir()}
+    version = SentWeights.of(files) if sent else StoredWeights.open(folder)
+    return {name: tensor for bucket in received(version, shapes) for name, tensor in bucket}
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -138,7 +141,8 @@ DAMAGES: list[Callable[[Path, Path, random.Random], None]] = [
 ]  # fmt: skip
 
 
-def test_100_of_100_damages_are_refused(store: WeightStore) -> None:
+@pytest.mark.parametrize("sent", [False, True])
+def test_100_of_100_damages_are_refused(store: WeightStore, sent: bool) -> None:
     weights = weights_of(1)
     older, folder = publish(store, 1, weights_of(0)), publish(store, 2, weights)
     assert len(parts(folder)) >= 3
@@ -149,16 +153,17 @@ def test_100_of_100_damages_are_refused(store: WeightStore) -> None:
         damage = DAMAGES[number % len(DAMAGES)]
         damage(damaged, older, random.Random(number))
         try:
-            load(damaged, weights)
+            load(damaged, weights, sent=sent)
         except TransferError:
             refused.append(damage)
         else:
             pytest.fail(f"damage {number}, {damage.__name__}, was not noticed")
-        assert same_bits(load(folder, weights), weights)
+        assert same_bits(load(folder, weights, sent=sent), weights)
     assert len(refused) == 100 and set(refused) == set(DAMAGES)
 
 
-def test_a_flipped_bit_in_a_files_head_is_refused_or_changes_nothing(store: WeightStore) -> None:
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_flipped_bit_in_a_files_head_is_refused_or_changes_nothing(store: WeightStore, sent: bool) -> None:
     """A flip in the padding, or one that only renames a tensor which nobody asks for, does no harm."""
     weights = weights_of(3)
     folder = publish(store, 1, weights)
@@ -170,7 +175,7 @@ def test_a_flipped_bit_in_a_files_head_is_refused_or_changes_nothing(store: Weig
         content[place] ^= 1 << place % 8
         path.write_bytes(content)
         try:
-            assert same_bits(load(folder, weights), weights), f"a flip in byte {place} was not noticed"
+            assert same_bits(load(folder, weights, sent=sent), weights), f"a flip in byte {place} was not noticed"
         except TransferError:
             refused += 1
     assert refused > 100
