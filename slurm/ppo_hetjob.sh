@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# PPO as one heterogeneous Slurm job: component 0 is the critic server, component 1 the actor.
+# PPO as one heterogeneous Slurm job: component 0 is the critic server, component 1 the actor, component 2, if there is
+# one, its generation engines.
 #
 #   export CRITIC_ARGS="model.path=$REWARD_MODEL" ACTOR_ARGS="model.path=$POLICY data.train_path=$PROMPTS"
 #   sbatch slurm/ppo_hetjob.sh
@@ -12,6 +13,9 @@
 # SBATCH_GPUS_PER_NODE, ...), or on its command line, where ":" separates the components:
 #   export CRITIC_RANKS=8 ACTOR_RANKS=8
 #   sbatch --partition=gpu --nodes=1 --gpus-per-node=8 : --nodes=4 --gpus-per-node=8 slurm/ppo_hetjob.sh
+# Engines, 2 nodes with one on each GPU:
+#   export ENGINES_PER_NODE=8
+#   sbatch --nodes=1 : --nodes=4 : --nodes=2 --exclusive --mem=0 --gpus-per-node=8 slurm/ppo_hetjob.sh
 #SBATCH --job-name=ppo
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
@@ -39,7 +43,8 @@
 # Overrides of the two programs, quoted as in a shell; --config-name=... too.
 : "${CRITIC_ARGS:=}" "${ACTOR_ARGS:=}"
 # Processes per node: one for each GPU.
-: "${CRITIC_RANKS:=1}" "${ACTOR_RANKS:=1}"
+: "${CRITIC_RANKS:=1}" "${ACTOR_RANKS:=1}" "${ENGINES_PER_NODE:=1}"
+# Engines run as the actor does, in the next three settings too.
 # Shell commands before the program: module load ..., export NCCL_...
 : "${CRITIC_SETUP:=}" "${ACTOR_SETUP:=}"
 # The interpreter, with what stands before it in a container: apptainer exec --nv server.sif python
@@ -87,16 +92,17 @@ on_time_limit() {
 }
 trap on_time_limit USR1
 
-running() { kill -0 "$1" 2>/dev/null; }
+running() { [[ -n $1 ]] && kill -0 "$1" 2>/dev/null; }
 pause() { sleep "$1" & wait $!; } # a plain sleep would hold traps up
 
 end_components() {
     kill -TERM "$actor" 2>/dev/null # SIGKILL for its tasks; first, or it would take the server's end for a fault
+    [[ -z $engines ]] || kill -TERM "$engines" 2>/dev/null
     local tries=$((5 * STOP_GRACE_S))
     kill -USR2 "$critic" 2>/dev/null # SIGTERM for the server: as_task
     while running "$critic" && ((tries-- > 0)); do pause 0.2; done
     kill -TERM "$critic" 2>/dev/null
-    for tries in {1..15}; do running "$critic" || running "$actor" || break; pause 0.2; done
+    for tries in {1..15}; do running "$critic" || running "$actor" || running "$engines" || break; pause 0.2; done
 }
 
 # Runs on the nodes, once per task: SIGNAL SETUP RANKS_PER_NODE MASTER_ADDR MASTER_PORT COMMAND...
@@ -121,10 +127,34 @@ as_task() {
 }
 task=(bash -c "$(declare -f as_task); as_task \"\$@\"" task)
 
+# Runs on the nodes, once per engine, which is started again unless it ends by itself or for a mistake in its settings:
+# SETUP FOLDER COMMAND_THAT_PRINTS_THE_ADDRESS COMMAND...
+as_engine() {
+    eval "$1"
+    set +e
+    if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+        local devices
+        IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"
+        export CUDA_VISIBLE_DEVICES=${devices[SLURM_LOCALID % ${#devices[@]}]}
+    fi
+    local host code
+    read -r host _ < <(eval "$3")
+    until [[ -f $2/this_run.yaml ]]; do sleep 0.5; done # the actor describes its engines there
+    while true; do
+        "${@:4}" "server.host=$host" "server.ready_file='$2/engine-$SLURM_PROCID.json'"
+        code=$?
+        ((code != 0 && code != 2)) || exit "$code"
+        echo "engine $SLURM_PROCID ended with exit code $code and is started again"
+        sleep 1
+    done
+}
+
 # A task is a whole process with its threads: it may use every core and GPU of its node.
 step=(srun --export=ALL --overcommit --cpu-bind=none --kill-on-bad-exit=1 --open-mode=append)
 critic_step=("${step[@]}" --het-group=0 --job-name=critic $CRITIC_SRUN)
 actor_step=("${step[@]}" --het-group=1 --job-name=actor $ACTOR_SRUN)
+engine_step=("${step[@]}" --kill-on-bad-exit=0 --het-group=2 --job-name=engines $ACTOR_SRUN)
+engine_nodes=${SLURM_JOB_NUM_NODES_HET_GROUP_2:-0} engines=
 critic_nodes=$SLURM_JOB_NUM_NODES_HET_GROUP_0 actor_nodes=$SLURM_JOB_NUM_NODES_HET_GROUP_1
 
 # Run on a component's first node: the address that leads to it from the node $1, and two free ports.
@@ -149,14 +179,29 @@ read -r actor_host _ actor_master_port < <("${actor_step[@]}" --nodes=1 --ntasks
     "${task[@]}" USR1 "$ACTOR_SETUP" 1 - - $ACTOR_PYTHON -c "$where" "$critic_address" | tail -n 1)
 [[ -n ${actor_master_port:-} ]] || refuse "ACTOR_PYTHON=$ACTOR_PYTHON did not run on the actor's node: see above"
 
-# The job's own certificate, which names that address; only the job's owner can enter its folder, which goes with the job.
+names=IP:$host engine_folder=$OUTPUT_DIR/actor/engines engine_args=()
+if ((engine_nodes > 0)); then
+    printf -v find_address '%q ' $ACTOR_PYTHON -c "$where" "$actor_address"
+    mapfile -t addresses < <("${engine_step[@]}" --nodes="$engine_nodes" --ntasks="$engine_nodes" --ntasks-per-node=1 \
+        "${task[@]}" TERM "$ACTOR_SETUP" 1 - - bash -c "$find_address" | awk '/^[0-9.]+ [0-9]+ [0-9]+$/ {print "IP:" $1}')
+    ((${#addresses[@]} == engine_nodes)) || refuse "ACTOR_PYTHON=$ACTOR_PYTHON did not run on the engines' nodes: see above"
+    names=$(IFS=, && echo "$names,${addresses[*]}")
+    rm -rf "$engine_folder" # that of an earlier start
+fi
+
+# The job's own certificate, which names these addresses; only the job's owner can enter its folder, which goes with the job.
 tls=$OUTPUT_DIR/tls-$SLURM_JOB_ID
 trap 'rm -rf "$tls"' EXIT
 rm -rf "$tls" && mkdir -m 700 "$tls" || refuse "$tls, for the job's certificate, cannot be made"
 openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj "/CN=ppo-$SLURM_JOB_ID" \
-    -addext "subjectAltName=IP:$host" -keyout "$tls/server.key" -out "$tls/server.crt" 2>"$tls/log" ||
+    -addext "subjectAltName=$names" -keyout "$tls/server.key" -out "$tls/server.crt" 2>"$tls/log" ||
     refuse "the job's certificate was not made: $(cat "$tls/log")"
 
+if ((engine_nodes > 0)); then
+    engine_args=("generation.engines.count=$((engine_nodes * ENGINES_PER_NODE))" generation.engines.launch=false
+        "generation.engines.tls.ca='$tls/server.crt'")
+    say "engines on $SLURM_JOB_NODELIST_HET_GROUP_2, $ENGINES_PER_NODE per node"
+fi
 say "critic on $SLURM_JOB_NODELIST_HET_GROUP_0 at $host:$port, actor on $SLURM_JOB_NODELIST_HET_GROUP_1, in $OUTPUT_DIR;" \
     "processes per node: critic $CRITIC_RANKS, actor $ACTOR_RANKS"
 "${critic_step[@]}" --output="$OUTPUT_DIR/critic.log" \
@@ -169,23 +214,33 @@ critic=$!
     --nodes="$actor_nodes" --ntasks=$((actor_nodes * ACTOR_RANKS)) --ntasks-per-node="$ACTOR_RANKS" \
     "${task[@]}" USR1 "$ACTOR_SETUP" "$ACTOR_RANKS" "$actor_host" "$actor_master_port" \
     $ACTOR_PYTHON trainers/train_ppo_actor.py "run.output_dir='$OUTPUT_DIR/actor'" "${actor_args[@]}" \
-    "remote_critic_rm.host=$host" "remote_critic_rm.port=$port" "remote_critic_rm.tls.ca='$tls/server.crt'" &
+    "remote_critic_rm.host=$host" "remote_critic_rm.port=$port" "remote_critic_rm.tls.ca='$tls/server.crt'" \
+    "${engine_args[@]}" &
 actor=$!
+if ((engine_nodes > 0)); then
+    "${engine_step[@]}" --output="$OUTPUT_DIR/engines.log" --nodes="$engine_nodes" \
+        --ntasks=$((engine_nodes * ENGINES_PER_NODE)) --ntasks-per-node="$ENGINES_PER_NODE" \
+        bash -c "$(declare -f as_engine); as_engine \"\$@\"" engine "$ACTOR_SETUP" "$engine_folder" "$find_address" \
+        $ACTOR_PYTHON servers/serve_engine.py "--config-dir=$engine_folder" --config-name=this_run server.port=0 \
+        "server.tls.certificate='$tls/server.crt'" "server.tls.key='$tls/server.key'" &
+    engines=$!
+fi
 trap 'say "SIGTERM"; end_components; exit 143' TERM
 
-while running "$critic" && running "$actor"; do
+all_running() { running "$critic" && running "$actor" && { [[ -z $engines ]] || running "$engines"; }; }
+while all_running; do
     pause 1
     if [[ -n $deadline ]]; then
         kill -USR2 "$actor" 2>/dev/null # SIGUSR1 for the program; again, as one may come too early to be heeded
         (($(date +%s) < deadline)) || break
     fi
 done
-if running "$critic" && running "$actor"; then
+if all_running; then
     say "no checkpoint within the time: the job goes on from the last one"
     first= code=$PREEMPTED
 elif running "$actor"; then
-    first=critic
-    wait "$critic" && code=1 || code=$?
+    running "$critic" && first=engines || first=critic
+    wait "${!first}" && code=1 || code=$?
 else
     first=actor
     wait "$actor"

@@ -1,6 +1,8 @@
 """`sbatch slurm/ppo_hetjob.sh` on a real Slurm: it completes, dies as one, and goes on after the time limit."""
 
 import contextlib
+import json
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -99,6 +101,31 @@ def test_the_token_is_in_no_file(completed, cluster):
         for file in folder.rglob("*"):
             if file.is_file() and file.stat().st_size < 2**20:
                 assert token.encode() not in file.read_bytes(), file
+
+
+def test_engines_are_a_third_component_and_one_that_dies_is_started_again(completed, cluster, inputs, tmp_path):
+    """The weights are those of a job without engines."""
+    third = ["--time=60", ":", "--nodes=1", ":", "--nodes=1"]
+    job = submit(cluster, inputs, tmp_path / "a run", *third, CRITIC_RANKS=CRITIC_RANKS, ENGINES_PER_NODE="2")
+    job.wait_for_step(2)
+    ready = job.output_dir / "actor" / "engines" / "engine-1.json"
+    wait_until(ready.exists, "the second engine is ready", RUN_S)
+    killed = json.loads(ready.read_text())["pid"]
+    os.kill(killed, signal.SIGKILL)
+    job.wait_for_end(RUN_S)
+    assert job.state == "COMPLETED", job.report()
+    nodes = {job.fields(component)["NodeList"] for component in range(3)}
+    assert len(nodes) == 3
+    assert "engine 1 ended with exit code 137 and is started again" in (job.output_dir / "engines.log").read_text()
+    assert "engine engine-1 is lost" in (job.output_dir / "actor.log").read_text()
+    assert not psutil.pid_exists(killed) and not [each for each in psutil.process_iter(["cmdline"]) if serves(each, job)]
+    weights = [run.output_dir / "actor" / "export" / "model.safetensors" for run in (job, completed[0])]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def serves(process: psutil.Process, job: Job) -> bool:
+    """Whether it is an engine of the job."""
+    return f"--config-dir={job.output_dir / 'actor' / 'engines'}" in (process.info["cmdline"] or [])
 
 
 def cancel_component(job: Job) -> None:
