@@ -68,6 +68,8 @@ class Blueprint:
         heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size: int = getattr(text, "head_dim", None) or self.hidden // text.num_attention_heads
         self.kv_bytes_per_token = 2 * text.num_hidden_layers * heads * size * self.width
+        self.attention_width: int = text.num_hidden_layers * text.num_attention_heads * size
+        """Elements of a token's queries in all layers."""
         self._mode = shapes_only(self.hf)
         self._traced: dict[tuple[Batch, bool | None], Counter[str]] = {}
 
@@ -135,6 +137,11 @@ class Blueprint:
         """Bytes of the checkpoint's weight files, or, if they are not on this machine, of the weights in the model's dtype."""
         found = sum(file.stat().st_size for file in Path(self._config.path).glob("*.safetensors"))
         return found or self.base_weights
+
+    def forward_flops(self, length: int) -> int:
+        """FLOPs of one sequence's forward: 2 per parameter and token, and 4 per attended position and element of a query (PaLM,
+        arXiv 2204.02311, appendix B), of which a causal kernel computes half. It counts every expert of a mixture of experts."""
+        return 2 * length * (self.elements + self.attention_width * length)
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 

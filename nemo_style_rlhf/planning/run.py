@@ -15,12 +15,13 @@ from nemo_style_rlhf.planning.critic import plan_critic
 from nemo_style_rlhf.planning.device import Device, find_device
 from nemo_style_rlhf.planning.phases import ACTOR, CRITIC, ENGINE, GIB, ProcessPlan
 from nemo_style_rlhf.planning.report import table
+from nemo_style_rlhf.planning.seconds import step_seconds
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 
 
 def plan(config: PlanConfig) -> None:
-    """Print the peak memory of each process.
+    """Print the peak memory of each process, and for a device of known speed the seconds of a step.
 
     Raises:
         UserError: the run does not fit, or it would refuse the models or prompts.
@@ -34,6 +35,8 @@ def plan(config: PlanConfig) -> None:
     console.print(table(processes, planner.device, together=config.together))
     if over := _too_large(processes, planner.device, together=config.together):
         raise UserError(_refusal(over, planner.device, best_changes(config, planner, [plan.name for plan in over])))
+    if config.device_tflops is not None:
+        console.print(planner.seconds(config, processes), soft_wrap=True, markup=False)
 
 
 class Planner:
@@ -46,8 +49,7 @@ class Planner:
 
     def plan(self, config: PlanConfig, names: Collection[str] = (ACTOR, ENGINE, CRITIC)) -> list[ProcessPlan]:
         """Plans of the processes in ``names``, as far as the run has them."""
-        policy = self._blueprint(config.model, scalar=False)
-        critic = self._blueprint(config.critic.model, scalar=True) if config.uses_critic_process else None
+        policy, critic = self._models(config)
         prompt = self._prompt_length(config, policy, critic)
         processes = []
         if ACTOR in names:
@@ -58,9 +60,26 @@ class Planner:
             processes.append(plan_critic(config, critic, self.device, prompt_length=prompt))
         return processes
 
+    def seconds(self, config: PlanConfig, processes: Collection[ProcessPlan]) -> str:
+        """An estimate of the seconds of a step, given the :meth:`plan` of the run."""
+        policy, critic = self._models(config)
+        (sampler,) = [plan for plan in processes if plan.name == (ENGINE if config.generation.engines.count else ACTOR)]
+        return step_seconds(
+            config,
+            policy,
+            critic if config.algorithm.uses_critic else None,
+            prompt_length=self._prompt_length(config, policy, critic),
+            cache=sampler.peak.parts["KV cache"],
+        )
+
     def demand(self, config: PlanConfig, names: Collection[str]) -> int:
         """Bytes that the processes ``names`` need on one device."""
         return sum(on_device(plan, self.device) for plan in self.plan(config, names))
+
+    def _models(self, config: PlanConfig) -> tuple[Blueprint, Blueprint | None]:
+        """The policy, and the critic if the run needs its process."""
+        critic = self._blueprint(config.critic.model, scalar=True) if config.uses_critic_process else None
+        return self._blueprint(config.model, scalar=False), critic
 
     def _blueprint(self, model: ModelConfig, *, scalar: bool) -> Blueprint:
         key = repr(asdict(model)), scalar

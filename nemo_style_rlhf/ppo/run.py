@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT, Preempted
 from nemo_style_rlhf.ppo.build import build_trainer
+from nemo_style_rlhf.rollout.schedule import overlap
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import FilterConfig
 from nemo_style_rlhf.transport.connection import ServerRestarted
@@ -52,7 +54,23 @@ def _run(config: PPOActorConfig) -> None:
             trainer.undo()
     finally:
         _clear(tiny)
-    log.info("dry run: every phase ran once")
+    log.info("dry run: every phase ran once. %s", rehearsed(trainer.metrics, tiny))
+
+
+def rehearsed(metrics: Mapping[str, float], tiny: PPOActorConfig) -> str:
+    """Describe the only step of the ``tiny`` run by its timers, on the first rank. Nothing was sampled beside its training; its
+    rollout counts until the last reward is there."""
+
+    def seconds(*names: str) -> float:
+        return sum(metrics.get(f"timers/{name}", 0.0) for name in names)
+
+    rollout = seconds("generate", "beside_sampling", "wait_for_scores")
+    training = seconds("step") - seconds("generate", "wait_for_rollout", "wait_for_scores", "validation")
+    return (
+        f"The rollout took {rollout:.3g} s and training {training:.3g} s, for {tiny.algorithm.num_rollout_samples} samples of at "
+        f"most {tiny.generation.max_length} tokens and with the extra costs of a first step: the whole run may compare "
+        f"differently. Here {overlap(rollout, training, tiny.generation.engines.count)}"
+    )
 
 
 def _clear(config: PPOActorConfig) -> None:

@@ -75,6 +75,8 @@ class PPOTrainer:
         self._total_steps = total_steps
         self._output_dir = Path(config.run.output_dir)
         self._untouched = parts.experience.state
+        self.metrics: dict[str, float] = {}
+        """The last step's."""
         self._beside = ThreadPoolExecutor(1, "metrics")
 
     def fit(self) -> bool:
@@ -95,7 +97,7 @@ class PPOTrainer:
                         self._restore()
                         continue
                     started = perf_counter()
-                    metrics = self.train_step()
+                    metrics = self.metrics = self.train_step()
                     session.end_step()
                     bar.show(
                         session.progress.step,

@@ -251,6 +251,7 @@ class BatchQueue:
                 self._last_end = ended
             if self._thread is None and self._schedule.staleness:
                 batch = replace(batch, scores=KnownScores(batch.scores.result()))
+                timers.lap("wait_for_scores")
             return replace(batch, probe_gap=gap)
 
         return make

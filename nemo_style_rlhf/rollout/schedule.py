@@ -1,4 +1,4 @@
-"""Which weights sample which step. Nothing else in the package knows."""
+"""Which weights sample which step, which nothing else in the package knows, and what time that saves."""
 
 from dataclasses import dataclass
 
@@ -28,3 +28,17 @@ class Schedule:
     def needed_after(self, step: int) -> range:
         """The versions that sample a step after ``step``, or may, if the run goes on; up to version ``step``."""
         return range(self.version_of(step + 1), step + 1)
+
+
+def overlap(rollout: float, training: float, engines: int) -> str:
+    """Say which part of a step staleness hides, from the seconds of both parts; ``engines`` is 0 where the trainer samples. The
+    sentence begins without a capital letter."""
+    parts = ("the rollout", "training") if rollout >= training else ("training", "the rollout")
+    longest, whole = f"{max(rollout, training):.3g} s", f"{rollout + training:.3g} s"
+    if engines:
+        lasts = f"{whole} with algorithm.staleness=0, and {longest} with 1 or more"
+    else:
+        lasts = (
+            f"{whole} while the trainer samples, and {longest} with engines as fast and algorithm.staleness=1 or more"
+        )
+    return f"{parts[0]} is the longer part: a step lasts {lasts}, which hides {parts[1]} behind {parts[0]}."

@@ -12,6 +12,11 @@ class PlanConfig(PairConfig):
 
     device_gib: float | None = None
     """Memory of one device in GiB; null takes that of this machine's CUDA device, or of this host if there is none."""
+    device_tflops: float | None = None
+    """Peak of one device's matrix products in model.dtype, dense, in 10^12 FLOP/s, as in its data sheet: 989 for an H100 SXM in
+    bf16. With device_gb_per_s the plan also estimates the seconds of a step; null leaves them out."""
+    device_gb_per_s: float | None = None
+    """Peak bandwidth of one device's memory in 10^9 bytes/s: 3350 for an H100 SXM."""
     together: bool = False
     """Whether both processes share the devices, so that their sum must fit."""
 
@@ -24,3 +29,12 @@ class PlanConfig(PairConfig):
         super().validate()
         gib = self.device_gib
         require(gib is None or gib > 0, "device_gib", gib, "the GiB of one device")
+        for name in ("device_tflops", "device_gb_per_s"):
+            peak = getattr(self, name)
+            require(peak is None or peak > 0, name, peak, "a number above 0")
+        require(
+            (self.device_tflops is None) == (self.device_gb_per_s is None),
+            "device_gb_per_s",
+            self.device_gb_per_s,
+            "given together with device_tflops, since the seconds of a step need both",
+        )

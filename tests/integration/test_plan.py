@@ -33,7 +33,7 @@ def test_both_processes_are_planned_and_fit(inputs: Path):
     output, errors = plan(
         inputs, f"data.train_path={inputs / 'prompts.jsonl'}", "generation.max_length=8", "device_gib=4"
     )
-    assert errors == ""
+    assert errors == "" and " s:" not in output
     assert "on a host of 4 GiB" in output
     for row in ("weights", "gradients", "optimizer states", "activations", "vLLM weights", "reward model", "total"):
         assert row in output
@@ -48,9 +48,11 @@ def test_engines_have_a_plan_of_their_own_and_the_actor_no_vllm(inputs: Path):
         "algorithm.correction.kind=tis",
         "model.dtype=float32",
     )
-    output, _ = plan(inputs, *given, *lag)
+    output, _ = plan(inputs, *given, *lag, "device_tflops=1", "device_gb_per_s=50")
     assert re.search(r"actor\W+engine, 2 of them\W+critic server", output)
     assert re.search(r"KV cache\W+-\W+1\.00\W+-", output) and "published weights" in output
+    seconds = r"rollout +\S+ s: 1 x 256 sequences on each of 2 generators.*\n +training +\S+ s: .*\n.*staleness=0, and .*\nFrom "
+    assert re.search(seconds, output), output
 
 
 def test_what_cannot_fit_is_refused_with_three_changes(inputs: Path):
@@ -72,6 +74,7 @@ def test_what_fits_alone_need_not_fit_together(inputs: Path):
     ("given", "sentence"),
     [
         ("critic.engine.zero_stag=2", "zero_stag"),
+        ("device_tflops=989", "device_gb_per_s=None is not possible: expected given together with device_tflops"),
         ("ranks=0", "ranks=0 is not possible"),
         ("model.path=/nowhere", "model.path=/nowhere: there is no such folder"),
         ("data.train_path=/nowhere.jsonl", "/nowhere.jsonl"),

@@ -170,6 +170,7 @@ def test_an_unsupported_head_size_gets_one_sentence_and_the_way_out_works(inputs
         tmp_path / "hf", server_port, *arguments, "generation=hf", "algorithm.truncated_samples=mask", "--dry-run"
     )
     assert way_out.wait(120) == 0, way_out.output()
+    assert re.search(r"rollout took [\d.]+ s and training [\d.]+ s, .* a step lasts [\d.]+ s while", way_out.output())
 
 
 def test_a_dry_run_that_fails_leaves_nothing_on_the_server(inputs, server_port, tmp_path):

@@ -33,6 +33,8 @@ def test_parameters_and_their_bytes(policy: str):
     assert found.largest == 64 * 96
     assert found.head == 2 * EMBEDDING
     assert found.kv_bytes_per_token == 2 * 2 * 64 * 2  # keys and values of 2 layers, 2 heads of 32, 2 bytes
+    # Per token 2 for each parameter, and in 2 layers 64 products with keys and 64 with values of 5 positions on average.
+    assert found.forward_flops(10) == 10 * 2 * (found.elements + 2 * 2 * 64 * 5)
 
 
 def test_a_critic_has_a_score_in_place_of_the_head(tmp_path: Path):

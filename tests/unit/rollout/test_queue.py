@@ -171,6 +171,14 @@ def test_what_goes_wrong_in_a_later_step_is_raised_by_it_and_not_before(tmp_path
     run.queue.close()
 
 
+def test_waiting_for_rewards_in_turn_has_its_own_timer(tmp_path):
+    run, timers = Run(tmp_path / "weights", staleness=1, beside=False), Timers()
+    run.publish(0)
+    run.queue.batch(1, timers)
+    assert "wait_for_scores" in timers.seconds
+    run.queue.close()
+
+
 def test_a_batch_has_the_same_bits_after_it_was_a_file_or_a_message(tmp_path):
     generator = Generator()
     generator.loaded.append(4.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_style_rlhf.rollout.schedule import Schedule
+from nemo_style_rlhf.rollout.schedule import Schedule, overlap
 
 STEPS = 12
 EVERY = [Schedule(staleness, STEPS) for staleness in (0, 1, 2, 5, 20)]
@@ -36,4 +36,15 @@ def test_after_no_step_the_first_version_samples_all():
         list(schedule.steps_of(0)) == [1, 2, 3, 4]
         and not schedule.ahead_of(0)
         and list(schedule.needed_after(0)) == [0]
+    )
+
+
+def test_a_step_lasts_as_long_as_both_parts_or_as_the_longer():
+    assert overlap(3.0, 5.0, 2) == (
+        "training is the longer part: a step lasts 8 s with algorithm.staleness=0, and 5 s with 1 or more, "
+        "which hides the rollout behind training."
+    )
+    assert overlap(5.0, 3.0, 0) == (
+        "the rollout is the longer part: a step lasts 8 s while the trainer samples, and 5 s with engines as fast and "
+        "algorithm.staleness=1 or more, which hides training behind the rollout."
     )
