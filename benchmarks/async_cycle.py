@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +73,32 @@ def median(rows: list[dict[str, float]], of: Any) -> float:
 
 
 def run(arguments: argparse.Namespace, staleness: int) -> list[dict[str, float]]:
-    """The metrics of a run of one trainer, on the first core, and one engine, on the second."""
+    """The metrics of a run."""
     folder = arguments.work_dir / "run_async"
-    shutil.rmtree(folder, ignore_errors=True)
-    overrides = [
-        "algorithm=grpo", "reward=function", "reward.function.path=benchmarks/slow_rewards.py",
-        f"reward.function.name={arguments.rewards}", f"reward.function.per_sample={arguments.rewards == 'long_tail'}",
-        "reward.function.processes=8", "run.num_threads=1", f"model.dtype={DTYPES[arguments.model]}",
+    rewards = [
+        "reward.function.path=benchmarks/slow_rewards.py", f"reward.function.name={arguments.rewards}",
+        f"reward.function.per_sample={arguments.rewards == 'long_tail'}", "reward.function.processes=8",
+        f"model.dtype={DTYPES[arguments.model]}", f"algorithm.max_steps={arguments.warmup + arguments.steps}",
+    ]  # fmt: skip
+    return run_beside_engine(trainer("train_ppo_actor", folder, *overrides(arguments, staleness), *rewards), folder)
+
+
+def overrides(arguments: argparse.Namespace, staleness: int) -> list[str]:
+    """GRPO in a trainer of one thread that waits for an engine started by somebody else."""
+    return [
+        "algorithm=grpo", "reward=function", "run.num_threads=1",
         f"model.path={models_dir(arguments) / 'policy'}", f"data.train_path={models_dir(arguments) / 'prompts.jsonl'}",
         f"generation.max_length={arguments.response_length}", "generation.ignore_eos=true", "generation.engines.count=1",
         "generation.engines.launch=false", f"algorithm.num_rollout_samples={arguments.samples}",
         "algorithm.samples_per_prompt=8", "algorithm.mini_batches=2", f"algorithm.ppo_epochs={arguments.ppo_epochs}",
         f"algorithm.staleness={staleness}", "algorithm.correction.kind=tis",
-        f"algorithm.max_steps={arguments.warmup + arguments.steps}",
     ]  # fmt: skip
-    first, second = sorted(os.sched_getaffinity(0))[:2]
+
+
+def run_beside_engine(actor: Program, folder: Path) -> list[dict[str, float]]:
+    """The metrics of a run of ``actor``, on the first core, and one engine, on the second."""
+    shutil.rmtree(folder, ignore_errors=True)
+    first, second = cores()
     engines = folder / "engines"
     words = [
         f"--config-dir={engines}",
@@ -96,19 +108,24 @@ def run(arguments: argparse.Namespace, staleness: int) -> list[dict[str, float]]
     ]
     engine = Program("engine", [str(ACTOR_PYTHON), "servers/serve_engine.py", *words])
     with LocalLauncher(folder) as launcher:
-        launcher.start(pinned(trainer("train_ppo_actor", folder, *overrides), first))
+        launcher.start(pinned(actor, first))
         while not (engines / f"{CONFIG}.yaml").exists():
-            if launcher["train_ppo_actor"].poll() is not None:
-                raise launcher["train_ppo_actor"].failed()
+            if launcher[actor.name].poll() is not None:
+                raise launcher[actor.name].failed()
             time.sleep(0.1)
         launcher.start(pinned(engine, second))
-        launcher.wait("train_ppo_actor")
+        launcher.wait(actor.name)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def pinned(program: Program, core: int) -> Program:
     """``program`` on one core."""
-    return Program(program.name, ["taskset", "-c", str(core), *program.argv])
+    return replace(program, argv=["taskset", "-c", str(core), *program.argv])
+
+
+def cores() -> list[int]:
+    """The trainer's core and the engine's."""
+    return sorted(os.sched_getaffinity(0))[:2]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def main() -> None:
     critic = load_reward_model(ModelConfig(str(arguments.models / "reward"), dtype=arguments.dtype))
     if arguments.compile:
         critic.hf.base_model.compile(dynamic=True)
-    prompts = read_prompts(arguments)
+    prompts = read_prompts(arguments.models, arguments.samples)
     generator = vllm_generator(arguments, policy)
     batch = Batch(prompts, arguments.response_length, arguments.mini_batches)
     measured = {
@@ -94,16 +94,9 @@ def generation(
     def bare() -> None:
         generator._llm.generate(inputs, params, use_tqdm=False)
 
-    steps = iter(range(10**6))
-
     def streamed() -> None:
-        step = next(steps)
-        requests = [
-            GenerationRequest(SampleId(step, index, 0), tuple(prompt), index, arguments.response_length)
-            for index, prompt in enumerate(prompts)
-        ]
         stream = generator.stream(0)
-        stream.submit(requests)
+        stream.submit(requests_of(prompts, arguments.response_length))
         assert sum(1 for _ in stream.completed()) == len(prompts)
 
     return alternate({"generate_bare": bare, "generate_streamed": streamed}, arguments.repeats)
@@ -117,12 +110,17 @@ def transfer(generator: VLLMGenerator, policy: PolicyModel, repeats: int) -> dic
         return ((name, tensor) for name, tensor in policy.hf.state_dict().items())
 
     def bare() -> None:
-        generator._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+        reload_weights(generator, weights())
 
     def verified() -> None:
         generator.load(OwnWeights(next(versions), weights(), NO_PROBE))
 
     return alternate({"reload_weights_bare": bare, "transfer_verified": verified}, 2 * repeats)
+
+
+def reload_weights(generator: VLLMGenerator, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """vLLM's own reload, without our checks."""
+    generator._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
 
 def compute(
@@ -148,7 +146,7 @@ def compute(
     return alternate(functions, repeats)
 
 
-def alternate(functions: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+def alternate(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median seconds of each function, called in turn, after one round that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats + 1):
@@ -171,9 +169,16 @@ def vllm_generator(arguments: argparse.Namespace, policy: PolicyModel) -> VLLMGe
     )
 
 
-def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
-    tokenizer = load_tokenizer(str(arguments.models / "policy"))
-    rows = (arguments.models / "prompts.jsonl").read_text().splitlines()[: arguments.samples]
+def requests_of(prompts: Sequence[Sequence[int]], response_length: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(SampleId(1, index, 0), tuple(prompt), index, response_length)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def read_prompts(models: Path, samples: int) -> list[list[int]]:
+    tokenizer = load_tokenizer(str(models / "policy"))
+    rows = (models / "prompts.jsonl").read_text().splitlines()[:samples]
     return [list(tokenizer(json.loads(row)["prompt"])["input_ids"]) for row in rows]
 
 
