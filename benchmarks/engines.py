@@ -98,7 +98,9 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
         max_length=arguments.response_length, ignore_eos=True, engines=EnginesConfig(count=1)
     )
     with ExitStack() as stack:
-        pool = make_engine_pool(model, config, run, max_model_len=longest, weight_shapes=shapes, stop_strings=False)
+        pool = make_engine_pool(
+            model, config, run, device=device, max_model_len=longest, weight_shapes=shapes, stop_strings=False
+        )
         stack.enter_context(closing(pool))
         store = stack.enter_context(closing(make_weight_store("engines-benchmark", run.output_dir)))
         generator = make_generator(

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -91,8 +91,13 @@ class EngineProcess:
 class Fleet:
     """Knows which engines can be asked. Safe to use from several threads."""
 
-    def __init__(self, config: EnginesConfig, folder: Path) -> None:
+    def __init__(self, config: EnginesConfig, folder: Path, *, devices: Sequence[str] = ()) -> None:
+        """
+        Args:
+            devices: CUDA_VISIBLE_DEVICES of each launched engine; none on a CPU.
+        """
         self._config, self._folder = config, folder
+        self._devices = devices or [""] * config.count
         self._launcher = LocalLauncher(folder / "logs") if config.launch else None
         self._token = own_token_made() if config.launch else read_token(config.token) or own_token_made()
         self._engines: dict[str, EngineProcess] = {}
@@ -120,7 +125,7 @@ class Fleet:
             for ready in self._folder.glob("*.json"):  # of a start before this one
                 ready.unlink()
             for number in range(self._config.count):
-                self._launcher.start(_program(f"engine-{number}", self._folder))
+                self._launcher.start(_program(f"engine-{number}", self._folder, self._devices[number]))
         threading.Thread(target=self._watch, name="engines-watch", daemon=True).start()
 
     def load(self, published: StoredWeights, shapes: dict[str, tuple[int, ...]]) -> float:
@@ -346,8 +351,23 @@ def _part(schema: type[Any], given: Any) -> dict[str, Any]:
     return {name: value for name, value in asdict(given).items() if name in {each.name for each in fields(schema)}}
 
 
-def _program(name: str, folder: Path) -> Program:
+def devices_beside(ranks: int, visible: Sequence[str], engines: int, size: int) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each engine, which gets ``size`` of the GPUs that this host's first ``ranks`` leave.
+
+    Raises:
+        UserError: they are too few.
+    """
+    if len(visible) < (needed := ranks + engines * size):
+        raise UserError(
+            f"generation.engines.count={engines} with {size} GPUs each beside {ranks} ranks needs {needed} GPUs, this host shows "
+            f"{len(visible)}: start fewer, or start them elsewhere and give generation.engines.launch=false"
+        )
+    return [",".join(visible[first : first + size]) for first in range(ranks, needed, size)]
+
+
+def _program(name: str, folder: Path, devices: str) -> Program:
     ready = folder / f"{name}.json"
     words = [f"--config-dir={folder}", f"--config-name={CONFIG}", "server.port=0", f"server.ready_file={ready}"]
     argv = [str(ACTOR_PYTHON), str(ROOT / "servers" / "serve_engine.py"), *words]
-    return Program(name, argv, folder=Path.cwd(), ready_file=ready)
+    env = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
+    return Program(name, argv, env, folder=Path.cwd(), ready_file=ready)

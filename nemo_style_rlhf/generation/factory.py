@@ -1,5 +1,6 @@
 """Chooses the generator. No other module knows which generators exist."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers import GenerationConfig as HFGenerationConfig
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation.engine_fleet import Fleet, describe
+from nemo_style_rlhf.generation.engine_fleet import Fleet, describe, devices_beside
 from nemo_style_rlhf.generation.engine_pool import GROUP, EnginePool
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Generator
@@ -52,16 +53,27 @@ def make_generator(
 
 
 def make_engine_pool(
-    model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, *, max_model_len: int,
+    model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, *, device: torch.device, max_model_len: int,
     weight_shapes: dict[str, tuple[int, ...]], stop_strings: bool,
 ) -> EnginePool:  # fmt: skip
     """A generator that asks engines, which start at once."""
     folder = Path(run.output_dir).resolve() / "engines"
-    fleet = Fleet(config.engines, folder)
+    fleet = Fleet(config.engines, folder, devices=_devices(config) if device.type == "cuda" else ())
     describe(folder, model, config, run, max_length=max_model_len, stop_strings=stop_strings)
     fleet.start()
     calls = config.engines.count * max(1, CALLS_AHEAD * config.max_num_seqs // GROUP)
     return EnginePool(fleet, weight_shapes=weight_shapes, calls=calls)
+
+
+def _devices(config: TrainingGenerationConfig) -> list[str]:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (
+        devices_beside(ranks, visible, config.engines.count, config.tensor_parallel_size)
+        if config.engines.launch
+        else []
+    )
 
 
 def make_weight_store(run_id: str, output_dir: str) -> WeightStore:

@@ -1,16 +1,19 @@
 """vLLM inside the trainer's process."""
 
 import logging
+import os
+import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation import cpu_batches, cpu_kernels, cpu_seeds
+from nemo_style_rlhf.generation import cpu_batches, cpu_kernels, cpu_seeds, vllm_worker
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest, TransferError
 from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB, GenerationConfig
@@ -40,6 +43,9 @@ class VLLMGenerator(InProcessGenerator):
         self._knows_text = bool(config.stop or stop_strings)
         if _ranks() > 1 and not torch.cuda.is_available():
             _unlink_segment(config.tensor_parallel_size)
+        self._workers_apart = _ranks() == 1 and config.tensor_parallel_size > 1
+        if self._workers_apart:
+            os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # of each of them
         try:
             self._llm = LLM(
                 model=model_path,
@@ -56,6 +62,7 @@ class VLLMGenerator(InProcessGenerator):
                 tensor_parallel_size=config.tensor_parallel_size,
                 # The launcher started the ranks: vLLM joins them, each on its own device, neighboring ranks as one engine.
                 distributed_executor_backend="external_launcher" if _ranks() > 1 else None,
+                worker_extension_cls=f"{vllm_worker.__name__}.{vllm_worker.Worker.__name__}",
                 enforce_eager=config.enforce_eager,
                 logprobs_mode="processed_logprobs",  # under the sampled distribution, after the temperature
                 generation_config="vllm",  # not the checkpoint's own sampling defaults
@@ -70,6 +77,8 @@ class VLLMGenerator(InProcessGenerator):
         if not torch.cuda.is_available():
             self._llm.collective_rpc(cpu_seeds.draw_for_kept_tokens_only)
             self._llm.collective_rpc(cpu_batches.compute_tokens_alike)
+            if self._workers_apart:
+                self._llm.collective_rpc(_unlink_own_segments)
         self._config = config
         # Without a tokenizer, vLLM does not know the end-of-sequence tokens.
         self._stop_token_ids = [*config.stop_token_ids, *([] if config.ignore_eos else eos_token_ids)]
@@ -100,9 +109,19 @@ class VLLMGenerator(InProcessGenerator):
         """Feed the buckets to the loader of vLLM's model layer by layer; kernels repack each layer when it is complete."""
         self._llm.collective_rpc(_begin_reload)
         for bucket in buckets:
-            self._llm.collective_rpc(_load_bucket, args=(bucket,))
+            if self._workers_apart:
+                self._load_apart(bucket)
+            else:
+                self._llm.collective_rpc(_load_bucket, args=(bucket,))
         self._llm.collective_rpc(_finish_reload)
         self._drop_prefix_cache()  # its keys and values come from the old weights
+
+    def _load_apart(self, bucket: list[tuple[str, Tensor]]) -> None:
+        """Have worker processes map the tensors: in a call, each would get a copy through a pipe."""
+        shared = Path("/dev/shm")
+        with tempfile.NamedTemporaryFile(prefix="nsr-bucket-", dir=shared if shared.is_dir() else None) as file:
+            save_file({name: tensor.detach().cpu().clone() for name, tensor in bucket}, file.name)
+            self._llm.collective_rpc(_load_file, args=(file.name, [name for name, _ in bucket]))
 
     def _drop_prefix_cache(self) -> None:
         if not self._engine.reset_prefix_cache():  # vLLM only warns
@@ -211,6 +230,11 @@ def _load_bucket(worker: Any, bucket: list[tuple[str, Tensor]]) -> None:
         model.load_weights(iter(known))
 
 
+def _load_file(worker: Any, path: str, names: list[str]) -> None:
+    tensors = load_file(path)
+    _load_bucket(worker, [(name, tensors[name]) for name in names])
+
+
 def _finish_reload(worker: Any) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -274,6 +298,12 @@ def _unlink_segment(group_size: int) -> None:
     ranks = "-".join(str(neighbor) for neighbor in range(rank - place, rank - place + group_size))
     for segment in Path("/dev/shm").glob(f"*tp:0-[[]{ranks}]-cpushm_{place}"):
         segment.unlink()
+
+
+def _unlink_own_segments(worker: Any) -> None:
+    """Remove the names of the workers' segments, which all have opened, so that nothing is left of workers that are killed."""
+    for segment in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*cpushm_*"):
+        segment.unlink(missing_ok=True)
 
 
 def _ranks() -> int:

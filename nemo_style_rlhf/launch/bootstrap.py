@@ -60,12 +60,14 @@ def setup(run: RunConfig) -> torch.device:
     torch.manual_seed(run.seed)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = (
-            False  # a debugging aid that writes every new tensor twice
-        )
+        use_repeatable_kernels()
         keep_freed_memory()
     return device
+
+
+def use_repeatable_kernels() -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor twice
 
 
 def _device(choice: str) -> torch.device:

@@ -28,7 +28,7 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
     if config.needs_reference and not config.model.lora.rank and not offloaded:
         held["reference"] = policy.weights
     samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
-    generated = -(-samples // config.ranks) * config.generation.tensor_parallel_size
+    generated = -(-samples // config.ranks) * config.generation.sharing_ranks
     transit = Counter({"weights in transit": _in_transit(config, policy, device)})
     rollout, loading, generator = Counter[str](), Counter[str](), Counter[str]()
     if not config.generation.engines.count:
@@ -64,14 +64,18 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
 
 
 def plan_engine(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_length: int) -> ProcessPlan:
-    """Each of the generation engines, which shares its device with nobody."""
+    """Each device of the generation engines, which share theirs with nobody."""
     count = config.generation.engines.count
     generated = -(-config.algorithm.num_rollout_samples // count)
     held = Counter({"libraries": device.libraries("actor")})
     held += _generator(config, policy, device, generated, prompt_length)
     rollout = held + _decoding(config, policy, device, generated, prompt_length)
     transit = Counter({"weights in transit": _in_transit(config, policy, device)})
-    return ProcessPlan(ENGINE, (Phase("rollout", rollout), Phase("new weights", held + transit)), count)
+    return ProcessPlan(
+        ENGINE,
+        (Phase("rollout", rollout), Phase("new weights", held + transit)),
+        count * config.generation.tensor_parallel_size,
+    )
 
 
 def _batch(config: PlanConfig, samples: int, prompt: int, response: int) -> Batch:

@@ -46,14 +46,13 @@ def step_seconds(
         f"  training {trained.seconds:.3g} s: {trained.formula}",
         f"By this estimate, {overlap(sampled.seconds, trained.seconds, engines)}",
     ]
-    if size == 1:  # an engine has one device
-        counts = range(1, config.algorithm.num_rollout_samples + 1)
-        enough = next((count for count in counts if sampling(count).seconds <= trained.seconds), None)
-        lines.append(
-            "No number of engines makes the rollout as short as training."
-            if enough is None
-            else f"From generation.engines.count={enough} on, the rollout takes no longer than training."
-        )
+    counts = range(1, config.algorithm.num_rollout_samples + 1)
+    enough = next((count for count in counts if sampling(count).seconds <= trained.seconds), None)
+    lines.append(
+        "No number of engines makes the rollout as short as training."
+        if enough is None
+        else f"From generation.engines.count={enough} on, the rollout takes no longer than training."
+    )
     return "\n".join(lines)
 
 

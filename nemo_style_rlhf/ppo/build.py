@@ -68,7 +68,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         whole: the run that ``config`` tries out; its checks apply, too.
     """
     whole = whole or config
-    require_tensor_parallel(int(os.environ.get("WORLD_SIZE", "1")), config.generation.tensor_parallel_size)
+    require_tensor_parallel(int(os.environ.get("WORLD_SIZE", "1")), config.generation.sharing_ranks)
     device = setup(config.run)
     output_dir = Path(config.run.output_dir)
     store = CheckpointStore(output_dir / "checkpoints", config.checkpoint.keep_last)
@@ -87,7 +87,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     check_template(config.model.path, config.data, tokenizer)
     init_distributed(device)
     engines, staleness = config.generation.engines.count, config.algorithm.staleness
-    ranks = Ranks(tensor_parallel=config.generation.tensor_parallel_size)
+    ranks = Ranks(tensor_parallel=config.generation.sharing_ranks)
     critic = _meet_critic(config, tokenizer, policy, max_length, ranks, store) if config.uses_critic_process else None
     scorer = _scorer(config, critic, tokenizer, ranks, store)
     run_id = ranks.from_first(uuid.uuid4().hex[:12] if found is None or whole is not config else found.run_id)
@@ -106,7 +106,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         )  # fmt: skip
     elif ranks.is_first:  # the other ranks receive what the first one makes
         generator = make_engine_pool(
-            config.model, config.generation, config.run, max_model_len=max_length, weight_shapes=shapes,
+            config.model, config.generation, config.run, device=device, max_model_len=max_length, weight_shapes=shapes,
             stop_strings=stop_strings,
         )  # fmt: skip
     require_all_ranks()

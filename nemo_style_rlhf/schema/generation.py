@@ -132,7 +132,8 @@ class GenerationConfig:
     kv_cache_gib: float | None = None
     """Size of vLLM's KV cache in GiB; null takes the rest of gpu_memory_utilization, or 1 GiB on a CPU."""
     tensor_parallel_size: int = 1
-    """Number of neighboring ranks that share one vLLM, each with a part of every layer."""
+    """Number of neighboring ranks that share one vLLM, each with a part of every layer; with generation.engines.count, number of
+    devices of each engine."""
     enforce_eager: bool = True
     """False lets vLLM compile and capture CUDA graphs: faster decoding, slower start."""
 
@@ -213,11 +214,7 @@ class TrainingGenerationConfig(GenerationConfig):
 
     engines: EnginesConfig = field(default_factory=EnginesConfig)
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.engines.count == 0 or self.tensor_parallel_size == 1,
-            "generation.tensor_parallel_size",
-            self.tensor_parallel_size,
-            "1 with generation.engines.count, whose engines use one device each",
-        )
+    @property
+    def sharing_ranks(self) -> int:
+        """Number of neighboring ranks of the trainer that share one generator."""
+        return 1 if self.engines.count else self.tensor_parallel_size

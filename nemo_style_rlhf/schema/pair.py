@@ -20,6 +20,6 @@ class PairConfig(PPOActorConfig):
     def validate(self) -> None:
         super().validate()
         require(self.ranks > 0, "ranks", self.ranks, "a number of ranks above 0")
-        size = self.generation.tensor_parallel_size
+        size = self.generation.sharing_ranks
         require(self.ranks % size == 0, "ranks", self.ranks, f"a multiple of generation.tensor_parallel_size={size}")
         require(self.critic_ranks > 0, "critic_ranks", self.critic_ranks, "a number of ranks above 0")

@@ -118,7 +118,9 @@ def test_engines_are_a_third_component_and_one_that_dies_is_started_again(comple
     assert len(nodes) == 3
     assert "engine 1 ended with exit code 137 and is started again" in (job.output_dir / "engines.log").read_text()
     assert "engine engine-1 is lost" in (job.output_dir / "actor.log").read_text()
-    assert not psutil.pid_exists(killed) and not [each for each in psutil.process_iter(["cmdline"]) if serves(each, job)]
+    assert not psutil.pid_exists(killed) and not [
+        each for each in psutil.process_iter(["cmdline"]) if serves(each, job)
+    ]
     weights = [run.output_dir / "actor" / "export" / "model.safetensors" for run in (job, completed[0])]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 

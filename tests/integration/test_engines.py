@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -105,13 +106,13 @@ def launcher(tmp_path_factory) -> Iterator[LocalLauncher]:
         yield launcher
 
 
-def start(launcher: LocalLauncher, folder: Path, policies: dict[str, Path]) -> list[EngineClient]:
+def start(launcher: LocalLauncher, folder: Path, policies: dict[str, Path], *more: str) -> list[EngineClient]:
     """Engines by name, each of its own policy, that start at the same time; their ready files are in ``folder``."""
     for name, policy in policies.items():
         ready = folder / f"{name}.json"
         settings = [
             f"model.path={policy}", "model.dtype=float32", "run.device=cpu", "generation.kv_cache_gib=0.1",
-            f"sequences.max_length={LONGEST}", "server.port=0", f"server.ready_file={ready}",
+            f"sequences.max_length={LONGEST}", "server.port=0", f"server.ready_file={ready}", *more,
         ]  # fmt: skip
         launcher.start(Program(name, [str(ACTOR_PYTHON), "servers/serve_engine.py", *settings], ready_file=ready))
     return [client_of(launcher, name) for name in policies]
@@ -239,6 +240,31 @@ def test_a_killed_engine_is_noticed_and_another_returns_the_same_samples(trainer
     engines[0].acquire(LEASE, trainer.shapes)
     engines[0].load(LEASE, weights)
     assert same_bits(engines[0].generate(requests, lease=LEASE, version=trainer.version), wanted)
+
+
+def test_an_engine_of_two_devices_samples_the_same_after_it_was_killed(trainer, launcher, policy, tmp_path):
+    """Nothing is left of the one that was killed: neither its workers nor segments of memory."""
+    before = set(os.listdir("/dev/shm"))
+    weights, requests = trainer.store.publish(trainer.step()), requests_of(40, 96)
+    samples = []
+    (engine,) = start(launcher, tmp_path, {"wide": policy}, "generation.tensor_parallel_size=2", "run.num_threads=1")
+    for end in (signal.SIGKILL, signal.SIGTERM):
+        engine.acquire(LEASE, trainer.shapes)
+        engine.load(LEASE, weights)
+        samples.append(engine.generate(requests, lease=LEASE, version=trainer.version))
+        workers = psutil.Process(launcher["wide"].ready()["pid"]).children(recursive=True)
+        assert len(workers) >= 3  # and the front door
+        os.kill(launcher["wide"].ready()["pid"], end)
+        assert launcher["wide"].wait(30) == (-end if end == signal.SIGKILL else 0)
+        assert not psutil.wait_procs(workers, 20)[1]
+        left = set(os.listdir("/dev/shm")) - before
+        assert not [name for name in left if "cpushm" in name or name.startswith("nsr-bucket")]
+        engine.close()
+        if end == signal.SIGKILL:
+            launcher.restart("wide")
+            engine = client_of(launcher, "wide")
+    assert same_bits(*samples)
+    assert len({tuple(each.token_ids.tolist()) for each in samples[0]}) > 30
 
 
 def drop_a_tensor(folder: Path, older: Path) -> None:

@@ -1,0 +1,14 @@
+"""What vLLM's worker processes import: where one engine has several devices, there is one for each of them."""
+
+import torch
+
+from nemo_style_rlhf.generation import cpu_kernels
+from nemo_style_rlhf.launch.bootstrap import use_repeatable_kernels
+
+if not torch.cuda.is_available():
+    use_repeatable_kernels()
+    cpu_kernels.register()
+
+
+class Worker:
+    """A base of vLLM's worker that adds nothing: vLLM imports it, and with it the above, before the worker is made."""
