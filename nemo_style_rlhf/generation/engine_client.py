@@ -91,6 +91,11 @@ class EngineClient:
             answer = load()
         return float(answer["gap"]), bool(answer["keeps_bits"])
 
+    def receive(self, lease: str, published: StoredWeights, *, group: str, rank: int, size: int, backend: str) -> None:
+        """Have the engine meet a :class:`broadcast.Group` at a file beside its ready file, and receive a version from rank 0."""
+        files = [[path.name, path.stat().st_size] for path in published.files]
+        self._ask(messages.RECEIVE, lease=lease, group=group, rank=rank, size=size, backend=backend, files=files)
+
     def _send(self, lease: str, published: StoredWeights) -> None:
         """Send the files of a version, the manifest last."""
         size = self.status().max_request_bytes - BYTES_PREFIX

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.broadcast import PREFIX, Groups
 from nemo_style_rlhf.generation.engine_client import EngineClient
 from nemo_style_rlhf.generation.weight_store import StoredWeights
 from nemo_style_rlhf.launch.entry import config_file
@@ -61,6 +62,8 @@ class EngineProcess:
     """Calls under way."""
     gap: float = 0.0
     """The gap that its last load found on the probe, in nats."""
+    cache_share: float = 0.0
+    """Largest share of its KV cache that was in use since its last load, when it last said so."""
     steps: int = 0
     """Steps that it had made when it last said so."""
     advanced: float = field(default_factory=time.monotonic)
@@ -114,6 +117,10 @@ class Fleet:
         """Why there will be no more engines."""
         self._published: StoredWeights | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._groups, self._members, self._group_name = Groups(folder), "", ""
+        """The group in which weights are sent to all engines at once, the ready files of its engines, and its name."""
+        self._reached = 0
+        """Engines that received the last weights in it."""
         self.abandoned = threading.Event()
         """While it is set, nobody waits for an engine that starts."""
         self.lease = ""
@@ -140,6 +147,8 @@ class Fleet:
             self._restarts.clear()
             engines = list(self._engines.values())
         with ThreadPoolExecutor(len(engines) or 1) as pool:
+            if self._config.weights != "auto" and engines:
+                self._broadcast(engines, pool)
             load = partial(self._load, lease=self.lease, published=published)
             for engine, failure in zip(engines, pool.map(load, engines)):
                 if failure is not None:
@@ -148,6 +157,36 @@ class Fleet:
             self._wait_for_new()
             self.look()
         return max(engine.gap for engine in self._engines.values())
+
+    def _broadcast(self, engines: Sequence[EngineProcess], pool: ThreadPoolExecutor) -> None:
+        """Send the published weights to all engines at once. An engine that does not get them so is sent them when it loads."""
+        published, lease, size = self._published, self.lease, len(engines) + 1
+        assert published is not None
+        members = json.dumps([engine.where for engine in engines])
+        if members != self._members:
+            self._forget_group()
+            self._members, self._group_name = members, PREFIX + secrets.token_hex(8)
+        name = self._group_name
+
+        def receive(rank: int, engine: EngineProcess) -> None:
+            engine.client.acquire(lease, self._shapes)
+            engine.client.receive(lease, published, group=name, rank=rank, size=size, backend=self._config.weights)
+
+        calls = [pool.submit(engine.call, partial(receive, rank, engine)) for rank, engine in enumerate(engines, 1)]
+        try:
+            group = self._groups.meet(name, 0, size, self._config.weights)
+            for path in published.files:
+                group.send(path)
+        except RuntimeError as error:
+            self._forget_group()
+            log.warning("the weights were not sent to all engines at once, each is sent them by itself: %s", error)
+        self._reached = sum(call.exception() is None for call in calls)
+
+    def _forget_group(self) -> None:
+        self._groups.forget()
+        self._members = ""
+        for meeting in self._folder.glob(f"{PREFIX}*"):
+            meeting.unlink(missing_ok=True)
 
     def engine(self) -> EngineProcess:
         """The engine with the fewest calls under way; call :meth:`release` or :meth:`lost` afterwards.
@@ -226,6 +265,7 @@ class Fleet:
         with suppress(UserError, ProtocolError, *LOST):
             status = engine.client.status(retry=False)
             how = f"it has {status.running} requests and does not advance"
+            engine.cache_share = status.cache_share
             if status.running == 0 or status.steps != engine.steps:
                 engine.steps, engine.advanced = status.steps, time.monotonic()
         if (silent := time.monotonic() - engine.advanced) > self._config.hung_after_s:
@@ -240,12 +280,18 @@ class Fleet:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`engines/*` count the engines that can be asked now, and how often one was lost."""
-        return {"engines/ready": float(len(self._engines)), "engines/lost": float(self._losses)}
+        """`engines/*` count the engines that can be asked now, how often one was lost, and with generation.engines.weights those
+        that received the last weights at once; `kv_cache_share` is that of the engine that used most of its cache."""
+        with self._changed:
+            shares = [engine.cache_share for engine in self._engines.values()]
+        counts = {"engines/ready": float(len(shares)), "engines/lost": float(self._losses)}
+        counts["engines/kv_cache_share"] = max(shares, default=0.0)
+        return counts if self._config.weights == "auto" else counts | {"engines/received_at_once": float(self._reached)}
 
     def close(self) -> None:
         """End the launched engines."""
         self._closing.set()
+        self._forget_group()
         for engine in self._engines.values():
             engine.client.close()
         if self._launcher is not None:

@@ -41,6 +41,7 @@ CONTENT = TensorSpec("content", "BYTES", 1)
 STATUS = Endpoint("engine_status", (), (RESPONSE,), requires_boot=False)
 ACQUIRE = Endpoint("engine_acquire", (REQUEST,), (RESPONSE,))
 SEND = Endpoint("engine_send", (CONTENT, REQUEST), (RESPONSE,))
+RECEIVE = Endpoint("engine_receive", (REQUEST,), (RESPONSE,))
 LOAD = Endpoint("engine_load", (REQUEST,), (RESPONSE,))
 GENERATE = Endpoint(
     "engine_generate",
@@ -48,7 +49,7 @@ GENERATE = Endpoint(
     (TOKENS, SEQUENCE_LENGTHS, LOGPROBS, RESPONSE),
 )
 SHUTDOWN = Endpoint("engine_shutdown", (REQUEST,), (RESPONSE,))
-ENDPOINTS = (STATUS, ACQUIRE, SEND, LOAD, GENERATE, SHUTDOWN)
+ENDPOINTS = (STATUS, ACQUIRE, SEND, RECEIVE, LOAD, GENERATE, SHUTDOWN)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class EngineStatus:
     """Requests that wait or are computed."""
     steps: int
     """Steps that the engine has made; one with requests that makes none hangs."""
+    cache_share: float
+    """Largest share of the KV cache that was in use since the last load."""
     max_sequence_length: int
     """Tokens of prompt and response."""
     max_request_bytes: int

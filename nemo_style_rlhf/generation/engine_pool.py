@@ -1,6 +1,8 @@
 """A generator whose samples come from engines. Which engine makes a sample, and when, changes nothing about it."""
 
 import queue
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +28,9 @@ class EnginePool:
         """
         self._fleet, self._shapes = fleet, weight_shapes
         self._version = -1
+        self._tokens, self._counting = 0, threading.Lock()
+        self._looked = 0, time.monotonic()
+        """``_tokens`` when metrics were last asked for, and the time."""
         self._calls = ThreadPoolExecutor(calls, "engines")
         self._streams: weakref.WeakSet[PoolStream] = weakref.WeakSet()
 
@@ -49,7 +54,11 @@ class EnginePool:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self._fleet.metrics
+        """Those of the fleet, and `engines/tokens_per_second`, sampled since the last look, idle seconds included."""
+        sampled, now = self._tokens, time.monotonic()
+        speed = (sampled - self._looked[0]) / (now - self._looked[1])
+        self._looked = sampled, now
+        return self._fleet.metrics | {"engines/tokens_per_second": speed}
 
     def abandon(self) -> None:
         """Have whatever other threads wait for here end with :class:`Abandoned`, until :meth:`resume`."""
@@ -72,6 +81,8 @@ class EnginePool:
                     partial(engine.client.generate, requests, lease=self._fleet.lease, version=version)
                 )
                 self._fleet.release(engine)
+                with self._counting:
+                    self._tokens += sum(len(each.token_ids) for each in samples)
                 return samples
             except LOST as error:
                 self._fleet.lost(engine, error)

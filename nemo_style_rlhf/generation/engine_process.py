@@ -52,9 +52,10 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
     )  # fmt: skip
     assert isinstance(generator, InProcessGenerator)
     boot_id = secrets.token_hex(8)
+    ready_file = None if config.server.ready_file is None else Path(config.server.ready_file)
     service = EngineService(
         generator, boot_id=boot_id, max_sequence_length=length, vocabulary=text.vocab_size,
-        max_request_bytes=config.server.max_request_bytes,
+        max_request_bytes=config.server.max_request_bytes, folder=None if ready_file is None else ready_file.parent,
     )  # fmt: skip
     routes = [Route(endpoint, config.server.max_request_bytes) for endpoint in messages.ENDPOINTS]
     with tempfile.TemporaryDirectory(prefix="nsr_engine_") as folder:
@@ -68,7 +69,6 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
             routes=routes,
             bytes_in_flight=in_flight,
         )
-        ready_file = None if config.server.ready_file is None else Path(config.server.ready_file)
         host = _reached(config.server.host)
         where = json.dumps({"host": host, "port": door.port, "pid": os.getpid(), "boot_id": boot_id}).encode()
         if ready_file is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.generation import engine_messages as messages
+from nemo_style_rlhf.generation.broadcast import BACKENDS, NAME, Groups
 from nemo_style_rlhf.generation.engine_messages import EngineStatus
 from nemo_style_rlhf.generation.in_process import InProcessGenerator, InProcessStream
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError
@@ -20,6 +21,8 @@ from nemo_style_rlhf.generation.weight_store import SentWeights, StoredWeights, 
 from nemo_style_rlhf.transport.messages import RESPONSE, Array, Code, ProtocolError, json_tensor
 
 LOGGER = logging.getLogger(__name__)
+MEMBERS = 1024
+"""More engines than a trainer has."""
 WIDEST = 8
 """Bytes of the widest number."""
 HEAD_BYTES = 1024
@@ -44,9 +47,14 @@ class EngineService:
     answer from this engine or another."""
 
     def __init__(
-        self, generator: InProcessGenerator, *, boot_id: str, max_sequence_length: int, vocabulary: int, max_request_bytes: int
+        self, generator: InProcessGenerator, *, boot_id: str, max_sequence_length: int, vocabulary: int, max_request_bytes: int,
+        folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """``vocabulary`` counts the token ids of the model; a larger id in a prompt would break the generator."""
+        """
+        Args:
+            vocabulary: number of the model's token ids; a larger id in a prompt would break the generator.
+            folder: where groups meet that send weights; None if the engine joins none.
+        """
         self.shutdown_requested = threading.Event()
         self.failed = threading.Event()
         """The generator is unusable: weights did not reach it whole, or one of its steps failed."""
@@ -56,6 +64,8 @@ class EngineService:
         self._ended = threading.Event()
         self._calls: list[_Call] = []
         self._lease: str | None = None
+        self._groups = None if folder is None else Groups(folder)
+        self._receiving = threading.Lock()
         self._sent: dict[str, bytearray] = {}
         """Files of the next weights, by name, from a trainer whose folder this process does not see."""
         self._room = 0
@@ -71,6 +81,7 @@ class EngineService:
             messages.STATUS.name: self._status,
             messages.ACQUIRE.name: self._acquire,
             messages.SEND.name: self._send,
+            messages.RECEIVE.name: self._receive,
             messages.LOAD.name: self._load,
             messages.SHUTDOWN.name: self._shutdown,
         }[endpoint]
@@ -144,7 +155,7 @@ class EngineService:
         return asdict(
             EngineStatus(
                 messages.PROTOCOL_VERSION, self._boot_id, self._lease, version, digest, self._generator.running,
-                self._generator.steps, self._max_length, self._max_request_bytes,
+                self._generator.steps, self._generator.cache_share, self._max_length, self._max_request_bytes,
             )
         )  # fmt: skip
 
@@ -181,6 +192,38 @@ class EngineService:
             if there - begun + max(begun, offset + len(content)) > self._room:
                 raise ProtocolError(Code.INVALID, f"weights of these shapes take at most {self._room} bytes")
             self._sent.setdefault(name, bytearray())[offset : offset + len(content)] = content
+
+        self._in_turn(take)
+        return {}
+
+    def _receive(self, inputs: dict[str, Array]) -> dict[str, Any]:
+        kinds = {"lease": str, "group": str, "rank": int, "size": int, "backend": str, "files": list}
+        request = messages.parse_request(inputs, kinds)
+        files: list[tuple[str, int]] = request["files"]
+        if not all(
+            isinstance(file, list) and [type(each) for each in file] == [str, int] and file[1] > 0 for file in files
+        ):
+            raise ProtocolError(Code.INVALID, "files holds a name and a number of bytes for each file, in order")
+        if sum(size for _, size in files) > self._room:
+            raise ProtocolError(Code.INVALID, f"weights of these shapes take at most {self._room} bytes")
+        if self._groups is None or not NAME.fullmatch(request["group"]) or request["backend"] not in BACKENDS:
+            raise ProtocolError(
+                Code.INVALID, "the engine has no server.ready_file, or group or backend is not possible"
+            )
+        if not 0 < request["rank"] < request["size"] < MEMBERS:
+            raise ProtocolError(Code.INVALID, f"rank and size are not possible: expected 0 < rank < size < {MEMBERS}")
+        self._in_turn(lambda: self._require(request["lease"]))
+        with self._receiving:
+            try:
+                group = self._groups.meet(request["group"], request["rank"], request["size"], request["backend"])
+                received = {name: group.receive(size) for name, size in files}
+            except RuntimeError as error:
+                self._groups.forget()
+                raise ProtocolError(Code.CONFLICT, f"the group of trainer and engines broke: {error!s:.300}") from error
+
+        def take() -> None:
+            self._require(request["lease"])
+            self._sent = received
 
         self._in_turn(take)
         return {}

@@ -28,6 +28,8 @@ class InProcessGenerator:
         self._weight_shapes = weight_shapes
         self.steps = 0
         """Engine steps so far."""
+        self.cache_share = 0.0
+        """Largest share of the KV cache that was in use since the last load."""
         self._version = 0
         self._numbers = count()
         self._owners: dict[str, InProcessStream] = {}
@@ -45,7 +47,7 @@ class InProcessGenerator:
                 f"{len(self._owners)} requests are running: new weights would change in the middle of them"
             )
         self._replace_weights(received(update, self._weight_shapes))
-        self._version = update.version
+        self._version, self.cache_share = update.version, 0.0
         return update.probe.check(self.sequence_logprobs)
 
     def expect(self, weight_shapes: dict[str, tuple[int, ...]]) -> None:
@@ -71,6 +73,7 @@ class InProcessGenerator:
         """Run one engine step, and hand finished requests to their streams."""
         ended = self._step()
         self.steps += 1
+        self.cache_share = max(self.cache_share, self._cache_in_use())
         for finished in ended:
             self._owners.pop(finished.name).take(finished)
 
@@ -92,6 +95,10 @@ class InProcessGenerator:
 
     def _abort(self, names: Sequence[str]) -> None:
         raise NotImplementedError
+
+    def _cache_in_use(self) -> float:
+        """Share of the KV cache that running requests use; 0 if there is no cache of fixed size."""
+        return 0.0
 
     def _replace_weights(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
         raise NotImplementedError

@@ -105,6 +105,10 @@ class VLLMGenerator(InProcessGenerator):
     def _abort(self, names: Sequence[str]) -> None:
         self._engine.abort_request(names)
 
+    def _cache_in_use(self) -> float:
+        usage: float = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.usage
+        return usage
+
     def _replace_weights(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
         """Feed the buckets to the loader of vLLM's model layer by layer; kernels repack each layer when it is complete."""
         self._llm.collective_rpc(_begin_reload)

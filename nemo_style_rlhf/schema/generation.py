@@ -185,6 +185,9 @@ class EnginesConfig:
     servers, see server.token."""
     tls: ClientTlsConfig = field(default_factory=ClientTlsConfig)
     """With launch=false, how to verify engines that were started with server.tls."""
+    weights: str = "auto"
+    """How engines get new weights: auto (from /dev/shm on the trainer's host, over HTTP one by one on others), gloo or nccl (all
+    engines at once, in a torch.distributed group, which knows no token; an engine that starts later, as by auto)."""
     threads: int = 0
     """torch threads of each engine; 0 takes run.num_threads, with which a sample has the bits of one of the trainer's process."""
     restarts: int = 3
@@ -202,6 +205,7 @@ class EnginesConfig:
         for name, given in (("token.token_file", self.token.token_file), ("tls.ca", self.tls.ca)):
             advice = "null, or generation.engines.launch=false: it is for engines that somebody else starts"
             require(given is None or not self.launch, f"generation.engines.{name}", given, advice)
+        require_choice("generation.engines.weights", self.weights, ("auto", "gloo", "nccl"))
         for name in ("count", "threads", "restarts"):
             require(getattr(self, name) >= 0, f"generation.engines.{name}", getattr(self, name), "a number from 0 up")
         for name in ("ready_timeout_s", "request_timeout_s", "hung_after_s"):

@@ -133,6 +133,21 @@ def impossible_send(draw: Random) -> Raw:
     return valid_send(LEASE, pick(draw, files), pick(draw, [-1, 1, 2**31, 2**70, 10**4000, -(10**4000)]))
 
 
+def impossible_receive(draw: Random) -> Raw:
+    """A group that cannot be; one that may be would be waited for."""
+    content: dict[str, Any] = {
+        "lease": LEASE, "group": "group-0123456789abcdef", "rank": 1, "size": 2, "backend": "gloo",
+        "files": [["manifest.json", 10]],
+    }  # fmt: skip
+    changes: list[dict[str, Any]] = [
+        {"lease": NOBODYS_LEASE}, {"group": pick(draw, ["../../tmp/x", "", "group-", "a\0b", "\ud800", None, "x" * 60_000])},
+        {"rank": pick(draw, [0, -1, 2, 10**4000, True, None])}, {"size": pick(draw, [0, 1, -1, 2**31, 10**400, "2"])},
+        {"backend": pick(draw, ["mpi", "", None])},
+        {"files": pick(draw, [{}, [[]], [["a"]], [[1, "a"]], [["a", -1]], [["a", 2**62]], [["a", 10**4000]], None, "a", [{}]])},
+    ]  # fmt: skip
+    return json_call("engine_receive", content | pick(draw, changes))
+
+
 def mutated(draw: Random) -> Raw:
     """A right request, made wrong in a way that no server of ours takes."""
     raw = pick(draw, [valid_generate, valid_generate, partial(valid_load, NOBODYS_LEASE), partial(valid_send, NOBODYS_LEASE),
@@ -143,7 +158,7 @@ def mutated(draw: Random) -> Raw:
 
 WRONG: list[Callable[[Random], Raw]] = [
     mutated, mutated, mutated, impossible_call, impossible_call, impossible_sampling, impossible_sampling, deep_sampling,
-    impossible_acquire, impossible_load, impossible_send,
+    impossible_acquire, impossible_load, impossible_send, impossible_receive,
 ]  # fmt: skip
 
 
@@ -256,7 +271,7 @@ class EngineTarget:
         while (status := self._client.status()).running and time.monotonic() < deadline:
             time.sleep(0.05)
         assert (status.running, status.lease, status.version) == (0, LEASE, VERSION)
-        return replace(status, steps=0)
+        return replace(status, steps=0, cache_share=0.0)
 
     def answers(self) -> list[bytes]:
         """Samples of good requests, which always have the same bits."""

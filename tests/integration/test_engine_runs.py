@@ -53,6 +53,26 @@ def test_it_learns_the_same_with_engines(inputs, in_process, tmp_path) -> None:
     assert not list((tmp_path / "actor" / "engines").glob("*.json"))  # every engine has ended by itself
 
 
+def test_weights_that_all_engines_receive_at_once(inputs, in_process, tmp_path) -> None:
+    """Their group meets again after one of them was killed."""
+    folder = tmp_path / "actor"
+    critic, port = start_server(tmp_path / "critic", *ppo_runs.server_overrides(inputs))
+    actor = start_actor(folder, port, *overrides(inputs, 2), "generation.engines.weights=gloo")
+    try:
+        wait_for(folder / "engines" / "engine-1.json", actor)
+        wait_for_rollouts(actor, folder, 3)
+        kill_engine(actor, folder, 0)
+        assert actor.wait(240) == 0, actor.output()
+    finally:
+        actor.kill()
+        assert critic.terminate() == 0
+    received = [row["engines/received_at_once"] for row in metrics(folder) if "engines/received_at_once" in row]
+    assert len(received) == ppo_runs.STEPS and max(received) > 0, received
+    assert all(row["engines/tokens_per_second"] > 0 for row in metrics(folder) if "engines/tokens_per_second" in row)
+    assert result(tmp_path) == in_process
+    assert not list((folder / "engines").glob("group-*"))
+
+
 def test_engines_of_other_hosts_get_their_weights_sent(inputs, in_process, tmp_path) -> None:
     """One engine is on this host, one on what it takes for another: with a name and a /dev/shm of its own. That one is killed and
     started again. They speak TLS, and want a token."""

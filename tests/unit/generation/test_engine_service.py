@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_style_rlhf.generation import broadcast
 from nemo_style_rlhf.generation import engine_messages as messages
+from nemo_style_rlhf.generation.broadcast import Groups
 from nemo_style_rlhf.generation.engine_service import EngineService
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest, ProbeTarget, SampleId
@@ -20,6 +23,7 @@ from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.weight_store import StoredWeights, WeightStore
 from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, Code, ProtocolError, bytes_tensor, json_tensor
 
+GROUP = "group-0123456789abcdef"
 WEIGHTS = {"weight": torch.zeros(2)}
 FORBIDDEN, BREAKING, ENDLESS = 50, 51, 52
 """Tokens at which this generator refuses a request, fails, or never ends."""
@@ -73,10 +77,10 @@ class Engine:
     published: StoredWeights
     """The weights that it holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.generator = Counting()
         self.service = EngineService(
-            self.generator, boot_id="boot", max_sequence_length=20, vocabulary=60, max_request_bytes=4096
+            self.generator, boot_id="boot", max_sequence_length=20, vocabulary=60, max_request_bytes=4096, folder=folder
         )
         self.end = threading.Event()
         self.thread = threading.Thread(target=self.service.run, args=(self.end.is_set,))
@@ -104,7 +108,7 @@ class Engine:
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     """An engine of the lease ``trainer`` that holds version 1."""
-    engine = Engine()
+    engine = Engine(tmp_path)
     probe = ProbeTarget(((1, 2),), (torch.zeros(1),), 1e-3)
     store = WeightStore(tmp_path / "weights")
     engine.ask("engine_acquire", lease="trainer", shapes={"weight": [2]})
@@ -248,6 +252,49 @@ def test_a_version_that_was_sent_in_part_ends_the_engine(engine: Engine) -> None
         engine.load(Path("/nowhere"))
     engine.thread.join(10)
     assert engine.service.failed.is_set()
+
+
+def receive(engine: Engine, **changes: object) -> None:
+    files = [[path.name, path.stat().st_size] for path in engine.published.files]
+    content = {"lease": "trainer", "group": GROUP, "rank": 1, "size": 2, "backend": "gloo", "files": files}
+    engine.ask("engine_receive", **content | changes)
+
+
+def test_weights_are_received_in_a_group_which_goes_on(engine: Engine, tmp_path: Path) -> None:
+    groups = Groups(tmp_path)
+    for lease in ("trainer", "another", "a third"):
+        engine.ask("engine_acquire", lease=lease, shapes={"weight": [2]})
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(receive, engine, lease=lease)
+            group = groups.meet(GROUP, 0, 2, "gloo")
+            for path in engine.published.files:
+                group.send(path)
+            call.result(10)
+        assert engine.load(Path("/nowhere"), lease=lease) == {"gap": 0.0, "keeps_bits": True}
+    assert groups.meet(GROUP, 0, 2, "gloo") is group
+
+
+def test_a_group_that_does_not_meet_costs_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=1))
+    with pytest.raises(ProtocolError, match="the group of trainer and engines broke") as refused:
+        receive(engine)
+    assert refused.value.code is Code.CONFLICT
+    assert engine.generate((1,)) == [[2]]
+    assert engine.load(engine.published.folder) == {"gap": 0.0, "keeps_bits": True}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lease": "nobody"}, {"group": "../group-0123456789abcdef"}, {"group": ""}, {"backend": "mpi"}, {"rank": 0}, {"rank": 2},
+        {"size": 10**9}, {"files": [["a", 2**40]]}, {"files": [["a", -1]]}, {"files": [["a"]]}, {"files": ["a"]},
+        {"files": [[1, 1]]},
+    ],
+)  # fmt: skip
+def test_a_group_that_cannot_be_is_refused_at_once(engine: Engine, change: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        receive(engine, **change)
+    assert refused.value.code in (Code.INVALID, Code.LEASE_LOST)
 
 
 def test_pieces_that_belong_to_no_weights_are_refused(engine: Engine) -> None:
