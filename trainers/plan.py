@@ -1,4 +1,4 @@
-"""Will a PPO run fit? The memory of both processes before they start: python trainers/plan.py --help"""
+"""Will a PPO run fit, and how long will a step take? Before it starts: python trainers/plan.py --help"""
 
 import sys
 from pathlib import Path
