@@ -14,8 +14,8 @@
 #   export CRITIC_RANKS=8 ACTOR_RANKS=8
 #   sbatch --partition=gpu --nodes=1 --gpus-per-node=8 : --nodes=4 --gpus-per-node=8 slurm/ppo_hetjob.sh
 # Engines, 2 nodes with one on each GPU:
-#   export ENGINES_PER_NODE=8
-#   sbatch --nodes=1 : --nodes=4 : --nodes=2 --exclusive --mem=0 --gpus-per-node=8 slurm/ppo_hetjob.sh
+#   export ENGINES_PER_NODE=8 ACTOR_RANKS=8 SBATCH_GPUS_PER_NODE=8
+#   sbatch --nodes=1 : --nodes=4 : --nodes=2 --exclusive --mem=0 slurm/ppo_hetjob.sh
 #SBATCH --job-name=ppo
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
@@ -44,6 +44,8 @@
 : "${CRITIC_ARGS:=}" "${ACTOR_ARGS:=}"
 # Processes per node: one for each GPU.
 : "${CRITIC_RANKS:=1}" "${ACTOR_RANKS:=1}" "${ENGINES_PER_NODE:=1}"
+# GPUs of one engine: generation.tensor_parallel_size.
+: "${GPUS_PER_ENGINE:=1}"
 # Engines run as the actor does, in the next three settings too.
 # Shell commands before the program: module load ..., export NCCL_...
 : "${CRITIC_SETUP:=}" "${ACTOR_SETUP:=}"
@@ -127,23 +129,33 @@ as_task() {
 }
 task=(bash -c "$(declare -f as_task); as_task \"\$@\"" task)
 
-# Runs on the nodes, once per engine, which is started again unless it ends by itself or for a mistake in its settings:
-# SETUP FOLDER COMMAND_THAT_PRINTS_THE_ADDRESS COMMAND...
+# Runs on the nodes, once per engine: SETUP FOLDER COMMAND_THAT_PRINTS_THE_ADDRESS ENGINES_PER_NODE GPUS COMMAND...
+# An engine is started again, but not for ever if it has exit code 2: its settings are wrong, or it found no memory.
 as_engine() {
     eval "$1"
     set +e
+    local devices=() first=$((SLURM_LOCALID * $5)) host code mistakes=0
     if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
-        local devices
         IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"
-        export CUDA_VISIBLE_DEVICES=${devices[SLURM_LOCALID % ${#devices[@]}]}
+    elif command -v nvidia-smi >/dev/null; then
+        mapfile -t devices < <(nvidia-smi --query-gpu=index --format=csv,noheader)
     fi
-    local host code
+    if ((${#devices[@]} > 0)); then
+        if ((first + $5 > ${#devices[@]})); then
+            echo "error: ENGINES_PER_NODE=$4 with GPUS_PER_ENGINE=$5, but $(hostname) shows ${#devices[@]} GPUs"
+            exit 2
+        fi
+        CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${devices[*]:first:$5}")
+        export CUDA_VISIBLE_DEVICES
+    fi
+    (($4 == 1)) || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + $4 - 1) / $4))}
     read -r host _ < <(eval "$3")
     until [[ -f $2/this_run.yaml ]]; do sleep 0.5; done # the actor describes its engines there
     while true; do
-        "${@:4}" "server.host=$host" "server.ready_file='$2/engine-$SLURM_PROCID.json'"
+        "${@:6}" "server.host=$host" "server.ready_file='$2/engine-$SLURM_PROCID.json'"
         code=$?
-        ((code != 0 && code != 2)) || exit "$code"
+        ((code != 2)) || ((++mistakes))
+        ((code != 0 && mistakes < 3)) || exit "$code"
         echo "engine $SLURM_PROCID ended with exit code $code and is started again"
         sleep 1
     done
@@ -221,6 +233,7 @@ if ((engine_nodes > 0)); then
     "${engine_step[@]}" --output="$OUTPUT_DIR/engines.log" --nodes="$engine_nodes" \
         --ntasks=$((engine_nodes * ENGINES_PER_NODE)) --ntasks-per-node="$ENGINES_PER_NODE" \
         bash -c "$(declare -f as_engine); as_engine \"\$@\"" engine "$ACTOR_SETUP" "$engine_folder" "$find_address" \
+        "$ENGINES_PER_NODE" "$GPUS_PER_ENGINE" \
         $ACTOR_PYTHON servers/serve_engine.py "--config-dir=$engine_folder" --config-name=this_run server.port=0 \
         "server.tls.certificate='$tls/server.crt'" "server.tls.key='$tls/server.key'" &
     engines=$!

@@ -1,10 +1,14 @@
 """Client of one generation engine."""
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,7 +18,7 @@ from nemo_style_rlhf.generation.engine_messages import EngineStatus
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
 from nemo_style_rlhf.generation.weight_store import StoredWeights
 from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig, Peer
-from nemo_style_rlhf.transport.connection import PLAIN_HTTP, Connection
+from nemo_style_rlhf.transport.connection import PLAIN_HTTP, Connection, ServerUnreachable
 from nemo_style_rlhf.transport.messages import (
     BYTES_PREFIX,
     REQUEST,
@@ -26,8 +30,11 @@ from nemo_style_rlhf.transport.messages import (
     json_tensor,
 )
 
-PEER = Peer("generation engine", "servers/serve_engine.py", "generation.engines", "model.path=POLICY")
+PEER = Peer("generation engine", "servers/serve_engine.py", "generation.engines", "model.path=POLICY", "its ready file")
 STATUS_TIMEOUT_S = 10.0
+CALLS = 64
+"""Maximum number of calls of one engine at a time."""
+T = TypeVar("T")
 NO_TENSORS: Mapping[str, Array] = MappingProxyType({})
 
 
@@ -125,3 +132,44 @@ class EngineClient:
         outputs = self._connection.call(endpoint, inputs, timeout_s=self._timeout_s)
         answer: dict[str, Any] = json.loads(outputs[RESPONSE.name][0])
         return answer
+
+
+@dataclass
+class EngineProcess:
+    """An engine that answers and holds the current weights."""
+
+    name: str
+    client: EngineClient
+    where: dict[str, Any]
+    """Content of its ready file."""
+    calls: int = 0
+    """Calls under way."""
+    gap: float = 0.0
+    """The gap that its last load found on the probe, in nats."""
+    cache_share: float = 0.0
+    """Largest share of its KV cache that was in use since its last load, when it last said so."""
+    steps: int = 0
+    """Steps that it had made when it last said so."""
+    advanced: float = field(default_factory=time.monotonic)
+    """Time at which it last had nothing to do, or had made more steps."""
+    gone: "Future[object]" = field(default_factory=Future)
+    """Is done, with the reason as its result, once the engine is given up."""
+    _threads: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, CALLS, "engine"))
+
+    def call(self, ask: Callable[[], T]) -> T:
+        """The answer to a call. It is waited for in another thread, as one to an engine that hangs lasts until its time is over.
+
+        Raises:
+            ServerUnreachable: the engine was given up meanwhile; and whatever ``ask`` raises.
+        """
+        asked = self._threads.submit(ask)
+        either: list[Future[Any]] = [asked, self.gone]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not asked.done():
+            raise ServerUnreachable(str(self.gone.result()))
+        return asked.result()
+
+    def give_up(self, reason: object) -> None:
+        """Have nobody wait for an answer any more."""
+        with suppress(InvalidStateError):
+            self.gone.set_result(reason)

@@ -7,88 +7,43 @@ processes of the trainer's first rank.
 import json
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.broadcast import PREFIX, Groups
-from nemo_style_rlhf.generation.engine_client import EngineClient
+from nemo_style_rlhf.generation.engine_client import EngineClient, EngineProcess
+from nemo_style_rlhf.generation.engine_programs import CONFIG, program
 from nemo_style_rlhf.generation.weight_store import StoredWeights
-from nemo_style_rlhf.launch.entry import config_file
 from nemo_style_rlhf.launch.local import LocalLauncher
-from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ROOT, Program
-from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
-from nemo_style_rlhf.schema.generation import EnginesConfig, GenerationConfig, TrainingGenerationConfig
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON
+from nemo_style_rlhf.schema.common import TokenConfig
+from nemo_style_rlhf.schema.generation import EnginesConfig
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.transport.messages import ProtocolError
-from nemo_style_rlhf.transport.secret import own_token_made, read_token
+from nemo_style_rlhf.transport.secret import LOOPBACK, own_token_made, read_token
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 LOST = (ServerUnreachable, ServerRestarted)
 POLL_S = 0.2
 WATCH_S = 2.0
 """How often an engine is asked how it is."""
+MISTAKE = 2
+"""Exit code of an engine whose configuration is wrong, or that found no room."""
 RETRIES = 1
 """Attempts of a request after the first: another engine can do it, too."""
-CALLS = 64
-"""Maximum number of calls of one engine at a time."""
-CONFIG = "this_run"
-"""Name of the engines' configuration; ``engine`` would be that of conf/."""
 
 
 class Abandoned(Exception):
     """Nobody wants the samples any more."""
-
-
-@dataclass
-class EngineProcess:
-    """An engine that answers and holds the current weights."""
-
-    name: str
-    client: EngineClient
-    where: dict[str, Any]
-    """Content of its ready file."""
-    calls: int = 0
-    """Calls under way."""
-    gap: float = 0.0
-    """The gap that its last load found on the probe, in nats."""
-    cache_share: float = 0.0
-    """Largest share of its KV cache that was in use since its last load, when it last said so."""
-    steps: int = 0
-    """Steps that it had made when it last said so."""
-    advanced: float = field(default_factory=time.monotonic)
-    """Time at which it last had nothing to do, or had made more steps."""
-    gone: "Future[object]" = field(default_factory=Future)
-    """Resolves, to the reason, when the engine is given up."""
-    _threads: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, CALLS, "engine"))
-
-    def call(self, ask: Callable[[], T]) -> T:
-        """The answer to a call. It is waited for in another thread, as one to an engine that hangs lasts until its time is over.
-
-        Raises:
-            ServerUnreachable: the engine was given up meanwhile; and whatever ``ask`` raises.
-        """
-        asked = self._threads.submit(ask)
-        either: list[Future[Any]] = [asked, self.gone]
-        wait(either, return_when=FIRST_COMPLETED)
-        if not asked.done():
-            raise ServerUnreachable(str(self.gone.result()))
-        return asked.result()
-
-    def give_up(self, reason: object) -> None:
-        """Have nobody wait for an answer any more."""
-        with suppress(InvalidStateError):
-            self.gone.set_result(reason)
 
 
 class Fleet:
@@ -100,9 +55,9 @@ class Fleet:
             devices: CUDA_VISIBLE_DEVICES of each launched engine; none on a CPU.
         """
         self._config, self._folder = config, folder
-        self._devices = devices or [""] * config.count
+        self._environments = [{"CUDA_VISIBLE_DEVICES": each} for each in devices] or [{}] * config.count
         self._launcher = LocalLauncher(folder / "logs") if config.launch else None
-        self._token = own_token_made() if config.launch else read_token(config.token) or own_token_made()
+        self._token = secrets.token_hex(32) if config.launch else read_token(config.token)
         self._engines: dict[str, EngineProcess] = {}
         self._joining: dict[str, EngineProcess] = {}
         """Engines that load the weights for the first time."""
@@ -113,14 +68,17 @@ class Fleet:
         self._losses, self._warned = 0, False
         self._dead: dict[str, dict[str, Any]] = {}
         """Ready files of engines that were lost."""
-        self._broken: UserError | None = None
+        self._broken: Exception | None = None
         """Why there will be no more engines."""
         self._published: StoredWeights | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._groups, self._members, self._group_name = Groups(folder), "", ""
-        """The group in which weights are sent to all engines at once, the ready files of its engines, and its name."""
+        self._groups, self._group_name = Groups(folder), ""
+        self._members: list[dict[str, Any]] = []
+        """Ready files of the engines of the group in which weights are sent to all at once."""
+        self._unreached: list[dict[str, Any]] = []
+        """Those of engines among which such a group failed."""
         self._reached = 0
-        """Engines that received the last weights in it."""
+        """Number of engines that received the last weights in a group."""
         self.abandoned = threading.Event()
         """While it is set, nobody waits for an engine that starts."""
         self.lease = ""
@@ -132,7 +90,10 @@ class Fleet:
             for ready in self._folder.glob("*.json"):  # of a start before this one
                 ready.unlink()
             for number in range(self._config.count):
-                self._launcher.start(_program(f"engine-{number}", self._folder, self._devices[number]))
+                environment = {TokenConfig.token_env: self._token or "", **self._environments[number]}
+                self._launcher.start(program(f"engine-{number}", self._folder, environment))
+        else:
+            log.info("waiting for engines, at most %g s: %s", self._config.ready_timeout_s, self._advice)
         threading.Thread(target=self._watch, name="engines-watch", daemon=True).start()
 
     def load(self, published: StoredWeights, shapes: dict[str, tuple[int, ...]]) -> float:
@@ -145,7 +106,7 @@ class Fleet:
         with self._changed:
             self._published, self._shapes, self.lease = published, shapes, secrets.token_hex(8)
             self._restarts.clear()
-            engines = list(self._engines.values())
+        engines = self._ready()
         with ThreadPoolExecutor(len(engines) or 1) as pool:
             if self._config.weights != "auto" and engines:
                 self._broadcast(engines, pool)
@@ -153,16 +114,21 @@ class Fleet:
             for engine, failure in zip(engines, pool.map(load, engines)):
                 if failure is not None:
                     self.lost(engine, failure)
-        while not self._engines:
-            self._wait_for_new()
-            self.look()
-        return max(engine.gap for engine in self._engines.values())
+        while not (gaps := [engine.gap for engine in self._ready()]):
+            self._wait_for_one()
+        return max(gaps)
+
+    def _ready(self) -> list[EngineProcess]:
+        with self._changed:
+            return list(self._engines.values())
 
     def _broadcast(self, engines: Sequence[EngineProcess], pool: ThreadPoolExecutor) -> None:
         """Send the published weights to all engines at once. An engine that does not get them so is sent them when it loads."""
         published, lease, size = self._published, self.lease, len(engines) + 1
         assert published is not None
-        members = json.dumps([engine.where for engine in engines])
+        members, self._reached = [engine.where for engine in engines], 0
+        if members == self._unreached:
+            return
         if members != self._members:
             self._forget_group()
             self._members, self._group_name = members, PREFIX + secrets.token_hex(8)
@@ -178,13 +144,18 @@ class Fleet:
             for path in published.files:
                 group.send(path)
         except RuntimeError as error:
-            self._forget_group()
-            log.warning("the weights were not sent to all engines at once, each is sent them by itself: %s", error)
+            log.warning("the weights were not sent to all engines at once: %s", error)
         self._reached = sum(call.exception() is None for call in calls)
+        if self._reached < size - 1:
+            log.warning(
+                "these engines are sent weights one by one from now on, as long as no other joins and none is lost"
+            )
+            self._forget_group()
+            self._unreached = members
 
     def _forget_group(self) -> None:
         self._groups.forget()
-        self._members = ""
+        self._members = []
         for meeting in self._folder.glob(f"{PREFIX}*"):
             meeting.unlink(missing_ok=True)
 
@@ -197,14 +168,12 @@ class Fleet:
         while True:
             if self._broken is not None:
                 raise self._broken
-            if len(self._engines) < self._config.count:
-                self.look()
             with self._changed:
                 if self._engines:
                     chosen = min(self._engines.values(), key=lambda engine: (engine.calls, engine.name))
                     chosen.calls += 1
                     return chosen
-            self._wait_for_new()
+            self._wait_for_one()
 
     def release(self, engine: EngineProcess) -> None:
         with self._changed:
@@ -221,44 +190,113 @@ class Fleet:
                 del self._engines[engine.name]
                 self._give_up(engine, reason)
 
-    def look(self) -> None:
-        """Let engines join that have become ready."""
+    def _look(self) -> None:
+        """Let engines join that have become ready, each in a thread of its own."""
         with self._changed:
-            new = [EngineProcess(name, self._client(where), where) for name, where in self._new()]
+            if self._published is None or len(self._engines) + len(self._joining) >= self._config.count:
+                return
+            new = []
+            for name, where in self._new():
+                try:
+                    new.append(EngineProcess(name, self._client(name, where), where))
+                except UserError as error:
+                    if not self._engines:
+                        raise
+                    self._dead[name] = where
+                    log.warning("engine %s does not join: %s", name, error)
             self._joining |= {engine.name: engine for engine in new}
         for engine in new:
-            try:
-                self._join(engine)
-            finally:
-                with self._changed:
-                    del self._joining[engine.name]
+            threading.Thread(target=self._join, args=(engine,), name=f"{engine.name}-joins", daemon=True).start()
 
     def _join(self, engine: EngineProcess) -> None:
         """Have an engine load the newest weights, and let it be asked."""
-        while True:
+        try:
+            while not self._joined(engine):
+                pass
+        except Exception as error:  # noqa: BLE001 raised to whoever asks for an engine
+            self._broken = self._broken or error
+        finally:
             with self._changed:
-                lease, published = self.lease, self._published
-            failure = self._load(engine, lease, published)
-            with self._changed:
-                if failure is not None:
-                    return self._give_up(engine, failure)
-                if self.lease == lease:  # else newer weights have come meanwhile
-                    self._engines[engine.name] = engine
-                    return log.info("engine %s at %s joins", engine.name, engine.client.address)
+                del self._joining[engine.name]
 
-    def _client(self, where: dict[str, Any]) -> EngineClient:
+    def _joined(self, engine: EngineProcess) -> bool:
+        """Whether it can be asked, or was given up; else newer weights have come while it loaded."""
+        with self._changed:
+            lease, published = self.lease, self._published
+        try:
+            failure = self._load(engine, lease, published)
+        except (FileNotFoundError, UserError) as error:
+            if self.lease != lease:  # the weights that were being sent are gone
+                return False
+            if not self._ready():
+                raise
+            failure = error  # a wrong token or certificate: it is no reason to end what goes on without it
+        with self._changed:
+            if failure is not None:
+                self._give_up(engine, failure)
+            elif self.lease == lease:
+                self._engines[engine.name] = engine
+                log.info("engine %s at %s joins", engine.name, engine.client.address)
+            return failure is not None or self.lease == lease
+
+    def _client(self, name: str, where: dict[str, Any]) -> EngineClient:
+        host, token = where["host"], self._token
+        if host in LOOPBACK and where["hostname"] != socket.gethostname():
+            raise UserError(
+                f"engine {name} on {where['hostname']} listens on {host}, which leads to this host, {socket.gethostname()}: "
+                "start it with server.host=, an address of its own host"
+            )
+        if token is None:
+            if host not in LOOPBACK:
+                raise UserError(
+                    f"engine {name} at {host} wants a token: give that of its server.token in "
+                    f"generation.engines.token.token_file or the environment variable {self._config.token.token_env}"
+                )
+            token = own_token_made()
         return EngineClient(
-            where["host"], where["port"], token=self._token, retries=RETRIES, timeout_s=self._config.request_timeout_s,
+            host, where["port"], token=token, retries=RETRIES, timeout_s=self._config.request_timeout_s,
             tls=self._config.tls,
         )  # fmt: skip
 
     def _watch(self) -> None:
-        """Do without engines that hang."""
-        while not self._closing.wait(WATCH_S):
-            with self._changed:
-                engines = [*self._engines.values(), *self._joining.values()]
-            for engine in engines:
-                self._look_at(engine)
+        """Let new engines join, and do without those that end or hang."""
+        looked = time.monotonic()
+        while not self._closing.wait(POLL_S):
+            try:
+                self._look()
+                if time.monotonic() - looked < WATCH_S:
+                    continue
+                looked = time.monotonic()
+                self._start_again()
+                with self._changed:
+                    engines = [*self._engines.values(), *self._joining.values()]
+                for engine in engines:
+                    self._look_at(engine)
+            except UserError as error:
+                self._broken = self._broken or error
+
+    def _start_again(self) -> None:
+        """Start launched engines again that ended before they were ready, and look again at others that were lost.
+
+        Raises:
+            UserError: an engine ended for a mistake in its configuration, or too often.
+        """
+        with self._changed:
+            lost = {name: where for name, where in self._dead.items() if name not in self._engines}
+            ended = [
+                child for number in range(self._config.count if self._launcher is not None else 0)
+                if (child := self._launcher[f"engine-{number}"]).poll() is not None  # type: ignore[index]
+                and not child.program.ready_file.exists()  # type: ignore[union-attr]
+            ]  # fmt: skip
+            for child in ended:
+                if child.poll() == MISTAKE:
+                    raise UserError(str(child.failed()))
+                self._count_loss(child.program.name, f"it ended with exit code {child.poll()}")
+        for name, where in lost.items() if self._launcher is None else ():
+            with suppress(ProtocolError, UserError, *LOST):  # else it answers again: it was the network
+                self._client(name, where).status(retry=False)
+                with self._changed:
+                    self._dead.pop(name, None)
 
     def _look_at(self, engine: EngineProcess) -> None:
         how = "it does not answer"
@@ -273,7 +311,7 @@ class Fleet:
             with self._changed:
                 joining = self._joining.get(engine.name) is engine
             if joining:
-                engine.give_up(reason)  # whoever has it load the weights then does without it
+                engine.give_up(reason)  # ends the call by which it loads
             else:
                 with suppress(UserError):  # raised to whoever asks for an engine
                     self.lost(engine, reason)
@@ -292,7 +330,7 @@ class Fleet:
         """End the launched engines."""
         self._closing.set()
         self._forget_group()
-        for engine in self._engines.values():
+        for engine in self._ready():
             engine.client.close()
         if self._launcher is not None:
             self._launcher.__exit__(None, None, None)
@@ -318,6 +356,14 @@ class Fleet:
         engine.give_up(reason)
         engine.client.close()
         self._dead[name] = engine.where
+        self._count_loss(name, reason)
+
+    def _count_loss(self, name: str, reason: object) -> None:
+        """Start a launched engine again.
+
+        Raises:
+            UserError: it was lost too often at one version of the weights.
+        """
         self._restarts[name] += 1
         self._losses += 1
         log.warning("engine %s is lost: %s", name, reason)
@@ -342,14 +388,20 @@ class Fleet:
                     found.append((path.stem, where))
         return found
 
-    def _wait_for_new(self) -> None:
+    def _wait_for_one(self) -> None:
+        """Wait until an engine can be asked.
+
+        Raises:
+            UserError: none is ready in time, or one failed too often.
+        """
         deadline = time.monotonic() + self._config.ready_timeout_s
-        while not self._new() and not self._engines:
+        while not self._ready():
             if self.abandoned.is_set():
                 raise Abandoned
             if self._broken is not None:
                 raise self._broken
-            self._require_children()
+            if self._joining:
+                deadline = time.monotonic() + self._config.ready_timeout_s  # how long it may load is watched
             if time.monotonic() > deadline:
                 raise UserError(
                     f"no engine was ready within generation.engines.ready_timeout_s={self._config.ready_timeout_s:g}: "
@@ -365,55 +417,3 @@ class Fleet:
             f"start {ACTOR_PYTHON} servers/serve_engine.py --config-dir={self._folder} --config-name={CONFIG} server.port=0 "
             f"server.ready_file={self._folder}/NAME.json"
         )
-
-    def _require_children(self) -> None:
-        """
-        Raises:
-            UserError: a launched engine ended before it was ready, for instance for a mistake in its configuration.
-        """
-        for number in range(self._config.count if self._launcher is not None else 0):
-            assert self._launcher is not None
-            child = self._launcher[f"engine-{number}"]
-            if child.poll() is not None and not child.program.ready_file.exists():  # type: ignore[union-attr]
-                raise UserError(str(child.failed()))
-
-
-def describe(
-    folder: Path, model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, *, max_length: int, stop_strings: bool
-) -> None:  # fmt: skip
-    """Write ``<folder>/this_run.yaml``, the configuration of every engine of a run."""
-    content = {
-        "run": {"seed": run.seed, "device": run.device, "num_threads": config.engines.threads or run.num_threads},
-        "model": _part(ModelConfig, model),
-        "generation": _part(GenerationConfig, config),
-        "sequences": {"max_length": max_length, "stop_strings": stop_strings},
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / f"{CONFIG}.yaml", config_file("engine", content).encode())
-
-
-def _part(schema: type[Any], given: Any) -> dict[str, Any]:
-    """The fields of ``schema`` in an instance of a class that extends it."""
-    return {name: value for name, value in asdict(given).items() if name in {each.name for each in fields(schema)}}
-
-
-def devices_beside(ranks: int, visible: Sequence[str], engines: int, size: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each engine, which gets ``size`` of the GPUs that this host's first ``ranks`` leave.
-
-    Raises:
-        UserError: they are too few.
-    """
-    if len(visible) < (needed := ranks + engines * size):
-        raise UserError(
-            f"generation.engines.count={engines} with {size} GPUs each beside {ranks} ranks needs {needed} GPUs, this host shows "
-            f"{len(visible)}: start fewer, or start them elsewhere and give generation.engines.launch=false"
-        )
-    return [",".join(visible[first : first + size]) for first in range(ranks, needed, size)]
-
-
-def _program(name: str, folder: Path, devices: str) -> Program:
-    ready = folder / f"{name}.json"
-    words = [f"--config-dir={folder}", f"--config-name={CONFIG}", "server.port=0", f"server.ready_file={ready}"]
-    argv = [str(ACTOR_PYTHON), str(ROOT / "servers" / "serve_engine.py"), *words]
-    env = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
-    return Program(name, argv, env, folder=Path.cwd(), ready_file=ready)

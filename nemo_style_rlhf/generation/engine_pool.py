@@ -80,12 +80,13 @@ class EnginePool:
                 samples = engine.call(
                     partial(engine.client.generate, requests, lease=self._fleet.lease, version=version)
                 )
-                self._fleet.release(engine)
                 with self._counting:
                     self._tokens += sum(len(each.token_ids) for each in samples)
                 return samples
             except LOST as error:
                 self._fleet.lost(engine, error)
+            finally:
+                self._fleet.release(engine)
 
     def close(self) -> None:
         self._calls.shutdown(wait=False, cancel_futures=True)

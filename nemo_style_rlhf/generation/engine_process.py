@@ -70,7 +70,8 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
             bytes_in_flight=in_flight,
         )
         host = _reached(config.server.host)
-        where = json.dumps({"host": host, "port": door.port, "pid": os.getpid(), "boot_id": boot_id}).encode()
+        named = {"host": host, "hostname": socket.gethostname()}
+        where = json.dumps(named | {"port": door.port, "pid": os.getpid(), "boot_id": boot_id}).encode()
         if ready_file is not None:
             ready_file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(ready_file, where)

@@ -71,6 +71,8 @@ class EngineService:
         self._room = 0
         """Bytes that they may have."""
         self._held: WholeVersion | None = None
+        self._gap = 0.0
+        """The gap on the probe of the weights that are held."""
         self._keeps_bits: bool | None = None
 
     def handle(self, endpoint: str, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -233,6 +235,10 @@ class EngineService:
 
         def load() -> dict[str, Any]:
             self._require(content["lease"])
+            if (
+                self._held is not None and self._held.digest == content["digest"]
+            ):  # the answer was lost, or not waited for
+                return {"gap": self._gap, "keeps_bits": self._keeps_bits}
             if self._calls:
                 raise ProtocolError(Code.CONFLICT, f"{self._generator.running} requests are running")
             update = self._published(Path(content["folder"]), content["digest"])
@@ -240,7 +246,7 @@ class EngineService:
             gap = self._generator.load(update)
             if self._keeps_bits is None:
                 self._keeps_bits = keeps_bits(self._generator, update.probe.sequences, update.version)
-            self._held = update
+            self._held, self._gap = update, gap
             return {"gap": gap, "keeps_bits": self._keeps_bits}
 
         try:
@@ -265,8 +271,10 @@ class EngineService:
             ProtocolError: NOT_FOUND: neither.
         """
         if self._sent:
-            sent, self._sent = self._sent, {}
-            return SentWeights.of(sent)
+            files, self._sent = self._sent, {}
+            if (sent := SentWeights.of(files)).digest != digest:
+                raise TransferError(f"weights with digest {sent.digest:.12} were sent, {digest:.12} are to be loaded")
+            return sent
         with contextlib.suppress(TransferError):
             if (stored := StoredWeights.open(folder)).digest == digest:
                 return stored

@@ -1,5 +1,6 @@
 """Chooses the generator. No other module knows which generators exist."""
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,9 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers import GenerationConfig as HFGenerationConfig
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation.engine_fleet import Fleet, describe, devices_beside
+from nemo_style_rlhf.generation.engine_fleet import Fleet
 from nemo_style_rlhf.generation.engine_pool import GROUP, EnginePool
+from nemo_style_rlhf.generation.engine_programs import describe, devices_beside
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
@@ -21,6 +23,7 @@ from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig, TrainingGenerationConfig
 
+log = logging.getLogger(__name__)
 CALLS_AHEAD = 2
 """Times as many requests are with an engine as it decodes at a time, so that it never waits for the next."""
 
@@ -58,6 +61,10 @@ def make_engine_pool(
 ) -> EnginePool:  # fmt: skip
     """A generator that asks engines, which start at once."""
     folder = Path(run.output_dir).resolve() / "engines"
+    if config.engines.weights == "nccl" and not (device.type == "cuda" and torch.distributed.is_nccl_available()):
+        raise UserError("generation.engines.weights=nccl needs GPUs: give gloo, or auto")
+    if config.engines.weights != "auto" and config.engines.tls.ca is not None:
+        log.warning("generation.engines.weights=%s sends weights without TLS", config.engines.weights)
     fleet = Fleet(config.engines, folder, devices=_devices(config) if device.type == "cuda" else ())
     describe(folder, model, config, run, max_length=max_model_len, stop_strings=stop_strings)
     fleet.start()

@@ -2,14 +2,13 @@
 
 import logging
 import os
-import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from nemo_style_rlhf.errors import UserError
@@ -122,10 +121,11 @@ class VLLMGenerator(InProcessGenerator):
 
     def _load_apart(self, bucket: list[tuple[str, Tensor]]) -> None:
         """Have worker processes map the tensors: in a call, each would get a copy through a pipe."""
-        shared = Path("/dev/shm")
-        with tempfile.NamedTemporaryFile(prefix="nsr-bucket-", dir=shared if shared.is_dir() else None) as file:
-            save_file({name: tensor.detach().cpu().clone() for name, tensor in bucket}, file.name)
-            self._llm.collective_rpc(_load_file, args=(file.name, [name for name, _ in bucket]))
+        with open(os.memfd_create("weights"), "wb") as memory:
+            memory.write(save({name: tensor.detach().cpu().clone() for name, tensor in bucket}))
+            memory.flush()
+            path = f"/proc/{os.getpid()}/fd/{memory.fileno()}"
+            self._llm.collective_rpc(_load_file, args=(path, [name for name, _ in bucket]))
 
     def _drop_prefix_cache(self) -> None:
         if not self._engine.reset_prefix_cache():  # vLLM only warns

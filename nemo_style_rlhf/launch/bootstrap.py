@@ -88,7 +88,11 @@ def _device(choice: str) -> torch.device:
             "see all of its GPUs (under Slurm: no --gpus-per-task, and --gpu-bind=none)"
         )
     if found > (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-        log.warning("%d of this node's %d GPUs are used: a rank uses one, so start as many ranks as GPUs", ranks, found)
+        log.warning(
+            "these %d ranks use one each of this node's %d GPUs: start more if nothing else uses the others",
+            ranks,
+            found,
+        )
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device

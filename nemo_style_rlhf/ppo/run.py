@@ -81,6 +81,11 @@ def _clear(config: PPOActorConfig) -> None:
 
 def tiny_run(config: PPOActorConfig) -> PPOActorConfig:
     """A copy of ``config`` for one small PPO step with validation, checkpoint and export, in a separate folder."""
+    engines = config.generation.engines
+    if engines.count and not engines.launch:
+        raise UserError(
+            "--dry-run cannot use engines that somebody else starts for the run: give generation.engines.count=0 too"
+        )
     tiny = copy.deepcopy(config)
     tiny.run.output_dir = str(Path(config.run.output_dir) / "dry_run")
     tiny.algorithm.max_steps = 1

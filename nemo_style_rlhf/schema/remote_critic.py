@@ -42,6 +42,8 @@ class Peer:
     """Section of the actor's configuration about the server."""
     arguments: str
     """Arguments that the script requires."""
+    address: str = ""
+    """Where the actor gets its address from; empty: ``host`` and ``port`` of the section."""
 
     def command(self, port: int) -> str:
         """The command that starts the server, in the repository's folder."""

@@ -231,7 +231,7 @@ class Connection:
 
     @property
     def _address_keys(self) -> str:
-        return f"{self._peer.section}.host and {self._peer.section}.port"
+        return self._peer.address or f"{self._peer.section}.host and {self._peer.section}.port"
 
     def _session(self) -> requests.Session:
         if not hasattr(self._threads, "session"):

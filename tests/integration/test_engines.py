@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -293,7 +292,7 @@ DAMAGES: list[tuple[Callable[[Path, Path], None], str]] = [
 ]
 
 
-def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_process, policy, tmp_path):
+def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_process, policy, tmp_path, monkeypatch):
     """An engine that did not get its weights whole must not sample any more: it says why and ends with 1. Started again, it
     loads the whole version, and samples as ever. Two damages at a time, one in a folder, one in what is sent; then engines of
     other models."""
@@ -319,8 +318,9 @@ def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_p
             damaged = tmp_path / f"{damage.__name__}_{number}"
             shutil.copytree(whole.folder, damaged)
             damage(damaged, older.folder)
-            sent = {"digest": "of a folder that only another host has"} if number else {}
-            refused(engine, replace(StoredWeights.open(damaged), **sent), reason)
+            monkeypatch.chdir(tmp_path)
+            seen = damaged if number == 0 else Path(damaged.name)  # which is no folder where the engine runs
+            refused(engine, StoredWeights.open(seen), reason)
         for number in range(2):
             assert launcher[f"engine-{number}"].wait(15) == 1
             launcher.restart(f"engine-{number}")

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation.engine_client import EngineClient
-from nemo_style_rlhf.generation.engine_fleet import EngineProcess, devices_beside
+from nemo_style_rlhf.generation.engine_client import EngineClient, EngineProcess
+from nemo_style_rlhf.generation.engine_programs import devices_beside
 from nemo_style_rlhf.transport.connection import ServerUnreachable
 
 

@@ -205,8 +205,9 @@ def test_no_weights_are_loaded_while_requests_run(engine: Engine, tmp_path: Path
         call = pool.submit(engine.generate, (ENDLESS,))
         while engine.ask("engine_status")["running"] == 0:
             pass
+        assert engine.load(engine.published.folder)["gap"] == 0.0  # the weights that it holds
         with pytest.raises(ProtocolError, match="1 requests are running") as refused:
-            engine.load(engine.published.folder)
+            engine.load(engine.published.folder, digest="another")
         assert refused.value.code is Code.CONFLICT and not engine.service.failed.is_set()
         engine.end.set()
         with pytest.raises(ProtocolError):
@@ -215,8 +216,9 @@ def test_no_weights_are_loaded_while_requests_run(engine: Engine, tmp_path: Path
 
 def test_damaged_weights_end_the_engine(engine: Engine, tmp_path: Path) -> None:
     (engine.published.folder / "part_00000.safetensors").write_bytes(b"")
+    engine.ask("engine_acquire", lease="another", shapes={"weight": [2]})
     with pytest.raises(ProtocolError, match="incomplete or damaged") as refused:
-        engine.load(engine.published.folder)
+        engine.load(engine.published.folder, lease="another")
     assert refused.value.code is Code.INTERNAL
     engine.thread.join(10)
     assert engine.service.failed.is_set() and not engine.thread.is_alive()
@@ -224,11 +226,11 @@ def test_damaged_weights_end_the_engine(engine: Engine, tmp_path: Path) -> None:
         engine.generate((1,))
 
 
-@pytest.mark.parametrize("digest", [None, "another"])
-def test_weights_that_are_not_there_are_asked_for_and_cost_nothing(engine: Engine, digest: str | None) -> None:
-    folder = engine.published.folder if digest else Path("/nowhere")
+@pytest.mark.parametrize("there", [False, True])
+def test_weights_that_are_not_there_are_asked_for_and_cost_nothing(engine: Engine, there: bool) -> None:
+    folder = engine.published.folder if there else Path("/nowhere")
     with pytest.raises(ProtocolError, match="they must be sent") as refused:
-        engine.load(folder, digest=digest)
+        engine.load(folder, digest="another")
     assert refused.value.code is Code.NOT_FOUND
     assert engine.generate((1,)) == [[2]]
 
@@ -242,14 +244,27 @@ def test_weights_are_sent_in_pieces_of_any_size_and_pieces_may_come_again(engine
             engine.send(path.name, content[start : start + 7], lease="another", offset=start)
     assert engine.load(Path("/nowhere"), lease="another") == {"gap": 0.0, "keeps_bits": True}
     assert engine.generate((1,), lease="another") == [[2]]
-    with pytest.raises(ProtocolError, match="they must be sent"):  # they are kept in memory no longer than needed
-        engine.load(Path("/nowhere"), lease="another")
+    assert engine.load(Path("/nowhere"), lease="another") == {
+        "gap": 0.0,
+        "keeps_bits": True,
+    }  # asked again: the answer was lost
+    engine.ask("engine_acquire", lease="a third", shapes={"weight": [2]})
+    with pytest.raises(ProtocolError, match="they must be sent"):  # they were kept in memory no longer than needed
+        engine.load(Path("/nowhere"), lease="a third")
+
+
+def test_another_version_than_the_one_that_was_sent_is_not_loaded(engine: Engine) -> None:
+    for path in engine.published.files:
+        engine.send(path.name, path.read_bytes())
+    with pytest.raises(ProtocolError, match="were sent, another are to be loaded"):
+        engine.load(Path("/nowhere"), digest="another")
 
 
 def test_a_version_that_was_sent_in_part_ends_the_engine(engine: Engine) -> None:
-    engine.send("manifest.json", (engine.published.folder / "manifest.json").read_bytes())
+    engine.ask("engine_acquire", lease="another", shapes={"weight": [2]})
+    engine.send("manifest.json", (engine.published.folder / "manifest.json").read_bytes(), lease="another")
     with pytest.raises(ProtocolError, match=r"incomplete or damaged: 'part_00000.safetensors'"):
-        engine.load(Path("/nowhere"))
+        engine.load(Path("/nowhere"), lease="another")
     engine.thread.join(10)
     assert engine.service.failed.is_set()
 
@@ -271,7 +286,6 @@ def test_weights_are_received_in_a_group_which_goes_on(engine: Engine, tmp_path:
                 group.send(path)
             call.result(10)
         assert engine.load(Path("/nowhere"), lease=lease) == {"gap": 0.0, "keeps_bits": True}
-    assert groups.meet(GROUP, 0, 2, "gloo") is group
 
 
 def test_a_group_that_does_not_meet_costs_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +294,8 @@ def test_a_group_that_does_not_meet_costs_nothing(engine: Engine, monkeypatch: p
         receive(engine)
     assert refused.value.code is Code.CONFLICT
     assert engine.generate((1,)) == [[2]]
-    assert engine.load(engine.published.folder) == {"gap": 0.0, "keeps_bits": True}
+    engine.ask("engine_acquire", lease="another", shapes={"weight": [2]})
+    assert engine.load(engine.published.folder, lease="another") == {"gap": 0.0, "keeps_bits": True}
 
 
 @pytest.mark.parametrize(
