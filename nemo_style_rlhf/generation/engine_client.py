@@ -79,7 +79,8 @@ class EngineClient:
         Args:
             shapes: the tensors that every version of the weights holds.
         """
-        self._connection.boot_id = self.status().boot_id
+        if self._connection.boot_id is None:
+            self._connection.boot_id = self.status().boot_id
         self._ask(messages.ACQUIRE, lease=lease, shapes=shapes)
 
     def load(self, lease: str, published: StoredWeights) -> tuple[float, bool]:

@@ -121,7 +121,7 @@ def test_a_second_one_is_refused_before_it_touches_anything(
         each.suspend()
     before = contents(tmp_path / "run")
     second = start(kind)
-    assert second.wait(60) == 2, second.output()
+    assert second.wait(120) == 2, second.output()
     (sentence,) = [line for line in second.output().splitlines() if "error: " in line]
     assert f"run.output_dir={tmp_path / 'run'} is in use by another {role} (process {first.pid} on " in sentence
     assert contents(tmp_path / "run") == before
