@@ -33,4 +33,4 @@ def test_idle_gpus_are_named(gpus: None, monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     with caplog.at_level(logging.WARNING):
         bootstrap._device("auto")
-    assert "1 of this node's 2 GPUs are used" in caplog.text
+    assert "these 1 ranks use one each of this node's 2 GPUs" in caplog.text
