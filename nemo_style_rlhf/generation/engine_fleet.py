@@ -62,7 +62,7 @@ class Fleet:
         self._joining: dict[str, EngineProcess] = {}
         """Engines that load the weights for the first time."""
         self._closing = threading.Event()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._restarts: Counter[str] = Counter()
         """Losses of each engine at the current version of the weights."""
         self._losses, self._warned = 0, False
@@ -103,7 +103,7 @@ class Fleet:
         Raises:
             UserError: no engine is ready in time, or one failed too often.
         """
-        with self._changed:
+        with self._lock:
             self._published, self._shapes, self.lease = published, shapes, secrets.token_hex(8)
             self._restarts.clear()
         engines = self._ready()
@@ -119,7 +119,7 @@ class Fleet:
         return max(gaps)
 
     def _ready(self) -> list[EngineProcess]:
-        with self._changed:
+        with self._lock:
             return list(self._engines.values())
 
     def _broadcast(self, engines: Sequence[EngineProcess], pool: ThreadPoolExecutor) -> None:
@@ -168,7 +168,7 @@ class Fleet:
         while True:
             if self._broken is not None:
                 raise self._broken
-            with self._changed:
+            with self._lock:
                 if self._engines:
                     chosen = min(self._engines.values(), key=lambda engine: (engine.calls, engine.name))
                     chosen.calls += 1
@@ -176,7 +176,7 @@ class Fleet:
             self._wait_for_one()
 
     def release(self, engine: EngineProcess) -> None:
-        with self._changed:
+        with self._lock:
             engine.calls -= 1
 
     def lost(self, engine: EngineProcess, reason: object) -> None:
@@ -185,14 +185,14 @@ class Fleet:
         Raises:
             UserError: it was lost too often at one version of the weights.
         """
-        with self._changed:
+        with self._lock:
             if self._engines.get(engine.name) is engine:  # else another thread has noticed it, too
                 del self._engines[engine.name]
                 self._give_up(engine, reason)
 
     def _look(self) -> None:
         """Let engines join that have become ready, each in a thread of its own."""
-        with self._changed:
+        with self._lock:
             if self._published is None or len(self._engines) + len(self._joining) >= self._config.count:
                 return
             new = []
@@ -216,12 +216,12 @@ class Fleet:
         except Exception as error:  # noqa: BLE001 raised to whoever asks for an engine
             self._broken = self._broken or error
         finally:
-            with self._changed:
+            with self._lock:
                 del self._joining[engine.name]
 
     def _joined(self, engine: EngineProcess) -> bool:
         """Whether it can be asked, or was given up; else newer weights have come while it loaded."""
-        with self._changed:
+        with self._lock:
             lease, published = self.lease, self._published
         try:
             failure = self._load(engine, lease, published)
@@ -231,7 +231,7 @@ class Fleet:
             if not self._ready():
                 raise
             failure = error  # a wrong token or certificate: it is no reason to end what goes on without it
-        with self._changed:
+        with self._lock:
             if failure is not None:
                 self._give_up(engine, failure)
             elif self.lease == lease:
@@ -268,20 +268,20 @@ class Fleet:
                     continue
                 looked = time.monotonic()
                 self._start_again()
-                with self._changed:
+                with self._lock:
                     engines = [*self._engines.values(), *self._joining.values()]
                 for engine in engines:
                     self._look_at(engine)
-            except UserError as error:
+            except Exception as error:  # noqa: BLE001 raised to whoever asks for an engine
                 self._broken = self._broken or error
 
     def _start_again(self) -> None:
         """Start launched engines again that ended before they were ready, and look again at others that were lost.
 
         Raises:
-            UserError: an engine ended for a mistake in its configuration, or too often.
+            UserError: the first engine ended for a mistake in its configuration, or one ended too often.
         """
-        with self._changed:
+        with self._lock:
             lost = {name: where for name, where in self._dead.items() if name not in self._engines}
             ended = [
                 child for number in range(self._config.count if self._launcher is not None else 0)
@@ -289,13 +289,13 @@ class Fleet:
                 and not child.program.ready_file.exists()  # type: ignore[union-attr]
             ]  # fmt: skip
             for child in ended:
-                if child.poll() == MISTAKE:
+                if child.poll() == MISTAKE and not self._engines:
                     raise UserError(str(child.failed()))
                 self._count_loss(child.program.name, f"it ended with exit code {child.poll()}")
         for name, where in lost.items() if self._launcher is None else ():
             with suppress(ProtocolError, UserError, *LOST):  # else it answers again: it was the network
                 self._client(name, where).status(retry=False)
-                with self._changed:
+                with self._lock:
                     self._dead.pop(name, None)
 
     def _look_at(self, engine: EngineProcess) -> None:
@@ -308,7 +308,7 @@ class Fleet:
                 engine.steps, engine.advanced = status.steps, time.monotonic()
         if (silent := time.monotonic() - engine.advanced) > self._config.hung_after_s:
             reason = f"{how} for {silent:.0f} s (generation.engines.hung_after_s)"
-            with self._changed:
+            with self._lock:
                 joining = self._joining.get(engine.name) is engine
             if joining:
                 engine.give_up(reason)  # ends the call by which it loads
@@ -320,7 +320,7 @@ class Fleet:
     def metrics(self) -> dict[str, float]:
         """`engines/*` count the engines that can be asked now, how often one was lost, and with generation.engines.weights those
         that received the last weights at once; `kv_cache_share` is that of the engine that used most of its cache."""
-        with self._changed:
+        with self._lock:
             shares = [engine.cache_share for engine in self._engines.values()]
         counts = {"engines/ready": float(len(shares)), "engines/lost": float(self._losses)}
         counts["engines/kv_cache_share"] = max(shares, default=0.0)

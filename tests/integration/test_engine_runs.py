@@ -7,6 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nemo_style_rlhf.launch.interrupt import weights_in_memory
@@ -46,7 +47,23 @@ def in_process(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 def test_it_learns_the_same_with_engines(inputs, in_process, tmp_path) -> None:
-    run_pair(tmp_path, ppo_runs.server_overrides(inputs), overrides(inputs, 3))
+    """One of them is killed while it starts."""
+    critic, port = start_server(tmp_path / "critic", *ppo_runs.server_overrides(inputs))
+    actor = start_actor(tmp_path / "actor", port, *overrides(inputs, 3))
+    try:
+        ready = tmp_path / "actor" / "engines" / "engine-2.json"
+        words = f"server.ready_file={ready}"
+        while not (
+            starting := [each for each in psutil.process_iter(["cmdline"]) if words in (each.info["cmdline"] or [])]
+        ):
+            assert actor.poll() is None, actor.output()
+        starting[0].kill()
+        assert not ready.exists()
+        assert actor.wait(240) == 0, actor.output()
+    finally:
+        actor.kill()
+        assert critic.terminate() == 0
+    assert "engine engine-2 is lost: it ended with exit code -9" in actor.output()
     assert result(tmp_path) == in_process
     manifest = next((tmp_path / "actor" / "checkpoints").glob("*/manifest.json"))
     assert not weights_in_memory(json.loads(manifest.read_text())["run_id"]).exists()
