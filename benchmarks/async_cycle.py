@@ -26,7 +26,7 @@ from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program, trainer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=sorted(DTYPES), default="19m", help="see benchmarks/models.py")
+    add_sizes(parser)
     parser.add_argument("--rewards", choices=["latency", "long_tail"], default="latency", help="see slow_rewards.py")
     parser.add_argument(
         "--staleness", type=int, nargs="+", default=[0, 1], help="0 comes first: it is what others are compared with"
@@ -34,10 +34,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each staleness, in turn")
     parser.add_argument("--steps", type=int, default=8, help="counted steps of a run")
     parser.add_argument("--warmup", type=int, default=3, help="first steps of a run, which do not count")
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--response-length", type=int, default=48)
-    parser.add_argument("--ppo-epochs", type=int, default=1, help="more of them make training longer")
-    parser.add_argument("--work-dir", type=Path, default=ROOT / "outputs" / "benchmarks")
     arguments = parser.parse_args()
     make_models(arguments)
     rows: dict[int, list[dict[str, float]]] = {staleness: [] for staleness in arguments.staleness}
@@ -66,6 +62,15 @@ def training_of(row: dict[str, float]) -> float:
 
 def waiting_of(row: dict[str, float]) -> float:
     return row["timers/wait_for_rollout"] + row["timers/wait_for_scores"]
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that :func:`overrides` takes."""
+    parser.add_argument("--model", choices=sorted(DTYPES), default="19m", help="see benchmarks/models.py")
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--response-length", type=int, default=48)
+    parser.add_argument("--ppo-epochs", type=int, default=1, help="more of them make training longer")
+    parser.add_argument("--work-dir", type=Path, default=ROOT / "outputs" / "benchmarks")
 
 
 def median(rows: list[dict[str, float]], of: Any) -> float:

@@ -26,12 +26,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from pathlib import Path
 from unittest import mock
 
-from async_cycle import cores, median, overrides, run_beside_engine
-from ppo_step import DTYPES, make_models
-from processes import ROOT
+from async_cycle import add_sizes, cores, median, overrides, run_beside_engine
+from ppo_step import make_models
 from report import table
 
 from nemo_style_rlhf.generation.engine_client import EngineClient
@@ -47,7 +45,7 @@ from nemo_style_rlhf.transport.connection import LeaseLost
 from nemo_style_rlhf.transport.secret import own_token_made
 
 NOTHING, OTHER, PRODUCER = COMPANIONS = ("nothing", "an engine that samples for another process", "the producer")
-"""What goes on beside the updates of steps 3, 6, ..., of steps 1, 4, ... and of steps 2, 5, ..."""
+"""Step k trains beside the companion number k modulo 3."""
 HIGHEST = 1.05
 """Seconds of an update beside the producer, as a multiple of those beside the other process: at most this."""
 AT_ONCE_S = 0.05
@@ -56,14 +54,10 @@ AT_ONCE_S = 0.05
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=sorted(DTYPES), default="19m", help="see benchmarks/models.py")
+    add_sizes(parser)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--rounds", type=int, default=12, help="counted steps beside each companion, in turn")
     parser.add_argument("--warmup", type=int, default=3, help="first steps, which do not count")
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--response-length", type=int, default=48)
-    parser.add_argument("--ppo-epochs", type=int, default=1, help="more of them make the update longer")
-    parser.add_argument("--work-dir", type=Path, default=ROOT / "outputs" / "benchmarks")
     parser.add_argument("--train", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:

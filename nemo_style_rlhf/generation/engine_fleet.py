@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation.broadcast import PREFIX, Groups
+from nemo_style_rlhf.generation.engine_broadcast import Broadcast
 from nemo_style_rlhf.generation.engine_client import EngineClient, EngineProcess
 from nemo_style_rlhf.generation.engine_programs import CONFIG, program
 from nemo_style_rlhf.generation.weight_store import StoredWeights
+from nemo_style_rlhf.launch.entry import USER_ERROR_EXIT
 from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON
 from nemo_style_rlhf.schema.common import TokenConfig
@@ -36,8 +37,6 @@ LOST = (ServerUnreachable, ServerRestarted)
 POLL_S = 0.2
 WATCH_S = 2.0
 """How often an engine is asked how it is."""
-MISTAKE = 2
-"""Exit code of an engine whose configuration is wrong, or that found no room."""
 RETRIES = 1
 """Attempts of a request after the first: another engine can do it, too."""
 
@@ -72,13 +71,7 @@ class Fleet:
         """Why there will be no more engines."""
         self._published: StoredWeights | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._groups, self._group_name = Groups(folder), ""
-        self._members: list[dict[str, Any]] = []
-        """Ready files of the engines of the group in which weights are sent to all at once."""
-        self._unreached: list[dict[str, Any]] = []
-        """Those of engines among which such a group failed."""
-        self._reached = 0
-        """Number of engines that received the last weights in a group."""
+        self._broadcast = None if config.weights == "auto" else Broadcast(folder, config.weights)
         self.abandoned = threading.Event()
         """While it is set, nobody waits for an engine that starts."""
         self.lease = ""
@@ -108,8 +101,8 @@ class Fleet:
             self._restarts.clear()
         engines = self._ready()
         with ThreadPoolExecutor(len(engines) or 1) as pool:
-            if self._config.weights != "auto" and engines:
-                self._broadcast(engines, pool)
+            if self._broadcast is not None and engines:
+                self._broadcast.send(engines, published, lease=self.lease, shapes=shapes, pool=pool)
             load = partial(self._load, lease=self.lease, published=published)
             for engine, failure in zip(engines, pool.map(load, engines)):
                 if failure is not None:
@@ -121,43 +114,6 @@ class Fleet:
     def _ready(self) -> list[EngineProcess]:
         with self._lock:
             return list(self._engines.values())
-
-    def _broadcast(self, engines: Sequence[EngineProcess], pool: ThreadPoolExecutor) -> None:
-        """Send the published weights to all engines at once. An engine that does not get them so is sent them when it loads."""
-        published, lease, size = self._published, self.lease, len(engines) + 1
-        assert published is not None
-        members, self._reached = [engine.where for engine in engines], 0
-        if members == self._unreached:
-            return
-        if members != self._members:
-            self._forget_group()
-            self._members, self._group_name = members, PREFIX + secrets.token_hex(8)
-        name = self._group_name
-
-        def receive(rank: int, engine: EngineProcess) -> None:
-            engine.client.acquire(lease, self._shapes)
-            engine.client.receive(lease, published, group=name, rank=rank, size=size, backend=self._config.weights)
-
-        calls = [pool.submit(engine.call, partial(receive, rank, engine)) for rank, engine in enumerate(engines, 1)]
-        try:
-            group = self._groups.meet(name, 0, size, self._config.weights)
-            for path in published.files:
-                group.send(path)
-        except RuntimeError as error:
-            log.warning("the weights were not sent to all engines at once: %s", error)
-        self._reached = sum(call.exception() is None for call in calls)
-        if self._reached < size - 1:
-            log.warning(
-                "these engines are sent weights one by one from now on, as long as no other joins and none is lost"
-            )
-            self._forget_group()
-            self._unreached = members
-
-    def _forget_group(self) -> None:
-        self._groups.forget()
-        self._members = []
-        for meeting in self._folder.glob(f"{PREFIX}*"):
-            meeting.unlink(missing_ok=True)
 
     def engine(self) -> EngineProcess:
         """The engine with the fewest calls under way; call :meth:`release` or :meth:`lost` afterwards.
@@ -289,7 +245,7 @@ class Fleet:
                 and not child.program.ready_file.exists()  # type: ignore[union-attr]
             ]  # fmt: skip
             for child in ended:
-                if child.poll() == MISTAKE and not self._engines:
+                if child.poll() == USER_ERROR_EXIT and not self._engines:
                     raise UserError(str(child.failed()))
                 self._count_loss(child.program.name, f"it ended with exit code {child.poll()}")
         for name, where in lost.items() if self._launcher is None else ():
@@ -324,12 +280,15 @@ class Fleet:
             shares = [engine.cache_share for engine in self._engines.values()]
         counts = {"engines/ready": float(len(shares)), "engines/lost": float(self._losses)}
         counts["engines/kv_cache_share"] = max(shares, default=0.0)
-        return counts if self._config.weights == "auto" else counts | {"engines/received_at_once": float(self._reached)}
+        if self._broadcast is not None:
+            counts["engines/received_at_once"] = float(self._broadcast.reached)
+        return counts
 
     def close(self) -> None:
         """End the launched engines."""
         self._closing.set()
-        self._forget_group()
+        if self._broadcast is not None:
+            self._broadcast.close()
         for engine in self._ready():
             engine.client.close()
         if self._launcher is not None:

@@ -1,4 +1,4 @@
-"""What vLLM's worker processes import: where one engine has several devices, there is one for each of them."""
+"""vLLM's worker processes import this module. An engine of several devices has a worker for each."""
 
 import torch
 

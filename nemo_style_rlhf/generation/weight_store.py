@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class _Written:
 
 
 @dataclass
-class WholeVersion:
+class WholeVersion(ABC):
     """A :class:`WeightUpdate` from the files of a version, wherever they are."""
 
     version: int
@@ -127,9 +128,9 @@ class WholeVersion:
             except (OSError, SafetensorError, KeyError) as error:
                 raise TransferError(f"weights version {self.version} is incomplete or damaged: {error}") from error
 
+    @abstractmethod
     def _read(self, name: str) -> dict[str, Tensor]:
         """The tensors of a file."""
-        raise NotImplementedError
 
 
 @dataclass
@@ -145,7 +146,7 @@ class StoredWeights(WholeVersion):
             TransferError: the folder holds no whole version.
         """
         try:
-            return StoredWeights(*_described((folder / MANIFEST).read_bytes()), folder)
+            return StoredWeights(*_fields((folder / MANIFEST).read_bytes()), folder)
         except (OSError, ValueError, TransferError) as error:
             raise TransferError(f"{folder} holds no whole version of the weights ({error})") from error
 
@@ -170,13 +171,13 @@ class SentWeights(WholeVersion):
         Raises:
             TransferError: no manifest is among them.
         """
-        return SentWeights(*_described(bytes(files.pop(MANIFEST, b""))), files)
+        return SentWeights(*_fields(bytes(files.pop(MANIFEST, b""))), files)
 
     def _read(self, name: str) -> dict[str, Tensor]:
         return load(bytes(self.files.pop(name)))
 
 
-def _described(manifest: bytes) -> tuple[int, str, ProbeTarget, tuple[tuple[str, ...], ...]]:
+def _fields(manifest: bytes) -> tuple[int, str, ProbeTarget, tuple[tuple[str, ...], ...]]:
     """The fields of a :class:`WholeVersion`."""
     try:
         content = json.loads(manifest)

@@ -67,6 +67,7 @@ def serve(
         group.dismiss()
     else:
         group.follow()
+    dist.destroy_process_group()  # else its threads may outlive it while Python ends, which aborts the process
     outcome.put((rank, seen, answers))
 
 

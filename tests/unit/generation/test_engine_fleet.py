@@ -1,4 +1,4 @@
-"""What a fleet knows without an engine: devices, and calls that nobody waits for any more. Real engines: tests/integration."""
+"""A fleet deals out devices, and waits for no call to an engine that it gave up. tests/integration has real engines."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
