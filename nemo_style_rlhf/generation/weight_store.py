@@ -87,9 +87,8 @@ class _Written:
         for number, bucket in enumerate(self._update.buckets()):
             names.append([name for name, _ in bucket])
             with storage_errors(folder):
-                # Copies, because safetensors refuses tensors that share memory, as tied weights do.
                 path = folder / part_name(number)
-                save_file({name: _copy(tensor) for name, tensor in bucket}, path)
+                save_file(_separate(bucket), path)
                 os.chmod(path, 0o600)
             yield bucket
         self.digest = self._update.digest
@@ -195,8 +194,18 @@ def _fields(manifest: bytes) -> tuple[int, str, ProbeTarget, tuple[tuple[str, ..
         raise TransferError(f"{MANIFEST} describes no version of the weights ({error})") from error
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+def _separate(bucket: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of a bucket on the CPU, contiguous; safetensors refuses tensors that share memory, as tied weights do, so the
+    second of two is copied.
+    """
+    tensors: dict[str, Tensor] = {}
+    addresses = set()
+    for name, tensor in bucket:
+        tensors[name] = tensor.detach().cpu().contiguous()
+        if tensors[name].data_ptr() in addresses:
+            tensors[name] = tensors[name].clone()
+        addresses.add(tensors[name].data_ptr())
+    return tensors
 
 
 def part_name(number: int) -> str:
