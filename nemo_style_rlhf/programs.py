@@ -24,6 +24,7 @@ from nemo_style_rlhf.schema.local import PPOLocalConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
+from nemo_style_rlhf.schema.try_reward import TryRewardConfig
 
 
 @entry_point(PPOCriticConfig, config_name="ppo_critic")
@@ -167,6 +168,14 @@ def inspect_data(config: InspectDataConfig) -> None:
     from nemo_style_rlhf.supervised.inspection import inspect_data
 
     inspect_data(config)
+
+
+@entry_point(TryRewardConfig, config_name="try_reward")
+def try_reward(config: TryRewardConfig) -> None:
+    """A reward on a file of responses."""
+    from nemo_style_rlhf.evaluation.try_reward import try_reward
+
+    raise SystemExit(0 if try_reward(config) else 1)
 
 
 @entry_point(PlanConfig, config_name="plan")

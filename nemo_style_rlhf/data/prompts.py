@@ -30,7 +30,7 @@ class Prompt:
     label: str | None = None
     """Reference answer for reward functions."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The other fields of the row."""
+    """The other fields of the row, and the label's as the row holds it; reward functions get them by name."""
     sampling: SamplingOverrides = NO_OVERRIDES
 
 
@@ -127,7 +127,7 @@ def _label(record: Record, config: PromptRowsConfig) -> str | None:
 
 
 def _metadata(record: Record, config: PromptRowsConfig) -> dict[str, Any]:
-    used = {config.key, config.input_key, config.label_key, config.sampling_key}
+    used = {config.key, config.input_key, config.sampling_key}
     if config.format == "hh":
         used.add("rejected")
     return {key: value for key, value in record.fields.items() if key not in used}

@@ -23,6 +23,7 @@ from nemo_style_rlhf.evaluation.scoring import build_scorer, score
 from nemo_style_rlhf.evaluation.summary import CheckpointSummary, summarize
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
+from nemo_style_rlhf.scoring.contract import columns
 
 log = logging.getLogger(__name__)
 DRY_RUN_PROMPTS = 2
@@ -38,7 +39,7 @@ def evaluate(config: EvaluationConfig) -> list[CheckpointSummary]:
     if config.run.dry_run:
         config = _tiny(config)
     prompts = prompts_of(config)
-    scorer = build_scorer(config, device)
+    scorer = build_scorer(config, device, columns(prompt.metadata for each in prompts.values() for prompt in each))
     samples = _sample(config, prompts)
     if scorer is not None:
         with closing(scorer):

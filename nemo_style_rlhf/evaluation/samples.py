@@ -1,6 +1,7 @@
 """Samples of an evaluation, and the file that holds them."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ class Sample:
     finish_reason: str
     """``stop`` or ``length`` (truncated)."""
     label: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The other fields of the prompt's row, for reward functions."""
     score: float | None = None
     """None if no source gives scores, or the sources failed on this sample."""
     extra: dict[str, float] = field(default_factory=dict)

@@ -91,5 +91,6 @@ def _sample(
         length=len(token_ids),
         finish_reason=completion.finish_reason,
         label=prompt.label,
+        metadata=prompt.metadata,
         token_ids=(*prompt.token_ids, *token_ids),
     )

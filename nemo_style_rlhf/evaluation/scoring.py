@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -21,8 +21,11 @@ GROUP = 32
 """Samples per call of a source."""
 
 
-def build_scorer(config: EvaluationConfig, device: torch.device) -> Scorer | None:
+def build_scorer(config: EvaluationConfig, device: torch.device, columns: Collection[str] = ()) -> Scorer | None:
     """A scorer of the configured sources; None if no source is in use.
+
+    Args:
+        columns: names of the further fields of the prompts' rows.
 
     Raises:
         UserError: a reward model or a function cannot be loaded.
@@ -30,7 +33,7 @@ def build_scorer(config: EvaluationConfig, device: torch.device) -> Scorer | Non
     model, function = config.reward.model, config.reward.function
     sources: dict[str, tuple[Scorer, float]] = {}
     if function.path and function.weight != 0:  # first, since it runs in other processes
-        sources["function"] = FunctionScorer(function), function.weight
+        sources["function"] = FunctionScorer(function, columns), function.weight
     if model.path and model.weight != 0:
         rendered_by = [checkpoint.path for checkpoint in config.parsed_checkpoints if config.data.format == "messages"]
         scorer = RewardModelScorer(
@@ -43,11 +46,12 @@ def build_scorer(config: EvaluationConfig, device: torch.device) -> Scorer | Non
 def score(samples: Sequence[Sample], scorer: Scorer) -> None:
     """Set ``score`` and ``extra`` of each sample.
 
-    Every text is scored once: equal responses must get equal scores, to the last bit, otherwise a tie would look like a win.
+    Every response to a row is scored once: equal ones must get equal scores, to the last bit, otherwise a tie would look like
+    a win.
     """
-    alike: dict[tuple[str, str, str | None], list[Sample]] = {}
+    alike: dict[tuple[int, str, str], list[Sample]] = {}
     for sample in samples:
-        alike.setdefault((sample.prompt, sample.response, sample.label), []).append(sample)
+        alike.setdefault((sample.prompt_id, sample.prompt, sample.response), []).append(sample)
     different = list(alike.values())
     groups = [different[start : start + GROUP] for start in range(0, len(different), GROUP)]
     shown = track(groups, "scoring", console=Console(stderr=True), disable=not sys.stderr.isatty())
@@ -65,4 +69,5 @@ def _assign(group: Sequence[Sequence[Sample]], scores: Scores) -> None:
 
 
 def _scoring_sample(sample: Sample) -> ScoringSample:
-    return ScoringSample.of_texts(torch.tensor(sample.token_ids), sample.prompt, sample.response, sample.label)
+    tokens = torch.tensor(sample.token_ids)
+    return ScoringSample.of_texts(tokens, sample.prompt, sample.response, sample.label, sample.metadata)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,10 @@ from nemo_style_rlhf.rollout.reference import AdaptersOff, FrozenCopy, Reference
 from nemo_style_rlhf.rollout.schedule import Schedule
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
-from nemo_style_rlhf.scoring.endpoints import EndpointScorer
-from nemo_style_rlhf.scoring.function import FunctionScorer
+from nemo_style_rlhf.scoring.contract import columns
 from nemo_style_rlhf.scoring.interface import Scorer
 from nemo_style_rlhf.scoring.remote import RemoteCriticScorer, RewardServerScorer, served_by
+from nemo_style_rlhf.scoring.sources import text_sources
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
@@ -89,7 +90,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     engines, staleness = config.generation.engines.count, config.algorithm.staleness
     ranks = Ranks(tensor_parallel=config.generation.sharing_ranks)
     critic = _meet_critic(config, tokenizer, policy, max_length, ranks, store) if config.uses_critic_process else None
-    scorer = _scorer(config, critic, tokenizer, ranks, store)
+    scorer = _scorer(config, [*prompts, *val_prompts], critic, tokenizer, ranks, store)
     run_id = ranks.from_first(uuid.uuid4().hex[:12] if found is None or whole is not config else found.run_id)
     add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
@@ -272,8 +273,8 @@ def _validate(config: PPOActorConfig, prompts: list[Prompt], producer: Producer,
 
 
 def _scorer(
-    config: PPOActorConfig, critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase, ranks: Ranks,
-    store: CheckpointStore,
+    config: PPOActorConfig, prompts: Sequence[Prompt], critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks, store: CheckpointStore,
 ) -> Scorer:  # fmt: skip
     """The reward sources in use, and the critic's values."""
     reward = config.reward
@@ -292,10 +293,7 @@ def _scorer(
             reward.server, model, prompt_template=config.data.prompt_template, rendered=rendered, rank=ranks.rank
         )
         sources["server"] = server, reward.server.weight
-    if reward.function.weight != 0:
-        sources["function"] = FunctionScorer(reward.function), reward.function.weight
-    if reward.endpoints.weight != 0:
-        sources["endpoints"] = EndpointScorer(reward.endpoints, rank=ranks.rank), reward.endpoints.weight
+    sources |= text_sources(reward, columns(prompt.metadata for prompt in prompts), rank=ranks.rank)
     return CombinedScorer(sources, on_error=reward.on_error)
 
 

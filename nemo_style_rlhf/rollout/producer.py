@@ -240,4 +240,4 @@ def scoring_sample(rollout: Rollout, decode: Decode) -> ScoringSample:
         response = decode(prompt, rollout.response_tokens.tolist())
         return [Message("prompt", rollout.prompt.text), Message("response", response)]
 
-    return ScoringSample(rollout.tokens, rollout.prompt.label, messages)
+    return ScoringSample(rollout.tokens, rollout.prompt.label, messages, rollout.prompt.metadata)

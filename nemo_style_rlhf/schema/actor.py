@@ -143,8 +143,7 @@ class PPOActorConfig:
     @property
     def unread(self) -> tuple[str, ...]:
         """Sections whose files this process does not read."""
-        unused = tuple(f"reward.{name}" for name in ("server", "function") if name not in self.reward.weights)
-        return unused if self.uses_critic_process else (*unused, "remote_critic_rm")
+        return self.reward.unread if self.uses_critic_process else (*self.reward.unread, "remote_critic_rm")
 
     def validate(self) -> None:
         self.engine.validate_with(self.model)

@@ -60,8 +60,8 @@ class FunctionRewardConfig:
     """A Python function `reward_func(queries, prompts, labels)` in a file, called in worker processes.
 
     It gets lists of equal length (queries are prompt and response together) and returns the rewards, or a dict with `rewards`,
-    optionally `scores` (for algorithm.filter) and `extra_logs` (name to one number per sample): OpenRLHF's contract. It may be
-    a coroutine function.
+    optionally `scores` (for algorithm.filter) and `extra_logs` (name to one number per sample, or one for all): OpenRLHF's
+    contract. It may be a coroutine function, and may ask for `completions` (the responses) and for the rows' fields by name.
     """
 
     path: str | None = field(default=None, metadata={CHECK: function_file})
@@ -120,6 +120,11 @@ class RewardConfig:
         """Weight by source, for the sources in use."""
         sources = {name: getattr(self, name).weight for name in ("critic", "server", "function", "endpoints")}
         return {name: weight for name, weight in sources.items() if weight != 0}
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Sources that are not in use, as sections of a configuration whose files nobody reads."""
+        return tuple(f"reward.{name}" for name in ("server", "function") if name not in self.weights)
 
     def validate(self) -> None:
         require_choice("reward.on_error", self.on_error, ("stop", "mask"))

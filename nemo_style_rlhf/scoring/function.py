@@ -2,7 +2,7 @@
 
 import functools
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Future
 from concurrent.futures import TimeoutError as LimitReached
 from pathlib import Path
@@ -13,22 +13,26 @@ from pebble import ProcessExpired, ProcessPool  # type: ignore[import-untyped]
 from nemo_style_rlhf.schema.reward import FunctionRewardConfig
 from nemo_style_rlhf.scoring import worker
 from nemo_style_rlhf.scoring.combined import stacked
-from nemo_style_rlhf.scoring.contract import arguments, read_answer
+from nemo_style_rlhf.scoring.contract import arguments, read_answer, requested
 from nemo_style_rlhf.scoring.futures import caught, gathered
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
 
 class FunctionScorer:
-    def __init__(self, config: FunctionRewardConfig) -> None:
+    def __init__(self, config: FunctionRewardConfig, columns: Collection[str] = ()) -> None:
         """
+        Args:
+            columns: names of the further fields of the rows, which the function may ask for.
+
         Raises:
-            UserError: the file or the function in it is missing or cannot be imported.
+            UserError: the file or the function in it is missing or cannot be imported, or asks for what no row has.
         """
         assert config.path is not None  # FunctionRewardConfig.validate
         self._config = config
         self._function = (str(Path(config.path).resolve()), config.name)
         self._source = f"the reward function {config.name} of {config.path}"
-        worker.load_function(*self._function)  # fail now, not in a worker during the first rollout
+        function = worker.load_function(*self._function)  # fail now, not in a worker during the first rollout
+        self._names = requested(function, columns, self._source)
         self._pool = self._new_pool()
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
@@ -57,7 +61,7 @@ class FunctionScorer:
             self._pool.join()
             self._pool = self._new_pool()
         job = self._pool.schedule(
-            worker.call, args=[*self._function, arguments(samples)], timeout=self._config.timeout_s
+            worker.call, args=[*self._function, arguments(samples, self._names)], timeout=self._config.timeout_s
         )
         scores: Future[Scores] = Future()
         job.add_done_callback(functools.partial(self._finish, scores, len(samples)))

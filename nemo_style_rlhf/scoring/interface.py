@@ -1,10 +1,10 @@
 """Interface of reward sources: samples, scores and the scorer protocol."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,21 +21,28 @@ class Message(NamedTuple):
 class ScoringSample:
     """The data of a sample that a source may look at."""
 
-    def __init__(self, tokens: Tensor, label: str | None, messages: Callable[[], Sequence[Message]]) -> None:
+    def __init__(
+        self, tokens: Tensor, label: str | None, messages: Callable[[], Sequence[Message]],
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             tokens: [L] int64, prompt and response, in the policy's tokenizer.
             messages: the sample as text without special tokens, called by the first source that reads text.
+            metadata: further fields of the prompt's row.
         """
         self.tokens = tokens
         self.label = label
+        self.metadata = metadata or {}
         self._read = messages
 
     @staticmethod
-    def of_texts(tokens: Tensor, prompt: str, response: str, label: str | None = None) -> "ScoringSample":
+    def of_texts(
+        tokens: Tensor, prompt: str, response: str, label: str | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> "ScoringSample":
         """A sample of one turn, from its texts."""
         messages = [Message("prompt", prompt), Message("response", response)]
-        return ScoringSample(tokens, label, lambda: messages)
+        return ScoringSample(tokens, label, lambda: messages, metadata)
 
     @cached_property
     def messages(self) -> Sequence[Message]:

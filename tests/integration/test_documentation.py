@@ -17,6 +17,7 @@ from nemo_style_rlhf.schema.inspection import InspectDataConfig
 from nemo_style_rlhf.schema.local import PPOLocalConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
+from nemo_style_rlhf.schema.try_reward import TryRewardConfig
 from tests.support import warm
 from tests.support.models import save_policy, save_reward_model
 from tests.support.pages import commands
@@ -81,7 +82,7 @@ def test_a_command_of_the_readme_runs(command, world, port, token, started_cold,
     """As it stands, but in a folder of its own and, where it would train for hours, with --dry-run."""
     words = shlex.split(Template(command).substitute(world))
     words = [word.replace("=critic.token", f"={token}").replace("outputs/", f"{tmp_path}/") for word in words]
-    trains = "inspect_data" not in command
+    trains = "inspect_data" not in command and "try_reward" not in command
     if trains and "--dry-run" not in words and "--cfg" not in words:
         words.append("--dry-run")
     if "train_ppo_actor" in command:
@@ -117,6 +118,7 @@ def test_every_key_of_the_right_hand_columns_exists():
         PPOCriticConfig,
         RewardServerProcessConfig,
         EvaluationConfig,
+        TryRewardConfig,
         InspectDataConfig,
         PlanConfig,
         PPOLocalConfig,

@@ -35,10 +35,10 @@ def test_text_prompts_keep_their_row_number_label_and_other_fields(tmp_path, tok
     assert "line 1" in str(report)
 
 
-def test_label_is_text_and_leaves_the_metadata(tmp_path, tokenizer):
+def test_label_is_text_and_the_metadata_has_it_as_it_is(tmp_path, tokenizer):
     path = write(tmp_path / "p.jsonl", [{"question": "ab", "answer": 4}])
     (prompt,), _ = load_prompts(path, config(prompt_key="question", label_key="answer"), tokenizer)
-    assert prompt.label == "4" and prompt.metadata == {}
+    assert prompt.label == "4" and prompt.metadata == {"answer": 4}
 
 
 def test_template_wraps_the_prompt_and_leaves_its_braces_alone(tmp_path, tokenizer):

@@ -13,6 +13,13 @@ ARGUMENTS = {
     "inspect_data": ["model.path=owner/model", "data.train_path=owner/rows"],
     "plan": ["model.path=owner/model", "critic.model.path=owner/reward", "data.train_path=owner/rows"],
     "train_ppo_local": [*RUN, "critic.model.path=owner/reward"],
+    "try_reward": [
+        "reward=remote_critic_rm",
+        "reward.critic.weight=0",
+        "reward.endpoints.weight=1",
+        "reward.endpoints.urls=[http://host]",
+        "data.path=owner/rows",
+    ],
     "serve_ppo_critic": ["run.output_dir=outputs", "model.path=owner/model"],
     "serve_engine": ["model.path=owner/model"],
     "serve_reward_model": ["model.path=owner/model"],

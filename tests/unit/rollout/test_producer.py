@@ -1,6 +1,7 @@
 """Which prompts are asked for, asked for again and dropped."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,6 +52,24 @@ def test_of_more_prompts_than_wanted_the_first_that_teach_are_taken_in_the_order
     assert takes == [6] and len(experience.rollouts) == 40  # 4 are wanted, and 1.3 times as many are 5.2
     assert [rollout.sample.prompt_id for rollout in experience.rollouts[::10]] == [0, 1, 2, 3]
     assert experience.counts["filtered_prompts"] == 2
+
+
+class FieldsScorer(LengthScorer):
+    """Notes what it is told about each sample's row."""
+
+    def __init__(self):
+        self.seen = []
+
+    def score(self, samples):
+        self.seen += [(sample.prompt, sample.label, dict(sample.metadata)) for sample in samples]
+        return super().score(samples)
+
+
+def test_a_source_is_told_the_fields_of_each_samples_row():
+    scorer = FieldsScorer()
+    prompts = [replace(prompt, metadata={"level": prompt.prompt_id}) for prompt in PROMPTS]
+    make_collector(scorer=scorer).collect(lambda count: prompts[:count], step=1)
+    assert sorted(scorer.seen) == sorted((f"prompt {i}", str(i), {"level": i}) for i in range(4) for _ in range(10))
 
 
 class SharesScorer(LengthScorer):

@@ -70,6 +70,7 @@ ANSWERS = {
     "generator": lambda n: (1.0 for _ in range(n)),
     "no_rewards": lambda n: {"scores": [1.0] * n},
     "extra_list": lambda n: {"rewards": [1.0] * n, "extra_logs": []},
+    "extra_one": lambda n: {"rewards": [1.0] * n, "extra_logs": {"mean": numpy.float32(0.5), "any": True}},
     "extra_short": lambda n: {"rewards": [1.0] * n, "extra_logs": {"length": [1.0] * (n + 1)}},
     "huge": lambda n: [10**400] * n,
     "pid": lambda n: [float(os.getpid())] * n,

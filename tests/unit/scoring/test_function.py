@@ -1,5 +1,6 @@
 """Reward functions in worker processes, and every way they go wrong."""
 
+import functools
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ import torch
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import FunctionRewardConfig
-from nemo_style_rlhf.scoring.contract import arguments
+from nemo_style_rlhf.scoring.contract import arguments, requested
 from nemo_style_rlhf.scoring.function import FunctionScorer
 from nemo_style_rlhf.scoring.interface import RewardError, ScoringSample
 from tests.unit.scoring.sources import TENSORS, WAIT_S, alive, all_failed, masked, result, samples, stopped, wait_until
@@ -27,6 +28,70 @@ def test_a_function_is_given_queries_prompts_and_labels():
         "prompts": ["prompt 0 ", "p"],
         "labels": ["a", None],
     }
+
+
+def test_a_function_may_ask_for_responses_and_for_fields_of_the_rows():
+    group = [
+        ScoringSample.of_texts(torch.tensor([1]), "p ", "r", metadata={"level": 3, "labels": "the row's"}),
+        ScoringSample.of_texts(torch.tensor([1]), "q ", "s", "label", {"tags": ["x"]}),
+    ]
+    assert arguments(group, ["completions", "level", "tags", "labels"]) == {
+        "completions": ["r", "s"],
+        "level": [3, None],
+        "tags": [None, ["x"]],
+        "labels": [None, "label"],
+    }
+
+
+def trl(prompts, completions, level, /, **kwargs): ...
+def plain(queries, prompts, labels): ...
+def by_name(completions, *, tags, unknown=1, level=None): ...
+def everything(*args, **kwargs): ...
+def wrong(queries, answers, solution): ...
+
+
+@pytest.mark.parametrize(
+    "function, names",
+    [
+        (plain, ["queries", "prompts", "labels"]),
+        (by_name, ["completions", "tags", "level"]),
+        (everything, ["queries", "prompts", "completions", "labels", "level", "tags"]),
+        (functools.partial(by_name, tags=[]), ["completions", "tags", "level"]),
+        (functools.wraps(by_name)(lambda *args, **kwargs: by_name(*args, **kwargs)), ["completions", "tags", "level"]),
+        (dict, ["queries", "prompts", "labels"]),  # it tells no signature
+    ],
+)
+def test_its_signature_tells_what_it_is_given(function, names):
+    assert requested(function, {"tags", "level", "labels"}, "it") == names
+
+
+@pytest.mark.parametrize(
+    "function, said",
+    [
+        (
+            wrong,
+            "it asks for answers, solution, which no row has: it may ask for queries, prompts, completions, labels, level;",
+        ),
+        (trl, "it takes prompts by position, but arguments are given by name: remove the / after it"),
+    ],
+)
+def test_what_no_row_has_is_refused_at_once(function, said):
+    with pytest.raises(UserError) as caught:
+        requested(function, {"level"}, "it")
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_fields_reach_the_function_in_its_process(tmp_path):
+    path = tmp_path / "fields.py"
+    path.write_text(
+        "async def reward_func(level, **rest):\n    return [n * len(t) for n, t in zip(level, rest['completions'])]\n"
+    )
+    scorer = FunctionScorer(FunctionRewardConfig(path=str(path), weight=1.0, processes=1), {"level"})
+    group = [ScoringSample.of_texts(torch.tensor([1]), "p", "abc", metadata={"level": n}) for n in (2, 0.5)]
+    try:
+        assert result(scorer.score(group)).rewards.tolist() == [6.0, 1.5]
+    finally:
+        scorer.close()
 
 
 @pytest.mark.parametrize("kind", ["list", "numpy", "numbers", "column"])
@@ -60,6 +125,11 @@ def test_a_dict_has_scores_and_more_metrics(functions):
     assert scores.extra["length"].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_one_number_among_the_extra_logs_is_every_samples(functions):
+    scores = result(functions["group"].score(samples("extra_one", "x", "x")))
+    assert scores.extra["mean"].tolist() == [0.5] * 3 and scores.extra["any"].tolist() == [1.0] * 3
+
+
 @pytest.mark.parametrize(
     "kind, said",
     [
@@ -80,7 +150,10 @@ def test_a_dict_has_scores_and_more_metrics(functions):
         ("huge", r"answered with rewards=\[10+\.\.\., expected 3 numbers"),
         ("no_rewards", r"answered with the keys \['scores'\], expected rewards among them: correct what it returns"),
         ("extra_list", r"answered with extra_logs=\[\], expected a dict of numbers"),
-        ("extra_short", r"answered with 4 extra_logs\['length'\], expected 3 numbers"),
+        (
+            "extra_short",
+            r"answered with 4 extra_logs\['length'\], expected 3 numbers, one for each query, or one for all: ",
+        ),
     ],
 )
 def test_a_function_that_answers_wrongly_stops_the_run_or_is_masked(functions, rewards_file, caplog, kind, said):

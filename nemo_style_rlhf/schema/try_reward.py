@@ -1,0 +1,50 @@
+"""Configuration of `trainers/try_reward.py`."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.paths import CHECK, data_source
+from nemo_style_rlhf.schema.reward import RewardConfig
+
+
+@dataclass
+class TryRewardDataConfig:
+    """Rows with a prompt and a response, both as text; a reward function may ask for their other fields by name."""
+
+    path: str = field(default=MISSING, metadata={CHECK: data_source})
+    """A .jsonl, .jsonl.gz or .parquet file, a folder saved by `datasets`, or a hub name. A run's rollouts/step_XXXXXX.jsonl will
+    do, too."""
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    label_key: str | None = "label"
+    """The reference answer, as data.label_key of a run; rows may lack it."""
+    num_samples: int = 16
+    """Number of rows to try, from the first on; 0 tries all."""
+
+    def validate(self) -> None:
+        require(self.num_samples >= 0, "data.num_samples", self.num_samples, "a number of rows from 0 up")
+
+
+@dataclass
+class TryRewardConfig:
+    """Configuration of `trainers/try_reward.py`."""
+
+    data: TryRewardDataConfig = field(default_factory=TryRewardDataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """The sources of a run; those that need a model, critic and server, cannot be tried."""
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Sections whose files this process does not read."""
+        return self.reward.unread
+
+    def validate(self) -> None:
+        for name in ("critic", "server"):
+            if name in self.reward.weights:
+                raise UserError(
+                    f"reward.{name}.weight={self.reward.weights[name]:g} asks a reward model, but without a model only "
+                    f"functions, endpoints and judges can be tried: set reward.{name}.weight=0, or give reward=function"
+                )

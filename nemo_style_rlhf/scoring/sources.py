@@ -1,0 +1,25 @@
+"""The reward sources that look at texts alone."""
+
+from collections.abc import Collection
+
+from nemo_style_rlhf.schema.reward import RewardConfig
+from nemo_style_rlhf.scoring.endpoints import EndpointScorer
+from nemo_style_rlhf.scoring.function import FunctionScorer
+from nemo_style_rlhf.scoring.interface import Scorer
+
+
+def text_sources(reward: RewardConfig, columns: Collection[str], *, rank: int = 0) -> dict[str, tuple[Scorer, float]]:
+    """Name to (source, weight) of the function, the endpoints and the judge, for those in use.
+
+    Args:
+        columns: names of the further fields of the rows, which a function may ask for.
+
+    Raises:
+        UserError: a source cannot be used as it is configured.
+    """
+    sources: dict[str, tuple[Scorer, float]] = {}
+    if reward.function.weight != 0:
+        sources["function"] = FunctionScorer(reward.function, columns), reward.function.weight
+    if reward.endpoints.weight != 0:
+        sources["endpoints"] = EndpointScorer(reward.endpoints, rank=rank), reward.endpoints.weight
+    return sources
