@@ -4,6 +4,8 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -39,7 +41,8 @@ def try_reward(config: TryRewardConfig) -> bool:
     """
     samples = _samples(config.data)
     with ExitStack() as closed_later:
-        sources = text_sources(config.reward, columns(sample.metadata for sample in samples))
+        verdicts = Path(closed_later.enter_context(TemporaryDirectory()))
+        sources = text_sources(config.reward, columns(sample.metadata for sample in samples), verdicts=verdicts)
         for scorer, _ in sources.values():
             closed_later.enter_context(closing(scorer))
         outcomes = {name: scored(scorer, samples, name) for name, (scorer, _) in sources.items()}

@@ -293,7 +293,9 @@ def _scorer(
             reward.server, model, prompt_template=config.data.prompt_template, rendered=rendered, rank=ranks.rank
         )
         sources["server"] = server, reward.server.weight
-    sources |= text_sources(reward, columns(prompt.metadata for prompt in prompts), rank=ranks.rank)
+    verdicts = Path(config.run.output_dir) / "verdicts"
+    fields = columns(prompt.metadata for prompt in prompts)
+    sources |= text_sources(reward, fields, verdicts=verdicts, rank=ranks.rank)
     return CombinedScorer(sources, on_error=reward.on_error)
 
 

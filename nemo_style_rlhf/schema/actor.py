@@ -157,6 +157,11 @@ class PPOActorConfig:
                 "checkpoint.keep_best=true needs validation to tell which is best: set data.val_path and "
                 "algorithm.val_check_interval, or keep_best=false"
             )
+        if "judge" in self.reward.weights and self.reward.judge.needs_label and self.data.label_key is None:
+            raise UserError(
+                "reward.judge.rubric holds {label}, but no row has one while data.label_key is null: set data.label_key, or take "
+                "{label} out"
+            )
         buffer, longest = self.algorithm.shaping.overlong_buffer, self.generation.max_length
         require(buffer <= longest, "algorithm.shaping.overlong_buffer", buffer, f"0 to generation.max_length={longest}")
         if self.algorithm.old_logprobs == "sampler":

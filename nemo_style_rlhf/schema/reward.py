@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.judge import EndpointRewardConfig, JudgeRewardConfig
 from nemo_style_rlhf.schema.paths import CHECK, function_file
 from nemo_style_rlhf.schema.remote_critic import Peer, RemoteCriticConfig
 
@@ -82,35 +83,12 @@ class FunctionRewardConfig:
 
 
 @dataclass
-class EndpointRewardConfig:
-    """HTTP endpoints that take POST {"query": [...], "prompts": [...], "labels": [...]} and answer as reward functions do."""
-
-    urls: list[str] = field(default_factory=list)
-    """Addresses of equal endpoints. Each request goes to the least busy healthy one."""
-    weight: float = 0.0
-    timeout_s: float = 60.0
-    """Longest silence of an endpoint during a request."""
-    retries: int = 3
-    """Further attempts of a request, on another endpoint if there is one, else 0.5 s apart at first, up to 10 s."""
-    cooldown_s: float = 10.0
-    """Seconds for which a failed endpoint is left out, while others answer."""
-
-    def validate(self) -> None:
-        if self.weight != 0 and not self.urls:
-            raise UserError(f"reward.endpoints.weight={self.weight} needs addresses: set reward.endpoints.urls")
-        for url in self.urls:
-            require(url.startswith(("http://", "https://")), "reward.endpoints.urls", url, "http://... or https://...")
-        require(self.timeout_s > 0, "reward.endpoints.timeout_s", self.timeout_s, "seconds above 0")
-        require(self.retries >= 0, "reward.endpoints.retries", self.retries, "a number from 0 up")
-        require(self.cooldown_s >= 0, "reward.endpoints.cooldown_s", self.cooldown_s, "seconds from 0 up")
-
-
-@dataclass
 class RewardConfig:
     critic: CriticRewardConfig = field(default_factory=CriticRewardConfig)
     server: RewardServerConfig = field(default_factory=RewardServerConfig)
     function: FunctionRewardConfig = field(default_factory=FunctionRewardConfig)
     endpoints: EndpointRewardConfig = field(default_factory=EndpointRewardConfig)
+    judge: JudgeRewardConfig = field(default_factory=JudgeRewardConfig)
     on_error: str = "stop"
     """Reaction to a source that fails on samples, or gives them NaN or infinite rewards. stop: end the run with the reason; mask:
     leave the samples out of training and count them in train_rollouts/reward_failures."""
@@ -118,19 +96,20 @@ class RewardConfig:
     @property
     def weights(self) -> dict[str, float]:
         """Weight by source, for the sources in use."""
-        sources = {name: getattr(self, name).weight for name in ("critic", "server", "function", "endpoints")}
+        sources = {name: getattr(self, name).weight for name in ("critic", "server", "function", "endpoints", "judge")}
         return {name: weight for name, weight in sources.items() if weight != 0}
 
     @property
     def unread(self) -> tuple[str, ...]:
         """Sources that are not in use, as sections of a configuration whose files nobody reads."""
-        return tuple(f"reward.{name}" for name in ("server", "function") if name not in self.weights)
+        return tuple(f"reward.{name}" for name in ("server", "function", "judge") if name not in self.weights)
 
     def validate(self) -> None:
         require_choice("reward.on_error", self.on_error, ("stop", "mask"))
         if not self.weights:
             raise UserError(
-                "no reward source is in use: give one of reward.critic, server, function or endpoints a weight other than 0"
+                "no reward source is in use: give one of reward.critic, server, function, endpoints or judge a weight other "
+                "than 0"
             )
         for name, weight in self.weights.items():
             require(math.isfinite(weight), f"reward.{name}.weight", weight, "a finite number")

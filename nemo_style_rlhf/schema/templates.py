@@ -43,6 +43,17 @@ def prompt_template_text(given: str) -> str:
     return _read("data.prompt_template", given.removeprefix(FILE_MARK)).removesuffix("\n")
 
 
+def rubric_text(given: str) -> str:
+    """``given``, or for ``@file`` the file's text without its final line break.
+
+    Raises:
+        UserError: the file does not exist.
+    """
+    if not given.startswith(FILE_MARK) or "{response}" in given:
+        return given
+    return _read("reward.judge.rubric", given.removeprefix(FILE_MARK)).removesuffix("\n")
+
+
 def chat_template_text(given: str) -> str:
     """``given`` if it is Jinja; else the text of the file that it names, with or without ``@`` before the path.
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -57,6 +57,21 @@ def save_policy(directory: Path, *, seed: int = 0, **overrides: object) -> Path:
         parameter.data.mul_(2)
     model.save_pretrained(directory)
     save_tokenizer(directory)
+    return directory
+
+
+def save_judge(directory: Path, *, seed: int = 0) -> Path:
+    """A random chat model that reads and writes single characters, so that its answers can be forced into any form."""
+    characters = ["</s>", "<unk>", *map(chr, range(32, 127))]
+    torch.manual_seed(seed)
+    shape = {**SHAPE, "vocab_size": len(characters), "max_position_embeddings": 1024}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(directory)
+    tokenizer = Tokenizer(models.WordLevel({each: index for index, each in enumerate(characters)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    chat = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    chat.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant: "
+    chat.save_pretrained(directory)
     return directory
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from nemo_style_rlhf.schema.reward import EndpointRewardConfig, FunctionRewardConfig
+from nemo_style_rlhf.schema.judge import EndpointRewardConfig
+from nemo_style_rlhf.schema.reward import FunctionRewardConfig
 from nemo_style_rlhf.scoring.endpoints import EndpointScorer
 from nemo_style_rlhf.scoring.function import FunctionScorer
 from tests.unit.scoring.sources import REWARDS, Endpoint

@@ -1,0 +1,112 @@
+"""Requests to equal HTTP servers: load balancing, retries, and a rest for servers that fail."""
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
+
+import requests
+from requests.auth import AuthBase
+
+from nemo_style_rlhf.schema.judge import HttpSourceConfig
+from nemo_style_rlhf.scoring.balance import LeastBusy
+from nemo_style_rlhf.scoring.interface import RewardError
+
+Answer = TypeVar("Answer")
+SHOWN = 60
+"""Maximum number of characters of a wrong answer that an error quotes."""
+LONGEST_ADVISED_WAIT_S = 60
+
+
+class HttpServers:
+    """Posts JSON to one of several equal servers. Thread-safe."""
+
+    def __init__(
+        self, config: HttpSourceConfig, *, rank: int, route: str = "", auth: AuthBase | None = None,
+        refusals: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            route: end of the addresses of requests.
+            refusals: HTTP statuses with which a healthy server refuses one request, as the other servers would.
+        """
+        self._config = config
+        self._route, self._auth, self._refusals = route, auth, refusals
+        self._servers = LeastBusy(config.urls, rest_s=config.cooldown_s, first=rank)
+        self.closing = threading.Event()
+
+    def close(self) -> None:
+        """Make no further attempt."""
+        self.closing.set()
+
+    def ask(self, body: Mapping[str, object], read: Callable[[object, str], Answer]) -> Answer:
+        """What ``read`` makes of a server's answer, which is JSON, and of the server's name for errors.
+
+        Raises:
+            RewardError: every attempt failed, one was refused, or the source was closed; the sentence gives the last reason.
+        """
+        config = self._config
+        for _ in self._servers.attempts(config.retries + 1, self.closing):
+            if self.closing.is_set():
+                break
+            try:
+                with self._servers.take() as url:
+                    answer = self._post(url, body)
+                    if answer.status_code not in self._refusals:
+                        return read(self._json(url, answer), f"the {config.called} {url}")
+            except (requests.RequestException, RewardError) as error:
+                last = error if isinstance(error, RewardError) else self._explain(url, error)
+            else:
+                raise self._refusal(url, answer)
+        else:
+            raise RewardError(
+                f"{config.retries + 1} attempts failed ({config.section}.retries={config.retries}), the last because {last}"
+            ) from last
+        raise RewardError(f"the {config.called}s were closed before they answered")
+
+    def _post(self, url: str, body: Mapping[str, object]) -> requests.Response:
+        answer = requests.post(url + self._route, json=body, timeout=self._config.timeout_s, auth=self._auth)
+        if not answer.ok and answer.status_code not in self._refusals:
+            if (wait_s := answer.headers.get("Retry-After", "")).isdecimal():
+                self.closing.wait(min(int(wait_s), LONGEST_ADVISED_WAIT_S))
+            raise self._refusal(url, answer)
+        return answer
+
+    def _json(self, url: str, answer: requests.Response) -> object:
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise RewardError(
+                f"the {self._config.called} {url} answered {answer.text[:SHOWN]!r}, expected JSON: correct what it returns"
+            ) from error
+
+    def _refusal(self, url: str, answer: requests.Response) -> RewardError:
+        advice = {
+            401: f"give its key in {self._config.section}.token",
+            403: f"give its key in {self._config.section}.token",
+            404: f"correct {self._config.section}.urls or model",
+        }.get(answer.status_code if self._refusals else 0, "look at its log")
+        said = " ".join(_message(answer).split())[:200]
+        return RewardError(
+            f"the {self._config.called} {url} answered {answer.status_code} {answer.reason}"
+            f"{f' ({said})' if said else ''}: {advice}"
+        )
+
+    def _explain(self, url: str, error: requests.RequestException) -> RewardError:
+        called, section = self._config.called, self._config.section
+        if isinstance(error, requests.Timeout):
+            return RewardError(
+                f"the {called} {url} did not answer within {self._config.timeout_s:g} s: "
+                f"raise {section}.timeout_s or make it faster"
+            )
+        if isinstance(error, requests.ConnectionError):
+            return RewardError(f"the {called} {url} cannot be reached: start it, or correct {section}.urls")
+        return RewardError(f"the request to the {called} {url} failed ({error}): correct {section}.urls")
+
+
+def _message(answer: requests.Response) -> str:
+    """The message of an error in the OpenAI API's form; empty if there is none."""
+    try:
+        error = answer.json()["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return ""
