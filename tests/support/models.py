@@ -65,7 +65,10 @@ def save_judge(directory: Path, *, seed: int = 0) -> Path:
     characters = ["</s>", "<unk>", *map(chr, range(32, 127))]
     torch.manual_seed(seed)
     shape = {**SHAPE, "vocab_size": len(characters), "max_position_embeddings": 1024}
-    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(directory)
+    model = LlamaForCausalLM(LlamaConfig(**shape))
+    for parameter in model.parameters():
+        parameter.data.mul_(5)  # else it would say the same about everything
+    model.save_pretrained(directory)
     tokenizer = Tokenizer(models.WordLevel({each: index for index, each in enumerate(characters)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
