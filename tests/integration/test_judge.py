@@ -24,7 +24,7 @@ ACTOR = [
 ]  # fmt: skip
 TWO_DIGITS = [
     "reward=judge", f"reward.judge.model={NAME}", 'reward.judge.rubric="Rate {prompt}>{response}"', "reward.judge.max_tokens=4",
-    "reward.judge.extra_body={structured_outputs:{regex:'[0-9][0-9]'}}", "reward.judge.temperature=1.0",
+    "+reward.judge.extra_body={structured_outputs:{regex:'[0-9][0-9]'}}", "reward.judge.temperature=1.0",
     "reward.judge.verdict.low=0", "reward.judge.verdict.high=99",
 ]  # fmt: skip
 
@@ -148,7 +148,7 @@ def tried(inputs: Path, judge: int, *overrides: str) -> "subprocess.CompletedPro
 )
 def test_each_kind_of_verdict_is_read_from_a_real_server(judge: int, inputs: Path, kind: str, form: str) -> None:
     done = tried(
-        inputs, judge, f"reward.judge.verdict.kind={kind}", f"reward.judge.extra_body={{structured_outputs:{form}}}"
+        inputs, judge, f"reward.judge.verdict.kind={kind}", f"+reward.judge.extra_body={{structured_outputs:{form}}}"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rewards = [
