@@ -7,10 +7,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.records import Dropped
+from nemo_style_rlhf.data.turns import ROLES, Message
 from nemo_style_rlhf.errors import UserError
-
-TOOLS_KEY = "tools"
-"""Key, in a row with messages, of the tools that the conversation may call, for the chat template."""
 
 
 class Encoder:
@@ -68,13 +66,13 @@ class Encoder:
         return ids
 
     def chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+        self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
     ) -> str:
         """Render ``messages`` with the chat template, which may describe ``tools`` (JSON schemas) at the beginning.
 
         Raises:
             UserError: there is no chat template.
-            Dropped: the template refuses these messages.
+            Dropped: the template refuses these messages, or leaves out one whose role it does not know.
         """
         if self.chat_template is None and self.tokenizer.chat_template is None:
             raise UserError("messages need a chat template and the tokenizer has none: set data.chat_template")
@@ -86,8 +84,11 @@ class Encoder:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:  # a value of a type that the template does not expect
             raise Dropped(f"refused by the chat template ({error})") from error
+        for message in messages:
+            if message["role"] not in ROLES and str(message.get("content") or "").strip() not in rendered:
+                raise Dropped(f"with a turn of the role {message['role']!r}, which the chat template leaves out")
         return str(rendered)
 
     def rendered(self, text: str) -> list[int]:

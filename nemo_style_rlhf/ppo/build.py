@@ -285,7 +285,7 @@ def _scorer(
         want: Want = "rewards" if not values else "both" if weight != 0 else "values"
         sources["critic"] = RemoteCriticScorer(critic, want=want), weight
     if reward.server.weight != 0:
-        rendered = config.data.format == "messages"
+        rendered = config.data.by_chat_template
         digest = tokenizer_digest(tokenizer) if rendered else None
         model = wait_together(ranks, store, partial(served_by, reward.server, log.info, tokenizer_digest=digest))
         server = RewardServerScorer(

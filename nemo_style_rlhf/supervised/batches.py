@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from nemo_style_rlhf.data.examples import PreferencePair, SFTExample
 from nemo_style_rlhf.data.ragged import pad, round_up
 from nemo_style_rlhf.data.sampling import PromptSampler
-from nemo_style_rlhf.data.supervised import PreferencePair, SFTExample
 
 
 class Sized(Protocol):

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from nemo_style_rlhf.data.records import DropReport, read_records
-from nemo_style_rlhf.data.supervised import PreferencePair, SFTExample, load_pairs, load_sft, load_unpaired
+from nemo_style_rlhf.data.examples import PreferencePair, SFTExample
+from nemo_style_rlhf.data.records import DropReport
+from nemo_style_rlhf.data.supervised import load_pairs, load_sft, load_unpaired
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.scalar import sequence_scores
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
@@ -170,22 +171,9 @@ def _statistics(samples: Sequence[Sequence[Shown]], stage: str) -> str:
 def _print_report(console: Console, report: DropReport) -> None:
     dropped = report.dropped.total()
     console.print(Text(f"{report.source}: {report.kept} rows kept, {dropped} dropped"), soft_wrap=True)
-    first = {place for places in report.examples.values() for place in places}
-    rows = {record.where: record.fields for record in _until(report.source, first)} if first else {}
     for reason, count in report.dropped.most_common():
         console.print(Text(f"  {count} {reason}, first of them:", STYLES["heading"]))
-        for place in report.examples[reason]:
-            text = json.dumps(rows[place], ensure_ascii=False, default=str)
+        for record in report.examples[reason]:
+            text = json.dumps(record.fields, ensure_ascii=False, default=str)
             excerpt = text if len(text) <= EXCERPT else f"{text[:EXCERPT]}…"
-            console.print(Text(f"    {place}: {excerpt}"), soft_wrap=True)
-
-
-def _until(source: str, places: set[str]) -> Iterable[Any]:
-    """The records at ``places``."""
-    missing = set(places)
-    for record in read_records(source):
-        if record.where in missing:
-            missing.remove(record.where)
-            yield record
-        if not missing:
-            return
+            console.print(Text(f"    {record.where}: {excerpt}"), soft_wrap=True)
