@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_style_rlhf.data import hh
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.layouts import PROMPT_COLUMNS, conversation, input_column, instruction, read_prompt
+from nemo_style_rlhf.data.mixtures import TrainingRows, load_training_rows
 from nemo_style_rlhf.data.records import Dropped, DropReport, Record
 from nemo_style_rlhf.data.sources import described, read_records
 from nemo_style_rlhf.data.templates import render
@@ -20,7 +21,7 @@ from nemo_style_rlhf.data.turns import (
     without_last_answer,
 )
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.data import PromptRowsConfig
+from nemo_style_rlhf.schema.data import PromptDataConfig, PromptRowsConfig
 from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
 from nemo_style_rlhf.schema.sources import Sources
 
@@ -91,6 +92,17 @@ def load_prompts(
     report.kept = len(prompts)
     report.require_kept("check the file, or raise data.max_prompt_length")
     return prompts, report
+
+
+def load_training_prompts(
+    config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, *, whole_distribution: bool = False
+) -> TrainingRows[Prompt]:
+    """The prompts of ``data.train_path`` or ``data.mixture``; see :func:`load_prompts`."""
+
+    def load(sources: Sources, first_id: int) -> tuple[list[Prompt], DropReport]:
+        return load_prompts(sources, config, tokenizer, whole_distribution=whole_distribution, first_id=first_id)
+
+    return load_training_rows(config, load)
 
 
 def _prompt_column(record: Record, config: PromptRowsConfig) -> str:

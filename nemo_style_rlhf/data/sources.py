@@ -175,7 +175,9 @@ def _built(name: str, load: Any, source: Any) -> Any:
     try:
         return load(source)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        first, then = [*str(error).splitlines(), "", ""][:2]
+        named = then if "available" in then else ""  # the configurations there are
+        reason = f"{first or type(error).__name__} {named}".strip().rstrip(".")
         raise UserError(
             f"{name} cannot be loaded as a data set ({reason}): expected {EXPECTED_SOURCE}, as name, name:split or "
             "name:config:split"

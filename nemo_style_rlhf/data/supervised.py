@@ -125,7 +125,12 @@ def _sft_format(record: Record, config: SFTDataConfig) -> str:
         return "prompt_response"
     if record.has(config.text_key) and response not in record.fields:
         return "text"
-    return "messages" if conversation in record.fields and prompt not in record.fields else "prompt_response"
+    if prompt not in record.fields:  # a null is the fault of a row whose layout is known
+        return next(
+            (name for key, name in ((conversation, "messages"), (config.text_key, "text")) if key in record.fields),
+            "prompt_response",
+        )
+    return "prompt_response"
 
 
 def _conversation(

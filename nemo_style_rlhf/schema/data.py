@@ -135,7 +135,7 @@ class TrainingDataConfig:
         if self.train_path is None and not self.mixture:
             raise UserError("data.train_path is not set: give it on the command line, data.train_path=...")
         for key, given in (("data.train_path", self.train_path), ("data.val_path", self.val_path)):
-            if given:
+            if given not in (None, ""):  # a plan may have no prompts
                 require_sources(key, given)
         for number, source in enumerate(self.mixture):
             require_sources(f"data.mixture[{number}].path", source.path)

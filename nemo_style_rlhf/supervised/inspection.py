@@ -13,11 +13,13 @@ from rich.text import Text
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.examples import PreferencePair, SFTExample
+from nemo_style_rlhf.data.mixtures import load_training_rows
 from nemo_style_rlhf.data.records import DropReport
 from nemo_style_rlhf.data.supervised import load_pairs, load_sft, load_unpaired
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.scalar import sequence_scores
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
+from nemo_style_rlhf.schema.sources import Sources
 
 OPEN, CLOSE, BORDER = "⟦", "⟧", "│"
 SPECIAL_OPEN, SPECIAL_CLOSE = "⟨", "⟩"
@@ -25,7 +27,7 @@ VISIBLE = {" ": "·", "\n": "⏎\n", "\t": "→\t", "\r": "␍"}
 STYLES = {"learned": "bold green", "read": "", "special": "magenta", "border": "bright_black", "heading": "bold"}
 EXCERPT = 200
 """Maximum number of characters shown of a dropped row."""
-Loader = Callable[[str, Any, PreTrainedTokenizerBase], tuple[Sequence[Any], DropReport]]
+Loader = Callable[[Sources, Any, PreTrainedTokenizerBase], tuple[Sequence[Any], DropReport]]
 LOADERS: dict[str, Loader] = {"sft": load_sft, "reward_model": load_pairs, "dpo": load_pairs, "kto": load_unpaired}
 
 
@@ -40,7 +42,7 @@ class Shown:
 
 
 def inspect_data(config: InspectDataConfig) -> None:
-    """Print the first samples of ``data.train_path``, and the dropped rows of each file.
+    """Print the first training samples, and the dropped rows of each source.
 
     Raises:
         UserError: training would refuse the tokenizer or the data.
@@ -49,9 +51,9 @@ def inspect_data(config: InspectDataConfig) -> None:
     console = Console(highlight=False)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     load, data = LOADERS[config.stage], config.stage_data
-    rows, report = load(config.data.train_path, data, tokenizer)
+    training = load_training_rows(data, lambda sources, _: load(sources, data, tokenizer))
     pad_token_id = _pad_token_id(config, tokenizer) if config.stage == "reward_model" else None
-    samples = [_sample(row, config, pad_token_id) for row in rows]
+    samples = [_sample(row, config, pad_token_id) for row in training.rows]
     tokens = TokenTexts(tokenizer)
     console.print(_legend(config.stage), soft_wrap=True)
     for number, texts in enumerate(samples[: config.num_samples], start=1):
@@ -62,7 +64,8 @@ def inspect_data(config: InspectDataConfig) -> None:
             console.print(render(shown, tokens), soft_wrap=not console.is_terminal)
     console.print()
     console.print(Text(_statistics(samples, config.stage)))
-    _print_report(console, report)
+    for report in training.reports:
+        _print_report(console, report)
     if config.data.val_path:
         _, report = load(config.data.val_path, data, tokenizer)
         _print_report(console, report)
