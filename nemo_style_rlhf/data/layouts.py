@@ -15,6 +15,7 @@ from nemo_style_rlhf.data.turns import (
     Message,
     is_conversation,
     messages,
+    plain_text,
     said,
 )
 from nemo_style_rlhf.errors import UserError
@@ -132,7 +133,7 @@ def require_answer(turns: list[Message]) -> Message:
 
 
 def require_content(answer: Message) -> None:
-    if not str(answer.get("content") or "").strip() and not answer.get("tool_calls"):
+    if not plain_text(answer).strip() and not answer.get("tool_calls"):
         raise Dropped("with an empty response")
 
 

@@ -16,6 +16,7 @@ from nemo_style_rlhf.data.turns import (
     CONVERSATION_COLUMNS,
     Message,
     is_conversation,
+    plain_text,
     require_known_speaker,
     tools,
     without_last_answer,
@@ -141,7 +142,7 @@ def _prompt_text(record: Record, key: str, config: PromptRowsConfig, encoder: En
 def _rendered(turns: list[Message], record: Record, key: str, encoder: Encoder) -> tuple[str, bool]:
     require_known_speaker(turns, record, key)
     prompt = without_last_answer(turns)
-    if prompt[-1]["role"] == "user" and not str(prompt[-1]["content"] or "").strip():
+    if prompt[-1]["role"] == "user" and not plain_text(prompt[-1]).strip():
         raise Dropped("empty")
     return encoder.chat(prompt, add_generation_prompt=True, tools=tools(record)), len(prompt) < len(turns)
 

@@ -80,20 +80,24 @@ def _message(turn: dict[str, Any], record: Record, key: str) -> Message:
         )
     if given.get("content") is None and "value" in given:
         given["content"] = given.pop("value")
-    if given.get("content") is not None or not given.get("tool_calls"):
-        given["content"] = _text(given.get("content"))
+    if given.get("content") is None and given.get("tool_calls"):
+        return given
+    if not (isinstance(given.get("content"), str) or is_parts(given.get("content"))):
+        raise Dropped("with a turn that is not text")
     return given
 
 
-def _text(content: Any) -> str:
-    """The text of a turn, whose parts of text are joined."""
-    if isinstance(content, list) and all(
+def is_parts(content: Any) -> bool:
+    """Whether ``content`` is a list of parts of text."""
+    return isinstance(content, list) and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise Dropped("with a turn that is not text")
-    return content
+    )
+
+
+def plain_text(message: Message) -> str:
+    """The text of a turn, its parts joined; empty for a turn of tool calls alone."""
+    content = message.get("content")
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
 def require_known_speaker(turns: list[Message], record: Record, key: str) -> None:

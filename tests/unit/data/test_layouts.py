@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import HealthCheck, given, settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -250,6 +252,43 @@ def test_parquet_which_fills_missing_values_with_nulls_reads_the_same(tmp_path, 
     rows = json.loads(json.dumps([layout.row]), object_hook=lambda each: {**filler, **each} if "role" in each else each)
     datasets.Dataset.from_list(rows).to_parquet(path)
     assert load(path, layout.settings, tokenizer)[0] == layout.read
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 2)
+    | st.floats()
+    | st.sampled_from(["", " ", "x", HH, "[]", "user", "gpt"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "tool_calls", "type", "text"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+@pytest.mark.parametrize(("load", "layout"), LAYOUTS, ids=[layout.name for _, layout in LAYOUTS])
+def test_whatever_a_column_holds_the_row_is_kept_or_counted(tmp_path, tokenizer, load, layout, data):
+    """A label of another scale ends the run instead."""
+    column = data.draw(st.sampled_from([*layout.row, "system", "tools"]))
+    changed = {**layout.row, column: data.draw(VALUES)}
+    if data.draw(st.booleans()):
+        changed.pop(column)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (layout.row, changed, layout.row)))
+    try:
+        read, report = load(str(path), layout.settings, tokenizer)
+    except UserError:
+        if column != "label":
+            raise
+        return
+    assert report.kept + report.dropped.total() == 3 and len(read) % report.kept == 0
+    assert read[: len(layout.read)] == layout.read == read[-len(layout.read) :]
 
 
 def test_the_documented_layouts_are_those_tried_here():

@@ -76,6 +76,26 @@ def test_the_chat_template_sees_a_rows_tools_and_may_refuse_a_conversation(tmp_p
     assert report.dropped == {"refused by the chat template (no tools)": 1}
 
 
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ 'b' + messages[0].content }}"])
+def test_parts_of_text_are_joined_only_for_a_template_that_knows_none(tmp_path, tokenizer, template):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    path = write(tmp_path / "m.jsonl", [{"messages": [{"role": "user", "content": parts}]}])
+    (prompt,), _ = load_prompts(path, config(format="messages", chat_template=template), tokenizer)
+    assert prompt.text.removeprefix("b") == "ab"
+    knows_parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}c{% endfor %}{% endfor %}"
+    (prompt,), _ = load_prompts(path, config(format="messages", chat_template=knows_parts), tokenizer)
+    assert prompt.text == "acbc"
+
+
+def test_a_turn_that_the_chat_template_leaves_out_is_counted(tmp_path, tokenizer):
+    turns = [{"role": "bot", "content": "a"}, {"role": "user", "content": "b"}]
+    path = write(tmp_path / "m.jsonl", [{"messages": turns}, {"messages": turns[1:]}])
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    prompts, report = load_prompts(path, config(format="messages", chat_template=template), tokenizer)
+    assert [prompt.text for prompt in prompts] == ["b"]
+    assert report.dropped == {"with a turn of the role 'bot', which the chat template leaves out": 1}
+
+
 ROLES = (
     "{% for m in messages %}{{ {'system': 's', 'user': 'u', 'assistant': 'r', 'tool': 't'}[m.role] }}{{ m.content }}"
     "{% endfor %}{% if add_generation_prompt %}r{% endif %}"
