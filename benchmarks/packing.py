@@ -14,8 +14,8 @@ from pathlib import Path
 from ppo_step import DTYPES, make_models, models_dir
 from processes import ROOT
 
-from nemo_style_rlhf.data.records import read_records
-from nemo_style_rlhf.data.supervised import SFTExample
+from nemo_style_rlhf.data.examples import SFTExample
+from nemo_style_rlhf.data.sources import read_records
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig

@@ -1,16 +1,15 @@
 """Turns text into token ids, in the same way in every stage."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.records import Dropped
+from nemo_style_rlhf.data.turns import ROLES, Message, is_parts, plain_text
 from nemo_style_rlhf.errors import UserError
-
-TOOLS_KEY = "tools"
-"""Key, in a row with messages, of the tools that the conversation may call, for the chat template."""
 
 
 class Encoder:
@@ -68,27 +67,51 @@ class Encoder:
         return ids
 
     def chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+        self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
     ) -> str:
         """Render ``messages`` with the chat template, which may describe ``tools`` (JSON schemas) at the beginning.
 
         Raises:
             UserError: there is no chat template.
-            Dropped: the template refuses these messages.
+            Dropped: the template refuses these messages, or leaves out one whose role it does not know.
         """
         if self.chat_template is None and self.tokenizer.chat_template is None:
             raise UserError("messages need a chat template and the tokenizer has none: set data.chat_template")
+        render = partial(self._render, tools=tools, add_generation_prompt=add_generation_prompt)
+        of_parts = [message for message in messages if is_parts(message.get("content"))]
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=self.chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
+            text = render(messages)
+        except Dropped:
+            if not of_parts:
+                raise
+            text = None
+        if text is None or any(str(message["content"]) in text for message in of_parts):  # the template knows no parts
+            text = render(
+                [
+                    {**message, "content": plain_text(message)} if message in of_parts else message
+                    for message in messages
+                ]
             )
-        except jinja2.TemplateError as error:
+        for message in messages:
+            if message["role"] not in ROLES and plain_text(message).strip() not in text:
+                raise Dropped(f"with a turn of the role {message['role']!r}, which the chat template leaves out")
+        return text
+
+    def _render(
+        self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None
+    ) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    chat_template=self.chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                )
+            )
+        except (jinja2.TemplateError, TypeError) as error:  # a value of a type that the template does not expect
             raise Dropped(f"refused by the chat template ({error})") from error
-        return str(rendered)
 
     def rendered(self, text: str) -> list[int]:
         """Tokens of a text in which the chat template has already written every special token."""

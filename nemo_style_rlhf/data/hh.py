@@ -1,6 +1,16 @@
 """Anthropic-HH transcripts: one string, in which "\\n\\nHuman:" and "\\n\\nAssistant:" open the turns."""
 
-ASSISTANT = "\n\nAssistant:"
+import re
+
+from nemo_style_rlhf.data.records import Dropped
+from nemo_style_rlhf.data.turns import Message, said
+
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+_OPENS_TURN = re.compile(f"({HUMAN}|{ASSISTANT})")
+
+
+def is_transcript(text: str) -> bool:
+    return HUMAN in text or ASSISTANT in text
 
 
 def cut_last_answer(transcript: str) -> str | None:
@@ -13,3 +23,17 @@ def split_last_answer(transcript: str) -> tuple[str, str] | None:
     """Prompt (ending in "\\n\\nAssistant:") and the last answer; None if there is no assistant turn."""
     prompt = cut_last_answer(transcript)
     return None if prompt is None else (prompt, transcript[len(prompt) :])
+
+
+def prompt_messages(prompt: str) -> list[Message]:
+    """The turns of ``prompt``, which ends with "\\n\\nAssistant:", for a chat template; a text before the first is a system turn.
+
+    Raises:
+        Dropped: there is none.
+    """
+    before, *turns = _OPENS_TURN.split(prompt)
+    roles = {HUMAN: "user", ASSISTANT: "assistant"}
+    spoken = [said(roles[mark], text.strip()) for mark, text in zip(turns[::2], turns[1::2], strict=True)]
+    if len(spoken) < 2:
+        raise Dropped("without a turn before the answer")
+    return [*([said("system", before.strip())] if before.strip() else []), *spoken[:-1]]

@@ -5,17 +5,26 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_style_rlhf.data.encoding import TOOLS_KEY, Encoder
-from nemo_style_rlhf.data.hh import cut_last_answer
-from nemo_style_rlhf.data.instructions import instruction
-from nemo_style_rlhf.data.records import Dropped, DropReport, Record, read_records
+from nemo_style_rlhf.data import hh
+from nemo_style_rlhf.data.encoding import Encoder
+from nemo_style_rlhf.data.layouts import PROMPT_COLUMNS, conversation, input_column, instruction, read_prompt
+from nemo_style_rlhf.data.mixtures import TrainingRows, load_training_rows
+from nemo_style_rlhf.data.records import Dropped, DropReport, Record
+from nemo_style_rlhf.data.sources import described, read_records
 from nemo_style_rlhf.data.templates import render
+from nemo_style_rlhf.data.turns import (
+    CONVERSATION_COLUMNS,
+    Message,
+    is_conversation,
+    plain_text,
+    require_known_speaker,
+    tools,
+    without_last_answer,
+)
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.data import PromptRowsConfig
+from nemo_style_rlhf.schema.data import PromptDataConfig, PromptRowsConfig
 from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that a turn of a conversation may have."""
+from nemo_style_rlhf.schema.sources import Sources
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,8 @@ class Prompt:
     """A prompt for the policy, with its metadata."""
 
     prompt_id: int
-    """Row number in its file; sample seeds derive from it, so dropping other rows changes nothing."""
+    """Row number in its source, whose number in a mixture is in the higher digits; sample seeds derive from it, so dropping other
+    rows changes nothing."""
     token_ids: list[int]
     text: str
     """The text of ``token_ids``, with templates applied, without the special tokens that the tokenizer adds."""
@@ -35,99 +45,115 @@ class Prompt:
 
 
 def load_prompts(
-    path: str, config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, *, whole_distribution: bool = False
+    sources: Sources,
+    config: PromptRowsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    whole_distribution: bool = False,
+    first_id: int = 0,
 ) -> tuple[list[Prompt], DropReport]:
-    """Tokenized prompts of one file, in its order.
+    """Tokenized prompts of one source, in its order.
 
     A conversation that ends with an answer is cut before it, like an HH transcript, and counted in the report. The following are
     dropped and counted: prompts longer than ``config.max_prompt_length`` tokens, empty prompts, conversations without a turn
-    before the answer or that the chat template refuses, and HH transcripts without an answer.
+    before the answer or that the chat template refuses, HH transcripts without an answer, and rows that lack a column or hold
+    something else in it.
 
     Args:
         whole_distribution: refuse rows whose own settings exclude a part of the distribution.
+        first_id: id of a prompt in the first row.
 
     Raises:
-        UserError: the file is missing, has broken JSON or a missing key, or no prompt is left.
+        UserError: the source is missing or has broken JSON, or no prompt is left.
     """
     encoder = Encoder(tokenizer, chat_template=config.chat_template)
-    report = DropReport(path)
+    report = DropReport(described(sources))
     prompts = []
-    for record in read_records(path):
+    for record in read_records(sources):
         try:
-            text, cut = _prompt_text(record, config, encoder)
-            token_ids = encoder.rendered(text) if config.format == "messages" else encoder.prompt(text)
+            key = _prompt_column(record, config)
+            text, cut = _prompt_text(record, key, config, encoder)
+            token_ids = encoder.rendered(text) if config.by_chat_template else encoder.prompt(text)
             if not token_ids:
                 raise Dropped("empty")
             if len(token_ids) > config.max_prompt_length:
                 raise Dropped(f"longer than {config.max_prompt_length} tokens")
+            label, metadata = _label(record, config), _metadata(record, key, config)
         except Dropped as reason:
-            report.drop(str(reason), record)
+            report.drop(reason, record)
         else:
-            label, metadata = _label(record, config), _metadata(record, config)
             sampling = _sampling(record, config)
             if whole_distribution and sampling.cut:
                 raise UserError(
                     f"{record.where}: {sampling.cut} leaves out a part of the distribution but algorithm.old_logprobs=sampler "
                     "needs log-probabilities of the whole one: take it out of the row, or use algorithm.old_logprobs=trainer"
                 )
-            prompts.append(Prompt(record.index, token_ids, text, label, metadata, sampling))
+            prompts.append(Prompt(first_id + record.index, token_ids, text, label, metadata, sampling))
             report.cut += cut
     report.kept = len(prompts)
     report.require_kept("check the file, or raise data.max_prompt_length")
     return prompts, report
 
 
-def _prompt_text(record: Record, config: PromptRowsConfig, encoder: Encoder) -> tuple[str, bool]:
+def load_training_prompts(
+    config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, *, whole_distribution: bool = False
+) -> TrainingRows[Prompt]:
+    """The prompts of ``data.train_path`` or ``data.mixture``; see :func:`load_prompts`."""
+
+    def load(sources: Sources, first_id: int) -> tuple[list[Prompt], DropReport]:
+        return load_prompts(sources, config, tokenizer, whole_distribution=whole_distribution, first_id=first_id)
+
+    return load_training_rows(config, load)
+
+
+def _prompt_column(record: Record, config: PromptRowsConfig) -> str:
+    if config.format == "hh":
+        return record.column(config.prompt_key, ("chosen",))
+    if config.format == "messages":
+        return record.column(config.prompt_key, (*CONVERSATION_COLUMNS, "prompt"))
+    both = (*PROMPT_COLUMNS, *CONVERSATION_COLUMNS) if config.apply_chat_template else PROMPT_COLUMNS
+    return record.column(config.prompt_key, both)
+
+
+def _prompt_text(record: Record, key: str, config: PromptRowsConfig, encoder: Encoder) -> tuple[str, bool]:
     """The text, and whether a conversation was cut before its last answer."""
     if config.format == "messages":
-        messages = record.get(config.key, "data.prompt_key")
-        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-            raise UserError(
-                f"{record.where}: {config.key!r} is not a list of messages: check the file or set data.format=text"
-            )
-        if (role := messages[-1].get("role")) not in ROLES:
-            raise UserError(
-                f"{record.where}: the last of {config.key!r} has the role {role!r}, expected one of {', '.join(ROLES)}: rename "
-                "the keys and roles of its turns, or an answer would be read as a part of the prompt"
-            )
-        prompt = without_last_answer(messages)
-        text = encoder.chat(prompt, add_generation_prompt=True, tools=record.fields.get(TOOLS_KEY))
-        return text, len(prompt) < len(messages)
-    if isinstance(record.get(config.key, "data.prompt_key"), list):
-        raise UserError(
-            f"{record.where}: {config.key!r} holds a list, which data.format={config.format} does not read: for a conversation "
-            f"set data=messages and data.prompt_key={config.key}"
+        return _rendered(conversation(record, key, "data.prompt_key", config), record, key, encoder)
+    if config.format == "text" and config.apply_chat_template:
+        turns = read_prompt(record, key, config)
+        assert isinstance(turns, list)
+        return _rendered(turns, record, key, encoder)
+    if is_conversation(record.get(key, "data.prompt_key")):
+        raise Dropped(
+            f"whose {key!r} is no text",
+            f"{record.where}: {key!r} holds a {type(record.fields[key]).__name__}, which data.format={config.format} does not "
+            f"read: for a conversation set data=messages and data.prompt_key={key}",
         )
-    text = instruction(record, config.key, config)
-    transcript = cut_last_answer(text) if config.format == "hh" else text
-    if transcript is None:
+    text = instruction(record, key, config)
+    if config.format != "hh":
+        return render(config.prompt_template, text), False
+    if (transcript := hh.cut_last_answer(text)) is None:
         raise Dropped("without an assistant turn")
+    if config.apply_chat_template:
+        return _rendered(hh.prompt_messages(transcript), record, key, encoder)
     return render(config.prompt_template, transcript), False
 
 
-def without_last_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` without the answer at their end; all of them if they do not end with an answer.
-
-    An answer consists of the assistant's last turns and the tools' turns between them.
-
-    Raises:
-        Dropped: only system turns precede the answer.
-    """
-    end = len(messages)
-    if messages[-1].get("role") == "assistant":
-        while end and messages[end - 1].get("role") in ("assistant", "tool"):
-            end -= 1
-        if all(message.get("role") in ("system", "developer") for message in messages[:end]):
-            raise Dropped("without a turn before the answer")
-    return messages[:end]
+def _rendered(turns: list[Message], record: Record, key: str, encoder: Encoder) -> tuple[str, bool]:
+    require_known_speaker(turns, record, key)
+    prompt = without_last_answer(turns)
+    if prompt[-1]["role"] == "user" and not plain_text(prompt[-1]).strip():
+        raise Dropped("empty")
+    return encoder.chat(prompt, add_generation_prompt=True, tools=tools(record)), len(prompt) < len(turns)
 
 
 def _label(record: Record, config: PromptRowsConfig) -> str | None:
-    return None if config.label_key is None else str(record.get(config.label_key, "data.label_key"))
+    label = None if config.label_key is None else record.get(config.label_key, "data.label_key")
+    return None if label is None else str(label)
 
 
-def _metadata(record: Record, config: PromptRowsConfig) -> dict[str, Any]:
-    used = {config.key, config.input_key, config.sampling_key}
+def _metadata(record: Record, key: str, config: PromptRowsConfig) -> dict[str, Any]:
+    used = {key, input_column(record, key, config), config.sampling_key}
     if config.format == "hh":
         used.add("rejected")
     return {key: value for key, value in record.fields.items() if key not in used}

@@ -1,17 +1,25 @@
-"""Reads rows from JSONL files (plain or gzip), Parquet, and everything that the `datasets` library loads."""
+"""Rows with their positions, and the report on those that cannot be used."""
 
-import gzip
-import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.paths import JSONL_SUFFIXES, may_be_hub_data
 
 _EXAMPLES_KEPT = 3
+
+
+class Dropped(Exception):
+    """A row is unusable; the message is the reason for the report."""
+
+    def __init__(self, reason: str, sentence: str | None = None) -> None:
+        """
+        Args:
+            sentence: what the user is told if no row of the source is better: the first row's fault, and what to change.
+        """
+        super().__init__(reason)
+        self.sentence = sentence
 
 
 @dataclass(frozen=True)
@@ -24,16 +32,28 @@ class Record:
     """Position for error messages, e.g. `train.jsonl line 12`."""
     fields: dict[str, Any]
 
+    def has(self, key: str) -> bool:
+        """Whether there is a value under ``key``: `datasets` fills keys that other rows have with nulls."""
+        return self.fields.get(key) is not None
+
+    def column(self, given: str | None, usual: Sequence[str]) -> str:
+        """``given`` if it is set; else the first of ``usual`` that has a value here, else the first that is here at all."""
+        if given is not None:
+            return given
+        here = [key for key in usual if key in self.fields]
+        return next(filter(self.has, here), [*here, *usual][0])
+
     def get(self, key: str, setting: str) -> Any:
         """The value of ``key``; ``setting`` is the configuration key that names it.
 
         Raises:
-            UserError: the row has no such key.
+            Dropped: the row has no such key.
         """
         if key not in self.fields:
             there = ", ".join(self.fields) or "none"
-            raise UserError(
-                f"{self.where} has no key {key!r} (the keys there are: {there}): set {setting} to one of them"
+            raise Dropped(
+                f"without the key {key!r}",
+                f"{self.where} has no key {key!r} (the keys there are: {there}): set {setting} to one of them",
             )
         return self.fields[key]
 
@@ -41,14 +61,16 @@ class Record:
         """Like :meth:`get`, for a value that must be a string."""
         value = self.get(key, setting)
         if not isinstance(value, str):
-            raise UserError(
-                f"{self.where}: {key!r} holds {type(value).__name__}, expected a string: check the file or {setting}"
-            )
+            raise self.unexpected(key, value, "a string", setting)
         return value
 
-
-class Dropped(Exception):
-    """A row is unusable; the message is the reason for the report."""
+    def unexpected(self, key: str, value: Any, expected: str, setting: str) -> Dropped:
+        """The reason to drop a row whose ``value`` under ``key`` is of another type."""
+        kind = type(value).__name__
+        return Dropped(
+            f"whose {key!r} is null" if value is None else f"whose {key!r} holds {kind} instead of {expected}",
+            f"{self.where}: {key!r} holds {kind}, expected {expected}: check the file or {setting}",
+        )
 
 
 @dataclass
@@ -60,23 +82,29 @@ class DropReport:
     cut: int = 0
     """Number of kept prompts that were cut before their last answer."""
     dropped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
+    examples: dict[str, list[Record]] = field(default_factory=dict)
+    _sentence: str | None = None
 
-    def drop(self, reason: str, record: Record) -> None:
+    def drop(self, dropped: Dropped, record: Record) -> None:
         """Count ``record`` as dropped."""
+        reason = str(dropped)
+        if not self.dropped:
+            self._sentence = dropped.sentence
         self.dropped[reason] += 1
         first = self.examples.setdefault(reason, [])
         if len(first) < _EXAMPLES_KEPT:
-            first.append(record.where)
+            first.append(record)
 
     def require_kept(self, advice: str) -> None:
         """
         Raises:
-            UserError: no row was kept; ``advice`` says what to change.
+            UserError: no row was kept; ``advice`` says what to change, unless all rows have the first one's fault, which does.
         """
         if self.kept == 0 and not self.dropped:
             raise UserError(f"{self.source} is empty: expected at least one row")
         if self.kept == 0:
+            if self._sentence is not None and len(self.dropped) == 1:
+                raise UserError(self._sentence)
             raise UserError(
                 f"{self.source}: all {self.dropped.total()} rows were dropped ({self._reasons()}): {advice}"
             )
@@ -88,68 +116,8 @@ class DropReport:
         cut = f", {self.cut} of them cut before the answer they end with" if self.cut else ""
         if not self.dropped:
             return f"{self.source}: {self.kept} rows{cut}"
-        first = "; ".join(f"{reason}: {', '.join(places)}" for reason, places in self.examples.items())
+        first = "; ".join(
+            f"{reason}: {', '.join(record.where for record in records)}" for reason, records in self.examples.items()
+        )
         dropped = f"{self.dropped.total()} dropped ({self._reasons()}; first of them: {first})"
         return f"{self.source}: {self.kept} rows kept{cut}, {dropped}"
-
-
-def read_records(source: str) -> Iterator[Record]:
-    """The rows of ``source`` in their order.
-
-    Args:
-        source: a .jsonl, .jsonl.gz or .parquet file, a folder written by ``datasets``, or a hub name ``owner/name[:split]``.
-
-    Raises:
-        UserError: the file or data set does not exist, or a line, which is named, is not a JSON object.
-    """
-    path = Path(source)
-    if path.is_file() and source.endswith(JSONL_SUFFIXES):
-        yield from _read_jsonl(path)
-    elif path.exists() or may_be_hub_data(source):
-        for index, row in enumerate(_load_with_datasets(source, path)):
-            yield Record(index, f"{source} row {index}", dict(row))
-    else:
-        raise UserError(f"{source} does not exist: expected a .jsonl, .jsonl.gz or .parquet file or a `datasets` path")
-
-
-def _read_jsonl(path: Path) -> Iterator[Record]:
-    index = 0
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    where = f"{path} line {number}"
-                    yield Record(index, where, _json_object(line, where))
-                    index += 1
-        except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
-            kind = "gzip-compressed UTF-8" if path.suffix == ".gz" else "UTF-8"
-            raise UserError(f"{path} cannot be read as {kind} ({error}): write the file again") from error
-
-
-def _json_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where} is not valid JSON ({error.msg} at column {error.colno}): expected one object per line"
-        ) from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where} holds {type(row).__name__}, expected one JSON object per line")
-    return row
-
-
-def _load_with_datasets(source: str, path: Path) -> Any:
-    import datasets  # heavy, and most runs read JSONL
-
-    try:
-        if path.is_file():
-            return datasets.load_dataset(path.suffix.lstrip("."), data_files=source, split="train")
-        if path.is_dir() and (path / "dataset_info.json").is_file():
-            return datasets.load_from_disk(source)
-        name, _, split = source.partition(":") if not path.exists() else (source, "", "")
-        return datasets.load_dataset(name, split=split or "train")
-    except (FileNotFoundError, ValueError, ConnectionError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise UserError(
-            f"{source} cannot be loaded as a data set ({reason}): expected a JSONL file or a `datasets` path"
-        ) from error

@@ -1,6 +1,7 @@
 """Orders the data as a pure function of seed and position, so that a checkpoint stores one integer."""
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -36,3 +37,62 @@ class PromptSampler:
 
     def _compute_order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self.seed, epoch)).permutation(self.num_prompts)
+
+
+class MixtureSampler:
+    """An endless sequence of row indices over several sources, each with a share of every stretch of it.
+
+    Blocks of ``BLOCK`` positions hold the sources in their shares, to a row, in a seeded order; each source has its own epochs.
+    """
+
+    BLOCK = 64
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
+        """
+        Args:
+            sizes: number of rows of each source; the rows of all sources follow each other.
+            weights: of each source, above 0.
+        """
+        self._sources = [PromptSampler(size, mixed_seed(seed, number), shuffle) for number, size in enumerate(sizes)]
+        self._starts = np.cumsum([0, *sizes])
+        self._shares = np.array(weights, dtype=np.float64) / sum(weights)
+        self.seed, self.shuffle = seed, shuffle
+        self._taken = [np.zeros(len(sizes), dtype=np.int64)]  # of each source before each block
+        self._block = functools.lru_cache(maxsize=2)(self._compute_block)
+
+    def take(self, position: int, count: int) -> list[int]:
+        """As :meth:`PromptSampler.take`."""
+        return [self._at(index) for index in range(position, position + count)]
+
+    def epoch(self, position: int) -> float:
+        """Number of rows taken at ``position``, per row of all sources."""
+        return position / int(self._starts[-1])
+
+    def _at(self, position: int) -> int:
+        block, offset = divmod(position, self.BLOCK)
+        for known in range(len(self._taken) - 1, block):
+            self._taken.append(self._taken[known] + np.bincount(self._sources_of(known), minlength=len(self._sources)))
+        source, row = self._block(block)[offset]
+        return int(self._starts[source]) + self._sources[source].take(row, 1)[0]
+
+    def _sources_of(self, block: int) -> list[int]:
+        """The source of each position: always the one that lags most behind its share."""
+        taken, sources = self._taken[block].copy(), []
+        for position in range(block * self.BLOCK, (block + 1) * self.BLOCK):
+            sources.append(int(np.argmax(self._shares * (position + 1) - taken)))
+            taken[sources[-1]] += 1
+        return sources
+
+    def _compute_block(self, block: int) -> list[tuple[int, int]]:
+        """Source, and position in its own sequence, for each position of the block."""
+        sources = np.array(self._sources_of(block))
+        if self.shuffle:
+            sources = np.random.default_rng((self.seed, block)).permutation(sources)
+        taken, places = self._taken[block].copy(), []
+        for source in sources.tolist():
+            places.append((source, int(taken[source])))
+            taken[source] += 1
+        return places
+
+
+Sampler = PromptSampler | MixtureSampler

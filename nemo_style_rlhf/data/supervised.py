@@ -1,18 +1,21 @@
 """Turns rows of the supervised stages into token ids."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_style_rlhf.data.encoding import TOOLS_KEY, Encoder
-from nemo_style_rlhf.data.hh import split_last_answer
-from nemo_style_rlhf.data.instructions import instruction
-from nemo_style_rlhf.data.records import Dropped, DropReport, Record, read_records
+from nemo_style_rlhf.data import layouts
+from nemo_style_rlhf.data.encoding import Encoder
+from nemo_style_rlhf.data.examples import Conversation, PreferencePair, SFTExample, UnpairedExample
+from nemo_style_rlhf.data.records import Dropped, DropReport, Record
+from nemo_style_rlhf.data.sources import described, read_records
 from nemo_style_rlhf.data.templates import render
-from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.data.turns import CONVERSATION_COLUMNS, Message, is_conversation, tools
+from nemo_style_rlhf.schema.sources import Sources
 from nemo_style_rlhf.schema.supervised import (
     PairDataConfig,
     PreferenceDataConfig,
@@ -25,113 +28,58 @@ Row = TypeVar("Row")
 ADVICE = "check the file, or raise data.max_length"
 
 
-@dataclass(frozen=True)
-class SFTExample:
-    """One text to imitate."""
-
-    token_ids: list[int]
-    prompt_length: int
-    """Number of tokens at the beginning that are no loss tokens; 0 in plain text."""
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_loss_tokens(self) -> int:
-        return len(self) - max(self.prompt_length, 1)
-
-    def learned(self) -> list[bool]:
-        """Whether each token is a loss token; the first never is, since no token before it predicts it."""
-        return [position >= max(self.prompt_length, 1) for position in range(len(self))]
-
-
-@dataclass(frozen=True)
-class Conversation(SFTExample):
-    """Several answers, with text between them that has no loss tokens."""
-
-    read: list[tuple[int, int]]
-    """Begin and end of each such text, as token positions."""
-
-    @property
-    def num_loss_tokens(self) -> int:
-        return super().num_loss_tokens - sum(end - start for start, end in self.read)
-
-    def learned(self) -> list[bool]:
-        learned = super().learned()
-        for start, end in self.read:
-            learned[start:end] = [False] * (end - start)
-        return learned
-
-
-@dataclass(frozen=True)
-class PreferencePair:
-    """Two answers to one prompt, prompt included in both."""
-
-    chosen: list[int]
-    rejected: list[int]
-    margin: float = 0.0
-    prompt_length: int = 0
-    """Number of tokens of the prompt, at the beginning of both."""
-    subset: str = ""
-    """The row's subset, by which evaluations are split."""
-
-    def __len__(self) -> int:
-        return max(len(self.chosen), len(self.rejected))
-
-
-@dataclass(frozen=True)
-class UnpairedExample(SFTExample):
-    """One answer to a prompt, judged by itself."""
-
-    desirable: bool
-
-
 def load_sft(
-    path: str, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase
+    sources: Sources, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[SFTExample], DropReport]:
-    """The usable rows of one file, in its order, and a report on the others.
+    """The usable rows of one source, in its order, and a report on the others.
 
     Raises:
-        UserError: the file is missing, has broken JSON or a missing key, or no row is left.
+        UserError: the source is missing or has broken JSON, or no row is left.
     """
     encoder = Encoder(tokenizer, chat_template=config.chat_template)
-    return _usable(path, lambda record: _sft_example(record, config, encoder))
+    return _usable(sources, read_records(sources), lambda record: _sft_example(record, config, encoder))
 
 
 def load_pairs(
-    path: str, config: PairDataConfig, tokenizer: PreTrainedTokenizerBase
+    sources: Sources, config: PairDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[PreferencePair], DropReport]:
-    """The usable pairs of one file, in its order, and a report on the others: too long pairs, equal answers, empty answers, HH
-    transcripts whose prompts differ.
+    """The usable pairs of one source, in its order, and a report on the others: too long pairs, equal answers, empty answers,
+    transcripts or conversations whose prompts differ.
 
     Raises:
         UserError: see :func:`load_sft`.
     """
     encoder = Encoder(tokenizer, chat_template=config.chat_template)
-    return _usable(path, lambda record: _pair(record, config, encoder))
+    records = list(read_records(sources))
+    unprompted = layouts.Unprompted.of(records, config)
+    return _usable(sources, records, lambda record: _pair(record, config, encoder, unprompted))
 
 
 def load_unpaired(
-    path: str, config: UnpairedDataConfig, tokenizer: PreTrainedTokenizerBase
+    sources: Sources, config: UnpairedDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[UnpairedExample], DropReport]:
-    """The usable judged answers of one file, in its order, and a report on the other rows. A pair becomes two answers, the
+    """The usable judged answers of one source, in its order, and a report on the other rows. A pair becomes two answers, the
     desirable one first; if one of them is unusable, both are dropped.
 
     Raises:
         UserError: see :func:`load_sft`; or a label is neither true nor false.
     """
     encoder = Encoder(tokenizer, chat_template=config.chat_template)
-    rows, report = _usable(path, lambda record: _judged(record, config, encoder))
+    records = list(read_records(sources))
+    unprompted = layouts.Unprompted.of(records, config)
+    rows, report = _usable(sources, records, lambda record: _judged(record, config, encoder, unprompted))
     return [example for examples in rows for example in examples], report
 
 
-def _usable(path: str, encode: Callable[[Record], Row]) -> tuple[list[Row], DropReport]:
-    rows, report = [], DropReport(path)
-    for record in read_records(path):
+def _usable(
+    sources: Sources, records: Iterable[Record], encode: Callable[[Record], Row]
+) -> tuple[list[Row], DropReport]:
+    rows, report = [], DropReport(described(sources))
+    for record in records:
         try:
             rows.append(encode(record))
         except Dropped as reason:
-            report.drop(str(reason), record)
+            report.drop(reason, record)
     report.kept = len(rows)
     report.require_kept(ADVICE)
     return rows, report
@@ -140,35 +88,64 @@ def _usable(path: str, encode: Callable[[Record], Row]) -> tuple[list[Row], Drop
 def _sft_example(record: Record, config: SFTDataConfig, encoder: Encoder) -> SFTExample:
     layout = _sft_format(record, config) if config.format == "auto" else config.format
     if layout == "text":
-        prompt_ids: list[int] = []
+        if config.apply_chat_template:
+            raise Dropped("of plain text, which no chat template takes")
         response = record.text(config.text_key, "data.text_key")
         ids = encoder.response("", [], response, append_eos=config.append_eos)
-    elif layout == "messages":
-        return _conversation(record, config, encoder)
-    else:
-        prompt = Prompt(render(config.prompt_template, instruction(record, config.prompt_key, config)))
-        response = record.text(config.response_key, "data.response_key")
-        return _examples(prompt, (response,), config, encoder)[0]
-    _check(response, len(prompt_ids) + len(ids), config.max_length)
-    return SFTExample(prompt_ids + ids, len(prompt_ids))
+        _check(response, len(ids), config.max_length)
+        return SFTExample(ids, 0)
+    if layout == "messages":
+        key = record.column(config.messages_key, CONVERSATION_COLUMNS)
+        return _conversation(layouts.conversation(record, key, "data.messages_key", config), 0, record, config, encoder)
+    key, answer = _prompt_and_response(record, config)
+    if is_conversation(record.fields.get(answer)):
+        turns = layouts.messages(record, answer, "data.response_key")
+        prompt = layouts.as_messages(layouts.read_prompt(record, key, config), record, config)
+        return _conversation([*prompt, *turns], len(prompt), record, config, encoder)
+    before, response = layouts.read_prompt(record, key, config), record.text(answer, "data.response_key")
+    if isinstance(before, str):
+        return _examples(_Prompt(render(config.prompt_template, before)), (response,), config, encoder)[0]
+    return _conversation([*before, layouts.said("assistant", response)], len(before), record, config, encoder)
+
+
+def _prompt_and_response(record: Record, config: SFTDataConfig) -> tuple[str, str]:
+    """Their columns."""
+    return (
+        record.column(config.prompt_key, layouts.PROMPT_COLUMNS),
+        record.column(config.response_key, layouts.ANSWER_COLUMNS),
+    )
 
 
 def _sft_format(record: Record, config: SFTDataConfig) -> str:
-    if config.messages_key in record.fields:
+    conversation = record.column(config.messages_key, CONVERSATION_COLUMNS)
+    prompt, response = _prompt_and_response(record, config)
+    if record.has(conversation):
         return "messages"
-    if config.text_key in record.fields and config.response_key not in record.fields:
+    if prompt in record.fields and response in record.fields:
+        return "prompt_response"
+    if record.has(config.text_key) and response not in record.fields:
         return "text"
+    if prompt not in record.fields:  # a null is the fault of a row whose layout is known
+        return next(
+            (name for key, name in ((conversation, "messages"), (config.text_key, "text")) if key in record.fields),
+            "prompt_response",
+        )
     return "prompt_response"
 
 
-def _conversation(record: Record, config: SFTDataConfig, encoder: Encoder) -> Conversation:
-    """Tokens of the rendered conversation, turn by turn. Each answer has the tokens that follow its prompt at inference."""
-    messages = _messages(record, config.messages_key, "data.messages_key")
-    turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+def _conversation(
+    messages: list[Message], first: int, record: Record, config: SFTDataConfig, encoder: Encoder
+) -> Conversation:
+    """Tokens of the rendered conversation, turn by turn. Each answer has the tokens that follow its prompt at inference.
+
+    Args:
+        first: number of messages before the first whose answers are learned.
+    """
+    turns = [index for index, message in enumerate(messages) if index >= first and message["role"] == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
         raise Dropped("without an assistant's last turn")
     text, answer, ids, read = "", "", list[int](), list[tuple[int, int]]()
-    chat = partial(encoder.chat, tools=record.fields.get(TOOLS_KEY))
+    chat = partial(encoder.chat, tools=tools(record))
     for turn in turns if config.learn == "all_answers" else turns[-1:]:
         prompt = chat(messages[:turn], add_generation_prompt=True)
         answer = _rendered_answer(prompt, messages[: turn + 1], chat)
@@ -183,46 +160,43 @@ def _conversation(record: Record, config: SFTDataConfig, encoder: Encoder) -> Co
     return Conversation(ids, read[0][1], read[1:])
 
 
-def _pair(record: Record, config: PairDataConfig, encoder: Encoder) -> PreferencePair:
-    prompt, chosen, rejected = _two_answers(record, config, encoder)
+def _pair(record: Record, config: PairDataConfig, encoder: Encoder, unprompted: layouts.Unprompted) -> PreferencePair:
+    sides = layouts.read_pair(record, config, unprompted)
+    (prompt, chosen), (other_prompt, rejected) = (_rendered(side, record, config, encoder) for side in sides)
+    if prompt != other_prompt:
+        raise Dropped("with differing prompts")
     if chosen == rejected:
         raise Dropped("with equal responses")
     preferred, other = _examples(prompt, (chosen, rejected), config, encoder)
     margin, subset = 0.0, ""
     if isinstance(config, PreferenceDataConfig):
-        margin = 0.0 if config.margin_key is None else float(record.get(config.margin_key, "data.margin_key"))
+        margin = 0.0 if config.margin_key is None else _margin(record, config.margin_key)
         subset = "" if config.subset_key is None else str(record.get(config.subset_key, "data.subset_key"))
     return PreferencePair(preferred.token_ids, other.token_ids, margin, preferred.prompt_length, subset)
 
 
-def _judged(record: Record, config: UnpairedDataConfig, encoder: Encoder) -> list[UnpairedExample]:
-    if _is_pair(record, config):
-        pair = _pair(record, config, encoder)
+def _margin(record: Record, key: str) -> float:
+    margin = record.get(key, "data.margin_key")
+    if not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise record.unexpected(key, margin, "a number", "data.margin_key")
+    return float(margin)
+
+
+def _judged(
+    record: Record, config: UnpairedDataConfig, encoder: Encoder, unprompted: layouts.Unprompted
+) -> list[UnpairedExample]:
+    if layouts.is_pair(record, config):
+        pair = _pair(record, config, encoder, unprompted)
         sides = ((pair.chosen, True), (pair.rejected, False))
         return [UnpairedExample(token_ids, pair.prompt_length, desirable) for token_ids, desirable in sides]
-    desirable = record.get(config.label_key, "data.label_key")
-    if not isinstance(desirable, bool):
-        raise UserError(
-            f"{record.where}: {config.label_key!r} holds {type(desirable).__name__}, expected true or false: "
-            "check the file or data.label_key"
-        )
-    if isinstance(record.fields.get(config.completion_key), list):
-        prompt, completion = _last_answer(record, config.completion_key, "data.completion_key", config, encoder)
-    else:
-        prompt = Prompt(render(config.prompt_template, instruction(record, config.prompt_key, config)))
-        completion = record.text(config.completion_key, "data.completion_key")
+    desirable = layouts.read_label(record, config.label_key)
+    prompt, completion = _rendered(layouts.read_judged(record, config), record, config, encoder)
     (example,) = _examples(prompt, (completion,), config, encoder)
     return [UnpairedExample(example.token_ids, example.prompt_length, desirable)]
 
 
-def _is_pair(record: Record, config: UnpairedDataConfig) -> bool:
-    if config.format == "auto":
-        return config.chosen_key in record.fields and config.label_key not in record.fields
-    return config.format != "unpaired"
-
-
 @dataclass(frozen=True)
-class Prompt:
+class _Prompt:
     """The text before an answer, with its template applied."""
 
     text: str
@@ -230,8 +204,22 @@ class Prompt:
     """Whether the text already contains the special tokens."""
 
 
+def _rendered(
+    answered: layouts.Answered, record: Record, config: SupervisedDataConfig, encoder: Encoder
+) -> tuple[_Prompt, str]:
+    """The text of the prompt, and the answer's after it."""
+    prompt, answer = answered
+    if isinstance(prompt, str):
+        assert isinstance(answer, str)
+        return _Prompt(render(config.prompt_template, prompt)), answer
+    assert isinstance(answer, dict)
+    chat = partial(encoder.chat, tools=tools(record))
+    text = chat(prompt, add_generation_prompt=True)
+    return _Prompt(text, by_chat_template=True), _rendered_answer(text, [*prompt, answer], chat)
+
+
 def _examples(
-    prompt: Prompt, responses: Sequence[str], config: SupervisedDataConfig, encoder: Encoder
+    prompt: _Prompt, responses: Sequence[str], config: SupervisedDataConfig, encoder: Encoder
 ) -> list[SFTExample]:
     """One example for each of ``responses`` after the prompt."""
     rendered = prompt.by_chat_template
@@ -244,68 +232,13 @@ def _examples(
     return examples
 
 
-def _two_answers(record: Record, config: PairDataConfig, encoder: Encoder) -> tuple[Prompt, str, str]:
-    """Prompt, chosen and rejected."""
-    sides = ((config.chosen_key, "data.chosen_key"), (config.rejected_key, "data.rejected_key"))
-    if config.format != "hh" and all(isinstance(record.fields.get(key), list) for key, _ in sides):
-        (prompt, chosen), (other_prompt, rejected) = (
-            _last_answer(record, key, setting, config, encoder) for key, setting in sides
-        )
-        if prompt != other_prompt:
-            raise Dropped("with differing prompts")
-        return prompt, chosen, rejected
-    chosen, rejected = (record.text(key, setting) for key, setting in sides)
-    if config.format == "hh" or (config.format == "auto" and config.prompt_key not in record.fields):
-        text, chosen, rejected = _hh_pair(chosen, rejected)
-    else:
-        text = instruction(record, config.prompt_key, config)
-    return Prompt(render(config.prompt_template, text)), chosen, rejected
-
-
-def _last_answer(
-    record: Record, key: str, setting: str, config: PairDataConfig, encoder: Encoder
-) -> tuple[Prompt, str]:
-    """The conversation before the last message under ``key``, which the prompt key may hold, and that message."""
-    messages = _messages(record, key, setting)
-    if messages[0].get("role") == "assistant":
-        before = record.get(config.prompt_key, "data.prompt_key")
-        if isinstance(before, str):
-            before = instruction(record, config.prompt_key, config)
-            messages = [{"role": "user", "content": before}, *messages]
-        else:
-            messages = [*_messages(record, config.prompt_key, "data.prompt_key"), *messages]
-    if messages[-1].get("role") != "assistant":
-        raise Dropped("without an assistant's last turn")
-    chat = partial(encoder.chat, tools=record.fields.get(TOOLS_KEY))
-    prompt = chat(messages[:-1], add_generation_prompt=True)
-    return Prompt(prompt, by_chat_template=True), _rendered_answer(prompt, messages, chat)
-
-
-def _messages(record: Record, key: str, setting: str) -> list[dict[str, Any]]:
-    messages = record.get(key, setting)
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise UserError(f"{record.where}: {key!r} is not a list of messages: check {setting}")
-    return messages
-
-
-def _rendered_answer(prompt: str, messages: list[dict[str, Any]], chat: Callable[..., str]) -> str:
+def _rendered_answer(prompt: str, messages: list[Message], chat: Callable[..., str]) -> str:
     """The last of ``messages`` as the chat template writes it after ``prompt``, the rendering of the earlier messages."""
-    answer = messages[-1]
-    if not str(answer.get("content") or "").strip() and not answer.get("tool_calls"):
-        raise Dropped("with an empty response")
+    layouts.require_content(messages[-1])
     through = chat(messages, add_generation_prompt=False)
     if not through.startswith(prompt):
         raise Dropped("rendered differently with an answer than without")
     return through[len(prompt) :]
-
-
-def _hh_pair(chosen: str, rejected: str) -> tuple[str, str, str]:
-    preferred, other = split_last_answer(chosen), split_last_answer(rejected)
-    if preferred is None or other is None:
-        raise Dropped("without an assistant turn")
-    if preferred[0] != other[0]:
-        raise Dropped("with differing prompts")
-    return preferred[0], preferred[1], other[1]
 
 
 def _check(response: str, length: int, max_length: int) -> None:

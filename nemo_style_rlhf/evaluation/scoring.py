@@ -35,7 +35,7 @@ def build_scorer(config: EvaluationConfig, device: torch.device, columns: Collec
     if function.path and function.weight != 0:  # first, since it runs in other processes
         sources["function"] = FunctionScorer(function, columns), function.weight
     if model.path and model.weight != 0:
-        rendered_by = [checkpoint.path for checkpoint in config.parsed_checkpoints if config.data.format == "messages"]
+        rendered_by = [checkpoint.path for checkpoint in config.parsed_checkpoints if config.data.by_chat_template]
         scorer = RewardModelScorer(
             model, config.model, device, prompt_template=config.data.prompt_template, rendered_by=rendered_by
         )

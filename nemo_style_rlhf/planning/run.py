@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from nemo_style_rlhf.data.prompts import load_prompts
+from nemo_style_rlhf.data.prompts import load_prompts, load_training_prompts
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.planning.actor import plan_actor, plan_engine
@@ -118,11 +118,11 @@ def on_device(plan: ProcessPlan, device: Device) -> int:
 
 def _longest_prompt(config: PlanConfig) -> int | None:
     """Length in tokens of the longest prompt for training or validation; None if there are no prompts yet."""
-    if not config.data.train_path:
+    if not config.data.train_path and not config.data.mixture:
         return None
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     whole = config.algorithm.old_logprobs == "sampler"
-    prompts, _ = load_prompts(config.data.train_path, config.data, tokenizer, whole_distribution=whole)
+    prompts = load_training_prompts(config.data, tokenizer, whole_distribution=whole).rows
     if config.data.val_path:
         prompts += load_prompts(config.data.val_path, config.data, tokenizer)[0]
     return max(len(prompt.token_ids) for prompt in prompts)

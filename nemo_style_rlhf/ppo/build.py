@@ -19,8 +19,8 @@ from nemo_style_rlhf.checkpoint.store import ACTOR, CheckpointStore, Manifest
 from nemo_style_rlhf.critic_service.protocol import Want
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.data.encoding import decode_response
-from nemo_style_rlhf.data.prompts import Prompt, load_prompts
-from nemo_style_rlhf.data.sampling import PromptSampler
+from nemo_style_rlhf.data.mixtures import TrainingRows
+from nemo_style_rlhf.data.prompts import Prompt, load_prompts, load_training_prompts
 from nemo_style_rlhf.data.templates import check_reward_template, check_template
 from nemo_style_rlhf.distributed.ranks import Ranks, require_tensor_parallel
 from nemo_style_rlhf.engine.engine import Engine
@@ -75,9 +75,9 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     store = CheckpointStore(output_dir / "checkpoints", config.checkpoint.keep_last)
     found, saved = _found(whole) if os.environ.get("RANK", "0") == "0" else (None, {})
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    prompts = _load(config.data.train_path, config, tokenizer, learned=True)
-    val_prompts = _load(config.data.val_path, config, tokenizer) if config.data.val_path else []
-    identity = run_identity(config, prompts)
+    training = _training_prompts(config, tokenizer)
+    prompts, val_prompts = training.rows, _validation_prompts(config, tokenizer)
+    identity = run_identity(config, training)
     require_same(saved, identity, whole.run.output_dir)
     total_steps = min(_total_steps(each, len(prompts)) for each in (whole, config))
     if found is not None:
@@ -114,7 +114,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     if ranks.is_first:
         record_start(output_dir, config, after=f"step_{found.step if found else 0:06d}")
     ranks.require_shared(output_dir)
-    sampler = PromptSampler(len(prompts), config.run.seed, config.data.shuffle)
+    sampler = training.sampler(config.run.seed, config.data.shuffle)
     rollouts = _rollout_writer(config, tokenizer) if ranks.is_first and config.tracking.save_rollouts else None
     producer = None
     if generator is not None:
@@ -178,15 +178,16 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     return PPOTrainer(config, parts, session, total_steps=total_steps)
 
 
-def run_identity(config: PPOActorConfig, prompts: list[Prompt] | None = None) -> dict[str, Any]:
-    """Settings that give the weights, optimizer states and data position of a checkpoint their meaning. Without ``prompts``,
+def run_identity(config: PPOActorConfig, training: TrainingRows[Prompt] | None = None) -> dict[str, Any]:
+    """Settings that give the weights, optimizer states and data position of a checkpoint their meaning. Without ``training``,
     those that depend on them are missing. engine.zero_stage and the number of ranks may change, so they are not among them."""
     identity = {
         **lora_identity(config.model), "model.dtype": config.model.dtype, "run.seed": config.run.seed,
         "data.shuffle": config.data.shuffle, "algorithm.staleness": config.algorithm.staleness,
     }  # fmt: skip
-    if prompts is not None:
-        identity["training prompts"] = rows_fingerprint((prompt.prompt_id, prompt.token_ids) for prompt in prompts)
+    if training is not None:
+        fingerprint = rows_fingerprint((prompt.prompt_id, prompt.token_ids) for prompt in training.rows)
+        identity |= {**training.identity, "training prompts": fingerprint}
     return identity
 
 
@@ -222,11 +223,18 @@ def _found(config: PPOActorConfig) -> tuple[Manifest | None, dict[str, Any]]:
     return manifest, saved
 
 
-def _load(
-    path: str, config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, *, learned: bool = False
-) -> list[Prompt]:
-    whole = learned and config.algorithm.old_logprobs == "sampler"
-    prompts, report = load_prompts(path, config.data, tokenizer, whole_distribution=whole)
+def _training_prompts(config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingRows[Prompt]:
+    whole = config.algorithm.old_logprobs == "sampler"
+    training = load_training_prompts(config.data, tokenizer, whole_distribution=whole)
+    for report in training.reports:
+        log.info("%s", report)
+    return training
+
+
+def _validation_prompts(config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    if not config.data.val_path:
+        return []
+    prompts, report = load_prompts(config.data.val_path, config.data, tokenizer)
     log.info("%s", report)
     return prompts
 
@@ -286,7 +294,7 @@ def _scorer(
         want: Want = "rewards" if not values else "both" if weight != 0 else "values"
         sources["critic"] = RemoteCriticScorer(critic, want=want), weight
     if reward.server.weight != 0:
-        rendered = config.data.format == "messages"
+        rendered = config.data.by_chat_template
         digest = tokenizer_digest(tokenizer) if rendered else None
         model = wait_together(ranks, store, partial(served_by, reward.server, log.info, tokenizer_digest=digest))
         server = RewardServerScorer(

@@ -17,7 +17,7 @@ from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import record_end
 from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, RemoteCritic
-from nemo_style_rlhf.data.sampling import PromptSampler, mixed_seed
+from nemo_style_rlhf.data.sampling import Sampler, mixed_seed
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.generation.transfer import OwnWeights
@@ -54,7 +54,7 @@ class Parts:
     experience: ExperienceBuilder
     critic: RemoteCritic | None
     """None if neither the algorithm nor the reward needs the critic process. All ranks query it; only the first changes it."""
-    sampler: PromptSampler
+    sampler: Sampler
     tokenizer: PreTrainedTokenizerBase
     probe: Probe
     metrics: MetricsWriter | None

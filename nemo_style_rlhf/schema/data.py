@@ -1,12 +1,15 @@
 """The prompts of a PPO run, and how they become tokens."""
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.paths import CHECK, data_source
+from nemo_style_rlhf.schema.sources import require_sources
 from nemo_style_rlhf.schema.templates import PLACEHOLDER, chat_template_text, prompt_template_text
 
 PROMPT_FORMATS = ("text", "messages", "hh")
@@ -22,14 +25,27 @@ class PromptTemplateConfig:
     """A Jinja chat template for `messages`: a file (its path, or @path) or the text itself; null uses the tokenizer's own. The
     model is exported with it."""
     input_key: str | None = None
-    """Column whose text, if not empty, follows the prompt after a blank line (`input` of Alpaca); null for none."""
+    """Column whose text, if not empty, follows the prompt after a blank line; null is Alpaca's `input` where the prompt is its
+    `instruction`, unless another setting names that column, and else none."""
     on_template_mismatch: str = "refuse"
     """refuse or warn if the model was trained with another prompt or chat template, or the critic server's reward model with
     another prompt template; SFT may change them and does neither."""
+    prompt_key: str | None = None
+    """Column of the prompt: a text, or a conversation. null finds it by its usual names: `prompt` or Alpaca's `instruction`, and
+    for conversations `messages` or ShareGPT's `conversations`."""
+    apply_chat_template: bool = False
+    """Make prompts that are texts the user's message, for the chat template."""
+    system_key: str | None = None
+    """Column of a system prompt for the chat template, unless the conversation has its own; null is `system` if that is text."""
 
     def validate(self) -> None:
         """Replace both templates by the texts of their files, which thus become part of the configuration."""
         require_choice("data.on_template_mismatch", self.on_template_mismatch, ("refuse", "warn"))
+        if self.apply_chat_template and self.prompt_template is not None:
+            raise UserError(
+                "data.prompt_template is set but data.apply_chat_template=true takes a chat template: set data.chat_template "
+                "instead, or data.apply_chat_template=false"
+            )
         if self.chat_template is not None:
             self.chat_template = chat_template_text(self.chat_template)
         if self.prompt_template is not None:
@@ -48,10 +64,12 @@ class PromptRowsConfig(PromptTemplateConfig):
     """How rows are read as prompts."""
 
     format: str = "text"
-    """text (a string), messages (a list of {role, content}) or hh (an Anthropic-HH transcript). Transcripts, and messages that
-    end with an answer, are cut before it."""
+    """text (a string), messages (a list of {role, content}, or ShareGPT's of {from, value}) or hh (an Anthropic-HH transcript).
+    Transcripts, and conversations that end with an answer, are cut before it. With apply_chat_template text may be either of
+    the first two."""
     prompt_key: str | None = None
-    """Column of the prompt; null is `prompt` for text, `messages` for messages, `chosen` for hh."""
+    """Column of the prompt; null is `prompt` or Alpaca's `instruction` for text, `messages`, ShareGPT's `conversations` or
+    `prompt` for messages, `chosen` for hh."""
     label_key: str | None = None
     """Column of the reference answer, which reward functions get; null for none."""
     sampling_key: str | None = None
@@ -61,9 +79,9 @@ class PromptRowsConfig(PromptTemplateConfig):
     """Maximum tokens of a prompt; longer prompts are dropped and counted, never cut."""
 
     @property
-    def key(self) -> str:
-        """`prompt_key`, or the format's usual one."""
-        return self.prompt_key or {"text": "prompt", "messages": "messages", "hh": "chosen"}[self.format]
+    def by_chat_template(self) -> bool:
+        """Whether a chat template renders the prompts, special tokens included."""
+        return self.format == "messages" or self.apply_chat_template
 
     def validate(self) -> None:
         super().validate()
@@ -79,19 +97,60 @@ class PromptRowsConfig(PromptTemplateConfig):
             raise UserError(
                 "data.prompt_template is set but data.format=messages takes a chat template: set data.chat_template instead"
             )
-        if self.chat_template is not None and self.format != "messages":
+        if self.chat_template is not None and not self.by_chat_template:
             raise UserError(
-                f"data.chat_template is set but data.format={self.format} uses none: set data.format=messages"
+                f"data.chat_template is set but data.format={self.format} uses none: set data.format=messages, or "
+                "data.apply_chat_template=true for prompts that are texts"
             )
 
 
 @dataclass
-class PromptDataConfig(PromptRowsConfig):
-    """Prompts for rollouts: JSONL, JSONL.gz, Parquet, or anything the `datasets` library loads."""
+class MixedSourceConfig:
+    """One source of a mixture."""
 
-    train_path: str = field(default=MISSING, metadata={CHECK: data_source})
-    """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
-    val_path: str | None = field(default=None, metadata={CHECK: data_source})
-    """Held-out prompts, in the same forms; null turns validation rollouts off. They also need algorithm.val_check_interval."""
+    path: Any = field(default=MISSING, metadata={CHECK: data_source})
+    """As data.train_path."""
+    weight: float = 1.0
+    """Its share of the training rows is this, divided by the sum of all weights."""
+
+
+@dataclass
+class TrainingDataConfig:
+    """Where training and validation rows come from."""
+
+    train_path: Any = field(default=None, metadata={CHECK: data_source})
+    """A .jsonl, .json (also .gz) or .parquet file; a pattern of files (`data/*.jsonl`); a folder of data files or written by
+    `datasets`, or a hub name, as `name`, `name:split` or `name:config:split`; or a list of these, read one after the other."""
+    val_path: Any = field(default=None, metadata={CHECK: data_source})
+    """Held-out rows, in the same forms; null turns validation off. In PPO it also needs algorithm.val_check_interval."""
+    mixture: list[MixedSourceConfig] = field(default_factory=list)
+    """Instead of train_path: sources with weights, [{path: a.jsonl, weight: 3}, {path: b.jsonl}]. Every stretch of training rows
+    holds them in these shares; a source that is used up starts again in a new order."""
+
+    def validate_sources(self) -> None:
+        """
+        Raises:
+            UserError: there are no training rows, or two places of them.
+        """
+        if self.train_path is None and not self.mixture:
+            raise UserError("data.train_path is not set: give it on the command line, data.train_path=...")
+        for key, given in (("data.train_path", self.train_path), ("data.val_path", self.val_path)):
+            if given not in (None, ""):  # a plan may have no prompts
+                require_sources(key, given)
+        for number, source in enumerate(self.mixture):
+            require_sources(f"data.mixture[{number}].path", source.path)
+            require(0 < source.weight < math.inf, f"data.mixture[{number}].weight", source.weight, "a number above 0")
+        if self.mixture and self.train_path:
+            raise UserError("data.train_path and data.mixture are both set: set data.train_path=null, or no mixture")
+
+
+@dataclass
+class PromptDataConfig(TrainingDataConfig, PromptRowsConfig):
+    """Prompts for rollouts."""
+
     shuffle: bool = True
     """A new seeded permutation of the training prompts every epoch; validation prompts keep their order."""
+
+    def validate(self) -> None:
+        super().validate()
+        self.validate_sources()

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -13,6 +14,7 @@ from nemo_style_rlhf.schema.data import PromptRowsConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 from nemo_style_rlhf.schema.paths import CHECK, data_source, model_folder
 from nemo_style_rlhf.schema.reward import FunctionRewardConfig
+from nemo_style_rlhf.schema.sources import require_sources
 
 EXPORT_FOLDER = "export"
 
@@ -64,13 +66,14 @@ class EvaluationModelConfig:
 class EvaluationDataConfig(PromptRowsConfig):
     """The prompts that every checkpoint answers."""
 
-    path: str = field(default=MISSING, metadata={CHECK: data_source})
-    """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
+    path: Any = field(default=MISSING, metadata={CHECK: data_source})
+    """A file of rows, a data set, or a list of these, as data.train_path of a PPO run."""
     max_prompts: int = 0
     """Number of prompts, from the first on; 0 for all."""
 
     def validate(self) -> None:
         super().validate()
+        require_sources("data.path", self.path)
         require(self.max_prompts >= 0, "data.max_prompts", self.max_prompts, "a number of prompts, or 0 for all")
 
 

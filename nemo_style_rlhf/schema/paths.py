@@ -2,15 +2,13 @@
 
 import ast
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.sources import EXPECTED_SOURCE, DataSet, matching_files
 
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json")
-_HUB_DATA_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.\-\[\]%]+)?$")
 Check = Callable[[str, Any], str | None]
 """Returns the fault of a value, given the dataclass that holds it; or None."""
 CHECK = "path_check"
@@ -33,6 +31,9 @@ def _problems(node: Any, prefix: str, unread: tuple[str, ...]) -> Iterator[str]:
             continue
         if dataclasses.is_dataclass(value):
             yield from _problems(value, f"{key}.", unread)
+        elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
+            for number, each in enumerate(value):
+                yield from _problems(each, f"{key}[{number}].", unread)
         elif check := field.metadata.get(CHECK):
             for given in [value] if isinstance(value, str) else value or ():
                 if given and (problem := check(given, node)):
@@ -57,14 +58,11 @@ def model_folder(path: str, _: Any = None) -> str | None:
 
 
 def data_source(path: str, _: Any = None) -> str | None:
-    """A file, a folder, or a hub name."""
-    if Path(path).exists() or (may_be_hub_data(path) and not looks_like_a_path(path)):
+    """A file, a pattern of files, a folder, or a hub name."""
+    data_set = DataSet.parse(path)
+    if Path(path).exists() or data_set.is_folder or (data_set.may_be_on_hub and not looks_like_a_path(path)):
         return None
-    return "it does not exist, expected a .jsonl, .jsonl.gz or .parquet file or a `datasets` path"
-
-
-def may_be_hub_data(source: str) -> bool:
-    return bool(_HUB_DATA_NAME.match(source)) and not source.endswith((*JSONL_SUFFIXES, ".parquet"))
+    return None if matching_files(path) else f"it does not exist, expected {EXPECTED_SOURCE}"
 
 
 def config_source(path: str, _: Any = None) -> str | None:

@@ -3,14 +3,12 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from omegaconf import MISSING
-
 from nemo_style_rlhf.algorithms.names import DPO_LOSSES, REWARD_MODEL_LOSSES
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.common import ModelConfig, OptimizerConfig, SchedulerConfig, TrainerRunConfig
-from nemo_style_rlhf.schema.data import PromptTemplateConfig
-from nemo_style_rlhf.schema.paths import CHECK, config_source, data_source
+from nemo_style_rlhf.schema.data import PromptTemplateConfig, TrainingDataConfig
+from nemo_style_rlhf.schema.paths import CHECK, config_source
 from nemo_style_rlhf.schema.tracking import TrackingConfig
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -38,15 +36,9 @@ class SupervisedModelConfig(ModelConfig):
 
 
 @dataclass
-class SupervisedDataConfig(PromptTemplateConfig):
-    """Rows of a supervised stage: JSONL, JSONL.gz, Parquet, or anything the `datasets` library loads."""
+class SupervisedDataConfig(TrainingDataConfig, PromptTemplateConfig):
+    """Rows of a supervised stage."""
 
-    train_path: str = field(default=MISSING, metadata={CHECK: data_source})
-    """A .jsonl, .jsonl.gz or .parquet file, a folder written by `datasets`, or a hub name (`owner/name:split`)."""
-    val_path: str | None = field(default=None, metadata={CHECK: data_source})
-    """Held-out rows, in the same forms; null turns validation off."""
-    prompt_key: str = "prompt"
-    """Column of the prompt. In SFT, rows without it are plain text under response_key or `text`."""
     max_length: int = 1024
     """Maximum tokens of prompt and response together; longer rows are dropped and counted."""
     append_eos: bool = True
@@ -54,6 +46,7 @@ class SupervisedDataConfig(PromptTemplateConfig):
 
     def validate(self) -> None:
         super().validate()
+        self.validate_sources()
         require(self.max_length > 1, "data.max_length", self.max_length, "a number of tokens above 1")
 
 
@@ -62,10 +55,12 @@ class SFTDataConfig(SupervisedDataConfig):
     """Rows of prompt and response (loss on the response), messages (loss on the answers), or plain text (loss on all)."""
 
     format: str = "auto"
-    """auto (by the keys of the first row), prompt_response, text or messages."""
-    response_key: str = "response"
+    """auto (by the columns of each row), prompt_response, text or messages."""
+    response_key: str | None = None
+    """Column of the response, a text or messages; null is `response`, `completion` or Alpaca's `output`."""
     text_key: str = "text"
-    messages_key: str = "messages"
+    messages_key: str | None = None
+    """Column of the conversation; null is `messages` or ShareGPT's `conversations`."""
     learn: str = "all_answers"
     """Turns of a conversation whose tokens are loss tokens: all_answers of the assistant, or only the last_answer."""
 
@@ -73,17 +68,19 @@ class SFTDataConfig(SupervisedDataConfig):
         super().validate()
         require_choice("data.format", self.format, ("auto", "prompt_response", "text", "messages"))
         require_choice("data.learn", self.learn, ("all_answers", "last_answer"))
+        if self.format == "text" and self.apply_chat_template:
+            raise UserError("data.apply_chat_template=true but data.format=text has no prompts: set it to false")
 
 
 @dataclass
 class PairDataConfig(SupervisedDataConfig):
-    """Rows of prompt, chosen and rejected, as texts or as messages (with the conversation under prompt_key, or in both other
-    columns); or of two Anthropic-HH transcripts."""
+    """Rows of prompt, chosen and rejected, as texts or as conversations; without a prompt's column, the beginning that both texts
+    or conversations share is the prompt. Or two Anthropic-HH transcripts."""
 
     FORMATS: ClassVar[tuple[str, ...]] = ("auto", "pairs", "hh")
 
     format: str = "auto"
-    """auto (pairs if rows have prompt_key or messages, else hh), pairs, or hh."""
+    """auto (hh if a row has transcripts and no prompt), pairs, or hh."""
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
 
@@ -111,9 +108,11 @@ class UnpairedDataConfig(PairDataConfig):
 
     format: str = "auto"
     """auto (rows with chosen_key but without label_key are pairs or hh), unpaired, pairs, or hh."""
-    completion_key: str = "completion"
+    completion_key: str | None = None
+    """Column of the completion, a text or messages; null is `completion`, `response` or `output`, or without them the last turn
+    of the conversation."""
     label_key: str = "label"
-    """Column that holds true for a desirable completion, false for an undesirable one."""
+    """Column that holds true or 1 for a desirable completion, false or 0 for an undesirable one."""
 
 
 @dataclass

@@ -10,11 +10,12 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
+from torch.utils.data import Sampler as PositionSampler
 
+from nemo_style_rlhf.data.examples import PreferencePair, SFTExample
 from nemo_style_rlhf.data.ragged import pad, round_up
-from nemo_style_rlhf.data.sampling import PromptSampler
-from nemo_style_rlhf.data.supervised import PreferencePair, SFTExample
+from nemo_style_rlhf.data.sampling import PromptSampler, Sampler
 
 
 class Sized(Protocol):
@@ -84,17 +85,18 @@ class TrainingBatches(Dataset[Batch], Generic[Row, Batch]):
 
     def __init__(
         self, rows: Sequence[Row], collate: Collate, pad_token_id: int, *, batch_size: int, micro_batches: int,
-        steps: int, seed: int, packed: bool = False,
+        steps: int, seed: int, packed: bool = False, sampler: Sampler | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             batch_size: number of rows of an optimizer step.
             micro_batches: number of micro-batches of an optimizer step.
             packed: balance micro-batches by tokens; otherwise group rows of similar length.
+            sampler: the order of ``rows``; None is a new permutation every epoch.
         """
         self.rows, self.collate, self.pad_token_id = rows, collate, pad_token_id
         self.batch_size, self.micro_batches, self.steps, self.packed = batch_size, micro_batches, steps, packed
-        self.sampler = PromptSampler(len(rows), seed)
+        self.sampler = sampler or PromptSampler(len(rows), seed)
         self._parts = lru_cache(maxsize=2)(self._split)
 
     def __len__(self) -> int:
@@ -144,7 +146,7 @@ def even_parts(parts: int, rows: int, ranks: int) -> int:
     return min(round_up(parts, ranks), rows // ranks * ranks)
 
 
-class Positions(Sampler[int]):
+class Positions(PositionSampler[int]):
     """Every ``stride``-th item of ``total`` from ``rank`` on, without the first ``done`` of them, which its length includes."""
 
     def __init__(self, total: int, *, rank: int = 0, stride: int = 1, done: int = 0) -> None:

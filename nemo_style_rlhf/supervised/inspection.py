@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -12,11 +12,14 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from nemo_style_rlhf.data.records import DropReport, read_records
-from nemo_style_rlhf.data.supervised import PreferencePair, SFTExample, load_pairs, load_sft, load_unpaired
+from nemo_style_rlhf.data.examples import PreferencePair, SFTExample
+from nemo_style_rlhf.data.mixtures import load_training_rows
+from nemo_style_rlhf.data.records import DropReport
+from nemo_style_rlhf.data.supervised import load_pairs, load_sft, load_unpaired
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.scalar import sequence_scores
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
+from nemo_style_rlhf.schema.sources import Sources
 
 OPEN, CLOSE, BORDER = "⟦", "⟧", "│"
 SPECIAL_OPEN, SPECIAL_CLOSE = "⟨", "⟩"
@@ -24,7 +27,7 @@ VISIBLE = {" ": "·", "\n": "⏎\n", "\t": "→\t", "\r": "␍"}
 STYLES = {"learned": "bold green", "read": "", "special": "magenta", "border": "bright_black", "heading": "bold"}
 EXCERPT = 200
 """Maximum number of characters shown of a dropped row."""
-Loader = Callable[[str, Any, PreTrainedTokenizerBase], tuple[Sequence[Any], DropReport]]
+Loader = Callable[[Sources, Any, PreTrainedTokenizerBase], tuple[Sequence[Any], DropReport]]
 LOADERS: dict[str, Loader] = {"sft": load_sft, "reward_model": load_pairs, "dpo": load_pairs, "kto": load_unpaired}
 
 
@@ -39,7 +42,7 @@ class Shown:
 
 
 def inspect_data(config: InspectDataConfig) -> None:
-    """Print the first samples of ``data.train_path``, and the dropped rows of each file.
+    """Print the first training samples, and the dropped rows of each source.
 
     Raises:
         UserError: training would refuse the tokenizer or the data.
@@ -48,9 +51,9 @@ def inspect_data(config: InspectDataConfig) -> None:
     console = Console(highlight=False)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     load, data = LOADERS[config.stage], config.stage_data
-    rows, report = load(config.data.train_path, data, tokenizer)
+    training = load_training_rows(data, lambda sources, _: load(sources, data, tokenizer))
     pad_token_id = _pad_token_id(config, tokenizer) if config.stage == "reward_model" else None
-    samples = [_sample(row, config, pad_token_id) for row in rows]
+    samples = [_sample(row, config, pad_token_id) for row in training.rows]
     tokens = TokenTexts(tokenizer)
     console.print(_legend(config.stage), soft_wrap=True)
     for number, texts in enumerate(samples[: config.num_samples], start=1):
@@ -61,7 +64,8 @@ def inspect_data(config: InspectDataConfig) -> None:
             console.print(render(shown, tokens), soft_wrap=not console.is_terminal)
     console.print()
     console.print(Text(_statistics(samples, config.stage)))
-    _print_report(console, report)
+    for report in training.reports:
+        _print_report(console, report)
     if config.data.val_path:
         _, report = load(config.data.val_path, data, tokenizer)
         _print_report(console, report)
@@ -170,22 +174,9 @@ def _statistics(samples: Sequence[Sequence[Shown]], stage: str) -> str:
 def _print_report(console: Console, report: DropReport) -> None:
     dropped = report.dropped.total()
     console.print(Text(f"{report.source}: {report.kept} rows kept, {dropped} dropped"), soft_wrap=True)
-    first = {place for places in report.examples.values() for place in places}
-    rows = {record.where: record.fields for record in _until(report.source, first)} if first else {}
     for reason, count in report.dropped.most_common():
         console.print(Text(f"  {count} {reason}, first of them:", STYLES["heading"]))
-        for place in report.examples[reason]:
-            text = json.dumps(rows[place], ensure_ascii=False, default=str)
+        for record in report.examples[reason]:
+            text = json.dumps(record.fields, ensure_ascii=False, default=str)
             excerpt = text if len(text) <= EXCERPT else f"{text[:EXCERPT]}…"
-            console.print(Text(f"    {place}: {excerpt}"), soft_wrap=True)
-
-
-def _until(source: str, places: set[str]) -> Iterable[Any]:
-    """The records at ``places``."""
-    missing = set(places)
-    for record in read_records(source):
-        if record.where in missing:
-            missing.remove(record.where)
-            yield record
-        if not missing:
-            return
+            console.print(Text(f"    {record.where}: {excerpt}"), soft_wrap=True)

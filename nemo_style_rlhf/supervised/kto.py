@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nemo_style_rlhf.algorithms.preference_loss import kto_loss
-from nemo_style_rlhf.data.supervised import UnpairedExample, load_unpaired
+from nemo_style_rlhf.data.examples import UnpairedExample
+from nemo_style_rlhf.data.supervised import load_unpaired
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel

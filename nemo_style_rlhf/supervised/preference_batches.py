@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_style_rlhf.data.supervised import PreferencePair, SFTExample, UnpairedExample
+from nemo_style_rlhf.data.examples import PreferencePair, SFTExample, UnpairedExample
 from nemo_style_rlhf.schema.supervised import FitConfig
 from nemo_style_rlhf.supervised.batches import SFTBatch, collate_sft, even_parts, parts_within, split
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.preference_loss import reward_model_loss
-from nemo_style_rlhf.data.supervised import PreferencePair, load_pairs
+from nemo_style_rlhf.data.examples import PreferencePair
+from nemo_style_rlhf.data.supervised import load_pairs
 from nemo_style_rlhf.models.loading import load_reward_model
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores, set_reward_statistics

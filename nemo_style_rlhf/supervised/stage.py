@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nemo_style_rlhf.checkpoint.files import storage_errors
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import log_differences, record_end, record_start, require_reachable
+from nemo_style_rlhf.data.mixtures import load_training_rows
 from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
 from nemo_style_rlhf.data.templates import check_template, write_template
@@ -32,6 +33,7 @@ from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import lora_identity, save_adapter
 from nemo_style_rlhf.schema.common import ModelConfig
+from nemo_style_rlhf.schema.sources import Sources
 from nemo_style_rlhf.schema.supervised import ZERO_STAGES, PairDataConfig, SupervisedConfig, SupervisedDataConfig
 from nemo_style_rlhf.supervised.batches import Collate, Positions, TrainingBatches, ValidationBatches, parts_within
 from nemo_style_rlhf.supervised.checkpoints import (
@@ -48,7 +50,7 @@ from nemo_style_rlhf.tracking.metrics import MetricsWriter
 logger = logging.getLogger(__name__)
 RANK_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"))  # torchrun's
 Model = TypeVar("Model", bound=ModelConfig)
-Loader = Callable[[str, Any, PreTrainedTokenizerBase], tuple[Sequence[Any], DropReport]]
+Loader = Callable[[Sources, Any, PreTrainedTokenizerBase], tuple[Sequence[Any], DropReport]]
 
 
 def training_precision(model: Model) -> Model:
@@ -75,8 +77,15 @@ class Stage:
         self.tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         if isinstance(data, PairDataConfig):  # rewards and preferences judge texts as the model writes them
             check_template(config.model.path, data, self.tokenizer)
-        self.train_rows = self._load(load, data.train_path)
-        self.val_rows = self._load(load, data.val_path) if data.val_path else []
+        self.training = load_training_rows(data, lambda sources, _: load(sources, data, self.tokenizer))
+        self.train_rows = self.training.rows
+        self.val_rows: Sequence[Any] = []
+        reports = self.training.reports
+        if data.val_path:
+            self.val_rows, report = load(data.val_path, data, self.tokenizer)
+            reports = [*reports, report]
+        for report in reports:
+            logger.info("%s", report)
         fit = config.trainer
         self.total_steps = fit.max_steps or math.ceil(fit.max_epochs * len(self.train_rows) / fit.batch_size)
         if config.run.dry_run:
@@ -118,11 +127,6 @@ class Stage:
         where = f"in step {done + 1}" if done < self.total_steps else "after the last step"
         return f"stopped {where}; {f'step {saved[-1]} is saved' if saved else 'no step is saved yet'}; the same command goes on"
 
-    def _load(self, load: Loader, path: str) -> Sequence[Any]:
-        rows, report = load(path, self.data, self.tokenizer)
-        logger.info("%s", report)
-        return rows
-
     def _parts_of_a_step(self) -> int:
         """Micro-batches of a step over all ranks: the number that the fullest step needs, used for every step."""
         fit, packed = self.config.trainer, self.config.model.packing
@@ -152,7 +156,7 @@ class Stage:
         """Settings on which the order of micro-batches and the meaning of a checkpoint's weights depend."""
         fit, run = self.config.trainer, self.config.run
         return {
-            **lora_identity(self.config.model),
+            **lora_identity(self.config.model), **self.training.identity,
             "training data": rows_fingerprint(self.train_rows), "trainer.batch_size": fit.batch_size,
             "run.seed": run.seed, "micro-batches per step": self._micro_batches,
             "ranks": self._world_size, "trainer.strategy": fit.strategy,
@@ -168,6 +172,7 @@ class Stage:
             steps=self.total_steps,
             seed=self.config.run.seed,
             packed=self.config.model.packing,
+            sampler=self.training.sampler(self.config.run.seed),
         )
 
     def _validation(self) -> DataLoader[Any] | None:

@@ -1,4 +1,4 @@
-"""The commands that a page of the documentation shows."""
+"""The commands and tables that a page of the documentation shows."""
 
 import re
 from pathlib import Path
@@ -9,3 +9,14 @@ def commands(page: Path) -> list[str]:
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def table_rows(page: Path, first_heading: str) -> list[list[str]]:
+    """The cells of the tables whose first column has this heading."""
+    rows, reads = list[list[str]](), False
+    for line in page.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("|") else []
+        if cells and reads and not cells[0].startswith("---"):
+            rows.append(cells)
+        reads = bool(cells) and (reads or cells[0] == first_heading)
+    return rows

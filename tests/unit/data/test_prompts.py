@@ -76,6 +76,26 @@ def test_the_chat_template_sees_a_rows_tools_and_may_refuse_a_conversation(tmp_p
     assert report.dropped == {"refused by the chat template (no tools)": 1}
 
 
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ 'b' + messages[0].content }}"])
+def test_parts_of_text_are_joined_only_for_a_template_that_knows_none(tmp_path, tokenizer, template):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    path = write(tmp_path / "m.jsonl", [{"messages": [{"role": "user", "content": parts}]}])
+    (prompt,), _ = load_prompts(path, config(format="messages", chat_template=template), tokenizer)
+    assert prompt.text.removeprefix("b") == "ab"
+    knows_parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}c{% endfor %}{% endfor %}"
+    (prompt,), _ = load_prompts(path, config(format="messages", chat_template=knows_parts), tokenizer)
+    assert prompt.text == "acbc"
+
+
+def test_a_turn_that_the_chat_template_leaves_out_is_counted(tmp_path, tokenizer):
+    turns = [{"role": "bot", "content": "a"}, {"role": "user", "content": "b"}]
+    path = write(tmp_path / "m.jsonl", [{"messages": turns}, {"messages": turns[1:]}])
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    prompts, report = load_prompts(path, config(format="messages", chat_template=template), tokenizer)
+    assert [prompt.text for prompt in prompts] == ["b"]
+    assert report.dropped == {"with a turn of the role 'bot', which the chat template leaves out": 1}
+
+
 ROLES = (
     "{% for m in messages %}{{ {'system': 's', 'user': 'u', 'assistant': 'r', 'tool': 't'}[m.role] }}{{ m.content }}"
     "{% endfor %}{% if add_generation_prompt %}r{% endif %}"
@@ -143,15 +163,16 @@ def test_an_instruction_goes_on_in_its_input(tmp_path, tokenizer):
     assert [prompt.metadata for prompt in prompts] == [{"output": "d"}] * 4
 
 
-def test_an_input_that_nothing_reads_is_refused_unless_it_is_empty(tmp_path, tokenizer):
-    empty = [{"instruction": "a", "input": ""}, {"instruction": "b", "input": None}, {"instruction": "c", "input": 3}]
-    path = write(tmp_path / "empty.jsonl", empty)
-    assert len(load_prompts(path, config(prompt_key="instruction"), tokenizer)[0]) == 3
-    path = write(tmp_path / "p.jsonl", [*empty, {"instruction": "a", "input": "b"}])
-    with pytest.raises(UserError, match=r"p\.jsonl line 4 has an 'input' .* set data\.input_key=input"):
-        load_prompts(path, config(prompt_key="instruction"), tokenizer)
-    (*_, last), _ = load_prompts(path, config(prompt_key="instruction", label_key="input"), tokenizer)
-    assert last.label == "b"
+def test_alpacas_input_is_read_unless_another_setting_reads_it(tmp_path, tokenizer):
+    inputs = ["b", "", None, 3]
+    rows = [{"instruction": "a", "input": given, "output": "d"} for given in inputs]
+    for prompt_key in ("instruction", None):
+        prompts, report = load_prompts(write(tmp_path / "p.jsonl", rows), config(prompt_key=prompt_key), tokenizer)
+        assert [prompt.text for prompt in prompts] == ["a\n\nb", "a", "a"]
+        assert [prompt.metadata for prompt in prompts] == [{"output": "d"}] * 3
+        assert report.dropped == {"whose 'input' holds int instead of a string": 1}
+    (first, *_), _ = load_prompts(write(tmp_path / "p.jsonl", rows), config(label_key="input"), tokenizer)
+    assert (first.text, first.label) == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -203,9 +224,14 @@ def test_a_datasets_folder_and_a_parquet_file_read_like_jsonl(tmp_path, tokenize
             "line 1: the last of 'messages' has the role 'model', expected one of system, .* rename the keys and roles",
         ),
         (
-            '{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}\n',
-            {"format": "messages", "prompt_key": "conversations"},
-            "has the role None, expected",
+            '{"conversations": [{"speaker": "human", "text": "a"}]}\n',
+            {"format": "messages"},
+            "a turn of 'conversations' has the keys speaker, text, expected role and content, or from and value",
+        ),
+        (
+            '{"conversations": [{"from": "human", "value": "a"}, {"from": "narrator", "value": "b"}]}\n',
+            {"format": "messages"},
+            "has a turn from 'narrator', expected one of system, human, .*: rename it",
         ),
         (
             '{"prompt": [{"role": "user", "content": "a"}]}\n',

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from nemo_style_rlhf.data.sampling import PromptSampler
+from nemo_style_rlhf.data.sampling import MixtureSampler, PromptSampler
 
 sizes = st.integers(1, 50)
 seeds = st.integers(0, 2**31)
@@ -34,3 +34,36 @@ def test_epochs_and_seeds_differ_and_unshuffled_is_the_files_order():
 def test_no_prompts_is_a_programming_error():
     with pytest.raises(ValueError, match="at least 1"):
         PromptSampler(0, 0)
+
+
+mixtures = st.lists(st.tuples(st.integers(1, 20), st.floats(0.01, 100)), min_size=1, max_size=4)
+
+
+@given(mixtures, seeds, positions, st.integers(0, 100), st.integers(0, 100), st.booleans())
+def test_a_mixture_goes_on_anywhere_as_if_it_had_never_stopped(mixture, seed, position, first, second, shuffle):
+    sizes, weights = zip(*mixture)
+    whole = MixtureSampler(sizes, weights, seed, shuffle).take(position, first + second)
+    resumed = MixtureSampler(sizes, weights, seed, shuffle).take(position + first, second)
+    assert MixtureSampler(sizes, weights, seed, shuffle).take(position, first) + resumed == whole
+
+
+@given(mixtures, seeds, st.integers(1, 30), st.booleans())
+def test_a_mixture_holds_its_shares_to_a_few_rows_and_each_source_once_per_epoch_of_its_own(
+    mixture, seed, blocks, shuffle
+):
+    sizes, weights = zip(*mixture)
+    rows = MixtureSampler(sizes, weights, seed, shuffle).take(0, blocks * MixtureSampler.BLOCK)
+    start = 0
+    for size, weight in mixture:
+        drawn = [row - start for row in rows if start <= row < start + size]
+        assert abs(len(drawn) - weight / sum(weights) * len(rows)) <= len(mixture)
+        for epoch in range(len(drawn) // size):
+            assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(size))
+        start += size
+
+
+def test_a_mixtures_order_depends_on_the_seed_and_unshuffled_takes_turns():
+    orders = [MixtureSampler([50, 50], [1, 1], seed).take(0, 64) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert MixtureSampler([2, 4], [1, 3], 0, shuffle=False).take(0, 8) == [2, 0, 3, 4, 5, 1, 2, 3]
+    assert MixtureSampler([2, 4], [1, 3], 0).epoch(12) == 2

@@ -111,7 +111,7 @@ ANSWERS = {"output": "c", "chosen": "c", "rejected": "a", "completion": "c", "la
     ("load", "changes"),
     [
         (sft, {"response_key": "output"}),
-        (sft, {"response_key": "output", "format": "prompt_response"}),
+        (sft, {"format": "prompt_response", "response_key": "output"}),
         (pairs, {}),
         (unpaired, {"format": "pairs"}),
         (unpaired, {}),
@@ -119,22 +119,18 @@ ANSWERS = {"output": "c", "chosen": "c", "rejected": "a", "completion": "c", "la
     ids=["sft", "prompt_response", "pairs", "pairs judged", "judged"],
 )
 def test_an_instruction_goes_on_in_its_input(tmp_path, tokenizer, load, changes):
-    keys = {"prompt_key": "instruction", **changes}
-    with pytest.raises(UserError, match=r"line 1 has an 'input' .* set data\.input_key=input"):
-        load(tmp_path, tokenizer, ALPACA | ANSWERS, **keys)
-    (without, *_), _ = load(tmp_path, tokenizer, ALPACA | ANSWERS | {"input": ""}, **keys)
+    (without, *_), _ = load(tmp_path, tokenizer, ALPACA | ANSWERS | {"input": ""}, **changes)
     assert without[0] == [BOS, A, C, EOS]
     unknown = 28  # a line break of the blank line between them
-    (joined, *_), _ = load(tmp_path, tokenizer, ALPACA | ANSWERS, **keys, input_key="input")
-    assert joined[0] == [BOS, A, unknown, unknown, B, C, EOS]
+    for keys in ({}, {"prompt_key": "instruction"}, {"prompt_key": "instruction", "input_key": "input"}):
+        (joined, *_), _ = load(tmp_path, tokenizer, ALPACA | ANSWERS, **keys, **changes)
+        assert joined[0] == [BOS, A, unknown, unknown, B, C, EOS]
 
 
 def test_an_instruction_before_messages_goes_on_in_its_input(tmp_path, tokenizer):
     tokenizer.chat_template = ENDING_TURNS
     row = ALPACA | {"chosen": [said("assistant", "b")], "rejected": [said("assistant", "c")]}
-    with pytest.raises(UserError, match=r"set data\.input_key=input"):
-        pairs(tmp_path, tokenizer, row, prompt_key="instruction")
-    found, _ = pairs(tmp_path, tokenizer, row, prompt_key="instruction", input_key="input")
+    found, _ = pairs(tmp_path, tokenizer, row)
     assert found == [([BOS, A, 28, 28, B, 27, B, EOS], [BOS, A, 28, 28, B, 27, C, EOS], 0.0)]
 
 
@@ -189,7 +185,7 @@ def test_conversations_that_are_no_pairs_are_dropped_and_counted(tmp_path, token
     assert len(found) == 1
     reasons = ("with differing prompts", "without an assistant's last turn", "with an empty response")
     assert report.dropped == dict.fromkeys(reasons, 1)
-    with pytest.raises(UserError, match=r"'chosen' is not a list of messages: check data\.chosen_key"):
+    with pytest.raises(UserError, match=r"'chosen' is not a list of messages: check the file or data\.chosen_key"):
         pairs(tmp_path, tokenizer, {"chosen": ["b"], "rejected": ["c"]})
 
 
@@ -230,8 +226,12 @@ def test_judged_answers_that_cannot_be_learned_are_dropped_and_counted(tmp_path,
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"prompt": "a", "completion": "b", "label": "yes"}, "line 1: 'label' holds str, expected true or false"),
-        ({"prompt": "a", "completion": "b", "label": 1}, "'label' holds int, expected true or false"),
+        (
+            {"prompt": "a", "completion": "b", "label": "yes"},
+            "line 1: 'label' holds 'yes', expected true or false, or 1 or 0",
+        ),
+        ({"prompt": "a", "completion": "b", "label": 2}, "'label' holds 2, expected true or false"),
+        ({"prompt": "a", "completion": "b", "label": None}, "'label' holds NoneType, expected true or false"),
         ({"prompt": "a", "completion": "b"}, "no key 'label' .*: set data.label_key"),
         ({"prompt": "a", "label": True}, "no key 'completion' .*: set data.completion_key"),
         ({"prompt": "a", "completion": 3, "label": True}, "'completion' holds int, expected a string"),

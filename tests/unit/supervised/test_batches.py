@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from nemo_style_rlhf.data.supervised import PreferencePair, SFTExample
+from nemo_style_rlhf.data.examples import PreferencePair, SFTExample
 from nemo_style_rlhf.models.scalar import ScalarModel
 from nemo_style_rlhf.schema.supervised import SupervisedEngineConfig
 from nemo_style_rlhf.supervised.batches import (

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nemo_style_rlhf.data.supervised import SFTExample
+from nemo_style_rlhf.data.examples import SFTExample
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.inspection import STAGES, InspectDataConfig, InspectedDataConfig
 from nemo_style_rlhf.supervised.batches import collate_sft

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_style_rlhf.algorithms.preference_loss import dpo_loss, kto_loss
-from nemo_style_rlhf.data.supervised import PreferencePair, UnpairedExample
+from nemo_style_rlhf.data.examples import PreferencePair, UnpairedExample
 from nemo_style_rlhf.schema.supervised import DPOConfig, FitConfig, KTOConfig
 from nemo_style_rlhf.supervised.batches import TrainingBatches, ValidationBatches
 from nemo_style_rlhf.supervised.dpo import DPOModule

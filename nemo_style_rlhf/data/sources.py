@@ -1,0 +1,184 @@
+"""Reads rows from JSONL files and JSON arrays (plain or gzip), Parquet, and everything that the `datasets` library loads."""
+
+import gzip
+import io
+import itertools
+import json
+import logging
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from nemo_style_rlhf.data.records import Record
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.sources import EXPECTED_SOURCE, JSON_SUFFIXES, DataSet, Sources, matching_files, names_of
+
+log = logging.getLogger(__name__)
+HUB_TIMEOUT_S = 5.0
+
+
+def read_records(sources: Sources) -> Iterator[Record]:
+    """The rows of ``sources`` in their order, numbered through.
+
+    Args:
+        sources: one or several of: a JSON or Parquet file, a pattern of files, a folder written by ``datasets`` or one with data
+            files, a hub name; the latter two as ``name``, ``name:split`` or ``name:config:split``.
+
+    Raises:
+        UserError: a file or data set does not exist, or a line, which is named, is not a JSON object.
+    """
+    rows = itertools.chain.from_iterable(_rows(name) for name in names_of(sources))
+    for index, (where, fields) in enumerate(rows):
+        yield Record(index, where, fields)
+
+
+def described(sources: Sources) -> str:
+    """The name of ``sources`` in reports."""
+    return ", ".join(names_of(sources))
+
+
+def _rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Position and fields of each row."""
+    path = Path(name)
+    if path.is_file():
+        yield from _file_rows(path)
+        return
+    data_set = DataSet.parse(name)
+    if data_set.is_folder or data_set.may_be_on_hub:
+        for index, row in enumerate(_data_set(name, data_set)):
+            yield f"{name} row {index}", dict(row)
+    elif files := matching_files(name):
+        for file in files:
+            yield from _file_rows(Path(file))
+    else:
+        raise UserError(f"{name} does not exist: expected {EXPECTED_SOURCE}")
+
+
+def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if path.name.endswith(JSON_SUFFIXES):
+        return _json_rows(path)
+    return ((f"{path} row {index}", dict(row)) for index, row in enumerate(_built(str(path), _load_file, path)))
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    compressed = path.suffix == ".gz"
+    try:
+        with gzip.open(path) if compressed else path.open("rb") as raw:
+            text = io.TextIOWrapper(raw, encoding="utf-8-sig")  # type: ignore[type-var]
+            is_array = path.name.removesuffix(".gz").endswith(".json") and _first_character(text) == "["
+            yield from _array(text, path) if is_array else _lines(text, path)
+    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+        kind = "gzip-compressed UTF-8" if compressed else "UTF-8"
+        raise UserError(f"{path} cannot be read as {kind} ({error}): write the file again") from error
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): change its permissions") from error
+
+
+def _first_character(text: TextIO) -> str:
+    """The first character of ``text`` that is no white space."""
+    first = next((line.lstrip()[0] for line in text if line.strip()), "")
+    text.seek(0)
+    return first
+
+
+def _lines(lines: TextIO, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{where} is not valid JSON ({error.msg} at column {error.colno}): expected one object per line"
+                ) from error
+            yield where, _object(row, where, "one JSON object per line")
+
+
+def _array(text: TextIO, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        rows = json.load(text)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path} line {error.lineno} is not valid JSON ({error.msg} at column {error.colno}): expected an array of objects"
+        ) from error
+    for index, row in enumerate(rows):
+        where = f"{path} row {index}"
+        yield where, _object(row, where, "an array of JSON objects")
+
+
+def _object(row: Any, where: str, expected: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise UserError(f"{where} holds {type(row).__name__}, expected {expected}")
+    return row
+
+
+def _data_set(name: str, data_set: DataSet) -> Any:
+    folder = Path(data_set.name)
+    if any((folder / file).is_file() for file in ("dataset_info.json", "dataset_dict.json", "state.json")):
+        return _built(name, _load_saved, data_set)
+    return _built(name, _load_built, data_set)
+
+
+def _load_file(path: Path) -> Any:
+    import datasets
+
+    return datasets.load_dataset(path.suffix.lstrip("."), data_files=str(path), split="train")
+
+
+def _load_saved(data_set: DataSet) -> Any:
+    """What ``save_to_disk`` wrote: one table, or several by split."""
+    import datasets
+
+    saved = datasets.load_from_disk(data_set.name)
+    if data_set.config is not None:
+        raise ValueError("it was written by save_to_disk, which knows no configurations")
+    if not isinstance(saved, datasets.DatasetDict):
+        if data_set.split is not None:
+            raise ValueError("it was written by save_to_disk as one table, without splits")
+        return saved
+    split = data_set.split or "train"
+    if split not in saved:
+        raise ValueError(f"it has no split {split} but {', '.join(saved)}")
+    return saved[split]
+
+
+def _load_built(data_set: DataSet) -> Any:
+    import datasets
+
+    if not data_set.is_folder and not datasets.config.HF_HUB_OFFLINE and not _hub_answers():
+        log.info("%s does not answer: only its cached data sets are read", datasets.config.HF_ENDPOINT)
+        datasets.config.HF_HUB_OFFLINE = True  # the library would try again for half a minute
+    return datasets.load_dataset(data_set.name, data_set.config, split=data_set.split or "train")
+
+
+def _hub_answers() -> bool:
+    import datasets
+
+    try:
+        urllib.request.urlopen(datasets.config.HF_ENDPOINT, timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # the library has its own certificates
+    except OSError:
+        return False
+    return True
+
+
+def _built(name: str, load: Any, source: Any) -> Any:
+    """``load(source)``, with the faults of a user's data set as one sentence."""
+    import datasets  # heavy, and most runs read JSON
+
+    try:
+        return load(source)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        first, then = [*str(error).splitlines(), "", ""][:2]
+        named = then if "available" in then else ""  # the configurations there are
+        reason = f"{first or type(error).__name__} {named}".strip().rstrip(".")
+        raise UserError(
+            f"{name} cannot be loaded as a data set ({reason}): expected {EXPECTED_SOURCE}, as name, name:split or "
+            "name:config:split"
+        ) from error

@@ -1,0 +1,149 @@
+"""Turns of a conversation, in the layouts in which they are published, as messages for a chat template."""
+
+import json
+from typing import Any
+
+from nemo_style_rlhf.data.records import Dropped, Record
+
+Message = dict[str, Any]
+"""A turn: its role, its content, and perhaps tool calls."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment")
+"""Roles that a turn of a conversation may have."""
+BEFORE_THE_USER = ("system", "developer")
+OF_AN_ANSWER = ("assistant", *ROLES[4:])
+"""Roles of the turns of which an answer consists: the assistant's, and the tools' between them."""
+SPEAKERS = {
+    "system": ("system",),
+    "user": ("human", "user"),
+    "assistant": ("gpt", "chatgpt", "assistant", "model", "bot", "bard", "bing", "function_call", "tool_call"),
+    "tool": ("tool", "tool_response", "function_response", "function", "observation"),
+}
+"""Names that ShareGPT's `from` has for each role."""
+_ROLE_OF = {speaker: role for role, speakers in SPEAKERS.items() for speaker in speakers}
+CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
+"""Columns of conversations where no setting names one."""
+TOOLS_KEY = "tools"
+"""Key, in a row with messages, of the tools that the conversation may call, for the chat template."""
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether ``value`` holds turns rather than text."""
+    return isinstance(value, list | dict)
+
+
+def said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def messages(record: Record, key: str, setting: str) -> list[Message]:
+    """The conversation under ``key``: turns of `role` and `content` or of ShareGPT's `from` and `value`, a single such turn, or
+    lists of roles and contents, as which some data sets store their turns.
+
+    Raises:
+        Dropped: it is no conversation, or a turn has no text or an unknown speaker.
+    """
+    value = record.get(key, setting)
+    turns = _rows_of(value) if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        reason = f"whose {key!r} is null" if value is None else f"whose {key!r} is not a list of messages"
+        raise Dropped(reason, f"{record.where}: {key!r} is not a list of messages: check the file or {setting}")
+    return [_message(turn, record, key) for turn in turns]
+
+
+def _rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """The turns of a dict of lists; a dict of values is one turn."""
+    lists = {name: values for name, values in columns.items() if isinstance(values, list)}
+    if not lists.keys() & {"role", "from"}:
+        return [columns]
+    lengths = {len(values) for values in lists.values()}
+    if len(lengths) != 1:
+        raise Dropped("with unequal numbers of roles and contents")
+    return [{name: values[turn] for name, values in lists.items()} for turn in range(*lengths)]
+
+
+def _message(turn: dict[str, Any], record: Record, key: str) -> Message:
+    # `datasets` fills keys that other turns have with nulls, which some templates take for values.
+    given = {name: value for name, value in turn.items() if value is not None or name == "content"}
+    if "role" not in given and "from" in given:
+        speaker = given.pop("from")
+        given = {"role": _ROLE_OF.get(str(speaker).strip().lower()), **given}
+        if given["role"] is None:
+            raise Dropped(
+                f"with a turn from {speaker!r}",
+                f"{record.where}: {key!r} has a turn from {speaker!r}, expected one of {', '.join(_ROLE_OF)}: rename it",
+            )
+    if "role" not in given:
+        there = ", ".join(given) or "none"
+        raise Dropped(
+            "with a turn without a role",
+            f"{record.where}: a turn of {key!r} has the keys {there}, expected role and content, or from and value: rename them",
+        )
+    if given.get("content") is None and "value" in given:
+        given["content"] = given.pop("value")
+    if given.get("content") is None and given.get("tool_calls"):
+        return given
+    if not (isinstance(given.get("content"), str) or is_parts(given.get("content"))):
+        raise Dropped("with a turn that is not text")
+    return given
+
+
+def is_parts(content: Any) -> bool:
+    """Whether ``content`` is a list of parts of text."""
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    )
+
+
+def plain_text(message: Message) -> str:
+    """The text of a turn, its parts joined; empty for a turn of tool calls alone."""
+    content = message.get("content")
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
+def require_known_speaker(turns: list[Message], record: Record, key: str) -> None:
+    """
+    Raises:
+        Dropped: the role of the last turn does not say whether it is an answer.
+    """
+    if (role := turns[-1].get("role")) not in ROLES:
+        raise Dropped(
+            f"with the role {role!r} in the last turn",
+            f"{record.where}: the last of {key!r} has the role {role!r}, expected one of {', '.join(ROLES)}: rename "
+            "the keys and roles of its turns, or an answer would be read as a part of the prompt",
+        )
+
+
+def without_last_answer(turns: list[Message]) -> list[Message]:
+    """``turns`` without the answer at their end; all of them if they do not end with an answer.
+
+    An answer consists of the assistant's last turns and the tools' turns between them.
+
+    Raises:
+        Dropped: only system turns precede the answer.
+    """
+    end = len(turns)
+    if turns[-1].get("role") == "assistant":
+        while end and turns[end - 1].get("role") in OF_AN_ANSWER:
+            end -= 1
+        if all(turn.get("role") in BEFORE_THE_USER for turn in turns[:end]):
+            raise Dropped("without a turn before the answer")
+    return turns[:end]
+
+
+def tools(record: Record) -> list[dict[str, Any]] | None:
+    """The row's tools as JSON schemas; data sets often store them as a JSON text.
+
+    Raises:
+        Dropped: they are no list of objects.
+    """
+    given = record.fields.get(TOOLS_KEY)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except json.JSONDecodeError as error:
+            raise Dropped(f"whose {TOOLS_KEY!r} is not JSON") from error
+    if not given:
+        return None
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise Dropped(f"whose {TOOLS_KEY!r} is not a list of objects")
+    return given
