@@ -23,8 +23,9 @@ from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
-from nemo_style_rlhf.models.loading import load_causal_lm, load_reward_model, load_tokenizer
+from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.models.scalar_loading import load_scalar_model
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 
@@ -45,7 +46,7 @@ def main() -> None:
     init_distributed(setup(RunConfig(output_dir="", num_threads=arguments.threads)))
     policy_config = ModelConfig(str(arguments.models / "policy"), dtype=arguments.dtype, compile=arguments.compile)
     policy = PolicyModel(load_causal_lm(policy_config), temperature=1.0, compile_backbone=arguments.compile)
-    critic = load_reward_model(ModelConfig(str(arguments.models / "reward"), dtype=arguments.dtype))
+    critic = load_scalar_model(ModelConfig(str(arguments.models / "reward"), dtype=arguments.dtype))
     if arguments.compile:
         critic.hf.base_model.compile(dynamic=True)
     prompts = read_prompts(arguments.models, arguments.samples)

@@ -2,6 +2,9 @@
 
     .venv-actor/bin/python examples/quickstart/run.py --seed 1234
 
+With ``--reward function``, examples/quickstart/pleasant.py rewards PPO instead of the reward model, and the critic starts from the
+SFT model with a new head.
+
 Everything is made here, nothing is downloaded. Results: outputs/quickstart/summary.json and curves.png.
 """
 
@@ -93,13 +96,14 @@ class Judged:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--reward", choices=["model", "function"], default="model")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "quickstart")
     arguments = parser.parse_args()
     output_dir = arguments.output_dir.resolve()
-    run_example(lambda pipeline: quickstart(pipeline, output_dir, arguments.seed), output_dir)
+    run_example(lambda pipeline: quickstart(pipeline, output_dir, arguments.seed, arguments.reward), output_dir)
 
 
-def quickstart(pipeline: Pipeline, output_dir: Path, seed: int) -> None:
+def quickstart(pipeline: Pipeline, output_dir: Path, seed: int, reward: str) -> None:
     """All stages; everything is written below ``output_dir``."""
     started = time.monotonic()
     data, sft, reward_model = output_dir / "data", output_dir / "sft", output_dir / "reward_model"
@@ -121,12 +125,12 @@ def quickstart(pipeline: Pipeline, output_dir: Path, seed: int) -> None:
     before = judge(sft / "export", output_dir, seed)
     say("PPO: critic server and actor")
     files = {"data.train_path": data / "prompts_train.jsonl", "data.val_path": data / "prompts_validation.jsonl"}
-    ppo_seconds = train_ppo(
-        pipeline,
-        {**CRITIC, **common, "model.path": reward_model / "export"},
-        {**ACTOR, **common, **files, "model.path": sft / "export"},
-        output_dir,
-    )
+    critic = {**CRITIC, **common, "model.path": reward_model / "export"}
+    actor = {**ACTOR, **common, **files, "model.path": sft / "export"}
+    if reward == "function":
+        critic |= {"model.path": sft / "export", "critic.combine_rm_and_critic_server": "false"}
+        actor |= {"reward": "function", "reward.function.path": Path(__file__).parent / "pleasant.py"}
+    ppo_seconds = train_ppo(pipeline, critic, actor, output_dir)
     say(f"  {ppo_seconds:.0f} s")
     after = judge(output_dir / "actor" / "export", output_dir, seed)
 

@@ -124,7 +124,7 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
     """The critic process's service, or on ranks after the first the group that they follow; checkpoints go below ``output_dir``.
 
     Raises:
-        UserError: the checkpoint is missing or is no reward model with one label.
+        UserError: a checkpoint is missing or unsuitable.
     """
     if os.environ.get("RANK", "0") == "0":
         log_differences(output_dir, config)
@@ -141,7 +141,8 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
         "model.lora.alpha": config.model.lora.alpha,
         "critic.normalize_rewards": config.critic.normalize_rewards,  # its values are on the rewards' scale
         "trained parameters": worker.trained,
-        "reward model": worker.identity.model_digest,
+        **({} if worker.reward is None else {"reward model": worker.identity.model_digest}),
+        "start": worker.start_digest,
     }
     store = CriticCheckpointStore(output_dir, described)
     record_start(output_dir, config, after=store.last_committed or "step_000000")

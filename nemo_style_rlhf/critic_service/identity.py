@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_style_rlhf.critic_service.protocol import Limits
 from nemo_style_rlhf.data.templates import read_template
 from nemo_style_rlhf.models.digests import module_digest, tokenizer_digest
-from nemo_style_rlhf.models.scalar import ScalarModel
+from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel, max_positions
 
 MAX_LENGTH_WITHOUT_A_LIMIT = 2**20
 
@@ -29,7 +30,7 @@ class Identity:
     @classmethod
     def of(
         cls,
-        model: ScalarModel,
+        models: Sequence[ScalarModel | PooledModel],
         tokenizer: PreTrainedTokenizerBase,
         *,
         path: str,
@@ -38,17 +39,18 @@ class Identity:
     ) -> "Identity":
         """
         Args:
-            path: folder of the model and of the note about its templates.
+            models: the reward model, the critic, or both in this order; a sequence must suit all.
+            path: folder with the note about templates.
             max_length: the configured limit in tokens; 0 takes the model's own.
             decisive: all settings that decide the numbers.
         """
-        of_model = getattr(model.hf.config, "max_position_embeddings", None)
-        limits = [limit for limit in (max_length, of_model) if limit]
+        of_models = [max_positions(model.hf) for model in models]
+        limits = [limit for limit in (max_length, *of_models) if limit]
         return cls(
-            model_digest=module_digest(model),
+            model_digest=module_digest(models[0]),
             config_digest=hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest(),
             tokenizer_digest=tokenizer_digest(tokenizer),
-            vocab_size=model.hf.get_input_embeddings().num_embeddings,
+            vocab_size=min(model.hf.get_input_embeddings().num_embeddings for model in models),
             max_length=min(limits, default=MAX_LENGTH_WITHOUT_A_LIMIT),
             templates=read_template(path),
         )

@@ -9,7 +9,7 @@ from nemo_style_rlhf.critic_service.protocol import InferRequest
 from nemo_style_rlhf.critic_service.worker_group import Message, WorkerGroup
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.models.host_copy import HostCopy
-from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores
+from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel
 from nemo_style_rlhf.transport.messages import Array
 
 
@@ -24,8 +24,9 @@ class RewardModel:
     """Handles :class:`Score`. Not thread-safe: one message at a time."""
 
     def __init__(
-        self, model: ScalarModel, text: RewardText, batches: Batches, group: WorkerGroup, *, offload: bool = False
-    ) -> None:
+        self, model: ScalarModel | PooledModel, text: RewardText, batches: Batches, group: WorkerGroup, *,
+        offload: bool = False,
+    ) -> None:  # fmt: skip
         """
         Args:
             text: turns texts into sequences.
@@ -52,10 +53,7 @@ class RewardModel:
             if not counts:
                 continue
             token_ids, attention_mask = self._batches.inputs(request, rows)
-            scores = self._model(token_ids, attention_mask)[: len(rows)]
-            row_lengths = torch.tensor([lengths[row] for row in rows], device=scores.device)
-            pooled = sequence_scores(scores, token_ids[: len(rows)], row_lengths, self._batches.pad_token_id)
-            rewards[rows] = pooled.float().cpu()
+            rewards[rows] = self._model.rewards(token_ids, attention_mask)[: len(rows)].cpu()
         return self._group.sum(rewards).numpy()
 
     def rest(self) -> None:

@@ -17,7 +17,9 @@ from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.templates import read_template
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
+from nemo_style_rlhf.models.loading import load_tokenizer
+from nemo_style_rlhf.models.scalar import PooledModel
+from nemo_style_rlhf.models.scalar_loading import load_reward_model
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.transport.messages import Array
 
@@ -39,14 +41,16 @@ def reward_handler(text: RewardText, group: WorkerGroup, limits: protocol.Limits
 def load_reward_server(config: RewardServerProcessConfig, device: torch.device, _: Path) -> Service:
     """
     Raises:
-        UserError: the checkpoint is missing or is no reward model with one label, or there are several ranks.
+        UserError: the checkpoint is missing or is no reward model, or there are several ranks.
     """
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(f"a reward server is one rank, WORLD_SIZE is {ranks}: start several servers instead")
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    model = load_reward_model(config.model, normalize=config.reward.normalize_rewards)
+    model = load_reward_model(
+        config.model, normalize=config.reward.normalize_rewards, label_weights=config.reward.label_weights
+    )
     identity = Identity.of(
-        model,
+        [model],
         tokenizer,
         path=config.model.path,
         max_length=config.reward.max_length,
@@ -62,7 +66,9 @@ def load_reward_server(config: RewardServerProcessConfig, device: torch.device, 
         pad_token_id=model.hf.config.pad_token_id,
         device=device,
     )
-    text = RewardText(config.model.path, tokenizer, append_eos=config.reward.append_eos)
+    text = RewardText(
+        config.model.path, tokenizer, append_eos=config.reward.append_eos, as_pair=isinstance(model, PooledModel)
+    )
     group, gate, limits = WorkerGroup(), Gate(), identity.limits(config.server.max_request_bytes)
     reward = RewardModel(model, text, batches, group)
     handlers = {protocol.REWARD_INFER: reward_handler(reward.text, group, limits, gate)}

@@ -24,8 +24,12 @@ from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.export import export_engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.engine.steps import OptimizerStep, TokenMeans, optimizer_steps
-from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.digests import module_digest, tokenizer_digest
+from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora
+from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel
+from nemo_style_rlhf.models.scalar_loading import load_critic, load_reward_model
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.transport.messages import Array
 
@@ -100,14 +104,14 @@ class CriticWorker:
     """
 
     def __init__(self, config: PPOCriticConfig, device: torch.device, *, should_stop: Callable[[], bool]) -> None:
-        """Load the reward model as the critic, and once more as itself.
+        """Load the reward model, if it is served, and the model from which the critic starts.
 
         Args:
             should_stop: asked between the micro-batches of a train step. No message carries it: each rank has its own, and
                 only the one of the first rank ever says yes.
 
         Raises:
-            UserError: the checkpoint is missing or is no reward model with one label.
+            UserError: a checkpoint is missing or unsuitable.
         """
         self.config = config
         self.group = WorkerGroup()
@@ -122,28 +126,34 @@ class CriticWorker:
                 Export: self._export,
             }
         )
-        self.tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        critic = load_reward_model(config.model, normalize=config.critic.normalize_rewards)
+        self.reward: RewardModel | None = None
+        self._start = config.critic_start
+        self.tokenizer = load_tokenizer(self._start.path, trust_remote_code=config.model.trust_remote_code)
+        served = self._served_reward_model()
+        critic = load_critic(
+            self._start, seed=config.run.seed, normalize=config.critic.normalize_rewards,
+            label_weights=config.critic.label_weights if config.critic.path is None else None,
+        )  # fmt: skip
         self.identity = Identity.of(
-            critic,
+            [critic] if served is None else [served, critic],
             self.tokenizer,
             path=config.model.path,
             max_length=config.critic.max_length,
             decisive=_decisive(config),
         )
+        self.start_digest = module_digest(critic)
+        """SHA-256 over the weights from which the critic starts."""
         self.batches = Batches(
             micro_batch_tokens=config.engine.micro_batch_tokens,
             row_multiple=config.engine.row_multiple,
             pad_token_id=critic.hf.config.pad_token_id,
             device=device,
         )
-        self.reward: RewardModel | None = None
-        if config.critic.combine_rm_and_critic_server:
+        if served is not None:
             text = RewardText(config.model.path, self.tokenizer, append_eos=config.critic.append_eos)
             offload = config.critic.offload_reward_model
-            model = load_reward_model(config.model, normalize=config.critic.normalize_rewards)
-            self.reward = RewardModel(model, text, self.batches, self.group, offload=offload)
-        add_lora(critic.hf, config.model)
+            self.reward = RewardModel(served, text, self.batches, self.group, offload=offload)
+        add_lora(critic.hf, self._start)
         self.trained = sum(parameter.numel() for parameter in critic.parameters() if parameter.requires_grad)
         """Parameters that learn."""
         if config.model.gradient_checkpointing:
@@ -156,6 +166,33 @@ class CriticWorker:
         self._files: Future[None] = Future()
         self._should_stop = should_stop
         self.engine.eval()
+
+    def _served_reward_model(self) -> ScalarModel | None:
+        """The reward model, on the CPU, if this process is to serve one.
+
+        Raises:
+            UserError: it gives no score per token, or its tokenizer is not the critic's.
+        """
+        config, path = self.config.critic, self.config.model.path
+        if not config.combine_rm_and_critic_server:
+            return None
+        model = load_reward_model(
+            self.config.model, normalize=config.normalize_rewards, label_weights=config.label_weights
+        )
+        if isinstance(model, PooledModel):
+            raise UserError(
+                f"the reward model {path} is an encoder ({type(model.hf).__name__}), which gives no score per token: serve it "
+                "with servers/serve_reward_model.py, and a critic from another model with "
+                "critic.combine_rm_and_critic_server=false"
+            )
+        if config.path is not None:
+            its = load_tokenizer(path, trust_remote_code=self.config.model.trust_remote_code)
+            if tokenizer_digest(its) != tokenizer_digest(self.tokenizer):
+                raise UserError(
+                    f"critic.path={config.path} and the reward model {path} have different tokenizers: serve the reward model "
+                    "with servers/serve_reward_model.py, which reads text, and set critic.combine_rm_and_critic_server=false"
+                )
+        return model
 
     @torch.no_grad()
     def _infer(self, message: Infer) -> Array:
@@ -221,7 +258,7 @@ class CriticWorker:
         self.engine.load(message.directory)
 
     def _export(self, message: Export) -> None:
-        export_engine(self.engine, self.group, message.directory, self.config.model)
+        export_engine(self.engine, self.group, message.directory, self._start)
 
 
 class _Totals:

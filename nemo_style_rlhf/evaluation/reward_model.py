@@ -8,8 +8,9 @@ import torch
 from nemo_style_rlhf.data.ragged import micro_batches, pad
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.models.digests import tokenizer_digest
-from nemo_style_rlhf.models.loading import load_reward_model, load_tokenizer
-from nemo_style_rlhf.models.scalar import sequence_scores
+from nemo_style_rlhf.models.loading import load_tokenizer
+from nemo_style_rlhf.models.scalar import PooledModel, max_positions
+from nemo_style_rlhf.models.scalar_loading import load_reward_model
 from nemo_style_rlhf.schema.evaluation import EvaluationModelConfig, RewardModelSourceConfig
 from nemo_style_rlhf.schema.templates import unrendered
 from nemo_style_rlhf.scoring.combined import failure, stacked
@@ -35,7 +36,7 @@ class RewardModelScorer:
             rendered_by: paths of the policies whose chat templates render the prompts; empty if prompts are plain text.
 
         Raises:
-            UserError: the checkpoint is missing, is no reward model with one label, or would read rendered prompts with another
+            UserError: the checkpoint is missing, is no reward model, or would read rendered prompts with another
                 tokenizer.
         """
         assert config.path is not None  # else the source is not in use
@@ -48,12 +49,14 @@ class RewardModelScorer:
             require_one_family(config.path, tokenizer_digest(tokenizer), path, tokenizer_digest(policys))
         self._prompt_template = prompt_template
         self._rendered = bool(rendered_by)
-        self._text = RewardText(config.path, tokenizer, append_eos=config.append_eos)
-        reward_model = load_reward_model(model.at(config.path, config.dtype), normalize=config.normalize_rewards)
+        reward_model = load_reward_model(
+            model.at(config.path, config.dtype), normalize=config.normalize_rewards, label_weights=config.label_weights
+        )
         self._model = reward_model.requires_grad_(False).eval()
-        hf_config = reward_model.hf.config
-        self._pad_token_id = hf_config.pad_token_id
-        self._max_length: int | None = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+        as_pair = isinstance(reward_model, PooledModel)
+        self._text = RewardText(config.path, tokenizer, append_eos=config.append_eos, as_pair=as_pair)
+        self._pad_token_id = reward_model.hf.config.pad_token_id
+        self._max_length = max_positions(reward_model.hf)
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         future: Future[Scores] = Future()
@@ -88,10 +91,8 @@ class RewardModelScorer:
             flat = torch.tensor([token for row in rows for token in sequences[row]])
             token_ids = pad(flat, row_lengths.tolist(), value=self._pad_token_id or 0)
             attention_mask = (torch.arange(token_ids.shape[1]) < row_lengths[:, None]).long()
-            token_ids, row_lengths = token_ids.to(self._device), row_lengths.to(self._device)
-            scores = self._model(token_ids, attention_mask.to(self._device))
-            pooled = sequence_scores(scores, token_ids, row_lengths, self._pad_token_id)
-            for row, reward in zip(rows, pooled.tolist(), strict=True):
+            scored = self._model.rewards(token_ids.to(self._device), attention_mask.to(self._device))
+            for row, reward in zip(rows, scored.tolist(), strict=True):
                 rewards[row] = reward
         return rewards
 

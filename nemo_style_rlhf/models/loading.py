@@ -1,7 +1,7 @@
-"""Loads Hugging Face checkpoints as policies, reward models and critics; refuses an unsuitable one in one sentence."""
+"""Loads Hugging Face checkpoints and tokenizers; refuses an unsuitable one in one sentence."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,9 @@ from transformers.utils import CONFIG_NAME, is_flash_attn_2_available
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION, require_packing
-from nemo_style_rlhf.models.scalar import ScalarModel, scalar_class
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.paths import model_folder
 
-CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
-"""Endings of causal LM class names, including models that read images or sound beside text."""
 LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
 """Weights that a reward model may have kept from its causal LM; they do not affect scores."""
 OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|rotary_emb\.(cos|sin)_cached$")
@@ -36,8 +33,6 @@ OTHER_SENSES = re.compile(
     r"(^|\.)(vision_model|vision_tower|visual|multi_modal_projector|audio_tower|embed_(vision|audio))\."
 )
 """Weights of a multimodal model outside of its language model, which alone is loaded."""
-STATISTICS = {"mean", "std"}
-"""Weights in which OpenRLHF kept the statistics that normalize rewards."""
 HUB_TIMEOUT_S = 10
 """Seconds to wait for an answer of the hub or of a proxy; the loaders themselves try for a minute."""
 NAMED_WEIGHTS = 3
@@ -52,7 +47,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     except (OSError, ValueError) as error:
         missing = "" if Path(path).is_dir() else f"there is no folder {path}, and as a hub name "
         raise UserError(
-            f"{missing}{path} holds no tokenizer that transformers can load: {_first_line(error)}"
+            f"{missing}{path} holds no tokenizer that transformers can load: {first_line(error)}"
         ) from error
     if tokenizer.pad_token is None:
         substitute = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
@@ -62,7 +57,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
     """``AutoModelForCausalLM`` at ``config.path`` in ``config.dtype``, on CPU, in eval mode."""
-    return _load(AutoModelForCausalLM, config)
+    return load_pretrained(AutoModelForCausalLM, config)
 
 
 def new_causal_lm(config: ModelConfig, config_path: str | None = None) -> PreTrainedModel:
@@ -78,50 +73,12 @@ def new_causal_lm(config: ModelConfig, config_path: str | None = None) -> PreTra
             trust_remote_code=config.trust_remote_code,
         )  # fmt: skip
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{source} is not a causal LM's config that transformers knows: {_first_line(error)}"
-        ) from error
+        raise UserError(f"{source} is not a causal LM's config that transformers knows: {first_line(error)}") from error
     if config.disable_dropout:
         switch_off_dropout(model)
     if config.packing:
         require_packing(model)
     return model
-
-
-def load_reward_model(config: ModelConfig, *, new_head: bool = False, normalize: bool = False) -> ScalarModel:
-    """The decoder with one label at ``config.path``, a sequence or token classifier; a bias of its head is kept.
-
-    Args:
-        new_head: accept a causal LM as well; the global torch generator then initializes its score head.
-        normalize: see :class:`ScalarModel`.
-
-    Raises:
-        UserError: the model is a causal LM or an encoder-decoder, has another number of labels, or has no ``score`` head over
-            every token (an encoder, for instance).
-    """
-    require_directory(config.path)
-    try:
-        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{config.path} is not a model that transformers can load: {_first_line(error)}") from error
-    if hf_config.is_encoder_decoder:
-        raise UserError(
-            f"{config.path} is an encoder-decoder ({hf_config.model_type}), a reward model must be a decoder: give the path of "
-            "a causal LM's or of a reward model made of one"
-        )
-    auto_class = scalar_class(hf_config)
-    if causal := [name for name in hf_config.architectures or () if name.endswith(CAUSAL_LM)]:
-        if not new_head:
-            raise UserError(
-                f"{config.path} is a causal LM ({causal[0]}), no reward model: train one from it with "
-                "trainers/train_reward_model.py, or give another path"
-            )
-        return ScalarModel(_load(auto_class, config, may_miss={"score.weight"}, num_labels=1))
-    if hf_config.num_labels != 1:
-        raise UserError(
-            f"the reward model {config.path} has {hf_config.num_labels} labels, expected 1: train or convert it with num_labels=1"
-        )
-    return ScalarModel(_load(auto_class, config, num_labels=1), normalize=normalize)
 
 
 def eos_token_ids(generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -144,10 +101,24 @@ def _is_dropout(key: str, value: object) -> bool:
     return ("dropout" in key or key.endswith("drop")) and isinstance(value, float)
 
 
-def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (), **kwargs: Any) -> PreTrainedModel:
+def load_pretrained(
+    auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (), unread: re.Pattern[str] | None = None,
+    key_mapping: Mapping[str, str] | None = None, **settings: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """``auto_class`` at ``config.path`` in ``config.dtype``, on CPU, in eval mode.
+
+    Args:
+        may_miss: weights that the global torch generator initializes if the checkpoint lacks them.
+        unread: names of weights that the model does not need.
+        key_mapping: regular expressions for names of weights, and what replaces them.
+        settings: replace those of config.json.
+
+    Raises:
+        UserError: transformers cannot load it, or the checkpoint lacks weights, or holds others.
+    """
     require_directory(config.path)
     try:
-        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **kwargs)
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **settings)
         if config.disable_dropout:
             zero_dropout(hf_config)
         model, report = auto_class.from_pretrained(
@@ -157,15 +128,17 @@ def _load(auto_class: Any, config: ModelConfig, *, may_miss: Collection[str] = (
             attn_implementation=_attention(config),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            key_mapping=key_mapping,
         )
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"{config.path} cannot be loaded by {auto_class.__name__}: {_first_line(error)}") from error
+        raise UserError(f"{config.path} cannot be loaded by {auto_class.__name__}: {first_line(error)}") from error
     if missing := sorted(set(report["missing_keys"]) - set(may_miss)):
         raise UserError(
             f"{config.path} lacks the weights {_some(missing)} that {type(model).__name__} needs: "
             "they would be random; give a checkpoint of that kind"
         )
-    _refuse_unread(config.path, model, report["unexpected_keys"])
+    unexpected = [name for name in report["unexpected_keys"] if unread is None or not unread.match(name)]
+    _refuse_unread(config.path, model, unexpected)
     if config.disable_dropout:
         switch_off_dropout(model)
     model.config.use_cache = False
@@ -187,17 +160,11 @@ def _refuse_unread(path: str, model: PreTrainedModel, unexpected: Collection[str
     unread = {name for name in unexpected if not OLD_BUFFERS.search(name) and not OTHER_SENSES.search(name)}
     if hasattr(model, "score"):
         unread = {name for name in unread if not name.startswith(LANGUAGE_MODEL_HEADS)}
-    if not unread:
-        return
-    advice = "give a checkpoint of that kind, or load and save it as one with transformers"
-    if unread <= STATISTICS:
-        advice = (
-            "write OpenRLHF's statistics as reward_mean and reward_std into its config.json, and save it without them"
+    if unread:
+        raise UserError(
+            f"{path} holds the weights {_some(sorted(unread))} that {type(model).__name__} does not have: they would be "
+            "ignored; give a checkpoint of that kind, or load and save it as one with transformers"
         )
-    raise UserError(
-        f"{path} holds the weights {_some(sorted(unread))} that {type(model).__name__} does not have: they would be ignored; "
-        f"{advice}"
-    )
 
 
 def _some(names: list[str]) -> str:
@@ -243,10 +210,10 @@ def require_directory(path: str) -> None:
         return  # the loader reports this error, and names the file
     except (OfflineModeIsEnabled, HTTPError) as error:
         raise UserError(
-            f"there is no folder {path}, and the hub cannot be asked for a model of that name ({_first_line(error)}): correct "
+            f"there is no folder {path}, and the hub cannot be asked for a model of that name ({first_line(error)}): correct "
             "the path, or download the model first where the hub can be reached"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0].rstrip(".")

@@ -120,6 +120,7 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
     from peft import PeftModel, TaskType
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from nemo_style_rlhf.models.heads import stored_head
     from nemo_style_rlhf.models.scalar import scalar_class
 
     path = Path(directory) / "adapter_config.json"
@@ -133,9 +134,12 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
         trained_config if trained_config.is_file() else base, trust_remote_code=trust_remote_code
     )
     config.use_cache = True
-    auto_class: Any = scalar_class(config) if scalar else AutoModelForCausalLM
+    auto_class: Any = scalar_class(config, stored_head(base)) if scalar else AutoModelForCausalLM
     try:
-        hf = auto_class.from_pretrained(base, config=config, trust_remote_code=trust_remote_code)
+        hf = auto_class.from_pretrained(
+            base, config=config, trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=scalar,  # the adapter brings the head, whatever that of the base was
+        )  # fmt: skip
         PeftModel.from_pretrained(hf, directory).merge_and_unload().save_pretrained(target)
         AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code).save_pretrained(target)
     except (OSError, ValueError) as error:

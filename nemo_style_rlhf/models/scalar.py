@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.heads import StoredHead
 from nemo_style_rlhf.models.packing import is_packed, pack
 
 
@@ -39,26 +40,74 @@ class ScalarModel(nn.Module):
         hidden = self.hf.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         return self._read(hidden)
 
+    def rewards(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Map [B, T] int64 token ids and mask, padded on the right, to float32 [B]."""
+        scores = self(token_ids, attention_mask)
+        return sequence_scores(scores, token_ids, attention_mask.sum(-1), self.hf.config.pad_token_id)
+
     def _read(self, hidden: Tensor) -> Tensor:
         return (self.hf.score(hidden).squeeze(-1).float() - self._mean) / self._std
 
 
-def scalar_class(hf_config: Any) -> Any:
+class PooledModel(nn.Module):
+    """A Hugging Face encoder that classifies whole sequences. It has rewards only: no token's score is without a later one."""
+
+    def __init__(self, hf: PreTrainedModel, weights: Tensor, *, separator: int | None, normalize: bool = False) -> None:
+        """
+        Args:
+            weights: float32 [labels].
+            separator: the token between prompt and response, after which tokens are of another type; None for one type.
+            normalize: as for :class:`ScalarModel`.
+        """
+        super().__init__()
+        self.hf = hf
+        self.register_buffer("weights", weights, persistent=False)
+        self._separator = separator
+        self._mean, self._std = _reward_statistics(hf.config) if normalize else (0.0, 1.0)
+
+    def rewards(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """As :meth:`ScalarModel.rewards`."""
+        inputs = {"input_ids": token_ids, "attention_mask": attention_mask}
+        if self._separator is not None:
+            passed = (token_ids == self._separator).long().cumsum(-1)
+            inputs["token_type_ids"] = (
+                (passed > 0) & (token_ids != self._separator) | (passed > 1)
+            ).long() * attention_mask
+        scores = self.hf(**inputs).logits.float() @ self.weights
+        return (scores - self._mean) / self._std
+
+
+def max_positions(hf: PreTrainedModel) -> int | None:
+    """Tokens of the longest sequence; None without a limit."""
+    limit: int | None = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
+    table = getattr(getattr(hf.base_model, "embeddings", None), "position_embeddings", None)
+    if limit is not None and isinstance(table, nn.Embedding) and table.padding_idx is not None:
+        return limit - table.padding_idx - 1  # RoBERTa numbers positions from there on
+    return limit
+
+
+def scalar_class(hf_config: Any, head: StoredHead | None = None) -> Any:
     """The auto class that loads a checkpoint's whole head: a token classifier's has a bias, a sequence classifier's has none."""
-    tokens = any(name.endswith("ForTokenClassification") for name in hf_config.architectures or ())
-    return AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
+    named = any(name.endswith("ForTokenClassification") for name in hf_config.architectures or ())
+    return (
+        AutoModelForTokenClassification
+        if (named if head is None else head.has_bias)
+        else AutoModelForSequenceClassification
+    )
 
 
-def require_score_head(hf: PreTrainedModel) -> None:
-    """
+def require_score_head(hf: PreTrainedModel) -> nn.Linear:
+    """The head with one score per token.
+
     Raises:
-        UserError: ``hf`` has no head with one score per token.
+        UserError: ``hf`` has none.
     """
     if not isinstance(head := getattr(hf, "score", None), nn.Linear) or head.out_features != 1:
         raise UserError(
-            f"{type(hf).__name__} has no `score` head over every token: a reward model must be a decoder with "
-            "AutoModelForSequenceClassification and num_labels=1"
+            f"{type(hf).__name__} has no `score` head over every token: a critic, and a reward model beside it, must be a "
+            "decoder with AutoModelForSequenceClassification and num_labels=1"
         )
+    return head
 
 
 def set_reward_statistics(hf_config: Any, mean: float, std: float) -> None:
@@ -66,15 +115,26 @@ def set_reward_statistics(hf_config: Any, mean: float, std: float) -> None:
     hf_config.reward_mean, hf_config.reward_std = mean, std
 
 
+def has_reward_statistics(hf_config: Any) -> bool:
+    """Whether the config holds the statistics that normalize rewards."""
+    return _stored_statistics(hf_config) is not None
+
+
 def _reward_statistics(hf_config: Any) -> tuple[float, float]:
+    if (stored := _stored_statistics(hf_config)) is None:
+        raise UserError(
+            f"{hf_config.name_or_path} has no reward_mean and reward_std in its config.json to normalise rewards by: train it "
+            "with trainers/train_reward_model.py, add them, or set normalize_rewards=false"
+        )
+    return stored
+
+
+def _stored_statistics(hf_config: Any) -> tuple[float, float] | None:
     for names in (("reward_mean", "reward_std"), ("mean", "std")):  # ours, and OpenRLHF's
         mean, std = (getattr(hf_config, name, None) for name in names)
         if isinstance(mean, int | float) and isinstance(std, int | float) and std:
             return float(mean), float(std)
-    raise UserError(
-        f"{hf_config.name_or_path} has no reward_mean and reward_std in its config.json to normalise rewards by: train it "
-        "with trainers/train_reward_model.py, add them, or set normalize_rewards=false"
-    )
+    return None
 
 
 def sequence_scores(token_scores: Tensor, input_ids: Tensor, lengths: Tensor, pad_token_id: int | None) -> Tensor:

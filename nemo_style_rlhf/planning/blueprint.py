@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
+from nemo_style_rlhf.models.heads import stored_head
 from nemo_style_rlhf.models.loading import require_directory, switch_off_dropout, zero_dropout
 from nemo_style_rlhf.models.logprobs import CHUNK_ELEMENTS, logits_logprobs, token_logprobs
 from nemo_style_rlhf.models.lora import add_lora
@@ -82,7 +83,9 @@ class Blueprint:
                 hf_config.num_labels = 1
             if config.disable_dropout:
                 zero_dropout(hf_config)
-            auto_class: Any = scalar_class(hf_config) if self._scalar else AutoModelForCausalLM
+            auto_class: Any = (
+                scalar_class(hf_config, stored_head(config.path)) if self._scalar else AutoModelForCausalLM
+            )
             with torch.device("meta"):
                 hf = auto_class.from_config(
                     hf_config,

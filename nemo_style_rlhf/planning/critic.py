@@ -11,20 +11,24 @@ from nemo_style_rlhf.rollout.producer import SCORING_GROUP
 from nemo_style_rlhf.schema.plan import PlanConfig
 
 
-def plan_critic(config: PlanConfig, critic: Blueprint, device: Device, *, prompt_length: int) -> ProcessPlan:
+def plan_critic(
+    config: PlanConfig, critic: Blueprint, reward: Blueprint, device: Device, *, prompt_length: int
+) -> ProcessPlan:
     """
     Args:
+        reward: the reward model, which counts if the server serves it.
         prompt_length: length of the longest prompt in tokens.
     """
     server, ranks, algorithm = config.critic, config.critic_ranks, config.algorithm
     length = prompt_length + config.generation.max_length
     held = trained_model(critic, server.engine, device, ranks=ranks, libraries=device.libraries("critic"))
-    scoring = Counter[str]()
-    if server.critic.combine_rm_and_critic_server:
-        offloaded = server.critic.offload_reward_model and device.cuda
-        (scoring if offloaded else held)["reward model"] = critic.base_weights
     samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
-    scoring += critic.inference(_batch(config, min(samples, SCORING_GROUP), length))
+    batch = _batch(config, min(samples, SCORING_GROUP), length)
+    scoring = critic.inference(batch)
+    if server.critic.combine_rm_and_critic_server:
+        scoring = max(scoring, reward.inference(batch), key=Counter.total)  # one after the other
+        offloaded = server.critic.offload_reward_model and device.cuda
+        (scoring if offloaded else held)["reward model"] = reward.base_weights
     if not algorithm.uses_critic:  # served and saved, but never stepped, and the first step makes Adam's states
         copied = checkpoint_copy(critic.trained, critic.width, stage=server.engine.zero_stage, ranks=ranks)
         held["checkpoint"] = 0 if device.cuda else copied - held["optimizer states"]

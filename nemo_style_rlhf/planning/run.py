@@ -57,7 +57,9 @@ class Planner:
         if ENGINE in names and config.generation.engines.count:
             processes.append(plan_engine(config, policy, self.device, prompt_length=prompt))
         if CRITIC in names and critic is not None:
-            processes.append(plan_critic(config, critic, self.device, prompt_length=prompt))
+            processes.append(
+                plan_critic(config, critic, self._reward(config, critic), self.device, prompt_length=prompt)
+            )
         return processes
 
     def seconds(self, config: PlanConfig, processes: Collection[ProcessPlan]) -> str:
@@ -78,8 +80,13 @@ class Planner:
 
     def _models(self, config: PlanConfig) -> tuple[Blueprint, Blueprint | None]:
         """The policy, and the critic if the run needs its process."""
-        critic = self._blueprint(config.critic.model, scalar=True) if config.uses_critic_process else None
+        critic = self._blueprint(config.critic.critic_start, scalar=True) if config.uses_critic_process else None
         return self._blueprint(config.model, scalar=False), critic
+
+    def _reward(self, config: PlanConfig, critic: Blueprint) -> Blueprint:
+        """The critic server's reward model, which is the critic's start without critic.critic.path."""
+        same = config.critic.critic.path is None or not config.critic.critic.combine_rm_and_critic_server
+        return critic if same else self._blueprint(config.critic.model, scalar=True)
 
     def _blueprint(self, model: ModelConfig, *, scalar: bool) -> Blueprint:
         key = repr(asdict(model)), scalar
@@ -93,7 +100,7 @@ class Planner:
         limits = [(policy.max_positions, f"positions of {config.model.path}")]
         if critic is not None:
             limits += [
-                (critic.max_positions, f"positions of {config.critic.model.path}"),
+                (critic.max_positions, f"positions of {config.critic.critic_start.path}"),
                 (config.critic.critic.max_length, "tokens of critic.critic.max_length"),
             ]
         limit, of = min((limit or 2**31, of) for limit, of in limits)

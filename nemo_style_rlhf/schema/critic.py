@@ -1,20 +1,34 @@
 """Configuration of the critic process, ``conf/ppo_critic.yaml``."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 from nemo_style_rlhf.schema.base import require
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, RunConfig, TokenConfig
-from nemo_style_rlhf.schema.paths import CHECK, existing_file
+from nemo_style_rlhf.schema.paths import CHECK, existing_file, model_folder
+
+
+def require_label_weights(setting: str, weights: list[float] | None) -> None:
+    require(
+        weights is None or (bool(weights) and all(map(math.isfinite, weights)) and any(weights)),
+        setting, weights, "finite numbers that are not all 0, one for each label, or null",
+    )  # fmt: skip
 
 
 @dataclass
 class CriticConfig:
     """The critic's loss, and the models and limits of its server."""
 
+    path: str | None = field(default=None, metadata={CHECK: model_folder})
+    """Where the critic starts: a Hugging Face directory or hub name of a reward model, of an earlier run's critic, or of a
+    language model, which gets a new score head; null is model.path."""
     loss_clip_val: float | None = 0.2
     """PPO's value clipping: predictions may move this far from the rollout's values; null turns it off."""
     combine_rm_and_critic_server: bool = True
-    """Also serve the frozen reward model in this process; false serves only values."""
+    """Also serve the frozen reward model in this process; false serves only values, and then model.path may be a language model,
+    too."""
+    label_weights: list[float] | None = None
+    """Weights of a reward model's labels, if it has several; their sum is the reward."""
     max_length: int = 0
     """Longest accepted sequence, in tokens; 0 takes the model's max_position_embeddings."""
     append_eos: bool | None = None
@@ -30,6 +44,7 @@ class CriticConfig:
     def validate(self) -> None:
         clip = self.loss_clip_val
         require(clip is None or clip > 0, "critic.loss_clip_val", clip, "a number above 0, or null for no clipping")
+        require_label_weights("critic.label_weights", self.label_weights)
         require(
             self.max_length >= 0, "critic.max_length", self.max_length, "a number of tokens, or 0 for the model's own"
         )
@@ -92,11 +107,16 @@ class PPOCriticConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The reward model, a sequence-classification checkpoint with one label. The critic starts as a copy of it."""
+    """The reward model, a sequence-classification checkpoint. The critic starts as its copy, unless critic.path is set."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Training of the critic."""
+
+    @property
+    def critic_start(self) -> ModelConfig:
+        """The model from which the critic starts."""
+        return replace(self.model, path=self.critic.path or self.model.path)
 
     def validate(self) -> None:
         self.engine.validate_with(self.model)

@@ -99,6 +99,8 @@ class RewardModelSourceConfig:
     """Whether every response ends with the end-of-text token; null does as in the reward model's training."""
     normalize_rewards: bool = False
     """Return (score - mean) / deviation, with the statistics that the reward model's training stored."""
+    label_weights: list[float] | None = None
+    """Weights of the model's labels, if it has several; their sum is the reward."""
     micro_batch_tokens: int = 16384
     """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence is computed alone."""
 

@@ -32,7 +32,15 @@ class PPOLocalConfig(PairConfig):
         super().validate()
         require(self.restarts >= 0, "restarts", self.restarts, "a number from 0 up")
         if self.uses_critic_process and not self.critic.model.path:
-            raise UserError("critic.model.path is not set: give the reward model, critic.model.path=REWARD_MODEL")
+            raise UserError(
+                "critic.model.path is not set: give the reward model, critic.model.path=REWARD_MODEL, or with another reward the "
+                "model from which the critic starts and critic.critic.combine_rm_and_critic_server=false"
+            )
+        if self.reward.critic.weight != 0 and not self.critic.critic.combine_rm_and_critic_server:
+            raise UserError(
+                f"reward.critic.weight={self.reward.critic.weight:g} asks the critic server's reward model, which "
+                "critic.critic.combine_rm_and_critic_server=false leaves out: choose another reward, such as reward=function"
+            )
         for section, given, default in (
             ("remote_critic_rm", self.remote_critic_rm, RemoteCriticConfig()),
             ("critic.server", self.critic.server, ServerConfig()),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from nemo_style_rlhf.schema.base import require
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
-from nemo_style_rlhf.schema.critic import ServerConfig
+from nemo_style_rlhf.schema.critic import ServerConfig, require_label_weights
 
 
 @dataclass
@@ -23,6 +23,8 @@ class RewardModelConfig:
     """Whether every response ends with the end-of-text token; null does as in the reward model's training."""
     normalize_rewards: bool = False
     """Serve (reward - mean) / std, by the statistics stored with the reward model."""
+    label_weights: list[float] | None = None
+    """Weights of the model's labels, if it has several; their sum is the reward."""
     micro_batch_tokens: int = 16384
     """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence is computed alone."""
     row_multiple: int = 8
@@ -30,6 +32,7 @@ class RewardModelConfig:
     other matrix kernels, with other bits."""
 
     def validate(self) -> None:
+        require_label_weights("reward.label_weights", self.label_weights)
         require(
             self.max_length >= 0, "reward.max_length", self.max_length, "a number of tokens, or 0 for the model's own"
         )
@@ -48,7 +51,7 @@ class RewardServerProcessConfig:
 
     run: RewardServerRunConfig = field(default_factory=RewardServerRunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    """A sequence-classification checkpoint with one label. It is frozen, so keys about training have no effect."""
+    """A sequence-classification checkpoint. It is frozen, so keys about training have no effect."""
     reward: RewardModelConfig = field(default_factory=RewardModelConfig)
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=5568))
 

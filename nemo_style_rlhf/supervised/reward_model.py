@@ -10,9 +10,9 @@ from torch import Tensor
 from nemo_style_rlhf.algorithms.preference_loss import reward_model_loss
 from nemo_style_rlhf.data.examples import PreferencePair
 from nemo_style_rlhf.data.supervised import load_pairs
-from nemo_style_rlhf.models.loading import load_reward_model
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores, set_reward_statistics
+from nemo_style_rlhf.models.scalar_loading import load_scalar_model
 from nemo_style_rlhf.schema.supervised import RewardModelConfig, SupervisedEngineConfig
 from nemo_style_rlhf.supervised.batches import PairBatch, collate_pairs
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
@@ -53,7 +53,7 @@ class RewardModelModule(SupervisedModule):
 def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
     stage = Stage(config, config.data, load_pairs, collate_pairs)
-    model = load_reward_model(training_precision(config.model), new_head=True)
+    model = load_scalar_model(training_precision(config.model))
     if model.hf.config.pad_token_id is None:
         model.hf.config.pad_token_id = stage.tokenizer.pad_token_id  # transformers pools the last token before padding
     if config.model.compile:

@@ -17,7 +17,7 @@ from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from tests.support.metrics import metrics, without_timers
 from tests.support.ppo_runs import STEPS, actor_overrides, save_inputs, server_overrides
-from tests.support.processes import Process, proxy, run_pair, start_actor, start_server, wait_for_output
+from tests.support.processes import Plug, Process, proxy, run_pair, start_actor, start_server, wait_for_output
 
 FULL_DISK_BYTES = 2**18
 """A file may not grow beyond it; a model's does."""
@@ -147,29 +147,6 @@ def test_the_kl_coefficient_moves_towards_its_target_once_the_policy_learns(fini
     coefficients = [row["train_rollouts/kl_coef"] for row in metrics(finished / "actor")[1:]]
     # Step 1 trains the critic alone. KL is 0 in step 2: 48 samples of a horizon of 500, the error clipped at -.2.
     assert coefficients[:3] == [0.01, 0.01, pytest.approx(0.01 * (1 - 0.2 * 48 / 500))]
-
-
-class Plug:
-    """Kills both processes at the n-th message of a kind, once."""
-
-    def __init__(self) -> None:
-        self.processes: list = []
-        self.pulled = False
-        self._armed: tuple[str, str] | None = None
-        self._remaining = 0
-
-    def arm(self, direction: str, endpoint: str, count: int) -> None:
-        self._armed, self._remaining, self.pulled = (direction, endpoint), count, False
-
-    def __call__(self, direction: str, endpoint: str) -> None:
-        if self._armed != (direction, endpoint):
-            return
-        self._remaining -= 1
-        if self._remaining == 0:
-            self._armed, self.pulled = None, True
-            for process in self.processes:
-                process.kill()
-            raise ConnectionError
 
 
 MOMENTS = [

@@ -123,3 +123,26 @@ def proxy(target_port: Callable[[], int], watcher: Watcher) -> Iterator[int]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_address[1]
         server.shutdown()
+
+
+class Plug:
+    """Kills both processes at the n-th message of a kind, once."""
+
+    def __init__(self) -> None:
+        self.processes: list = []
+        self.pulled = False
+        self._armed: tuple[str, str] | None = None
+        self._remaining = 0
+
+    def arm(self, direction: str, endpoint: str, count: int) -> None:
+        self._armed, self._remaining, self.pulled = (direction, endpoint), count, False
+
+    def __call__(self, direction: str, endpoint: str) -> None:
+        if self._armed != (direction, endpoint):
+            return
+        self._remaining -= 1
+        if self._remaining == 0:
+            self._armed, self.pulled = None, True
+            for process in self.processes:
+                process.kill()
+            raise ConnectionError

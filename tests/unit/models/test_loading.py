@@ -31,8 +31,9 @@ from transformers import (
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.export import export_model
-from nemo_style_rlhf.models.loading import load_causal_lm, load_reward_model
+from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.lora import add_lora, merge_adapter, save_adapter
+from nemo_style_rlhf.models.scalar_loading import load_reward_model, load_scalar_model
 from nemo_style_rlhf.planning.blueprint import Blueprint
 from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
 from tests.support.models import SHAPE, save_policy, save_reward_model, save_token_classifier, save_tokenizer
@@ -127,12 +128,8 @@ def test_a_head_of_another_name_is_refused_by_the_run_and_by_its_plan(tmp_path: 
 @pytest.mark.parametrize(
     ("weights", "sentence"),
     [
-        ({"score.bias": torch.ones(1)}, "holds the weights score.bias that LlamaForSequenceClassification does not have"),
-        ({"value_head.weight": torch.ones(1, 64)}, "holds the weights value_head.weight that"),
-        (
-            {"mean": torch.ones(1), "std": torch.ones(1)},
-            "holds the weights mean, std that .* as reward_mean and reward_std into its config.json",
-        ),
+        ({"value_head.weight": torch.ones(1, 64)}, "has the heads score and value_head, a reward model has one"),
+        ({"gating.weight": torch.ones(1)}, "holds the weights gating.weight that LlamaForSequenceClassification does not have"),
         ({f"extra.{row}": torch.ones(1) for row in range(5)}, "holds the weights extra.0, extra.1, extra.2 and 2 more that"),
     ],
 )  # fmt: skip
@@ -210,7 +207,7 @@ def test_buffers_that_older_releases_saved_are_no_mistake(tmp_path: Path, name: 
         weights = load_file(tmp_path / "model.safetensors")
         add_weights(tmp_path, **{"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
     assert isinstance(load_causal_lm(config(tmp_path)), PreTrainedModel)
-    assert load_reward_model(config(tmp_path), new_head=True).hf.score.weight.shape[0] == 1
+    assert load_scalar_model(config(tmp_path)).hf.score.weight.shape[0] == 1
 
 
 def test_checkpoints_without_the_prefix_of_their_class_load(tmp_path: Path) -> None:
@@ -237,7 +234,8 @@ def test_a_causal_lm_is_no_reward_model(tmp_path: Path, labels: int) -> None:
     path = save_policy(tmp_path, num_labels=labels)
     sentence = (
         f"{path} is a causal LM (LlamaForCausalLM), no reward model: train one from it with "
-        "trainers/train_reward_model.py, or give another path"
+        "trainers/train_reward_model.py, or give another path; a critic server without a reward model "
+        "(critic.combine_rm_and_critic_server=false) starts its critic from it"
     )
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
         load_reward_model(config(path))
@@ -248,7 +246,7 @@ def test_gpt2_is_a_causal_lm_too(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     with pytest.raises(UserError, match=r"is a causal LM \(GPT2LMHeadModel\), no reward model"):
         load_reward_model(config(tmp_path))
-    model = load_reward_model(config(tmp_path), new_head=True)
+    model = load_scalar_model(config(tmp_path))
     assert isinstance(model.hf, GPT2ForSequenceClassification)
 
 
@@ -262,7 +260,7 @@ def test_a_model_of_images_and_text_is_a_causal_lm_whose_text_gets_a_head(tmp_pa
     given = config(tmp_path / "policy")
     with pytest.raises(UserError, match=r"is a causal LM \(Gemma3ForConditionalGeneration\), no reward model"):
         load_reward_model(given)
-    model = load_reward_model(given, new_head=True)
+    model = load_scalar_model(given)
     export_model(model.hf, tmp_path / "export", source=given.path)
     with torch.no_grad():
         assert torch.equal(load_reward_model(config(tmp_path / "export"))(IDS, MASK), model(IDS, MASK))
@@ -271,9 +269,9 @@ def test_a_model_of_images_and_text_is_a_causal_lm_whose_text_gets_a_head(tmp_pa
 def test_an_encoder_decoder_is_named(tmp_path: Path) -> None:
     shape = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(shape).save_pretrained(tmp_path)
-    for new_head in (False, True):
+    for load in (load_reward_model, load_scalar_model):
         with pytest.raises(UserError, match=r"is an encoder-decoder \(t5\), a reward model must be a decoder: give"):
-            load_reward_model(config(tmp_path), new_head=new_head)
+            load(config(tmp_path))
 
 
 # --- names of models that may lie on the hub --------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.export import export_model
-from nemo_style_rlhf.models.loading import load_causal_lm, load_reward_model
+from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.lora import adapters_off, add_lora, has_lora, merge_adapter, merged, save_adapter
+from nemo_style_rlhf.models.scalar_loading import load_reward_model
 from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
 from tests.support.models import disturb, save_policy, save_reward_model, save_tokenizer
 from tests.support.paths import ROOT

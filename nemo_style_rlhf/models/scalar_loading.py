@@ -1,0 +1,161 @@
+"""Loads reward models, and the critics that start from them or from a language model."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.heads import BESIDE_HEAD, BESIDE_HEADS, STATISTICS, StoredHead, StoredWeights, stored_head
+from nemo_style_rlhf.models.loading import first_line, load_pretrained, load_tokenizer, require_directory
+from nemo_style_rlhf.models.scalar import (
+    PooledModel,
+    ScalarModel,
+    has_reward_statistics,
+    require_score_head,
+    scalar_class,
+    set_reward_statistics,
+)
+from nemo_style_rlhf.schema.common import ModelConfig
+
+CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
+"""Endings of causal LM class names, including models that read images or sound beside text."""
+POOLED = "ForSequenceClassification"
+log = logging.getLogger(__name__)
+
+
+def load_reward_model(
+    config: ModelConfig, *, normalize: bool = False, label_weights: Sequence[float] | None = None
+) -> ScalarModel | PooledModel:
+    """The reward model at ``config.path``: a decoder with a score head (:data:`heads.HEADS`), or an encoder that classifies
+    sequences.
+
+    Args:
+        normalize: divide rewards by their standard deviation after subtracting their mean; see :class:`ScalarModel`.
+        label_weights: the reward is the sum of the head's labels, each times its weight.
+
+    Raises:
+        UserError: the model has no head, or several labels and no ``label_weights``, or is an encoder-decoder.
+    """
+    hf_config, head = _looked_at(config)
+    if head is None and any(name.endswith(POOLED) for name in hf_config.architectures or ()):
+        hf = load_pretrained(AutoModelForSequenceClassification, config)
+        weights = _label_weights(config.path, hf.config.num_labels, label_weights)
+        tokenizer = load_tokenizer(config.path, trust_remote_code=config.trust_remote_code)
+        typed = "token_type_ids" in tokenizer.model_input_names and getattr(hf.config, "type_vocab_size", 0) > 1
+        return PooledModel(hf, weights, separator=tokenizer.sep_token_id if typed else None, normalize=normalize)
+    if head is None and (kind := _language_model(hf_config)):
+        raise UserError(
+            f"{config.path} is {kind}, no reward model: train one from it with trainers/train_reward_model.py, or give another "
+            "path; a critic server without a reward model (critic.combine_rm_and_critic_server=false) starts its critic from it"
+        )
+    return ScalarModel(_with_head(config, hf_config, head, label_weights), normalize=normalize)
+
+
+def load_scalar_model(config: ModelConfig) -> ScalarModel:
+    """The model at ``config.path`` with one score per token, to train as a reward model. A language model gets a new head, which
+    the global torch generator initializes as transformers does.
+
+    Raises:
+        UserError: the model is an encoder, an encoder-decoder or has several labels.
+    """
+    return ScalarModel(_with_head(config, *_looked_at(config), None))
+
+
+def load_critic(
+    config: ModelConfig, *, seed: int, normalize: bool = False, label_weights: Sequence[float] | None = None
+) -> ScalarModel:
+    """The critic that starts from a reward model, an earlier critic, or a language model, which gets a new head.
+
+    A new head is drawn from a normal distribution with the deviation 1 / (hidden size + 1), as in OpenRLHF, so that the first
+    values are near 0.
+
+    Args:
+        seed: of the new head.
+        normalize: have the values on the scale of normalized rewards, if statistics are stored with the model.
+    """
+    hf_config, head = _looked_at(config)
+    hf = _with_head(config, hf_config, head, label_weights)
+    if head is None:
+        score = require_score_head(hf)
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.normal_(score.weight, std=1 / (score.in_features + 1), generator=generator)
+        log.info("the critic starts from %s with a new score head (run.seed=%d)", config.path, seed)
+    return ScalarModel(hf, normalize=normalize and has_reward_statistics(hf.config))
+
+
+def _looked_at(config: ModelConfig) -> tuple[Any, StoredHead | None]:
+    """Config and score head of the checkpoint, before it is loaded."""
+    require_directory(config.path)
+    try:
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{config.path} is not a model that transformers can load: {first_line(error)}") from error
+    if hf_config.is_encoder_decoder:
+        raise UserError(
+            f"{config.path} is an encoder-decoder ({hf_config.model_type}), a reward model must be a decoder: give the path of "
+            "a causal LM's or of a reward model made of one"
+        )
+    return hf_config, stored_head(config.path)
+
+
+def _language_model(hf_config: Any) -> str | None:
+    """What the checkpoint says to be, if that is a language model."""
+    for name in hf_config.architectures or ():
+        if name.endswith(CAUSAL_LM):
+            return f"a causal LM ({name})"
+        if name.endswith("Model"):
+            return f"a model without a head ({name})"
+    return None
+
+
+def _with_head(
+    config: ModelConfig, hf_config: Any, head: StoredHead | None, label_weights: Sequence[float] | None
+) -> PreTrainedModel:
+    """The checkpoint with a head of one label: its own, or a new one if it is a language model."""
+    auto_class = scalar_class(hf_config, head)
+    if head is None:
+        new = {"score.weight"} if _language_model(hf_config) else ()
+        return load_pretrained(auto_class, config, may_miss=new, num_labels=1)
+    weights = _label_weights(config.path, head.labels, label_weights)
+    hf = load_pretrained(
+        auto_class, config, unread=BESIDE_HEAD if label_weights is None else BESIDE_HEADS, key_mapping=head.key_mapping,
+        num_labels=head.labels,
+    )  # fmt: skip
+    if label_weights is not None:
+        _combine_labels(hf, weights)
+    if head.has_statistics and not has_reward_statistics(hf.config):
+        stored = StoredWeights(config.path)
+        set_reward_statistics(hf.config, *(float(stored.tensor(name)) for name in STATISTICS))
+    return hf
+
+
+def _label_weights(path: str, labels: int, given: Sequence[float] | None) -> Tensor:
+    """float32 [labels].
+
+    Raises:
+        UserError: there is not one weight for each label.
+    """
+    if given is None and labels == 1:
+        return torch.ones(1)
+    if given is None or len(given) != labels:
+        weights = "none" if given is None else f"{len(given)} weights"
+        raise UserError(
+            f"the reward model {path} has {labels} labels and label_weights are {weights}: give it one number per label, "
+            "critic.label_weights=[...] to a critic server and reward.label_weights=[...] to a reward server"
+        )
+    return torch.tensor(list(given), dtype=torch.float32)
+
+
+@torch.no_grad()
+def _combine_labels(hf: PreTrainedModel, weights: Tensor) -> None:
+    """Replace the labels of the head by their weighted sum: a linear head, too."""
+    score = hf.score
+    assert isinstance(score, nn.Linear)
+    score.weight = nn.Parameter((weights @ score.weight.float())[None].to(score.weight.dtype))
+    if score.bias is not None:
+        score.bias = nn.Parameter((weights @ score.bias.float())[None].to(score.bias.dtype))
+    score.out_features = hf.num_labels = hf.config.num_labels = 1

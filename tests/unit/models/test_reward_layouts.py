@@ -1,0 +1,405 @@
+"""Reward models in the layouts in which they are published: the rewards are those of a plain computation with transformers.
+
+Each layout is written by transformers, or made of its files by renaming weights and editing config.json. docs/models.md lists the
+layouts.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertConfig,
+    BloomConfig,
+    DebertaV2Config,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    ModernBertConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    RobertaConfig,
+)
+
+from nemo_style_rlhf.data.reward_text import RewardText
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.export import export_model
+from nemo_style_rlhf.models.loading import load_tokenizer
+from nemo_style_rlhf.models.lora import add_lora, merge_adapter, save_adapter
+from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel, max_positions
+from nemo_style_rlhf.models.scalar_loading import load_critic, load_reward_model
+from nemo_style_rlhf.planning.blueprint import Blueprint
+from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
+from tests.support.models import SHAPE, disturb, save_policy, save_reward_model, save_token_classifier, save_tokenizer
+
+PAD, IDS = 63, torch.tensor([[3, 4, 5, 6, 7, 8], [9, 10, 11, 63, 63, 63]])
+MASK = (IDS != PAD).long()
+DECODER = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 0,
+}  # fmt: skip
+HEADS = {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 64, "pad_token_id": PAD}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**DECODER),
+    "mistral": MistralConfig(**DECODER, sliding_window=4),
+    "qwen2": Qwen2Config(**DECODER),
+    "qwen3": Qwen3Config(**DECODER, head_dim=8),
+    "gemma2": Gemma2Config(**DECODER, head_dim=8, query_pre_attn_scalar=8),
+    "gemma3": Gemma3TextConfig(**DECODER, head_dim=8, query_pre_attn_scalar=8),
+    "phi3": Phi3Config(**DECODER),
+    "gpt2": GPT2Config(**HEADS),
+    "gpt_neox": GPTNeoXConfig(**{key: value for key, value in DECODER.items() if key != "num_key_value_heads"}),
+    "bloom": BloomConfig(**{"hidden_size": 16, "n_layer": 2, "n_head": 4, "vocab_size": 64, "pad_token_id": PAD}),
+    "falcon": FalconConfig(
+        **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "pad_token_id": PAD}
+    ),
+}
+"""Configs of tiny decoders; the sequence classifier of each has a `score` head without a bias."""
+
+
+def config(path: Path, **changes: object) -> ModelConfig:
+    return ModelConfig(str(path), "float32", **changes)  # type: ignore[arg-type]
+
+
+def write(path: Path, auto_class: type, hf_config: PreTrainedConfig, *, seed: int = 3) -> Path:
+    torch.manual_seed(seed)
+    auto_class.from_config(hf_config).save_pretrained(path)  # type: ignore[attr-defined]
+    return path
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **settings: object) -> Path:
+    """Change the weights of a checkpoint, and replace settings of its config.json; None removes one."""
+    file = path / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    hf_config = json.loads((path / "config.json").read_text()) | settings
+    (path / "config.json").write_text(json.dumps({key: value for key, value in hf_config.items() if value is not None}))
+    return path
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda weights: {key.replace(old, new) if key.startswith(old) else key: w for key, w in weights.items()}
+
+
+def hidden_states(path: Path) -> Tensor:
+    """Last hidden states [B, T, H] of the bare model, by transformers alone."""
+    with torch.no_grad():
+        return AutoModel.from_pretrained(path).eval()(input_ids=IDS, attention_mask=MASK).last_hidden_state
+
+
+def pooled(scores: Tensor) -> Tensor:
+    """The entry of each row's last token: the rows of IDS have 6 and 3 tokens."""
+    return scores[[0, 1], [5, 2]]
+
+
+def rewards(path: Path, **settings: object) -> Tensor:
+    with torch.no_grad():
+        return load_reward_model(config(path), **settings).rewards(IDS, MASK)  # type: ignore[arg-type]
+
+
+# --- decoders ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequence_classifiers(tmp_path: Path, family: str) -> None:
+    """Rewards are transformers' logits, and values, those of a critic that starts here, are the head's at every token."""
+    hf_config = FAMILIES[family]
+    hf_config.num_labels = 1
+    path = write(tmp_path, AutoModelForSequenceClassification, hf_config)
+    hf = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        expected = hf(input_ids=IDS, attention_mask=MASK).logits[:, 0]
+        values = load_critic(config(path), seed=0)(IDS, MASK)
+    torch.testing.assert_close(rewards(path), expected, atol=1e-5, rtol=0)
+    head = load_file(path / "model.safetensors")["score.weight"]
+    at_tokens = (hidden_states(path) @ head.T).squeeze(-1)
+    torch.testing.assert_close(values[MASK.bool()], at_tokens[MASK.bool()], atol=1e-5, rtol=0)
+
+
+NAMES = ["value_head", "v_head", "reward_head", "regression_head", "regression_layer", "rm_head"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_heads_of_other_names(tmp_path: Path, family: str, name: str) -> None:
+    hf_config = FAMILIES[family]
+    hf_config.num_labels = 1
+    path = write(tmp_path, AutoModelForSequenceClassification, hf_config)
+    expected = rewards(path)
+    rewrite(path, renamed("score.", f"{name}."), architectures=["SomebodysRewardModel"])
+    assert torch.equal(rewards(path), expected)
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForSequenceClassification"], ["RewardModel"], None])
+def test_openrlhfs_layout_says_two_labels_and_stores_one(tmp_path: Path, architectures: list[str] | None) -> None:
+    """OpenRLHF #1039: without num_labels in config.json, transformers takes its default, 2, and a random head."""
+    path = save_reward_model(tmp_path)
+    expected = rewards(path)
+    rewrite(path, dict, architectures=architectures, id2label=None, label2id=None, num_labels=None)
+    assert AutoModelForSequenceClassification.from_pretrained(path, ignore_mismatched_sizes=True).num_labels == 2
+    assert torch.equal(rewards(path), expected)
+    assert Blueprint(config(path), scalar=True, cuda=False).hf.score.out_features == 1
+
+
+@pytest.mark.parametrize("where", ["weights", "config.json"])
+def test_openrlhfs_statistics(tmp_path: Path, where: str) -> None:
+    path = save_reward_model(tmp_path)
+    raw = rewards(path)
+    if where == "weights":
+        rewrite(path, lambda weights: weights | {"mean": torch.tensor([0.5]), "std": torch.tensor([4.0])})
+    else:
+        rewrite(path, dict, mean=0.5, std=4.0)
+    assert torch.equal(rewards(path), raw)
+    torch.testing.assert_close(rewards(path, normalize=True), (raw - 0.5) / 4, atol=1e-6, rtol=0)
+    with torch.no_grad():
+        values = load_critic(config(path), seed=0, normalize=True)(IDS, MASK)
+    torch.testing.assert_close(pooled(values), (raw - 0.5) / 4, atol=1e-6, rtol=0)
+
+
+def test_trls_value_head_beside_a_language_model(tmp_path: Path) -> None:
+    """AutoModelForCausalLMWithValueHead: the policy's weights and v_head.summary, with a bias."""
+    path = write(tmp_path, AutoModelForCausalLM, FAMILIES["qwen2"])
+    head = {"v_head.summary.weight": torch.randn(1, 16), "v_head.summary.bias": torch.tensor([0.25])}
+    rewrite(path, lambda weights: weights | head)
+    expected = pooled(hidden_states(path) @ head["v_head.summary.weight"][0]) + 0.25
+    torch.testing.assert_close(rewards(path), expected, atol=1e-5, rtol=0)
+
+
+def test_a_sequence_classifiers_bias(tmp_path: Path) -> None:
+    """transformers' own sequence classifier would drop it without a word."""
+    path = save_reward_model(tmp_path)
+    expected = rewards(path) + 3
+    rewrite(path, lambda weights: weights | {"score.bias": torch.tensor([3.0])})
+    torch.testing.assert_close(rewards(path), expected)
+
+
+def test_pytorch_files(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path)
+    expected = rewards(path)
+    weights = load_file(path / "model.safetensors")
+    torch.save(renamed("score.", "value_head.")(weights), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    assert torch.equal(rewards(path), expected)
+
+
+def test_shards(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path)
+    expected = rewards(path)
+    AutoModelForSequenceClassification.from_pretrained(path).save_pretrained(path, max_shard_size="50KB")
+    (path / "model.safetensors").unlink(missing_ok=True)
+    assert len(list(path.glob("model-*.safetensors"))) > 1
+    assert torch.equal(rewards(path), expected)
+    next(iter(sorted(path.glob("model-*.safetensors"))[::-1])).unlink()
+    with pytest.raises(UserError, match=r"lacks the file|cannot be loaded"):
+        rewards(path)
+
+
+# --- several objectives -----------------------------------------------------------------------------------------------
+
+
+def multi_objective(path: Path, *, bias: bool = False) -> Path:
+    if not bias:
+        return save_reward_model(path, num_labels=3)
+    path = save_token_classifier(path, num_labels=3)
+    return rewrite(path, lambda weights: weights | {"score.bias": torch.tensor([1.0, 2.0, 3.0])})
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_label_weights_add_the_objectives_up(tmp_path: Path, bias: bool) -> None:
+    path, mix = multi_objective(tmp_path, bias=bias), torch.tensor([0.5, -1.0, 2.0])
+    weights = load_file(path / "model.safetensors")
+    objectives = hidden_states(path) @ weights["score.weight"].T + weights.get("score.bias", torch.zeros(3))
+    expected = pooled(objectives @ mix)
+    torch.testing.assert_close(rewards(path, label_weights=mix.tolist()), expected, atol=1e-5, rtol=0)
+    with torch.no_grad():
+        critic = load_critic(config(path), seed=0, label_weights=mix.tolist())
+        torch.testing.assert_close(pooled(critic(IDS, MASK)), expected, atol=1e-5, rtol=0)
+        export_model(critic.hf, tmp_path / "export", source=str(path))
+        torch.testing.assert_close(rewards(tmp_path / "export"), expected, atol=1e-5, rtol=0)
+
+
+def test_armorms_layout(tmp_path: Path) -> None:
+    """Its own class has a gating network, whose place label_weights take."""
+    path, mix = multi_objective(tmp_path), [0.5, 0.25, 0.25]
+    expected = rewards(path, label_weights=mix)
+    gating = {"gating.layers.0.weight": torch.ones(8, 64), "reward_transform_matrix": torch.eye(3)}
+    rewrite(
+        path, lambda weights: renamed("score.", "regression_layer.")(weights) | gating,
+        architectures=["LlamaForRewardModelWithGating"], auto_map={"AutoModelForSequenceClassification": "own.Model"},
+    )  # fmt: skip
+    assert torch.equal(rewards(path, label_weights=mix), expected)
+
+
+@pytest.mark.parametrize("given", [None, [1.0], [1.0, 2.0, 3.0, 4.0]])
+def test_each_label_needs_a_weight(tmp_path: Path, given: Sequence[float] | None) -> None:
+    path = multi_objective(tmp_path)
+    with pytest.raises(UserError, match=rf"{path} has 3 labels and label_weights are .*one number per label, critic\."):
+        rewards(path, label_weights=given)
+
+
+# --- encoders ---------------------------------------------------------------------------------------------------------
+
+ENCODER = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "pad_token_id": 1,
+}  # fmt: skip
+ENCODERS: dict[str, PreTrainedConfig] = {
+    "deberta_v2": DebertaV2Config(**ENCODER, type_vocab_size=0, relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    "bert": BertConfig(**ENCODER),
+    "roberta": RobertaConfig(**ENCODER, type_vocab_size=1),
+    "modernbert": ModernBertConfig(**ENCODER, cls_token_id=60, sep_token_id=61, bos_token_id=60, eos_token_id=61),
+}
+
+
+def save_pair_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """[CLS] prompt [SEP] response [SEP], as BERT's."""
+    words = ["[UNK]", "[PAD]", *(f"w{index}" for index in range(2, 60)), "[CLS]", "[SEP]"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 60), ("[SEP]", 61)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )  # fmt: skip
+    fast.save_pretrained(path)
+    return fast
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_read_prompt_and_response_as_a_pair(tmp_path: Path, name: str, labels: int) -> None:
+    hf_config = ENCODERS[name]
+    hf_config.num_labels = labels
+    path = write(tmp_path, AutoModelForSequenceClassification, hf_config)
+    tokenizer = save_pair_tokenizer(path)
+    texts = [("w11 w2 w3", "w4 w5"), ("w6", "w7")]
+    mix = [1.0] if labels == 1 else [-0.5, 2.0]
+    model = load_reward_model(config(path), label_weights=None if labels == 1 else mix)
+    assert isinstance(model, PooledModel)
+    hf = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    text = RewardText(str(path), load_tokenizer(str(path)), append_eos=None, as_pair=True)
+    rows = [torch.tensor(text.token_ids(*pair)) for pair in texts]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)
+    with torch.no_grad():
+        together = model.rewards(ids, (ids != 1).long())
+        for row, (prompt, response) in enumerate(texts):
+            encoded = tokenizer(prompt, response, return_tensors="pt")
+            if name != "bert":
+                encoded.pop("token_type_ids", None)
+            expected = hf(**encoded).logits[0] @ torch.tensor(mix)
+            torch.testing.assert_close(together[row], expected, atol=1e-5, rtol=0)
+
+
+def test_the_longest_sequence_of_an_encoder(tmp_path: Path) -> None:
+    """RoBERTa numbers positions from its pad token's id on, here 1: with a table of 64, 62 tokens are its longest sequence."""
+    for name, longest in (("roberta", 62), ("bert", 64)):
+        path = write(tmp_path / name, AutoModelForSequenceClassification, ENCODERS[name])
+        hf = AutoModelForSequenceClassification.from_pretrained(path)
+        assert max_positions(hf) == longest
+        hf(input_ids=torch.full((1, longest), 5))
+        with pytest.raises((IndexError, RuntimeError)):
+            hf(input_ids=torch.full((1, longest + 1), 5))
+
+
+def test_no_critic_starts_from_an_encoder(tmp_path: Path) -> None:
+    hf_config = ENCODERS["bert"]
+    hf_config.num_labels = 1
+    path = write(tmp_path, AutoModelForSequenceClassification, hf_config)
+    with pytest.raises(UserError, match="BertForSequenceClassification has no `score` head over every token"):
+        load_critic(config(path), seed=0)
+
+
+# --- critics without a reward model -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["causal LM", "base model"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
+def test_a_critic_from_a_language_model_has_a_new_seeded_head(tmp_path: Path, family: str, bare: bool) -> None:
+    path = write(tmp_path, AutoModel if bare else AutoModelForCausalLM, FAMILIES[family])
+    with torch.no_grad():
+        critic = load_critic(config(path), seed=1)
+        torch.manual_seed(99)  # not the global generator decides
+        again, other = load_critic(config(path), seed=1), load_critic(config(path), seed=2)
+        values = critic(IDS, MASK)
+        assert torch.equal(values, again(IDS, MASK))
+        assert not torch.equal(values, other(IDS, MASK))
+        head = critic.hf.score.weight
+        expected = (hidden_states(path) @ head.T).squeeze(-1)
+    torch.testing.assert_close(values[MASK.bool()], expected[MASK.bool()], atol=1e-5, rtol=0)
+    assert 0 < float(head.std()) < 3 / 17  # 1 / (hidden size + 1) = 1 / 17
+
+
+def test_a_critic_from_an_earlier_runs_critic(tmp_path: Path) -> None:
+    first = load_critic(config(save_policy(tmp_path / "policy")), seed=1)
+    disturb(first)
+    export_model(first.hf, tmp_path / "critic", source=str(tmp_path / "policy"))
+    second = load_critic(config(tmp_path / "critic"), seed=2)
+    with torch.no_grad():
+        assert torch.equal(second(IDS, MASK), first(IDS, MASK))
+
+
+def test_a_critic_whose_head_has_a_name_of_its_own_learns_with_adapters(tmp_path: Path) -> None:
+    """The adapter is merged into a base whose head has another name and shape."""
+    path = rewrite(multi_objective(tmp_path / "rm"), renamed("score.", "regression_layer."))
+    given = config(path, lora=LoRAConfig(rank=2))
+    critic = load_critic(given, seed=0, label_weights=[1.0, 1.0, 1.0])
+    add_lora(critic.hf, given)
+    disturb(critic)
+    save_adapter(critic.hf, tmp_path / "adapter", given)
+    merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(rewards(tmp_path / "merged"), pooled(critic(IDS, MASK)), atol=1e-5, rtol=0)
+
+
+def test_packing_gives_the_same_values(tmp_path: Path) -> None:
+    path = write(tmp_path, AutoModelForCausalLM, FAMILIES["llama"])
+    with torch.no_grad():
+        plain, packed = (load_critic(config(path, packing=packing), seed=1)(IDS, MASK) for packing in (False, True))
+    torch.testing.assert_close(plain * MASK, packed, atol=1e-5, rtol=0)
+
+
+def test_a_reward_model_without_a_head_in_its_files_is_refused(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path)
+    rewrite(path, lambda weights: {key: weight for key, weight in weights.items() if not key.startswith("score")})
+    for load in (load_reward_model, lambda given: load_critic(given, seed=0)):
+        with pytest.raises(
+            UserError, match=r"lacks the weights score\.weight that LlamaForSequenceClassification needs"
+        ):
+            load(config(path))
+
+
+def test_a_base_model_is_no_reward_model(tmp_path: Path) -> None:
+    path = write(tmp_path, AutoModel, FAMILIES["qwen2"])
+    save_tokenizer(path)
+    with pytest.raises(
+        UserError, match=r"is a model without a head \(Qwen2Model\), no reward model: train one from it"
+    ):
+        load_reward_model(config(path))
+    assert isinstance(load_critic(config(path), seed=0), ScalarModel)
+
+
+def test_a_token_classifier_of_transformers(tmp_path: Path) -> None:
+    path = save_token_classifier(tmp_path, bias=3.0)
+    with torch.no_grad():
+        expected = AutoModelForTokenClassification.from_pretrained(path).eval()(IDS, MASK).logits.squeeze(-1)
+    torch.testing.assert_close(rewards(path), pooled(expected), atol=1e-5, rtol=0)
+
+
+assert SHAPE["vocab_size"] == PAD + 1
