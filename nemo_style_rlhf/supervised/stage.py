@@ -211,7 +211,7 @@ class Stage:
 
     def _trainer(self, *, resumed_step: int) -> pl.Trainer:
         config, fit = self.config, self.config.trainer
-        saves = config.checkpoint.save_interval > 0 and not config.run.dry_run
+        saves = config.checkpoint.save_interval != 0 and not config.run.dry_run
         strategy = self._strategy()
         return pl.Trainer(
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
@@ -227,7 +227,7 @@ class Stage:
             num_sanity_val_steps=0,
             log_every_n_steps=fit.log_interval,
             logger=self._loggers(resumed_step),
-            callbacks=[checkpoint_callback(config)] if saves else None,
+            callbacks=[checkpoint_callback(config, self.total_steps)] if saves else None,
             plugins=[AtomicCheckpointIO()],
             enable_checkpointing=saves,
             enable_model_summary=False,
