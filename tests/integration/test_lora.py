@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from nemo_style_rlhf.checkpoint.files import file_digests
+from tests.support import warm
 from tests.support.metrics import metrics
 from tests.support.models import WORDS, save_policy, save_reward_model
 from tests.support.processes import run_pair, start_actor
@@ -84,6 +85,14 @@ def test_exports_are_plain_models_and_the_adapter_alone(inputs: Path, finished: 
         assert file_digests(saved) == file_digests(finished / "actor" / f"export{name}")
     (critic,) = (finished / "critic" / "exports").glob("*/critic")
     assert AutoModelForSequenceClassification.from_pretrained(critic).config.reward_mean == 0.1
+
+
+def test_a_critics_adapter_is_merged_into_its_checkpoints_conversion(finished: Path, tmp_path: Path) -> None:
+    (export,) = (finished / "critic" / "exports").glob("*/critic")
+    checkpoint = finished / "critic" / "checkpoints" / export.parent.name
+    converted = warm.run(["trainers/export_checkpoint.py", str(checkpoint), str(tmp_path / "critic")], timeout=120)
+    assert converted.returncode == 0, converted.stderr
+    assert file_digests(tmp_path / "critic") == file_digests(export)
 
 
 def test_checkpoints_hold_adapters_and_a_resumed_run_ends_with_the_same_weights(

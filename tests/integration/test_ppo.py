@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from nemo_style_rlhf.checkpoint.files import file_digests
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
+from tests.support import warm
 from tests.support.metrics import metrics, without_timers
 from tests.support.ppo_runs import STEPS, actor_overrides, save_inputs, server_overrides
 from tests.support.processes import Process, proxy, run_pair, start_actor, start_server, wait_for_output
@@ -121,6 +122,20 @@ def test_the_export_is_a_plain_checkpoint_that_equals_the_sft_model_but_for_its_
     ]
     critic = AutoModelForSequenceClassification.from_pretrained(critic_export)
     assert critic.config.num_labels == 1
+
+
+def test_the_last_checkpoints_of_both_sides_convert_to_their_exports(finished, tmp_path):
+    (critic,) = (finished / "critic" / "checkpoints").glob("*-step_000006")
+    exports = {
+        finished / "actor/checkpoints/step_000006": finished / "actor" / "export",
+        critic: finished / "critic" / "exports" / critic.name / "critic",
+    }
+    for number, (checkpoint, export) in enumerate(exports.items()):
+        converted = warm.run(
+            ["trainers/export_checkpoint.py", str(checkpoint), str(tmp_path / str(number))], timeout=120
+        )
+        assert converted.returncode == 0, converted.stderr
+        assert file_digests(tmp_path / str(number)) == file_digests(export)
 
 
 def test_both_exports_start_the_next_round_which_logs_to_wandb_offline(finished, inputs, tmp_path):

@@ -44,8 +44,9 @@ ALLOWED = {
     "planning": BASE | {"models", "data", "generation", "rollout", "distributed"},  # numbers of what it plans
     "evaluation": BASE | {"rollout", "generation", "scoring", "models", "data", "checkpoint", "launch"},
     "supervised": BASE | {"models", "data", "algorithms", "tracking", "launch", "engine", "checkpoint"},
+    "conversion": BASE | {"models", "data", "engine", "checkpoint", "critic_service", "ppo", "supervised"},
     "programs": BASE
-    | {"launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"}
+    | {"conversion", "launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"}
     | {"transport", "generation"},
 }
 OWNERS = {
