@@ -4,7 +4,9 @@ The configuration that the run recorded says how the model is built; DeepSpeed's
 """
 
 import json
+import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import yaml
 from transformers import PreTrainedModel
 
 from nemo_style_rlhf.checkpoint.data import read_data
-from nemo_style_rlhf.checkpoint.files import deviations
+from nemo_style_rlhf.checkpoint.files import deviations, storage_errors
 from nemo_style_rlhf.checkpoint.starts import NEWEST
 from nemo_style_rlhf.checkpoint.store import ACTOR, MANIFEST, CheckpointStore
 from nemo_style_rlhf.critic_service.store import RECORD, read_record
@@ -82,21 +84,21 @@ def find(path: Path) -> Found:
     Raises:
         UserError: there is no whole checkpoint at ``path``.
     """
-    path = path.resolve()
-    if not path.exists():
-        raise UserError(f"there is no {path}: give {WHAT_THERE_IS}")
-    if path.name in (ACTOR, "critic"):
-        path = path.parent
+    given = path.resolve()
+    if not given.exists():
+        raise UserError(f"there is no {given}: give {WHAT_THERE_IS}")
+    path = given.parent if given.name in (ACTOR, "critic") and given.parent.parent.name == "checkpoints" else given
     run = path.parent.parent
     if (path / "critic" / RECORD).is_file():
         return Found("critic", path / "critic", run)
-    if (path / ACTOR).is_dir():
+    if re.fullmatch(r"step_\d{6,}", path.name) and (path / ACTOR).is_dir():
         return Found(ACTOR, path, run)
     if path.suffix == ".ckpt" and (path.is_file() or (path / PROGRESS_FILE).is_file()):
         return Found("supervised", path, run)
-    inside = sorted((path / "checkpoints").glob("*step_*"), key=lambda each: each.stat().st_mtime)
+    inside = [each for place in (given, given / ACTOR) for each in (place / "checkpoints").glob("*step_*")]
+    inside.sort(key=lambda each: each.stat().st_mtime)
     example = f"one of its checkpoints, such as {inside[-1]}" if inside else WHAT_THERE_IS
-    raise UserError(f"{path} is no checkpoint: give {example}")
+    raise UserError(f"{given} is no checkpoint: give {example}")
 
 
 def _recorded(found: Found) -> dict[str, Any]:
@@ -127,7 +129,8 @@ def _export_actor(found: Found, target: Path, recorded: Mapping[str, Any]) -> No
     hf = load_causal_lm(config.model)
     add_lora(hf, config.model)
     load_weights(hf, found.path / ACTOR / "engine" / CHECKPOINT_TAG, prefix="hf.")
-    write_policy(hf, target, config, tokenizer)
+    with _writing(target):
+        write_policy(hf, target, config, tokenizer)
 
 
 def _export_critic(found: Found, target: Path, recorded: Mapping[str, Any]) -> None:
@@ -141,7 +144,8 @@ def _export_critic(found: Found, target: Path, recorded: Mapping[str, Any]) -> N
     critic = load_reward_model(config.model)
     add_lora(critic.hf, config.model)
     load_weights(critic.hf, found.path / CHECKPOINT_TAG, prefix="hf.")
-    export_model(critic.hf, target, source=config.model.path, trust_remote_code=config.model.trust_remote_code)
+    with _writing(target):
+        export_model(critic.hf, target, source=config.model.path, trust_remote_code=config.model.trust_remote_code)
 
 
 def _export_stage(found: Found, target: Path, recorded: Mapping[str, Any]) -> None:
@@ -159,7 +163,8 @@ def _export_stage(found: Found, target: Path, recorded: Mapping[str, Any]) -> No
         load_weights(hf, found.path / "checkpoint", prefix=prefix)
     else:
         _load_state(hf, content["state_dict"], prefix, found)
-    write_model(hf, target, config.model, config.data, tokenizer)
+    with _writing(target):
+        write_model(hf, target, config.model, config.data, tokenizer)
 
 
 def _load_state(hf: PreTrainedModel, state: Mapping[str, Any], prefix: str, found: Found) -> None:
@@ -169,6 +174,10 @@ def _load_state(hf: PreTrainedModel, state: Mapping[str, Any], prefix: str, foun
     if trained - own.keys() or any(shapes.get(name) != tensor.shape for name, tensor in own.items()):
         raise UserError(f"{found.path} is of a model with other trained parameters: {_ADVICE}")
     hf.load_state_dict(own, strict=False)
+
+
+def _writing(target: Path) -> AbstractContextManager[None]:
+    return storage_errors(f"the model {target}", "make room or give another folder")
 
 
 _ADVICE = "name the model from which the training started as --model"

@@ -16,6 +16,7 @@ from tests.support.paths import ROOT
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run's folder with a whole actor checkpoint, as far as its files go, and one of a critic."""
+    (tmp_path / "actor" / "checkpoints" / "step_000001").mkdir(parents=True)
     run = tmp_path / "run"
     store = CheckpointStore(run / "checkpoints", keep_last=2)
     (store.begin(3) / "identity.json").write_text("{}")
@@ -32,6 +33,11 @@ def run(tmp_path: Path) -> Path:
 CASES = {
     "no such path": ("nowhere", r"there is no .*/nowhere: give a PPO run's checkpoints/step_000050, a critic"),
     "the run's folder": ("", r"run is no checkpoint: give one of its checkpoints, such as .*/checkpoints/\S*step_"),
+    "the folder of both halves of a run": ("..", r"is no checkpoint: give one of its checkpoints, such as .*/actor/"),
+    "an actor's folder beside a critic's": (
+        "../actor",
+        r"actor is no checkpoint: give one of its checkpoints, such as",
+    ),
     "a file in a checkpoint": ("checkpoints/step_000003/manifest.json", r"manifest.json is no checkpoint: give a PPO"),
     "all checkpoints": ("checkpoints", r"checkpoints is no checkpoint: give a PPO run's"),
     "an unfinished one": ("checkpoints/step_000004", r"step_000004 is not complete \(manifest.json\): give another"),
