@@ -16,6 +16,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.entry import entry_point, refuse
 from nemo_style_rlhf.launch.preemption import hold_stop_signal
 from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
@@ -204,3 +205,28 @@ def merge_lora() -> None:
         merge_adapter(arguments.adapter, arguments.target, trust_remote_code=arguments.trust_remote_code)
     except UserError as error:
         refuse(str(error))
+
+
+def export_checkpoint() -> None:
+    """Turn a checkpoint into a Hugging Face directory."""
+    parser = argparse.ArgumentParser(
+        description="Turn a checkpoint of actor, critic server or supervised stage into a plain Hugging Face directory, "
+        "adapters merged: what the run's export would be after that step."
+    )
+    parser.add_argument("checkpoint", type=Path, help="such as <run.output_dir>/checkpoints/step_000050")
+    parser.add_argument("target", type=Path, help="a new folder for the model")
+    parser.add_argument(
+        "--model", help="where the model lies from which the training started; the run's model.path by default"
+    )
+    arguments = parser.parse_args()
+
+    from nemo_style_rlhf.launch.bootstrap import setup
+
+    setup(RunConfig(output_dir=str(arguments.target), device="cpu"))
+    from nemo_style_rlhf.conversion.checkpoints import export_checkpoint
+
+    try:
+        export_checkpoint(arguments.checkpoint, arguments.target, model=arguments.model)
+    except UserError as error:
+        refuse(str(error))
+    print(f"exported {arguments.checkpoint} to {arguments.target}")

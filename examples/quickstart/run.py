@@ -2,7 +2,7 @@
 
     .venv-actor/bin/python examples/quickstart/run.py --seed 1234
 
-With ``--reward function``, examples/quickstart/pleasant.py rewards PPO instead of the reward model, and the critic starts from the
+With ``--reward function``, examples/quickstart/pleasant.py takes the reward model's place in PPO, and the critic starts from the
 SFT model with a new head.
 
 Everything is made here, nothing is downloaded. Results: outputs/quickstart/summary.json and curves.png.

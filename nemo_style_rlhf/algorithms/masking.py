@@ -34,8 +34,8 @@ def deviations(x: Tensor, mask: Tensor) -> Tensor:
     return x.sub_(x.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1)).masked_fill_(~kept, 0)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Scale the unmasked elements to unit variance (Bessel-corrected) and zero mean.
+def masked_whiten(x: Tensor, mask: Tensor, *, divide: bool = True, eps: float = 1e-8) -> Tensor:
+    """Shift the unmasked elements to zero mean and, unless ``divide`` is false, scale them to unit variance (Bessel-corrected).
 
     Computes ``(x - mean) * rsqrt(var + eps)`` over all unmasked elements of the batch, as TRL and verl do, in float64. With
     fewer than two unmasked elements the variance is 0; equal elements give exactly 0.
@@ -44,8 +44,10 @@ def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
         [batch, time]; 0 under mask 0.
     """
     centred = deviations(x.flatten(), mask.flatten()).view_as(x)
-    variance = centred.square().sum() / (mask.bool().sum() - 1).clamp(min=1)
-    return (centred * torch.rsqrt(variance + eps)).to(torch.result_type(x, 1.0))
+    if divide:
+        variance = centred.square().sum() / (mask.bool().sum() - 1).clamp(min=1)
+        centred = centred * torch.rsqrt(variance + eps)
+    return centred.to(torch.result_type(x, 1.0))
 
 
 def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float | Tensor | None = None) -> Tensor:

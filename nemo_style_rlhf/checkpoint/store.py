@@ -31,6 +31,10 @@ MANIFEST = "manifest.json"
 ACTOR = "actor"
 AHEAD = "ahead"
 """Part with what was sampled for later steps; absent if there is none."""
+HF = "hf"
+"""Part with the policy as a Hugging Face directory, with checkpoint.save_hf; its adapter lies beside it."""
+FOR_OTHERS = (HF, f"{HF}_adapter")
+"""Parts for other programs. They come and go with their checkpoint, but are no part of what a run resumes from."""
 log = logging.getLogger(__name__)
 
 
@@ -43,8 +47,8 @@ class Manifest:
     """Number of finished PPO steps."""
     run_id: str
     files: dict[str, str]
-    """SHA-256 of the checkpoint's files, by path below its folder; manifests of earlier versions have ``actor``, the files by
-    path below ``actor/``."""
+    """SHA-256 of the files that a resume reads, by path below the checkpoint's folder; manifests of earlier versions have
+    ``actor``, the files by path below ``actor/``."""
     critic: dict[str, Any]
     """The critic checkpoint as the server described it: its step, files and their digests."""
     state: dict[str, Any]
@@ -79,7 +83,8 @@ class CheckpointStore:
         folder = self._folder(step)
         fsync_tree(folder)
         require_owned(self._root)
-        manifest = Manifest(FORMAT, step, run_id, file_digests(folder), critic, state, versions)
+        files = {name: digest for name, digest in file_digests(folder).items() if not _is_for_others(name)}
+        manifest = Manifest(FORMAT, step, run_id, files, critic, state, versions)
         content = asdict(manifest)
         content["digest"] = _digest(content)
         write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
@@ -148,14 +153,21 @@ class CheckpointStore:
     def undamaged(self) -> Iterator[Manifest]:
         """The committed checkpoints whose files are exactly those written, complete and unchanged; newest first."""
         for step in reversed(self.committed_steps()):
-            manifest = self._read(step)
-            damaged = (
-                [MANIFEST] if manifest is None else deviations(self._folder(step), manifest.files, besides=[MANIFEST])
-            )
-            if damaged:
-                log.warning("checkpoint step_%06d is damaged (%s): falling back to the one before it", step, damaged[0])
-            elif manifest is not None:
+            manifest, damaged = self.examined(step)
+            if manifest is None:
+                log.warning("checkpoint step_%06d is damaged (%s): falling back to the one before it", step, damaged)
+            else:
                 yield manifest
+
+    def examined(self, step: int) -> tuple[Manifest | None, str]:
+        """The manifest of a committed checkpoint, or None and the name of a file that is damaged, missing or too many."""
+        manifest, folder = self._read(step), self._folder(step)
+        if manifest is None:
+            return None, MANIFEST
+        others = [path for name in FOR_OTHERS for path in (folder / name).rglob("*")]
+        besides = [MANIFEST, *(path.relative_to(folder).as_posix() for path in others)]
+        damaged = deviations(folder, manifest.files, besides=besides)
+        return (None, damaged[0]) if damaged else (manifest, "")
 
     def _read(self, step: int) -> Manifest | None:
         """The manifest of ``step``; None if it cannot be read.
@@ -198,6 +210,10 @@ class CheckpointStore:
 
     def _folder(self, step: int) -> Path:
         return self._root / f"step_{step:06d}"
+
+
+def _is_for_others(name: str) -> bool:
+    return name.partition("/")[0] in FOR_OTHERS
 
 
 def _digest(content: dict[str, Any]) -> str:

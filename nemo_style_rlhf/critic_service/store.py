@@ -86,7 +86,7 @@ class CriticCheckpointStore:
             write(directory)
             record = Record(critic_step, file_digests(directory), self._critic)
             (directory / RECORD).write_text(json.dumps(asdict(record), indent=1))
-        return _read(target)
+        return read_record(target)
 
     def export(self, checkpoint_id: str, write: Callable[[Path], None]) -> Path:
         """Write a directory for other programs, which is never pruned."""
@@ -104,7 +104,7 @@ class CriticCheckpointStore:
         """
         directory = self._require(checkpoint_id)
         try:
-            record = _read(directory)
+            record = read_record(directory)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolError(Code.CONFLICT, f"checkpoint {checkpoint_id} is damaged: {RECORD}") from error
         for name, value in self._critic.items():
@@ -189,7 +189,7 @@ class CriticCheckpointStore:
         return directory
 
 
-def _read(directory: Path) -> Record:
+def read_record(directory: Path) -> Record:
     """
     Raises:
         OSError, ValueError, TypeError, AttributeError, RecursionError: the record cannot be read or is invalid.

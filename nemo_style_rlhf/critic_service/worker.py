@@ -29,7 +29,7 @@ from nemo_style_rlhf.models.digests import module_digest, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel
-from nemo_style_rlhf.models.scalar_loading import load_critic, load_reward_model
+from nemo_style_rlhf.models.scalar_loading import load_reward_model, starting_critic
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.transport.messages import Array
 
@@ -130,10 +130,7 @@ class CriticWorker:
         self._start = config.critic_start
         self.tokenizer = load_tokenizer(self._start.path, trust_remote_code=config.model.trust_remote_code)
         served = self._served_reward_model()
-        critic = load_critic(
-            self._start, seed=config.run.seed, normalize=config.critic.normalize_rewards,
-            label_weights=config.critic.label_weights if config.critic.path is None else None,
-        )  # fmt: skip
+        critic = starting_critic(config)
         self.identity = Identity.of(
             [critic] if served is None else [served, critic],
             self.tokenizer,

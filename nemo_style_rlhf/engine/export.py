@@ -1,7 +1,8 @@
 """Exports a model that an engine trains as a Hugging Face directory."""
 
-from collections.abc import Callable
 from pathlib import Path
+
+from torch import Tensor
 
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
@@ -9,16 +10,27 @@ from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.schema.common import ModelConfig
 
 
-def export_engine(
-    engine: Engine, ranks: Ranks, directory: Path, model: ModelConfig, *, write_notes: Callable[[Path], None] | None = None
-) -> None:  # fmt: skip
-    """Call :func:`export_model` for ``engine.module.hf``. Every rank calls this; the first writes."""
+def host_weights(engine: Engine, ranks: Ranks) -> dict[str, Tensor]:
+    """Copies in host memory of :meth:`Engine.hf_weights`. Every rank calls this; only the first gets the weights.
+
+    Tied weights stay one tensor, by which transformers knows them.
+    """
+    parameters = {name: id(each) for name, each in engine.module.hf.named_parameters(remove_duplicate=False)}
+    copies: dict[int | str, Tensor] = {}
     weights = {}
     for name, tensor in engine.hf_weights():
         if ranks.is_first:
-            weights[name] = tensor.cpu()
+            key = parameters.get(name, name)
+            if key not in copies:
+                copies[key] = tensor.detach().to("cpu", copy=True)
+            weights[name] = copies[key]
+    return weights
+
+
+def export_engine(engine: Engine, ranks: Ranks, directory: Path, model: ModelConfig) -> None:
+    """Call :func:`export_model` for ``engine.module.hf``. Every rank calls this; the first writes."""
+    weights = host_weights(engine, ranks)
     if ranks.is_first:
         export_model(
-            engine.module.hf, directory, source=model.path, weights=weights, write_notes=write_notes,
-            trust_remote_code=model.trust_remote_code,
-        )  # fmt: skip
+            engine.module.hf, directory, source=model.path, weights=weights, trust_remote_code=model.trust_remote_code
+        )

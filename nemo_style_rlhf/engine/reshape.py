@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint import constants as ds  # type: ignore[import-untyped]
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
 
 from nemo_style_rlhf.engine import deepspeed_private
 from nemo_style_rlhf.engine.files import read
@@ -56,7 +56,7 @@ class Saved:
         self.zero_stage: int = config["zero_optimization"].get("stage", 0)
         self.sub_group: int | None = config["zero_optimization"].get("sub_group_size")
         self.ranks: int = self.model["dp_world_size"]
-        self.bf16: bool = config["bf16"]["enabled"]
+        self.bf16: bool = config.get("bf16", {}).get("enabled", False)
 
     def fits(self, engine: Any) -> bool:
         """Whether a DeepSpeed engine has the stage, ranks and flat tensors of this snapshot, so that each rank finds its shard.
@@ -144,6 +144,30 @@ class Whole:
                 source = flats[kind].narrow(0, piece.offset + begin - piece.begin, length)
                 into.narrow(0, wanted.offset + begin - wanted.begin, length).copy_(source)
 
+    def load(self, trained: dict[str, Any]) -> None:
+        """Copy the weights of whole parameters, by name."""
+        for name, weight in trained.items():
+            flat = torch.empty(weight.numel())
+            self.read(WEIGHT, Piece(name, 0, weight.numel(), 0), into=flat)
+            weight.data.copy_(flat.view_as(weight))
+
+
+def load_weights(hf: nn.Module, directory: Path, *, prefix: str) -> None:
+    """Load the trained parameters and the buffers of the snapshot in ``directory`` into a model without an engine.
+
+    Args:
+        prefix: beginning of the model's names in the snapshot.
+
+    Raises:
+        UserError: the snapshot belongs to another model, or one of its files holds something other than data.
+    """
+    saved = Saved(directory)
+    trained = {f"{prefix}{name}": weight for name, weight in hf.named_parameters() if weight.requires_grad}
+    Whole(saved, {name: weight.shape for name, weight in trained.items()}).load(trained)
+    for name in saved.model[ds.BUFFER_NAMES]:
+        if name.startswith(prefix):
+            hf.get_buffer(name.removeprefix(prefix)).copy_(saved.model["module"][name])
+
 
 def load_reshaped(engine: Any, saved: Saved) -> None:
     """Load the state in ``saved`` into a DeepSpeed engine with another stage or number of ranks; every rank calls this.
@@ -157,10 +181,7 @@ def load_reshaped(engine: Any, saved: Saved) -> None:
     if stage == 3:
         engine.optimizer.checkpoint_event_prologue()
     else:
-        for name, weight in trained.items():
-            flat = torch.empty(weight.numel())
-            whole.read(WEIGHT, Piece(name, 0, weight.numel(), 0), into=flat)
-            weight.data.copy_(flat.view_as(weight))
+        whole.load(trained)
     for name in saved.model[ds.BUFFER_NAMES]:
         engine.module.get_buffer(name).copy_(saved.model["module"][name])
     _load_optimizer(engine, whole, trained)

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_style_rlhf.data.records import Record, read_records
+from nemo_style_rlhf.data.records import Record
+from nemo_style_rlhf.data.sources import read_records
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.try_reward import TryRewardConfig, TryRewardDataConfig
 from nemo_style_rlhf.scoring.combined import failure, finite

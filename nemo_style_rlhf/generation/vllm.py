@@ -89,13 +89,14 @@ class VLLMGenerator(InProcessGenerator):
 
     def _add(self, name: str, request: GenerationRequest) -> None:
         from vllm import TokensPrompt
+        from vllm.exceptions import VLLMClientError  # type: ignore[import-not-found]
 
         if request.sampling.stop and not self._knows_text:  # vLLM would sample on past them
             raise ValueError("stop strings need a tokenizer, which sequences.stop_strings=true has an engine load")
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
         try:
             self._engine.add_request(name, prompt, self._sampling(request))
-        except _refusals() as error:
+        except VLLMClientError as error:
             raise ValueError(str(error)) from error
 
     def _step(self) -> list[Finished]:
@@ -180,15 +181,6 @@ class VLLMGenerator(InProcessGenerator):
         )
 
 
-def _refusals() -> tuple[type[Exception], ...]:
-    """Errors by which vLLM refuses a request; the release pinned for CUDA has no class for them."""
-    try:
-        from vllm.exceptions import VLLMClientError
-    except ImportError:
-        return ()
-    return (VLLMClientError,)
-
-
 def _finished(output: Any) -> Finished:
     (result,) = output.outputs
     # An array, since torch reads a list ten times slower.
@@ -198,7 +190,7 @@ def _finished(output: Any) -> Finished:
 
 
 def _cpu_kernels(config: GenerationConfig) -> dict[str, Any]:
-    """Elsewhere the argument is left out: the vLLM release pinned for CUDA is older and lacks it."""
+    """vLLM's setting for CPUs without compilation; elsewhere its own default is the right one."""
     if torch.cuda.is_available() or not config.enforce_eager:
         return {}
     return {"ir_op_priority": cpu_kernels.register()}

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.limits import require_open_files
 from nemo_style_rlhf.launch.malloc import without_thread_caches
-from nemo_style_rlhf.schema.base import build, one_sentence
+from nemo_style_rlhf.schema.base import build, literal, one_sentence
 from nemo_style_rlhf.schema.paths import require_paths
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -95,16 +95,7 @@ def config_file(base: str, values: Mapping[str, Any]) -> str:
     """
     content = yaml.safe_load((CONF_DIR / f"{base}.yaml").read_text())
     content["defaults"] = [each for each in content["defaults"] if isinstance(each, str) or "override" in str(each)]
-    return yaml.safe_dump({**content, **_literal(values)}, sort_keys=False, allow_unicode=True)
-
-
-def _literal(node: Any) -> Any:
-    """``node`` with all texts marked as texts, which OmegaConf does not interpolate."""
-    if isinstance(node, Mapping):
-        return {key: _literal(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_literal(each) for each in node]
-    return node.replace("${", r"\${") if isinstance(node, str) else node
+    return yaml.safe_dump({**content, **literal(values)}, sort_keys=False, allow_unicode=True)
 
 
 def _is_override(word: str) -> bool:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from copy import copy, deepcopy
 from pathlib import Path
 
 from torch import Tensor
@@ -21,24 +22,19 @@ def export_model(
 
     A model built from a bare config takes its dropout settings from ``config_source``; a model with sharded weights needs the
     whole ``weights``. Adapters are merged. ``write_notes`` adds files, which replace the notes of ``source``.
-    A failure leaves ``directory`` unchanged.
+    A failure leaves ``directory`` unchanged. ``model`` itself is only read, and if ``weights`` are given only its structure, so
+    that it may train meanwhile.
     """
     original = original_dropout(config_source or source, trust_remote_code=trust_remote_code)
-    trained_with = {key: getattr(model.config, key) for key in (*original, "use_cache")}
-    _set(model, {**original, "use_cache": True})
-    try:
-        with published(directory) as beside:
-            model.save_pretrained(beside, state_dict=dict(merged((weights or model.state_dict()).items(), model)))
-            AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(beside)
-            for name in CARRIED_FILES:
-                if (Path(source) / name).is_file():
-                    shutil.copy(Path(source) / name, beside / name)
-            if write_notes is not None:
-                write_notes(beside)
-    finally:
-        _set(model, trained_with)
-
-
-def _set(model: PreTrainedModel, settings: dict[str, object]) -> None:
-    for key, value in settings.items():
-        setattr(model.config, key, value)
+    shell = copy(model)  # the same layers, with a config of its own
+    shell.config = deepcopy(model.config)
+    for key, value in {**original, "use_cache": True}.items():
+        setattr(shell.config, key, value)
+    with published(directory) as beside:
+        shell.save_pretrained(beside, state_dict=dict(merged((weights or model.state_dict()).items(), model)))
+        AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(beside)
+        for name in CARRIED_FILES:
+            if (Path(source) / name).is_file():
+                shutil.copy(Path(source) / name, beside / name)
+        if write_notes is not None:
+            write_notes(beside)

@@ -88,24 +88,32 @@ def merged(weights: Iterable[tuple[str, Tensor]], module: nn.Module) -> Iterator
         del tensor  # the next one may be as large
 
 
-def save_adapter(hf: PreTrainedModel, directory: Path, model: ModelConfig, *, export: Path | None = None) -> None:
+def adapter_weights(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """Copies in host memory of the adapter's weights, and of the head that is trained in full, under peft's names."""
+    return {
+        f"base_model.model.{name}".replace(f".{ADAPTER}.", ".").replace(".modules_to_save.", "."): tensor.to(
+            "cpu", copy=True
+        ).contiguous()
+        for name, tensor in hf.state_dict().items()
+        if ".lora_" in name or _WHOLE in name
+    }
+
+
+def save_adapter(
+    hf: PreTrainedModel, directory: Path, model: ModelConfig, *, weights: dict[str, Tensor] | None = None,
+    export: Path | None = None,
+) -> None:  # fmt: skip
     """Write the adapter alone, as peft does: ``PeftModel.from_pretrained(base, directory)`` loads it.
 
     Args:
+        weights: its :func:`adapter_weights`, if ``hf`` has trained on since.
         export: the merged model's folder, whose notes (prompt template, chat template) are copied to the adapter, too.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = _peft_config(hf, model)
     config.inference_mode = True
     config.save_pretrained(str(directory))
-    trained = {
-        f"base_model.model.{name}".replace(f".{ADAPTER}.", ".").replace(
-            ".modules_to_save.", "."
-        ): tensor.contiguous().cpu()
-        for name, tensor in hf.state_dict().items()
-        if ".lora_" in name or _WHOLE in name
-    }
-    save_file(trained, directory / "adapter_model.safetensors")
+    save_file(weights or adapter_weights(hf), directory / "adapter_model.safetensors")
     (directory / MODEL_CONFIG).write_text(hf.config.to_json_string(use_diff=False))
     if export is not None:
         _copy_notes(export, directory)

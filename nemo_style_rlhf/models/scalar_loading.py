@@ -20,6 +20,7 @@ from nemo_style_rlhf.models.scalar import (
     set_reward_statistics,
 )
 from nemo_style_rlhf.schema.common import ModelConfig
+from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
 """Endings of causal LM class names, including models that read images or sound beside text."""
@@ -85,6 +86,14 @@ def load_critic(
         nn.init.normal_(score.weight, std=1 / (score.in_features + 1), generator=generator)
         log.info("the critic starts from %s with a new score head (run.seed=%d)", config.path, seed)
     return ScalarModel(hf, normalize=normalize and has_reward_statistics(hf.config))
+
+
+def starting_critic(config: PPOCriticConfig) -> ScalarModel:
+    """The critic of a critic server before training, without adapters."""
+    return load_critic(
+        config.critic_start, seed=config.run.seed, normalize=config.critic.normalize_rewards,
+        label_weights=config.critic.label_weights if config.critic.path is None else None,
+    )  # fmt: skip
 
 
 def _looked_at(config: ModelConfig) -> tuple[Any, StoredHead | None]:

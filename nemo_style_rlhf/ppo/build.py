@@ -34,6 +34,7 @@ from nemo_style_rlhf.models.digests import rows_fingerprint, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.ppo.export import PolicyCopy
 from nemo_style_rlhf.ppo.metrics import validation_metrics
 from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_checkpoint, wait_together
 from nemo_style_rlhf.ppo.sampler_check import MAX_GAP, Probe
@@ -172,6 +173,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         store, critic, run_id=run_id, keep_last=config.checkpoint.keep_last, max_failures=config.checkpoint.max_failed_saves,
         identity=identity,
         versions={name: importlib.metadata.version(name) for name in PACKAGES}, rollouts=rollouts,
+        policy=partial(PolicyCopy, engine, ranks, config, tokenizer) if config.checkpoint.save_hf else None,
     )  # fmt: skip
     recovery = Recovery(critic, store, ranks, run_id=run_id, output_dir=output_dir)
     session = Session(config, engine, queue, store, saver, recovery, ranks, total_steps=total_steps)

@@ -6,17 +6,19 @@ soon. Every other failure ends it.
 
 import json
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
-from nemo_style_rlhf.checkpoint.store import ACTOR, AHEAD, CheckpointStore
+from nemo_style_rlhf.checkpoint.store import ACTOR, AHEAD, HF, CheckpointStore
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.errors import StorageError
+from nemo_style_rlhf.ppo.export import PolicyCopy
 from nemo_style_rlhf.rollout.ahead import Ahead
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
@@ -32,7 +34,9 @@ class Saver:
     def __init__(
         self, store: CheckpointStore, critic: RemoteCritic | None, *, run_id: str, keep_last: int, max_failures: int,
         identity: dict[str, Any], versions: dict[str, str], rollouts: RolloutWriter | None = None,
+        policy: Callable[[], PolicyCopy] | None = None,
     ) -> None:  # fmt: skip
+        """``policy`` copies the policy, for checkpoints that hold it as a Hugging Face directory; every rank calls it."""
         self._store = store
         self._critic = critic
         self._run_id = run_id
@@ -45,6 +49,7 @@ class Saver:
         self._identity = identity
         self._rollouts = rollouts
         self._versions = versions
+        self._policy = policy
         self._ranks = Ranks()  # separate: training's would mix the messages of two threads
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -65,7 +70,10 @@ class Saver:
                 checkpoint_id(self._run_id, step), critic_step=critic_step, export=export_critic
             )
         rows = None if self._rollouts is None else self._rollouts.writing
-        self._writing = self._thread.submit(self._write, step, engine.snapshot(), state, ahead, critic_checkpoint, rows)
+        policy = self._policy() if self._policy is not None and step > 0 else None  # at step 0 it is that of model.path
+        self._writing = self._thread.submit(
+            self._write, step, engine.snapshot(), state, ahead, critic_checkpoint, rows, policy
+        )
 
     @property
     def failed(self) -> bool:
@@ -124,6 +132,7 @@ class Saver:
         ahead: Ahead,
         critic_checkpoint: "Future[dict[str, Any]] | None",
         rows: "Future[None] | None",
+        policy: PolicyCopy | None,
     ) -> None:
         """Write the critic checkpoint, then the actor's, then the manifest that names both; then both sides prune."""
         folder, whole_or_absent = self._store.part(step, ACTOR), partial(self._store.whole_or_absent, step)
@@ -139,6 +148,8 @@ class Saver:
                 if rows is not None:
                     rows.result()  # a resumed run does not generate these rollouts again
                 ahead.save(self._store.part(step, AHEAD))
+                if policy is not None:
+                    policy.write(self._store.part(step, HF))
                 (folder / IDENTITY_FILE).write_text(json.dumps(self._identity))
                 self._store.commit(step, self._run_id, critic=described, state=state, versions=self._versions)
             if self._critic is not None:
@@ -156,4 +167,6 @@ class Saver:
             self._ranks.on_first(commit)
         finally:
             copy.drop()  # an error's traceback would keep the copy alive
+            if policy is not None:
+                policy.drop()
             ahead.release()

@@ -136,7 +136,7 @@ class Session:
             self._saver.settle(at=self.progress.step)
         step, is_last = self.progress.step, self.progress.step == self._total_steps
         self.stopped = stop and not is_last
-        if self.stopped or is_last or self._saver.owed or step % self._config.checkpoint.save_interval == 0:
+        if self.stopped or is_last or self._saver.owed or self._config.checkpoint.is_due(step):
             self._commit()
         if self.stopped or is_last:
             self._saver.settle()

@@ -273,7 +273,7 @@ class PPOTrainer:
 
     def _export(self, name: str) -> None:
         export_policy(
-            self._parts.engine, self._ranks, self._output_dir, name, self._config, tokenizer=self._parts.tokenizer
+            self._parts.engine, self._ranks, self._output_dir / name, self._config, tokenizer=self._parts.tokenizer
         )
 
 

@@ -95,7 +95,7 @@ def estimate(
         )
         advantages = relative.to(rewards.dtype)[:, None].expand_as(mask)
     if config.normalize_advantages:
-        advantages = masked_whiten(advantages, learned)
+        advantages = masked_whiten(advantages, learned, divide=config.advantage_std_norm)
     return Signal(
         zero_masked(rewards, learned),
         zero_masked(advantages, learned),

@@ -33,9 +33,11 @@ class PolicyConfig(ModelConfig):
 @dataclass
 class CheckpointConfig:
     save_interval: int = 50
-    """PPO steps between checkpoints; the last step is always saved."""
+    """PPO steps between checkpoints; the last step is always saved, and -1 saves no other."""
     keep_last: int = 2
     """Number of committed checkpoints that actor and server each keep."""
+    save_hf: bool = False
+    """Also write the policy into every checkpoint as a Hugging Face directory, <run.output_dir>/checkpoints/step_XXXXXX/hf."""
     max_failed_saves: int = 10
     """If a full disk refuses a checkpoint on either side, training goes on and the next step tries again; this many refusals in
     a row end the run. The checkpoint of the last step, or of a run that is told to end, has one attempt."""
@@ -47,8 +49,15 @@ class CheckpointConfig:
     export_critic: bool = False
     """At the end, have the server also write the critic as a Hugging Face sequence-classification directory."""
 
+    def is_due(self, step: int) -> bool:
+        """Whether ``save_interval`` asks for a checkpoint after ``step``."""
+        return self.save_interval > 0 and step % self.save_interval == 0
+
     def validate(self) -> None:
-        require(self.save_interval > 0, "checkpoint.save_interval", self.save_interval, "a number of steps above 0")
+        require(
+            self.save_interval > 0 or self.save_interval == -1,
+            "checkpoint.save_interval", self.save_interval, "a number of steps above 0, or -1 for the last step alone",
+        )  # fmt: skip
         require(self.keep_last > 0, "checkpoint.keep_last", self.keep_last, "at least 1")
         require(self.max_failed_saves > 0, "checkpoint.max_failed_saves", self.max_failed_saves, "at least 1")
 

@@ -123,6 +123,9 @@ class AlgorithmConfig:
     """Added to grpo's standard deviation: 1e-6 in verl and slime, 1e-4 in TRL, 1e-9 in OpenRLHF."""
     normalize_advantages: bool = True
     """Whiten advantages over all response tokens of the rollout (PPO, REINFORCE++; GRPO and RLOO do not)."""
+    advantage_std_norm: bool = True
+    """Whether whitening also divides by the standard deviation; false only subtracts the mean (OpenRLHF's
+    no_advantage_std_norm)."""
 
     initial_policy_kl_penalty: float = 0.01
     """Coefficient of the KL term; with 0 no reference is loaded and KL is not measured, unless audit.health asks for it."""
@@ -212,6 +215,11 @@ class AlgorithmConfig:
             raise UserError(
                 f"algorithm.advantage_estimator={self.advantage_estimator} compares responses to one prompt: set "
                 "algorithm.samples_per_prompt to 2 or more"
+            )
+        if not (self.advantage_std_norm or self.normalize_advantages):
+            raise UserError(
+                "algorithm.advantage_std_norm=false only changes whitening, which normalize_advantages=false turns off: "
+                "leave it at true, or for GRPO without its division use algorithm.advantage_estimator=dr_grpo"
             )
         if not self.uses_critic and self.critic_warmup_steps:
             raise UserError(

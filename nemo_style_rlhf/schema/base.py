@@ -6,7 +6,7 @@ Every default lives in a dataclass of this package; YAML files only override. A 
 
 import dataclasses
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -37,6 +37,24 @@ def build(schema: type[Schema], config: DictConfig) -> Schema:
     validate(instance)
     assert isinstance(instance, schema)
     return instance
+
+
+def rebuilt(schema: type[Schema], recorded: Mapping[str, Any]) -> Schema:
+    """The configuration that an earlier start recorded, as :func:`build` makes it.
+
+    Raises:
+        UserError: see :func:`build`.
+    """
+    return build(schema, OmegaConf.create(literal(recorded)))
+
+
+def literal(node: Any) -> Any:
+    """``node`` with all texts marked as texts, which OmegaConf does not interpolate."""
+    if isinstance(node, Mapping):
+        return {key: literal(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [literal(each) for each in node]
+    return node.replace("${", r"\${") if isinstance(node, str) else node
 
 
 def one_sentence(error: OmegaConfBaseException) -> str:

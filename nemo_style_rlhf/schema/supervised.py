@@ -184,11 +184,14 @@ class SupervisedCheckpointConfig:
     """Checkpoints of an unfinished run, in <run.output_dir>/checkpoints; run.resume reads them."""
 
     save_interval: int = 500
-    """Optimizer steps between checkpoints; 0 for none."""
+    """Optimizer steps between checkpoints; 0 for none, -1 for one after the last step."""
     keep_last: int = 1
 
     def validate(self) -> None:
-        require(self.save_interval >= 0, "checkpoint.save_interval", self.save_interval, "a number of steps, or 0")
+        require(
+            self.save_interval >= -1,
+            "checkpoint.save_interval", self.save_interval, "a number of steps, 0 for none, or -1 for the last step alone",
+        )  # fmt: skip
         require(self.keep_last > 0, "checkpoint.keep_last", self.keep_last, "at least 1")
 
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 class WandbConfig:
     enabled: bool = False
     project: str = "nemo_style_rlhf"
+    entity: str | None = None
+    """Team or user that owns the project; null takes your account's default."""
+    group: str | None = None
+    """Group of runs that W&B shows together."""
     name: str | None = None
     offline: bool = False
     """Write below the output folder, for a later `wandb sync`."""

@@ -54,12 +54,13 @@ def completed_micro_batches(path: Path, identity: dict[str, Any]) -> int:
     return int(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"])
 
 
-def checkpoint_callback(config: SupervisedConfig) -> ModelCheckpoint:
+def checkpoint_callback(config: SupervisedConfig, total_steps: int) -> ModelCheckpoint:
+    interval = config.checkpoint.save_interval
     return ModelCheckpoint(
         dirpath=checkpoint_dir(config),
         filename="step_{step:08d}",
         auto_insert_metric_name=False,
-        every_n_train_steps=config.checkpoint.save_interval,
+        every_n_train_steps=total_steps if interval == -1 else interval,
         monitor="step",
         mode="max",
         save_top_k=config.checkpoint.keep_last,

@@ -6,14 +6,13 @@ from transformers import PreTrainedModel
 
 from nemo_style_rlhf.algorithms.preference_loss import dpo_loss
 from nemo_style_rlhf.data.supervised import load_pairs
-from nemo_style_rlhf.models.loading import load_causal_lm
-from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.schema.supervised import DPOConfig
+from nemo_style_rlhf.supervised.models import starting_policy
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.preference_batches import DPOBatch, collate_dpo
 from nemo_style_rlhf.supervised.reference import Reference, response_logprobs
-from nemo_style_rlhf.supervised.stage import Stage, training_precision
+from nemo_style_rlhf.supervised.stage import Stage
 
 
 class DPOModule(SupervisedModule):
@@ -58,8 +57,7 @@ class DPOModule(SupervisedModule):
 def train_dpo(config: DPOConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
     stage = Stage(config, config.data, load_pairs, collate_dpo)
-    hf = load_causal_lm(training_precision(config.model))
-    add_lora(hf, config.model)
+    hf = starting_policy(config.model)
     metrics = stage.fit(DPOModule(hf, config, stage.total_steps), hf)
     stage.export(hf)
     return metrics

@@ -11,14 +11,13 @@ from transformers import PreTrainedModel
 from nemo_style_rlhf.algorithms.preference_loss import kto_loss
 from nemo_style_rlhf.data.examples import UnpairedExample
 from nemo_style_rlhf.data.supervised import load_unpaired
-from nemo_style_rlhf.models.loading import load_causal_lm
-from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.schema.supervised import KTOConfig
+from nemo_style_rlhf.supervised.models import starting_policy
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.preference_batches import KTOBatch, MismatchedPairs, collate_kto
 from nemo_style_rlhf.supervised.reference import Reference, response_logprobs
-from nemo_style_rlhf.supervised.stage import Stage, training_precision
+from nemo_style_rlhf.supervised.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +103,7 @@ def train_kto(config: KTOConfig) -> dict[str, float]:
     collate = partial(collate_kto, fit=config.trainer, max_length=config.data.max_length)
     stage = Stage(config, config.data, load_unpaired, collate)
     logger.info("%s", balance(stage.train_rows, config))
-    hf = load_causal_lm(training_precision(config.model))
-    add_lora(hf, config.model)
+    hf = starting_policy(config.model)
     metrics = stage.fit(KTOModule(hf, config, stage.total_steps), hf)
     stage.export(hf)
     return metrics

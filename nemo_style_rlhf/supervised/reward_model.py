@@ -10,14 +10,13 @@ from torch import Tensor
 from nemo_style_rlhf.algorithms.preference_loss import reward_model_loss
 from nemo_style_rlhf.data.examples import PreferencePair
 from nemo_style_rlhf.data.supervised import load_pairs
-from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores, set_reward_statistics
-from nemo_style_rlhf.models.scalar_loading import load_scalar_model
 from nemo_style_rlhf.schema.supervised import RewardModelConfig, SupervisedEngineConfig
 from nemo_style_rlhf.supervised.batches import PairBatch, collate_pairs
+from nemo_style_rlhf.supervised.models import starting_reward_model
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.pair_evaluation import evaluation
-from nemo_style_rlhf.supervised.stage import Stage, training_precision
+from nemo_style_rlhf.supervised.stage import Stage
 
 
 class RewardModelModule(SupervisedModule):
@@ -53,12 +52,9 @@ class RewardModelModule(SupervisedModule):
 def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
     stage = Stage(config, config.data, load_pairs, collate_pairs)
-    model = load_scalar_model(training_precision(config.model))
-    if model.hf.config.pad_token_id is None:
-        model.hf.config.pad_token_id = stage.tokenizer.pad_token_id  # transformers pools the last token before padding
+    model = starting_reward_model(config.model, stage.tokenizer)
     if config.model.compile:
         model.hf.base_model.compile(dynamic=True)
-    add_lora(model.hf, config.model)
     module = RewardModelModule(model, config.engine, stage.total_steps, config.loss, config.centring)
     metrics = stage.fit(module, model.hf)
     if not config.run.dry_run and stage.is_first_rank:

@@ -4,13 +4,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nemo_style_rlhf.data.supervised import load_sft
-from nemo_style_rlhf.models.loading import load_causal_lm, new_causal_lm
-from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.schema.supervised import SFTConfig, SupervisedEngineConfig
 from nemo_style_rlhf.supervised.batches import SFTBatch, collate_sft
+from nemo_style_rlhf.supervised.models import starting_policy
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
-from nemo_style_rlhf.supervised.stage import Stage, training_precision
+from nemo_style_rlhf.supervised.stage import Stage
 
 
 class SFTModule(SupervisedModule):
@@ -30,10 +29,8 @@ class SFTModule(SupervisedModule):
 def train_sft(config: SFTConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
     stage = Stage(config, config.data, load_sft, collate_sft)
-    model = training_precision(config.model)
-    hf = new_causal_lm(model, model.config_path) if model.init == "random" else load_causal_lm(model)
-    add_lora(hf, model)
-    module = SFTModule(hf, config.engine, stage.total_steps, model.compile)
+    hf = starting_policy(config.model)
+    module = SFTModule(hf, config.engine, stage.total_steps, config.model.compile)
     metrics = stage.fit(module, hf)
     stage.export(hf)
     return metrics

@@ -6,9 +6,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -23,16 +22,14 @@ from nemo_style_rlhf.checkpoint.starts import log_differences, record_end, recor
 from nemo_style_rlhf.data.mixtures import load_training_rows
 from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
-from nemo_style_rlhf.data.templates import check_template, write_template
+from nemo_style_rlhf.data.templates import check_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.models.digests import rows_fingerprint
-from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_tokenizer
-from nemo_style_rlhf.models.lora import lora_identity, save_adapter
-from nemo_style_rlhf.schema.common import ModelConfig
+from nemo_style_rlhf.models.lora import lora_identity
 from nemo_style_rlhf.schema.sources import Sources
 from nemo_style_rlhf.schema.supervised import ZERO_STAGES, PairDataConfig, SupervisedConfig, SupervisedDataConfig
 from nemo_style_rlhf.supervised.batches import Collate, Positions, TrainingBatches, ValidationBatches, parts_within
@@ -44,18 +41,13 @@ from nemo_style_rlhf.supervised.checkpoints import (
     saved_steps,
 )
 from nemo_style_rlhf.supervised.metrics_logger import MetricsLogger
+from nemo_style_rlhf.supervised.models import write_model
 from nemo_style_rlhf.supervised.module import SupervisedModule
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 
 logger = logging.getLogger(__name__)
 RANK_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"))  # torchrun's
-Model = TypeVar("Model", bound=ModelConfig)
 Loader = Callable[[Sources, Any, PreTrainedTokenizerBase], tuple[Sequence[Any], DropReport]]
-
-
-def training_precision(model: Model) -> Model:
-    """``model`` with fp32 weights: for bfloat16, Lightning uses mixed precision over fp32 masters."""
-    return dataclasses.replace(model, dtype="float32")
 
 
 class Stage:
@@ -216,7 +208,7 @@ class Stage:
 
     def _trainer(self, *, resumed_step: int) -> pl.Trainer:
         config, fit = self.config, self.config.trainer
-        saves = config.checkpoint.save_interval > 0 and not config.run.dry_run
+        saves = config.checkpoint.save_interval != 0 and not config.run.dry_run
         strategy = self._strategy()
         return pl.Trainer(
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
@@ -232,7 +224,7 @@ class Stage:
             num_sanity_val_steps=0,
             log_every_n_steps=fit.log_interval,
             logger=self._loggers(resumed_step),
-            callbacks=[checkpoint_callback(config)] if saves else None,
+            callbacks=[checkpoint_callback(config, self.total_steps)] if saves else None,
             plugins=[AtomicCheckpointIO()],
             enable_checkpointing=saves,
             enable_model_summary=False,
@@ -270,21 +262,10 @@ class Stage:
         if self.config.run.dry_run or not self.is_first_rank:
             return
         require_owned()
-        target, model, data = Path(self.config.export_path), self.config.model, self.data
-        write_notes = partial(
-            write_template, template=data.prompt_template, tokenizer=self.tokenizer, chat_template=data.chat_template,
-            append_eos=data.append_eos,
-        )  # fmt: skip
+        target = Path(self.config.export_path)
         with storage_errors(f"the model's export {target}", "make room or change export_dir"):
-            hf.to(getattr(torch, model.dtype))
-            export_model(
-                hf, target, source=model.path, config_source=model.config_path, write_notes=write_notes,
-                trust_remote_code=model.trust_remote_code,
-            )  # fmt: skip
-            adapter = target.with_name(f"{target.name}_adapter")
-            if model.lora.rank:
-                save_adapter(hf, adapter, model, export=target)
-            record_end(Path(self.config.run.output_dir), [target, adapter] if model.lora.rank else [target])
+            written = write_model(hf, target, self.config.model, self.data, self.tokenizer)
+            record_end(Path(self.config.run.output_dir), written)
         logger.info("exported to %s", target)
 
 

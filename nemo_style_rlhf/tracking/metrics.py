@@ -86,6 +86,8 @@ def _loggers(output_dir: Path, config: TrackingConfig) -> list[Any]:
         loggers.append(
             WandbLogger(
                 project=config.wandb.project,
+                entity=config.wandb.entity,
+                group=config.wandb.group,
                 name=config.wandb.name,
                 save_dir=str(output_dir),
                 offline=config.wandb.offline,

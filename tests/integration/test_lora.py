@@ -9,6 +9,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from nemo_style_rlhf.checkpoint.files import file_digests
+from tests.support import warm
 from tests.support.metrics import metrics
 from tests.support.models import WORDS, save_policy, save_reward_model
 from tests.support.processes import run_pair, start_actor
@@ -17,6 +19,7 @@ LORA = ["model.lora.rank=4", "model.packing=true", "run.num_threads=1"]
 ACTOR = [
     *LORA, "model=fp32", "engine.optim.lr=5e-3", "algorithm.num_rollout_samples=32", "algorithm.mini_batches=2",
     "generation.max_length=12", "generation.kv_cache_gib=0.1", "checkpoint.save_interval=2", "checkpoint.export_critic=true",
+    "checkpoint.save_hf=true",
 ]  # fmt: skip
 SERVER = [*LORA, "model.dtype=float32", "engine.optim.lr=5e-3", "critic.normalize_rewards=true"]
 
@@ -77,8 +80,19 @@ def test_exports_are_plain_models_and_the_adapter_alone(inputs: Path, finished: 
         adapter = PeftModel.from_pretrained(base, finished / "actor" / "export_adapter").eval()
         torch.testing.assert_close(adapter(ids).logits, expected, atol=1e-4, rtol=1e-4)
     assert (expected - before).abs().max() > 1e-3
+    for name in ("", "_adapter"):
+        saved = finished / "actor" / "checkpoints" / "step_000004" / f"hf{name}"
+        assert file_digests(saved) == file_digests(finished / "actor" / f"export{name}")
     (critic,) = (finished / "critic" / "exports").glob("*/critic")
     assert AutoModelForSequenceClassification.from_pretrained(critic).config.reward_mean == 0.1
+
+
+def test_a_critics_adapter_is_merged_into_its_checkpoints_conversion(finished: Path, tmp_path: Path) -> None:
+    (export,) = (finished / "critic" / "exports").glob("*/critic")
+    checkpoint = finished / "critic" / "checkpoints" / export.parent.name
+    converted = warm.run(["trainers/export_checkpoint.py", str(checkpoint), str(tmp_path / "critic")], timeout=120)
+    assert converted.returncode == 0, converted.stderr
+    assert file_digests(tmp_path / "critic") == file_digests(export)
 
 
 def test_checkpoints_hold_adapters_and_a_resumed_run_ends_with_the_same_weights(

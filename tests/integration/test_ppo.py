@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from nemo_style_rlhf.checkpoint.files import file_digests
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
+from tests.support import warm
 from tests.support.metrics import metrics, without_timers
 from tests.support.ppo_runs import STEPS, actor_overrides, save_inputs, server_overrides
 from tests.support.processes import Plug, Process, proxy, run_pair, start_actor, start_server, wait_for_output
@@ -90,6 +92,17 @@ def test_checkpoints_name_both_halves_and_old_ones_are_gone(finished):
     assert manifest["files"]["actor/identity.json"]
     assert manifest["critic"]["files"]
     assert manifest["versions"]["torch"] == torch.__version__
+    assert not any(name.startswith("hf/") for name in manifest["files"])
+
+
+def test_every_checkpoint_holds_the_policy_as_an_export_does(finished):
+    """Written while training went on: that of the last step is the export, file by file."""
+    middle, last = (finished / "actor" / "checkpoints" / name / "hf" for name in ("step_000004", "step_000006"))
+    export = finished / "actor" / "export"
+    assert file_digests(last) == file_digests(export)
+    assert file_digests(middle).keys() == file_digests(export).keys()
+    assert (middle / "model.safetensors").read_bytes() != (export / "model.safetensors").read_bytes()
+    assert AutoModelForCausalLM.from_pretrained(middle).config.attention_dropout == 0.1
 
 
 def test_the_export_is_a_plain_checkpoint_that_equals_the_sft_model_but_for_its_weights(finished, inputs):
@@ -111,6 +124,20 @@ def test_the_export_is_a_plain_checkpoint_that_equals_the_sft_model_but_for_its_
     assert critic.config.num_labels == 1
 
 
+def test_the_last_checkpoints_of_both_sides_convert_to_their_exports(finished, tmp_path):
+    (critic,) = (finished / "critic" / "checkpoints").glob("*-step_000006")
+    exports = {
+        finished / "actor/checkpoints/step_000006": finished / "actor" / "export",
+        critic: finished / "critic" / "exports" / critic.name / "critic",
+    }
+    for number, (checkpoint, export) in enumerate(exports.items()):
+        converted = warm.run(
+            ["trainers/export_checkpoint.py", str(checkpoint), str(tmp_path / str(number))], timeout=120
+        )
+        assert converted.returncode == 0, converted.stderr
+        assert file_digests(tmp_path / str(number)) == file_digests(export)
+
+
 def test_both_exports_start_the_next_round_which_logs_to_wandb_offline(finished, inputs, tmp_path):
     """The policy goes through vLLM, the probe and the export check once more; the critic serves as reward model."""
     manifest = json.loads((finished / "actor/checkpoints/step_000006/manifest.json").read_text())
@@ -120,7 +147,7 @@ def test_both_exports_start_the_next_round_which_logs_to_wandb_offline(finished,
     next_round = [
         f"model.path={finished / 'actor' / 'export'}", "algorithm.max_steps=2", "algorithm.val_check_interval=0",
         "checkpoint.keep_best=false",
-        "tracking.wandb.enabled=true", "tracking.wandb.offline=true",
+        "tracking=wandb", "tracking.wandb.offline=true", "tracking.wandb.entity=our-team",
     ]  # fmt: skip
     actor = start_actor(tmp_path / "actor", port, *actor_overrides(inputs), *next_round)
     try:
@@ -131,7 +158,8 @@ def test_both_exports_start_the_next_round_which_logs_to_wandb_offline(finished,
     first = metrics(tmp_path / "actor")[0]
     assert first["train_rollouts/init_policy_kl"] == pytest.approx(0, abs=1e-4)
     assert first["train_rollouts/sampler_logprob_gap_max"] < 1e-3
-    assert list((tmp_path / "actor" / "wandb").glob("offline-run-*/*.wandb"))
+    (recorded,) = (tmp_path / "actor" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"our-team" in recorded.read_bytes()
 
 
 def test_validation_counts_passes_and_the_best_policy_is_kept(finished):

@@ -18,7 +18,7 @@ ACTOR = [
     "generation.max_length=12", "generation.kv_cache_gib=0.1", "checkpoint.save_interval=2", "checkpoint.keep_last=2",
     "checkpoint.export_critic=true", "checkpoint.keep_best=true", "algorithm.kl_target=0.02", "algorithm.kl_horizon=500",
     "algorithm.shaping.normalize=running", "algorithm.val_samples_per_prompt=2", "algorithm.val_pass_score=0.0",
-    "remote_critic_rm.max_request_bytes=4096", "tracking.tensorboard=true",
+    "checkpoint.save_hf=true", "remote_critic_rm.max_request_bytes=4096", "tracking.tensorboard=true",
     "generation.max_num_seqs=20", "generation.max_num_batched_tokens=20",  # vLLM splits prompts in every rollout
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "nemo_style_rlhf"
 UNIT = ROOT / "tests" / "unit"
 NO_ROOMS = {"examples"}
 WHOLE_TREE = {
-    "__init__.py", "conftest.py", "test_architecture.py", "test_entry_points.py", "test_private_parts.py",
+    "__init__.py", "conftest.py", "test_architecture.py", "test_entry_points.py", "test_private_parts.py", "test_requirements.py",
     "test_slurm_scripts.py", "test_wheel.py",
 }  # fmt: skip
 LONGEST_FILE = 450
@@ -44,8 +44,9 @@ ALLOWED = {
     "planning": BASE | {"models", "data", "generation", "rollout", "distributed"},  # numbers of what it plans
     "evaluation": BASE | {"rollout", "generation", "scoring", "models", "data", "checkpoint", "launch"},
     "supervised": BASE | {"models", "data", "algorithms", "tracking", "launch", "engine", "checkpoint"},
+    "conversion": BASE | {"models", "data", "engine", "checkpoint", "critic_service", "ppo", "supervised"},
     "programs": BASE
-    | {"launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"}
+    | {"conversion", "launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"}
     | {"transport", "generation"},
 }
 OWNERS = {

@@ -112,6 +112,7 @@ MASKED = {
     **{f"aggregate {mode}": (1, partial(aggregate, mode=mode)) for mode in AGGREGATIONS},
     "value_loss": (3, lambda *tensors: tuple(vars(value_loss(*tensors, clip=0.2)).values())),
     "masked_whiten": (1, masked_whiten),
+    "masked_whiten, only centered": (1, partial(masked_whiten, divide=False)),
     "masked_mean": (1, masked_mean),
     "gae": (2, partial(gae, gamma=0.9, lam=0.8)),
     "discounted_returns": (1, partial(discounted_returns, gamma=0.9)),

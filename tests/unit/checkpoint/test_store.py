@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
-from nemo_style_rlhf.checkpoint.store import CheckpointStore
+from nemo_style_rlhf.checkpoint.store import HF, CheckpointStore
 from nemo_style_rlhf.errors import UserError
 from tests.support.folders import make_unreadable
 
@@ -72,6 +73,24 @@ def test_a_damaged_one_falls_back_to_the_one_before_and_says_so(tmp_path, caplog
     damage(folder / "actor" / "w.bin")
     assert store.latest().step == 1
     assert re.search(r"step_000002 is damaged \(actor/w.bin( is no plain file)?\)", caplog.text)
+
+
+@pytest.mark.parametrize(
+    "change", [shutil.rmtree, lambda part: (part / "model").unlink(), lambda part: (part / "more").write_text("x")]
+)
+def test_what_becomes_of_the_part_for_other_programs_does_not_matter(tmp_path, change):
+    """But it goes with its checkpoint."""
+    store = CheckpointStore(tmp_path, keep_last=1)
+    part = store.begin(1).parent / HF
+    part.mkdir()
+    (part / "model").write_text("weights")
+    store.commit(1, "run", critic={}, state={}, versions={})
+    assert store.latest().files == {}
+    change(part)
+    assert store.latest().step == 1
+    save(store, 2)
+    store.prune(2)
+    assert not part.parent.exists()
 
 
 @pytest.mark.parametrize("place", ["surplus.pt", "engine/state/surplus.pt"])

@@ -72,7 +72,7 @@ def test_a_gpu_offloads_and_gives_vllm_its_share(models):
 
 
 def test_a_smaller_cache_frees_nothing_of_what_vllm_wants_free_to_start(models):
-    """As of vLLM 0.25: with a cache of its own size it fills less, but asks for gpu_memory_utilization all the same."""
+    """As of vLLM 0.32: with a cache of its own size it fills less, but asks for gpu_memory_utilization all the same."""
     gpu = ("run.device=cuda", "generation.gpu_memory_utilization=0.5")
     cached = plans(models, *gpu, "generation.kv_cache_gib=0.5")[ACTOR]
     assert cached["vLLM weights"] + cached["KV cache"] + cached["free for vLLM"] == 40 * GIB

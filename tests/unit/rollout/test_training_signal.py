@@ -83,6 +83,16 @@ def test_a_sample_that_trains_nothing_is_no_part_of_whitening():
     torch.testing.assert_close(result.advantages, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_advantages_may_be_centered_without_being_divided():
+    # As above: the mean of 2.4, 2.6, 2.6 is 7.6 / 3.
+    learned = MASK * torch.tensor([[0.0], [1.0]])
+    algorithm = config(advantage_estimator="reinforce")
+    algorithm.normalize_advantages, algorithm.advantage_std_norm = True, False
+    result = estimate(SCORES, KL, None, MASK, algorithm, kl_coef=1.0, learned=learned)
+    low, high = 2.4 - 7.6 / 3, 2.6 - 7.6 / 3
+    torch.testing.assert_close(result.advantages, torch.tensor([[0.0, 0, 0, 0], [low, 0, high, high]]))
+
+
 def test_the_critic_learns_nothing_from_a_sample_that_trains_nothing():
     learned = MASK * torch.tensor([[0.0], [1.0]])
     result = estimate(SCORES, KL, torch.zeros_like(KL), MASK, config(gae_lambda=1.0), kl_coef=1.0, learned=learned)
