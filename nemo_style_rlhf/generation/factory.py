@@ -2,11 +2,13 @@
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import GenerationConfig as HFGenerationConfig
 
 from nemo_style_rlhf.errors import UserError
@@ -20,6 +22,7 @@ from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm
+from nemo_style_rlhf.models.published import as_published
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig, TrainingGenerationConfig
 
@@ -53,6 +56,13 @@ def make_generator(
         model.path, config, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_model_len,
         eos_token_ids=eos, weight_shapes=shapes, stop_strings=stop_strings, trust_remote_code=model.trust_remote_code,
     )  # fmt: skip
+
+
+def weights_for_generator(
+    weights: Iterator[tuple[str, Tensor]], hf: PreTrainedModel, config: GenerationConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """The ``weights`` of ``hf`` under the names by which the generator loads them."""
+    return weights if config.backend == "hf" else as_published(weights, hf)
 
 
 def make_engine_pool(

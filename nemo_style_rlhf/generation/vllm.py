@@ -45,6 +45,8 @@ class VLLMGenerator(InProcessGenerator):
         self._workers_apart = _ranks() == 1 and config.tensor_parallel_size > 1
         if self._workers_apart:
             os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # of each of them
+        if config.enforce_eager:
+            _leave_transformers_alone()
         try:
             self._llm = LLM(
                 model=model_path,
@@ -181,6 +183,14 @@ class VLLMGenerator(InProcessGenerator):
         )
 
 
+def _leave_transformers_alone() -> None:
+    """Keep vLLM from preparing transformers' own class for torch.compile, whenever it has no code for a family and runs that class:
+    the trainer's model beside it, which was made of the class before, could not be called any more."""
+    from vllm.model_executor.models.transformers.base import Base  # type: ignore[import-not-found]
+
+    Base._decorate_cls_for_torch_compile = lambda *_, **__: None
+
+
 def _finished(output: Any) -> Finished:
     (result,) = output.outputs
     # An array, since torch reads a list ten times slower.
@@ -214,8 +224,13 @@ def _token_logprobs(flat: Any, token_ids: Sequence[int]) -> Tensor:
 def _begin_reload(worker: Any) -> None:
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # type: ignore[import-not-found]
 
+    model = worker.model_runner.get_model()
+    if not torch.cuda.is_available():
+        for layer in model.modules():  # vLLM on CPUs packs the weights of experts only when it makes their kernel
+            if getattr(quantization := getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+                quantization.moe_kernel = None
     with _vllm_config(worker):
-        initialize_layerwise_reload(worker.model_runner.get_model())
+        initialize_layerwise_reload(model)
 
 
 def _load_bucket(worker: Any, bucket: list[tuple[str, Tensor]]) -> None:

@@ -26,7 +26,12 @@ from nemo_style_rlhf.distributed.ranks import Ranks, require_tensor_parallel
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.process_group import init_distributed, require_all_ranks
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation.factory import make_engine_pool, make_generator, make_weight_store
+from nemo_style_rlhf.generation.factory import (
+    make_engine_pool,
+    make_generator,
+    make_weight_store,
+    weights_for_generator,
+)
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.decoding import decoder_loader
@@ -34,6 +39,7 @@ from nemo_style_rlhf.models.digests import rows_fingerprint, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.models.published import require_sendable
 from nemo_style_rlhf.ppo.export import PolicyCopy
 from nemo_style_rlhf.ppo.metrics import validation_metrics
 from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_checkpoint, wait_together
@@ -85,6 +91,8 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         wanted = _total_steps(whole, len(prompts))
         require_reachable(found.step, wanted, "algorithm.max_steps", whole.run.output_dir)
     policy = load_causal_lm(config.model)
+    if config.generation.backend == "vllm":
+        require_sendable(policy, config.model.path)
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
     check_template(config.model.path, config.data, tokenizer)
     init_distributed(device)
@@ -98,7 +106,10 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
     engine.eval()
     reference = _reference(config, engine, device, ranks) if config.needs_reference else None
-    shapes = {name: tuple(tensor.shape) for name, tensor in engine.hf_weights()}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in weights_for_generator(engine.hf_weights(), policy, config.generation)
+    }
     stop_strings = any(prompt.sampling.stop for prompt in [*prompts, *val_prompts])
     generator: Generator | None = None
     if not engines:

@@ -20,6 +20,7 @@ from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, Remot
 from nemo_style_rlhf.data.sampling import Sampler, mixed_seed
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.generation.factory import weights_for_generator
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.ppo.export import export_policy
 from nemo_style_rlhf.ppo.health import Health, check_health
@@ -225,7 +226,9 @@ class PPOTrainer:
         """Let the engine's weights sample, and say which log-probabilities a generator must compute with them."""
         target = self._parts.probe.target(self._parts.engine)
         timers.lap("transfer_probe")
-        update = OwnWeights(version, self._parts.engine.hf_weights(), target)
+        engine = self._parts.engine
+        weights = weights_for_generator(engine.hf_weights(), engine.module.hf, self._config.generation)
+        update = OwnWeights(version, weights, target)
         self._parts.queue.publish(update, timers, validate=validate)
         timers.lap("weight_transfer")
 
