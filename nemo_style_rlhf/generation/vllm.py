@@ -184,8 +184,8 @@ class VLLMGenerator(InProcessGenerator):
 
 
 def _leave_transformers_alone() -> None:
-    """Keep vLLM from preparing transformers' own class for torch.compile, whenever it has no code for a family and runs that class:
-    the trainer's model beside it, which was made of the class before, could not be called any more."""
+    """Keep vLLM from changing transformers' own classes for torch.compile, which it does if it has no code for a family: the trainer's
+    model, an instance of such a class, could not be called any more."""
     from vllm.model_executor.models.transformers.base import Base  # type: ignore[import-not-found]
 
     Base._decorate_cls_for_torch_compile = lambda *_, **__: None
@@ -227,8 +227,9 @@ def _begin_reload(worker: Any) -> None:
     model = worker.model_runner.get_model()
     if not torch.cuda.is_available():
         for layer in model.modules():  # vLLM on CPUs packs the weights of experts only when it makes their kernel
-            if getattr(quantization := getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
-                quantization.moe_kernel = None
+            method = getattr(layer, "quant_method", None)
+            if method is not None and getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
     with _vllm_config(worker):
         initialize_layerwise_reload(model)
 

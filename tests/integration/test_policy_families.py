@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV2Config,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -61,11 +60,6 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, bos_token_id=0, eos_token_id=0,
     ),
     "mixtral": MixtralConfig(**SIZES, head_dim=32, num_local_experts=4, num_experts_per_tok=2),
-    "deepseek_v2": DeepseekV2Config(
-        **{**SIZES, "num_key_value_heads": 2}, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, kv_lora_rank=512,
-        q_lora_rank=None, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, first_k_dense_replace=1, n_group=1,
-        topk_group=1,
-    ),
 }  # fmt: skip
 
 
