@@ -25,6 +25,7 @@ class Identity:
     tokenizer_digest: str
     vocab_size: int
     max_length: int
+    reads_conversations: bool
     templates: dict[str, Any]
 
     @classmethod
@@ -52,6 +53,7 @@ class Identity:
             tokenizer_digest=tokenizer_digest(tokenizer),
             vocab_size=min(model.hf.get_input_embeddings().num_embeddings for model in models),
             max_length=min(limits, default=MAX_LENGTH_WITHOUT_A_LIMIT),
+            reads_conversations=tokenizer.chat_template is not None,
             templates=read_template(path),
         )
 

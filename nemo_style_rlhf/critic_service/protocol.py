@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.transport.messages import (
     REQUEST,
     RESPONSE,
@@ -27,7 +28,7 @@ from nemo_style_rlhf.transport.messages import (
     text_tensor,
 )
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 # --- models and tensors -----------------------------------------------------------------------------------------------
 
@@ -36,7 +37,7 @@ REWARDS = TensorSpec("rewards", "FP32")
 CRITIC_STEP = TensorSpec("critic_step", "INT64", 1)
 PROMPTS = TensorSpec("prompts", "BYTES")
 RESPONSES = TensorSpec("responses", "BYTES")
-RENDERED = TensorSpec("rendered", "INT32", 1)
+CONVERSATIONS = TensorSpec("conversations", "INT32", 1)
 RETURNS = TensorSpec("returns", "FP32")
 OLD_VALUES = TensorSpec("old_values", "FP32")
 MASK = TensorSpec("mask", "FP32")
@@ -59,7 +60,7 @@ COMMIT = _json_endpoint("critic_commit")
 RESTORE = _json_endpoint("critic_restore")
 ACQUIRE = _json_endpoint("critic_acquire")
 SHUTDOWN = _json_endpoint("critic_shutdown")
-REWARD_INFER = Endpoint("reward_infer", (PROMPTS, RESPONSES, RENDERED), (REWARDS,), role="reward")
+REWARD_INFER = Endpoint("reward_infer", (PROMPTS, RESPONSES, CONVERSATIONS), (REWARDS,), role="reward")
 ENDPOINTS = (STATUS, INFER, TRAIN, SAVE, COMMIT, RESTORE, ACQUIRE, SHUTDOWN, REWARD_INFER)
 
 
@@ -100,6 +101,8 @@ class Status:
     tokenizer_digest: str
     vocab_size: int
     max_length: int
+    reads_conversations: bool
+    """Whether the tokenizer of the served model has a chat template."""
     templates: dict[str, Any]
     """What ``prompt_template.json`` beside the reward model notes of its training: ``template``, the text around prompts, its
     SHA-256 and that of the chat template, ``append_eos``; empty without this file."""
@@ -156,12 +159,10 @@ class Wanted:
 class RewardRequest:
     """``reward_infer``: texts, so that the reward model's tokenizer and template may differ from the policy's."""
 
-    prompts: list[str]
+    prompts: Sequence[str | Chat]
+    """A user's own words, without any template; or conversations, which the reward model's chat template renders."""
     responses: list[str]
     """One to each prompt."""
-    rendered: bool
-    """Whether prompts hold every special token already, as a chat template of the reward model's tokenizer writes them; else
-    they are a user's own words, without any template."""
 
 
 @dataclass(frozen=True)
@@ -261,13 +262,18 @@ class ShutdownRequest:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def reward_tensors(prompts: Sequence[str], responses: Sequence[str], *, rendered: bool = False) -> dict[str, Array]:
-    """The inputs of ``reward_infer``, as in :class:`RewardRequest`."""
+def reward_tensors(prompts: Sequence[str | Chat], responses: Sequence[str]) -> dict[str, Array]:
+    """The inputs of ``reward_infer``, as in :class:`RewardRequest`; prompts are all of one kind."""
     return {
-        PROMPTS.name: text_tensor(prompts),
+        PROMPTS.name: text_tensor([prompt_text(prompt) for prompt in prompts]),
         RESPONSES.name: text_tensor(responses),
-        RENDERED.name: np.array([rendered], dtype=np.int32),
+        CONVERSATIONS.name: np.array([any(isinstance(prompt, Chat) for prompt in prompts)], dtype=np.int32),
     }
+
+
+def prompt_text(prompt: str | Chat) -> str:
+    """How a prompt travels."""
+    return prompt.to_json() if isinstance(prompt, Chat) else prompt
 
 
 def infer_tensors(sequences: Sequence[Array] | Sequence[list[int]], wanted: Wanted) -> dict[str, Array]:

@@ -14,14 +14,16 @@ from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.reward_model import RewardModel, Score
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
+from nemo_style_rlhf.data.records import Dropped
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.templates import read_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.scalar import PooledModel
 from nemo_style_rlhf.models.scalar_loading import load_reward_model
+from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
-from nemo_style_rlhf.transport.messages import Array
+from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
 
 
 def reward_handler(text: RewardText, group: WorkerGroup, limits: protocol.Limits, gate: Gate) -> Handler:
@@ -30,12 +32,25 @@ def reward_handler(text: RewardText, group: WorkerGroup, limits: protocol.Limits
     def infer(inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_reward(inputs, limits)
         texts = zip(request.prompts, request.responses, strict=True)
-        sequences = [text.token_ids(prompt, answer, rendered=request.rendered) for prompt, answer in texts]
+        sequences = [_token_ids(text, row, *pair) for row, pair in enumerate(texts)]
         tokenised = validation.read_tokenised(sequences, limits)
         with gate.models(f"scoring of {len(sequences)} texts"):
             return {protocol.REWARDS.name: group.run(Score(tokenised))}
 
     return infer
+
+
+def _token_ids(text: RewardText, row: int, prompt: str | Chat, response: str) -> list[int]:
+    try:
+        return text.token_ids(prompt, response)
+    except (UserError, Dropped) as error:
+        raise ProtocolError(Code.INVALID, f"prompts[{row}]: {error!s:.300}") from error
+    except Exception as error:
+        if not isinstance(prompt, Chat):
+            raise
+        # A chat template is a program, and may fail in any way on a conversation that it does not expect.
+        reason = f"{type(error).__name__}: {error!s:.200}"
+        raise ProtocolError(Code.INVALID, f"the chat template cannot render prompts[{row}] ({reason})") from error
 
 
 def load_reward_server(config: RewardServerProcessConfig, device: torch.device, _: Path) -> Service:

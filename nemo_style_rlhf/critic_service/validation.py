@@ -12,12 +12,12 @@ import numpy as np
 
 from nemo_style_rlhf.checkpoint.names import is_checkpoint_id, is_run_id
 from nemo_style_rlhf.critic_service.protocol import (
+    CONVERSATIONS,
     INFER,
     MASK,
     OLD_VALUES,
     PLAN,
     PROMPTS,
-    RENDERED,
     RESPONSES,
     RETURNS,
     REWARD_INFER,
@@ -30,6 +30,7 @@ from nemo_style_rlhf.critic_service.protocol import (
     TrainPlan,
     Wanted,
 )
+from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.transport.messages import (
     REQUEST,
     SEQUENCE_LENGTHS,
@@ -89,9 +90,20 @@ def read_reward(inputs: Mapping[str, Array], limits: Limits) -> RewardRequest:
     if responses.size != prompts.size:
         _refuse(f"responses has {responses.size} entries but prompts has {prompts.size}")
     _check_size(text_nbytes(prompts) + text_nbytes(responses), limits)
-    if (rendered := int(inputs[RENDERED.name][0])) not in (0, 1):
-        _refuse(f"rendered is {rendered}, expected 0 or 1")
-    return RewardRequest(_texts(prompts, PROMPTS.name), _texts(responses, RESPONSES.name), bool(rendered))
+    if (conversations := int(inputs[CONVERSATIONS.name][0])) not in (0, 1):
+        _refuse(f"conversations is {conversations}, expected 0 or 1")
+    texts = _texts(prompts, PROMPTS.name)
+    return RewardRequest(_chats(texts) if conversations else texts, _texts(responses, RESPONSES.name))
+
+
+def _chats(texts: Sequence[str]) -> list[Chat]:
+    chats = []
+    for row, text in enumerate(texts):
+        try:
+            chats.append(Chat.from_json(text))
+        except ValueError as error:
+            _refuse(f"prompts[{row}] is no conversation: {error}")
+    return chats
 
 
 def read_tokenised(sequences: Sequence[list[int]], limits: Limits) -> InferRequest:

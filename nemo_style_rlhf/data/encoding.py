@@ -8,8 +8,9 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.records import Dropped
-from nemo_style_rlhf.data.turns import ROLES, Message, is_parts, plain_text
+from nemo_style_rlhf.data.turns import ROLES
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.chat import Message, is_parts, plain_text
 
 
 class Encoder:

@@ -3,7 +3,8 @@
 import re
 
 from nemo_style_rlhf.data.records import Dropped
-from nemo_style_rlhf.data.turns import Message, said
+from nemo_style_rlhf.data.turns import said
+from nemo_style_rlhf.schema.chat import Message
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _OPENS_TURN = re.compile(f"({HUMAN}|{ASSISTANT})")

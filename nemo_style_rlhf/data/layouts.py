@@ -9,16 +9,9 @@ from typing import Any
 
 from nemo_style_rlhf.data import hh
 from nemo_style_rlhf.data.records import Dropped, Record
-from nemo_style_rlhf.data.turns import (
-    BEFORE_THE_USER,
-    CONVERSATION_COLUMNS,
-    Message,
-    is_conversation,
-    messages,
-    plain_text,
-    said,
-)
+from nemo_style_rlhf.data.turns import BEFORE_THE_USER, CONVERSATION_COLUMNS, is_conversation, messages, said
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.chat import Message, plain_text
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
 from nemo_style_rlhf.schema.supervised import PairDataConfig, UnpairedDataConfig
 

@@ -14,14 +14,13 @@ from nemo_style_rlhf.data.sources import described, read_records
 from nemo_style_rlhf.data.templates import render
 from nemo_style_rlhf.data.turns import (
     CONVERSATION_COLUMNS,
-    Message,
     is_conversation,
-    plain_text,
     require_known_speaker,
     tools,
     without_last_answer,
 )
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.chat import Chat, Message, plain_text
 from nemo_style_rlhf.schema.data import PromptDataConfig, PromptRowsConfig
 from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
 from nemo_style_rlhf.schema.sources import Sources
@@ -39,6 +38,8 @@ class Prompt:
     """The text of ``token_ids``, with templates applied, without the special tokens that the tokenizer adds."""
     label: str | None = None
     """Reference answer for reward functions."""
+    chat: Chat | None = None
+    """The conversation of which a chat template made ``text``."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The other fields of the row, and the label's as the row holds it; reward functions get them by name."""
     sampling: SamplingOverrides = NO_OVERRIDES
@@ -72,7 +73,7 @@ def load_prompts(
     for record in read_records(sources):
         try:
             key = _prompt_column(record, config)
-            text, cut = _prompt_text(record, key, config, encoder)
+            text, chat, cut = _prompt_text(record, key, config, encoder)
             token_ids = encoder.rendered(text) if config.by_chat_template else encoder.prompt(text)
             if not token_ids:
                 raise Dropped("empty")
@@ -88,7 +89,7 @@ def load_prompts(
                     f"{record.where}: {sampling.cut} leaves out a part of the distribution but algorithm.old_logprobs=sampler "
                     "needs log-probabilities of the whole one: take it out of the row, or use algorithm.old_logprobs=trainer"
                 )
-            prompts.append(Prompt(first_id + record.index, token_ids, text, label, metadata, sampling))
+            prompts.append(Prompt(first_id + record.index, token_ids, text, label, chat, metadata, sampling))
             report.cut += cut
     report.kept = len(prompts)
     report.require_kept("check the file, or raise data.max_prompt_length")
@@ -115,8 +116,8 @@ def _prompt_column(record: Record, config: PromptRowsConfig) -> str:
     return record.column(config.prompt_key, both)
 
 
-def _prompt_text(record: Record, key: str, config: PromptRowsConfig, encoder: Encoder) -> tuple[str, bool]:
-    """The text, and whether a conversation was cut before its last answer."""
+def _prompt_text(record: Record, key: str, config: PromptRowsConfig, encoder: Encoder) -> tuple[str, Chat | None, bool]:
+    """The text, the conversation of which it was made, and whether that was cut before its last answer."""
     if config.format == "messages":
         return _rendered(conversation(record, key, "data.prompt_key", config), record, key, encoder)
     if config.format == "text" and config.apply_chat_template:
@@ -131,20 +132,22 @@ def _prompt_text(record: Record, key: str, config: PromptRowsConfig, encoder: En
         )
     text = instruction(record, key, config)
     if config.format != "hh":
-        return render(config.prompt_template, text), False
+        return render(config.prompt_template, text), None, False
     if (transcript := hh.cut_last_answer(text)) is None:
         raise Dropped("without an assistant turn")
     if config.apply_chat_template:
         return _rendered(hh.prompt_messages(transcript), record, key, encoder)
-    return render(config.prompt_template, transcript), False
+    return render(config.prompt_template, transcript), None, False
 
 
-def _rendered(turns: list[Message], record: Record, key: str, encoder: Encoder) -> tuple[str, bool]:
+def _rendered(turns: list[Message], record: Record, key: str, encoder: Encoder) -> tuple[str, Chat, bool]:
     require_known_speaker(turns, record, key)
     prompt = without_last_answer(turns)
     if prompt[-1]["role"] == "user" and not plain_text(prompt[-1]).strip():
         raise Dropped("empty")
-    return encoder.chat(prompt, add_generation_prompt=True, tools=tools(record)), len(prompt) < len(turns)
+    chat = Chat(prompt, tools(record))
+    text = encoder.chat(chat.messages, add_generation_prompt=True, tools=chat.tools)
+    return text, chat, len(prompt) < len(turns)
 
 
 def _label(record: Record, config: PromptRowsConfig) -> str | None:

@@ -1,9 +1,13 @@
 """Turns prompt and response into the token ids that a reward model was trained on."""
 
+from functools import partial
+
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.templates import read_template, render
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.chat import Chat
 
 
 class RewardText:
@@ -18,24 +22,54 @@ class RewardText:
             append_eos: overrides the note. A model whose tokenizer lacks EOS was trained without it, as the trainer refuses true.
             as_pair: form an encoder's pair of texts, with its separators.
         """
-        self._as_pair = as_pair
+        self._path, self._as_pair = model_dir, as_pair
         note = read_template(model_dir)
         self._template: str | None = note.get("template")
         self._encoder = Encoder(tokenizer)
+        self._trained_here = bool(note) or append_eos is not None
         append_eos = note.get("append_eos", True) if append_eos is None else append_eos
         self._append_eos = append_eos and tokenizer.eos_token_id is not None
 
-    def token_ids(self, prompt: str, response: str, *, rendered: bool = False) -> list[int]:
+    @property
+    def reads_conversations(self) -> bool:
+        """Whether there is a chat template."""
+        return self._encoder.tokenizer.chat_template is not None
+
+    def token_ids(self, prompt: str | Chat, response: str) -> list[int]:
         """Token ids of a sequence. This needs only the tokenizer, so that it may run while the models are busy.
 
         Args:
-            prompt: the user's own words, to which the template of training is applied.
-            rendered: whether ``prompt`` comes from a chat template that wrote all special tokens of this tokenizer.
+            prompt: a user's own words, to which the template of training is applied; or a conversation, for the chat template. A
+                model without one, or an encoder, takes a conversation's single question as words.
+
+        Raises:
+            UserError: there is no chat template for a conversation of several turns.
+            Dropped: the chat template refuses the conversation.
         """
-        prompt = prompt if rendered else render(self._template, prompt)
+        if isinstance(prompt, Chat):
+            if self.reads_conversations and not self._as_pair:
+                return self._conversation(prompt, response)
+            if prompt.question is None:
+                raise UserError(
+                    f"the reward model {self._path} has no chat template and the prompts are conversations of several turns: "
+                    "take one with a chat template in its tokenizer"
+                )
+            prompt = prompt.question
+        prompt = render(self._template, prompt)
         if self._as_pair:
             return list(self._encoder.tokenizer(prompt, response)["input_ids"])
-        prompt_ids = self._encoder.rendered(prompt) if rendered else self._encoder.prompt(prompt)
+        prompt_ids = self._encoder.prompt(prompt)
+        return prompt_ids + self._encoder.response(prompt, prompt_ids, response, append_eos=self._append_eos)
+
+    def _conversation(self, chat: Chat, response: str) -> list[int]:
+        """The conversation with its answer, whole as the chat template writes it; or, of a model trained here, as its pairs were
+        formed."""
+        write = partial(self._encoder.chat, tools=chat.tools)
+        whole = write([*chat.messages, {"role": "assistant", "content": response}], add_generation_prompt=False)
+        prompt = write(chat.messages, add_generation_prompt=True) if self._trained_here else None
+        if prompt is None or not whole.startswith(prompt):
+            return self._encoder.rendered(whole)
+        prompt_ids = self._encoder.rendered(prompt)
         return prompt_ids + self._encoder.response(
-            prompt, prompt_ids, response, append_eos=self._append_eos, rendered=rendered
+            prompt, prompt_ids, whole[len(prompt) :], append_eos=self._append_eos, rendered=True
         )

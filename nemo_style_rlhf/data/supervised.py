@@ -14,7 +14,8 @@ from nemo_style_rlhf.data.examples import Conversation, PreferencePair, SFTExamp
 from nemo_style_rlhf.data.records import Dropped, DropReport, Record
 from nemo_style_rlhf.data.sources import described, read_records
 from nemo_style_rlhf.data.templates import render
-from nemo_style_rlhf.data.turns import CONVERSATION_COLUMNS, Message, is_conversation, tools
+from nemo_style_rlhf.data.turns import CONVERSATION_COLUMNS, is_conversation, tools
+from nemo_style_rlhf.schema.chat import Message
 from nemo_style_rlhf.schema.sources import Sources
 from nemo_style_rlhf.schema.supervised import (
     PairDataConfig,

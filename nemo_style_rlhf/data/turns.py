@@ -4,9 +4,8 @@ import json
 from typing import Any
 
 from nemo_style_rlhf.data.records import Dropped, Record
+from nemo_style_rlhf.schema.chat import Message, is_parts
 
-Message = dict[str, Any]
-"""A turn: its role, its content, and perhaps tool calls."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment")
 """Roles that a turn of a conversation may have."""
 BEFORE_THE_USER = ("system", "developer")
@@ -85,19 +84,6 @@ def _message(turn: dict[str, Any], record: Record, key: str) -> Message:
     if not (isinstance(given.get("content"), str) or is_parts(given.get("content"))):
         raise Dropped("with a turn that is not text")
     return given
-
-
-def is_parts(content: Any) -> bool:
-    """Whether ``content`` is a list of parts of text."""
-    return isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    )
-
-
-def plain_text(message: Message) -> str:
-    """The text of a turn, its parts joined; empty for a turn of tool calls alone."""
-    content = message.get("content")
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
 def require_known_speaker(turns: list[Message], record: Record, key: str) -> None:

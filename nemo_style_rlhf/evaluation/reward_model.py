@@ -7,14 +7,13 @@ import torch
 
 from nemo_style_rlhf.data.ragged import micro_batches, pad
 from nemo_style_rlhf.data.reward_text import RewardText
-from nemo_style_rlhf.models.digests import tokenizer_digest
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.scalar import PooledModel, max_positions
 from nemo_style_rlhf.models.scalar_loading import load_reward_model
 from nemo_style_rlhf.schema.evaluation import EvaluationModelConfig, RewardModelSourceConfig
 from nemo_style_rlhf.schema.templates import unrendered
 from nemo_style_rlhf.scoring.combined import failure, stacked
-from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample, require_one_family
+from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
 
 class RewardModelScorer:
@@ -27,28 +26,21 @@ class RewardModelScorer:
         device: torch.device,
         *,
         prompt_template: str | None = None,
-        rendered_by: Sequence[str] = (),
     ) -> None:
         """The weights stay in host memory until the first sample is scored, so that generation has the device to itself.
 
         Args:
             prompt_template: the policies' template, which is replaced by the reward model's own.
-            rendered_by: paths of the policies whose chat templates render the prompts; empty if prompts are plain text.
 
         Raises:
-            UserError: the checkpoint is missing, is no reward model, or would read rendered prompts with another
-                tokenizer.
+            UserError: the checkpoint is missing, is no reward model.
         """
         assert config.path is not None  # else the source is not in use
         self._path = config.path
         self._device = device
         self._token_budget = config.micro_batch_tokens
         tokenizer = load_tokenizer(config.path, trust_remote_code=model.trust_remote_code)
-        for path in rendered_by:
-            policys = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
-            require_one_family(config.path, tokenizer_digest(tokenizer), path, tokenizer_digest(policys))
         self._prompt_template = prompt_template
-        self._rendered = bool(rendered_by)
         reward_model = load_reward_model(
             model.at(config.path, config.dtype), normalize=config.normalize_rewards, label_weights=config.label_weights
         )
@@ -61,9 +53,7 @@ class RewardModelScorer:
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         future: Future[Scores] = Future()
         sequences = [
-            self._text.token_ids(
-                unrendered(self._prompt_template, sample.prompt), sample.response, rendered=self._rendered
-            )
+            self._text.token_ids(sample.chat or unrendered(self._prompt_template, sample.prompt), sample.response)
             for sample in samples
         ]
         fitting = [row for row, ids in enumerate(sequences) if self._max_length is None or len(ids) <= self._max_length]

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_style_rlhf.schema.chat import Chat
+
 
 @dataclass
 class Sample:
@@ -26,6 +28,8 @@ class Sample:
     label: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The other fields of the prompt's row, for reward functions."""
+    chat: Chat | None = None
+    """The conversation of which a chat template made ``prompt``."""
     score: float | None = None
     """None if no source gives scores, or the sources failed on this sample."""
     extra: dict[str, float] = field(default_factory=dict)

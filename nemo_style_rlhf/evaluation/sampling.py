@@ -92,5 +92,6 @@ def _sample(
         finish_reason=completion.finish_reason,
         label=prompt.label,
         metadata=prompt.metadata,
+        chat=prompt.chat,
         token_ids=(*prompt.token_ids, *token_ids),
     )

@@ -35,10 +35,7 @@ def build_scorer(config: EvaluationConfig, device: torch.device, columns: Collec
     if function.path and function.weight != 0:  # first, since it runs in other processes
         sources["function"] = FunctionScorer(function, columns), function.weight
     if model.path and model.weight != 0:
-        rendered_by = [checkpoint.path for checkpoint in config.parsed_checkpoints if config.data.by_chat_template]
-        scorer = RewardModelScorer(
-            model, config.model, device, prompt_template=config.data.prompt_template, rendered_by=rendered_by
-        )
+        scorer = RewardModelScorer(model, config.model, device, prompt_template=config.data.prompt_template)
         sources["model"] = scorer, model.weight
     return CombinedScorer(sources, on_error=config.reward.on_error) if sources else None
 
@@ -70,4 +67,4 @@ def _assign(group: Sequence[Sequence[Sample]], scores: Scores) -> None:
 
 def _scoring_sample(sample: Sample) -> ScoringSample:
     tokens = torch.tensor(sample.token_ids)
-    return ScoringSample.of_texts(tokens, sample.prompt, sample.response, sample.label, sample.metadata)
+    return ScoringSample.of_texts(tokens, sample.prompt, sample.response, sample.label, sample.metadata, sample.chat)

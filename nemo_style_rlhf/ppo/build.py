@@ -307,12 +307,9 @@ def _scorer(
         want: Want = "rewards" if not values else "both" if weight != 0 else "values"
         sources["critic"] = RemoteCriticScorer(critic, want=want), weight
     if reward.server.weight != 0:
-        rendered = config.data.by_chat_template
-        digest = tokenizer_digest(tokenizer) if rendered else None
-        model = wait_together(ranks, store, partial(served_by, reward.server, log.info, tokenizer_digest=digest))
-        server = RewardServerScorer(
-            reward.server, model, prompt_template=config.data.prompt_template, rendered=rendered, rank=ranks.rank
-        )
+        conversations = any(prompt.chat is not None and prompt.chat.question is None for prompt in prompts)
+        model = wait_together(ranks, store, partial(served_by, reward.server, log.info, conversations=conversations))
+        server = RewardServerScorer(reward.server, model, prompt_template=config.data.prompt_template, rank=ranks.rank)
         sources["server"] = server, reward.server.weight
     verdicts = Path(config.run.output_dir) / "verdicts"
     fields = columns(prompt.metadata for prompt in prompts)

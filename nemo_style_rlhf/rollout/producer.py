@@ -240,4 +240,5 @@ def scoring_sample(rollout: Rollout, decode: Decode) -> ScoringSample:
         response = decode(prompt, rollout.response_tokens.tolist())
         return [Message("prompt", rollout.prompt.text), Message("response", response)]
 
-    return ScoringSample(rollout.tokens, rollout.prompt.label, messages, rollout.prompt.metadata)
+    prompt = rollout.prompt
+    return ScoringSample(rollout.tokens, prompt.label, messages, prompt.metadata, prompt.chat)

@@ -21,8 +21,8 @@ class CriticRewardConfig:
 
 @dataclass
 class RewardServerConfig(RemoteCriticConfig):
-    """A reward-only server (servers/serve_reward_model.py). It takes text, so its tokenizer may differ from the policy's, but not
-    with data.format=messages."""
+    """A reward-only server (servers/serve_reward_model.py). It takes texts and conversations, so that its tokenizer and its
+    chat template may differ from the policy's."""
 
     peer: ClassVar[Peer] = Peer(
         "reward server", "servers/serve_reward_model.py", "reward.server", "model.path=REWARD_MODEL"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.chat import Chat
 
 
 class Message(NamedTuple):
@@ -23,26 +24,29 @@ class ScoringSample:
 
     def __init__(
         self, tokens: Tensor, label: str | None, messages: Callable[[], Sequence[Message]],
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None, chat: Chat | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             tokens: [L] int64, prompt and response, in the policy's tokenizer.
             messages: the sample as text without special tokens, called by the first source that reads text.
             metadata: further fields of the prompt's row.
+            chat: the conversation of which a chat template made the prompt.
         """
         self.tokens = tokens
         self.label = label
         self.metadata = metadata or {}
+        self.chat = chat
         self._read = messages
 
     @staticmethod
     def of_texts(
-        tokens: Tensor, prompt: str, response: str, label: str | None = None, metadata: Mapping[str, Any] | None = None
-    ) -> "ScoringSample":
+        tokens: Tensor, prompt: str, response: str, label: str | None = None, metadata: Mapping[str, Any] | None = None,
+        chat: Chat | None = None,
+    ) -> "ScoringSample":  # fmt: skip
         """A sample of one turn, from its texts."""
         messages = [Message("prompt", prompt), Message("response", response)]
-        return ScoringSample(tokens, label, lambda: messages, metadata)
+        return ScoringSample(tokens, label, lambda: messages, metadata, chat)
 
     @cached_property
     def messages(self) -> Sequence[Message]:
@@ -117,22 +121,6 @@ class Scores:
 
 class RewardError(UserError):
     """A source failed on samples; the sentence names the source, the failure, and what to change."""
-
-
-def require_one_family(reward_model: str, its_tokenizer: str, policy: str, policys_tokenizer: str) -> None:
-    """Require equal tokenizers: if the policy's chat template rendered the prompts, only its tokenizer knows the markup.
-
-    Args:
-        its_tokenizer, policys_tokenizer: digests.
-
-    Raises:
-        UserError: the digests differ.
-    """
-    if its_tokenizer != policys_tokenizer:
-        raise UserError(
-            f"{reward_model} has the tokenizer {its_tokenizer[:16]}, {policy} {policys_tokenizer[:16]}: it would read the "
-            "markup of data.format=messages as plain text; take a reward model of the policy's family, or text prompts"
-        )
 
 
 class Scorer(Protocol):

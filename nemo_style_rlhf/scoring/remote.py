@@ -16,11 +16,12 @@ from nemo_style_rlhf.critic_service.protocol import Status, Want
 from nemo_style_rlhf.critic_service.remote_critic import CriticInference, RemoteCritic
 from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.schema.templates import unrendered
 from nemo_style_rlhf.scoring.balance import LeastBusy
 from nemo_style_rlhf.scoring.futures import caught, mapped
-from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample, require_one_family
+from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 from nemo_style_rlhf.transport.connection import ServerUnreachable
 from nemo_style_rlhf.transport.messages import Array, ProtocolError
 
@@ -67,26 +68,23 @@ class RewardServerScorer:
         model: Model,
         *,
         prompt_template: str | None = None,
-        rendered: bool = False,
         rank: int = 0,
     ) -> None:
         """
         Args:
             model: result of :func:`served_by`, the same on every rank.
             prompt_template: the policy's template, which is removed from the prompts; the server applies the reward model's.
-            rendered: whether the policy's chat template rendered the prompts; the reward model then has the same tokenizer.
         """
         self._config = config
         self._model = model
         self._prompt_template = prompt_template
-        self._rendered = rendered
         self._servers = [RemoteRewardModel(server) for server in config.servers]
         self._replicas = LeastBusy(self._servers, rest_s=config.cooldown_s, first=rank)
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(THREADS_PER_REPLICA * len(self._servers), thread_name_prefix="reward-server")
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
-        prompts = [unrendered(self._prompt_template, sample.prompt) for sample in samples]
+        prompts = [sample.chat or unrendered(self._prompt_template, sample.prompt) for sample in samples]
         responses = [sample.response for sample in samples]
         ask = self._ask_one if len(self._servers) == 1 else self._ask_any
         asked: Future[Any] = self._pool.submit(ask, prompts, responses)
@@ -98,12 +96,12 @@ class RewardServerScorer:
             server.close()
         self._pool.shutdown(cancel_futures=True)
 
-    def _ask_one(self, prompts: list[str], responses: list[str]) -> Array | Exception:
+    def _ask_one(self, prompts: list[str | Chat], responses: list[str]) -> Array | Exception:
         server = self._servers[0]
         _require_same(server, server.status(), self._model)
-        return server.score_text(prompts, responses, rendered=self._rendered).result()
+        return server.score_text(prompts, responses).result()
 
-    def _ask_any(self, prompts: list[str], responses: list[str]) -> Array | Exception:
+    def _ask_any(self, prompts: list[str | Chat], responses: list[str]) -> Array | Exception:
         """The rewards, or the error with which the texts are refused; the other replicas would refuse them, too.
 
         Raises:
@@ -115,7 +113,7 @@ class RewardServerScorer:
                 with self._replicas.take() as server:
                     _require_same(server, server.status(), self._model)  # a restarted server may serve another model
                     # A refusal of texts does not count as a failure of this server.
-                    asked = server.score_text(prompts, responses, rendered=self._rendered)
+                    asked = server.score_text(prompts, responses)
                     return caught(asked, ProtocolError).result()
             except (UserError, ProtocolError) as error:
                 if attempt == last or self._closing.is_set():
@@ -133,17 +131,17 @@ class RewardServerScorer:
 
 def served_by(
     config: RewardServerConfig, progress: Callable[[str], None], heed: Callable[[], None] = lambda: None, *,
-    tokenizer_digest: str | None = None,
+    conversations: bool = False,
 ) -> Model:  # fmt: skip
     """Wait until a server answers, and check all that answer by then; requests go to the others once they answer.
 
     Args:
         progress, heed: as for :func:`wait_for_any`.
-        tokenizer_digest: the policy's, if its chat template renders the prompts; None if prompts are plain text.
+        conversations: whether prompts are conversations of more than a question, which need a chat template.
 
     Raises:
         UserError: no server answers; or a server that answers serves no reward model, another one than the first server, or
-            one whose tokenizer cannot read the rendered prompts.
+            one that cannot read conversations.
     """
     with ExitStack() as connections:
         servers = [connections.enter_context(RemoteRewardModel(server)) for server in config.servers]
@@ -153,9 +151,11 @@ def served_by(
             if server in answers:
                 server.require_rewards(answers[server])
                 _require_same(server, answers[server], model)
-                if tokenizer_digest is not None:
-                    served = answers[server].tokenizer_digest
-                    require_one_family(f"the reward server at {server.address}", served, "the policy", tokenizer_digest)
+                if conversations and not answers[server].reads_conversations:
+                    raise UserError(
+                        f"the reward model of the server at {server.address} has no chat template and the prompts are "
+                        "conversations of several turns: serve one with a chat template in its tokenizer"
+                    )
             else:
                 progress(f"no reward server answers at {server.address} yet: the others are asked")
     return model

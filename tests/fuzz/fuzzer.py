@@ -92,7 +92,7 @@ def valid_infer() -> Raw:
 
 def valid_reward() -> Raw:
     texts = {"prompts": text("w1 w2", "w3"), "responses": text("w4", "w5 w6")}
-    return Raw("reward_infer", texts | {"rendered": tensor(np.array([0]), "INT32")})
+    return Raw("reward_infer", texts | {"conversations": tensor(np.array([0]), "INT32")})
 
 
 def valid_train(lease: str, step: int = 1) -> Raw:
@@ -204,10 +204,19 @@ def bad_texts(raw: Raw, random: Random) -> None:
         {"responses": text(b"w1 \xc3", "w2")},
         {"responses": text("\ud800".encode("utf-8", "surrogatepass"), "w2")},
         {"responses": text("w1", "w2 " * 128)},
-        {"rendered": tensor(np.array([2]), "INT32")},
-        {"rendered": tensor(np.array([0, 1]), "INT32")},
-    ][random.integers(10)]
+        {"conversations": tensor(np.array([2]), "INT32")},
+        {"conversations": tensor(np.array([0, 1]), "INT32")},
+        {"conversations": tensor(np.array([1]), "INT32")},
+        conversations('{"messages": []}', "[1, 2]"),
+        conversations('{"messages": [{"role": "user"}]}', '{"messages": [{"role": "user", "content": 3}]}'),
+        conversations(f'{{"messages": {"[" * 5000}{"]" * 5000}}}', '{"messages": [{"role": 1, "content": "w1"}]}'),
+        conversations('{"messages": [{"role": "user", "content": "w1"}], "tools": 3}', "null"),
+    ][random.integers(15)]
     return None
+
+
+def conversations(*prompts: str) -> dict[str, tuple[str, list[int], bytes]]:
+    return {"prompts": text(*prompts), "conversations": tensor(np.array([1]), "INT32")}
 
 
 def bad_sequences(raw: Raw, random: Random) -> None:

@@ -140,7 +140,7 @@ def test_rule_6_an_infer_request_says_what_it_wants(
             f"[invalid] the request has {MAX_REQUEST_BYTES + 25} bytes of tensors, expected at most {MAX_REQUEST_BYTES}",
         ),
         ({"prompts": tensor(np.array([1, 2]), "INT32")}, "[invalid] prompts is INT32, expected BYTES"),
-        ({"rendered": tensor(np.array([2]), "INT32")}, "[invalid] rendered is 2, expected 0 or 1"),
+        ({"conversations": tensor(np.array([2]), "INT32")}, "[invalid] conversations is 2, expected 0 or 1"),
     ],
 )
 def test_rule_6_the_answer_names_the_text_and_the_rule(

@@ -14,9 +14,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
+from nemo_style_rlhf.data.prompts import load_prompts
 from nemo_style_rlhf.data.templates import write_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
+from nemo_style_rlhf.schema.data import PromptDataConfig
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.interface import RewardError, ScoringSample
@@ -197,24 +199,34 @@ def test_a_replica_with_another_model_is_refused(letters: RewardServer, tmp_path
         server.close()
 
 
-def test_rendered_prompts_are_read_as_they_stand_and_a_beginning_of_text_stands_once(tmp_path: Path) -> None:
-    """The server's tokenizer opens a text with <unk>; prompts come with it, and without it."""
+def test_conversations_are_rendered_by_the_reward_models_own_chat_template(tmp_path: Path) -> None:
+    """Its tokenizer opens a text with <unk>, as its template does: that stands once. The policy's template is another."""
     save_chat_tokenizer(save_reward_model(tmp_path / "model", seed=7))
+    save_chat_tokenizer(save_policy(tmp_path / "policy"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    tokenizer.chat_template = "{% for m in messages %} w50 {{ m.content }} w51{% endfor %}"
+    turns = [{"role": "system", "content": "w9"}, {"role": "user", "content": "w1"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}))
+    config = PromptDataConfig(train_path="", format="messages")
+    (prompt,), _ = load_prompts(str(tmp_path / "rows.jsonl"), config, tokenizer)
+    sample = ScoringSample.of_texts(torch.tensor(prompt.token_ids), prompt.text, "w2 w3", chat=prompt.chat)
     server = RewardServer(tmp_path / "server", tmp_path / "model", []).start()
     try:
-        with RemoteRewardModel(server.config()) as client:
-            prompts, responses = ["<unk> w60 w1 w61", "w60 w1 w61"], [" w2 w3"] * 2
-            (rendered, bare), (text, opened) = (
-                client.score_text(prompts, responses, rendered=flag).result().tolist() for flag in (True, False)
-            )
+        scorer = RewardServerScorer(server.config(), served_by(server.config(), print, conversations=True))
+        (reward,) = scorer.score([sample]).result().rewards.tolist()
+        scorer.close()
     finally:
         server.close()
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
-    ids = [1, *(2 + word for word in (60, 1, 61, 2, 3)), 0]
+    ids = [1, *(2 + word for word in (60, 9, 60, 1, 60, 2, 3))]
     with torch.no_grad():
-        once, never = (float(model(torch.tensor([each])).logits[0, 0]) for each in (ids, ids[1:]))
-    assert [rendered, bare, text, opened] == pytest.approx([once, never, once, once], abs=1e-5)
-    assert abs(once - never) > 1e-3
+        expected = float(model(torch.tensor([ids])).logits[0, 0])
+    assert reward == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_reward_model_without_a_chat_template_is_refused_before_the_first_rollout(server: RewardServer) -> None:
+    with pytest.raises(UserError, match=r"has no chat template and the prompts are conversations of several turns"):
+        served_by(server.config(), print, conversations=True)
 
 
 def test_a_critic_server_whose_reward_model_had_another_template_is_refused(
@@ -237,21 +249,21 @@ def test_a_critic_server_whose_reward_model_had_another_template_is_refused(
     assert sentence in actor.output()
 
 
-def test_messages_are_not_sent_to_another_family(
+def test_questions_reach_a_reward_model_of_another_family_as_words(
     letters: RewardServer, actor_overrides: list[str], tmp_path: Path
 ) -> None:
-    """Text prompts are, in the tests above."""
+    """The policy's tokenizer and its chat template, whose markup no other model knows, are its own."""
     save_chat_tokenizer(save_policy(tmp_path / "policy"))
     prompts = tmp_path / "messages.jsonl"
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "w1"}]}) + "\n")
     where = [f"reward.server.port={letters.port}", f"reward.server.token.token_file={letters.output_dir}/token"]
     asked = [f"model.path={tmp_path / 'policy'}", "data=messages", f"data.train_path={prompts}"]
     actor = start_actor(tmp_path, 9, *actor_overrides, "reward=server", "algorithm=reinforce_pp", *where, *asked)
-    assert actor.wait(120) == 2, actor.output()
-    sentence = (
-        rf"error: the reward server at 127\.0\.0\.1:{letters.port} has the tokenizer \w{{16}}, the policy \w{{16}}: "
-    )
-    assert re.search(sentence, actor.output())
+    assert actor.wait(120) == 0, actor.output()
+    rollouts = [json.loads(line) for path in sorted((tmp_path / "rollouts").glob("*.jsonl")) for line in path.open()]
+    responses = [as_continued(rollout["response"]) for rollout in rollouts]
+    expected = plain_rewards(letters.model, ["w1"] * len(responses), responses)
+    np.testing.assert_allclose([rollout["reward"] for rollout in rollouts], expected, atol=1e-4)
 
 
 def test_an_actor_that_needs_a_critic_says_so(server: RewardServer, actor_overrides: list[str], tmp_path: Path) -> None:

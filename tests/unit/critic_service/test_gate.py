@@ -22,7 +22,7 @@ def test_after_a_fault_nothing_more_is_computed() -> None:
 
     group = WorkerGroup()
     group.join({Score: broken})
-    text = SimpleNamespace(token_ids=lambda prompt, response, rendered: [1, 2])
+    text = SimpleNamespace(token_ids=lambda prompt, response: [1, 2])
     infer = reward_handler(text, group, Limits(100, 64, 2**20), Gate())  # type: ignore[arg-type]
     texts = protocol.reward_tensors(["a"], ["a"])
     with pytest.raises(RuntimeError):

@@ -9,6 +9,8 @@ from nemo_style_rlhf.data.prompts import load_prompts
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.supervised import load_pairs
 from nemo_style_rlhf.data.templates import write_template
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.data import PromptDataConfig
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig
 from tests.support.models import letter_tokenizer
@@ -88,6 +90,47 @@ def test_rendered_prompts_get_the_tokens_of_training_on_messages(
     (prompt,), _ = load_prompts(str(prompts), config, tokenizer)
     write_template(tmp_path, None, tokenizer, append_eos=True)
     text = RewardText(str(tmp_path), tokenizer, append_eos=None)
-    assert text.token_ids(prompt.text, "b", rendered=True) == pair.chosen
-    assert text.token_ids(prompt.text, "c", rendered=True) == pair.rejected
+    assert prompt.chat is not None
+    assert text.token_ids(prompt.chat, "b") == pair.chosen
+    assert text.token_ids(prompt.chat, "c") == pair.rejected
     assert pair.chosen[: len(prompt.token_ids)] == prompt.token_ids
+
+
+QUESTION = Chat([{"role": "user", "content": "ab"}])
+TURNS_OF_THREE = Chat([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+
+
+@pytest.mark.parametrize("chat", [QUESTION, TURNS_OF_THREE], ids=["a question", "two turns"])
+def test_a_model_that_was_trained_elsewhere_reads_what_its_chat_template_writes(tmp_path: Path, chat: Chat) -> None:
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = TURNS.replace("{{ START }}", "{{ bos_token }}")
+    whole = [*chat.messages, {"role": "assistant", "content": "c"}]
+    expected = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
+    assert expected.count(BOS) == 1
+    assert RewardText(str(tmp_path), tokenizer, append_eos=None).token_ids(chat, "c") == expected
+
+
+def test_a_model_without_a_chat_template_reads_a_single_question_as_words_and_no_more(tmp_path: Path) -> None:
+    text = RewardText(str(tmp_path), letter_tokenizer(), append_eos=None)
+    assert not text.reads_conversations
+    assert text.token_ids(QUESTION, "c") == text.token_ids("ab", "c")
+    with pytest.raises(UserError, match="has no chat template and the prompts are conversations of several turns"):
+        text.token_ids(TURNS_OF_THREE, "c")
+
+
+def test_a_conversation_travels_whole() -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    chat = Chat([*TURNS_OF_THREE.messages, called], [{"type": "function"}])
+    assert Chat.from_json(chat.to_json()) == chat
+    assert chat.question is None and QUESTION.question == "ab"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "nonsense", "[" * 9000, '{"messages": []}', '{"messages": [{"role": "user"}]}', '{"messages": [1]}',
+     '{"messages": [{"role": 1, "content": "a"}]}', '{"messages": [{"role": "user", "content": "a"}], "tools": [1]}',
+     '{"messages": [{"role": "user", "content": "a"}], "more": 1}'],
+)  # fmt: skip
+def test_what_is_no_conversation(text: str) -> None:
+    with pytest.raises(ValueError, match=r"it is not JSON|expected an object|is not a list of objects"):
+        Chat.from_json(text)
