@@ -25,7 +25,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import model_fingerprint
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
-from nemo_style_rlhf.models.lora import add_lora
+from nemo_style_rlhf.models.lora import START, add_lora
 from nemo_style_rlhf.models.scalar_loading import starting_critic
 from nemo_style_rlhf.ppo.export import write_policy
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE
@@ -188,6 +188,6 @@ _ADVICE = "name the model from which the training started as --model"
 
 def _require_start(model: ModelConfig, identity: Mapping[str, Any], found: Found) -> None:
     """Check that the adapters of a checkpoint meet the model to which they belong."""
-    was, given = identity.get("the model in model.path"), model_fingerprint(model.path)
+    was, given = identity.get(START), model_fingerprint(model.path)
     if model.lora.rank and was not in (None, given):
         raise UserError(f"{found.path} has adapters of a model with {was}, {model.path} has {given}: {_ADVICE}")

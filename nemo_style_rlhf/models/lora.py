@@ -27,6 +27,8 @@ MODEL_CONFIG = "model_config.json"
 """File beside an adapter: config of the trained model, to which training may have added (pad token, reward statistics)."""
 HEAD = "score"
 """The head of a scalar model, which is trained in full."""
+START = "the model in model.path"
+"""Name, in a checkpoint's identity, of the model from which training started."""
 _BASE, _WHOLE = ".base_layer.", f".modules_to_save.{ADAPTER}."
 
 
@@ -53,8 +55,8 @@ def add_lora(hf: PreTrainedModel, model: ModelConfig) -> None:
 
 
 def lora_identity(model: ModelConfig) -> dict[str, Any]:
-    """Settings that a checkpoint must share to be resumed: the original model, which may be the reference, and the adapters."""
-    return {"the model in model.path": model_fingerprint(model.path), "model.lora": asdict(model.lora)}
+    """Settings that a checkpoint must share to be resumed: the original model and the adapters."""
+    return {START: model_fingerprint(model.path), "model.lora": asdict(model.lora)}
 
 
 def has_lora(module: nn.Module) -> bool:

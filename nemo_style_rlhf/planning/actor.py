@@ -17,16 +17,19 @@ PREFILL_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens of one vLLM step: default of max_num_batched_tokens for ``LLM`` in ``vllm/engine/arg_utils.py``."""
 
 
-def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_length: int) -> ProcessPlan:
+def plan_actor(
+    config: PlanConfig, policy: Blueprint, reference: Blueprint | None, device: Device, *, prompt_length: int
+) -> ProcessPlan:
     """
     Args:
+        reference: the reference, if it is a model of its own.
         prompt_length: length of the longest prompt in tokens.
     """
     algorithm, response = config.algorithm, config.generation.max_length
     held = trained_model(policy, config.engine, device, ranks=config.ranks, libraries=device.libraries("actor"))
     offloaded = config.model.reference == "cpu_offload" and device.cuda
-    if config.needs_reference and not config.model.lora.rank and not offloaded:
-        held["reference"] = policy.weights
+    if reference is not None and not offloaded:
+        held["reference"] = reference.base_weights
     samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
     generated = -(-samples // config.ranks) * config.generation.sharing_ranks
     transit = Counter({"weights in transit": _in_transit(config, policy, device)})
@@ -45,9 +48,11 @@ def plan_actor(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_
             loading["free for vLLM"] = max(0, _share(config, device) - generator.total())
     else:
         loading = held + Counter({"weights in transit": policy.on_disk})
-    scoring = policy.inference(_batch(config, samples, prompt_length, response))
-    if config.needs_reference and offloaded:
-        scoring["reference"] = policy.weights
+    batch = _batch(config, samples, prompt_length, response)
+    scoring = policy.inference(batch)
+    if reference is not None:
+        scoring = max(scoring, reference.inference(batch), key=Counter.total)  # one after the other
+        scoring["reference"] = reference.base_weights if offloaded else 0
     update = policy.training(
         _batch(config, -(-samples // algorithm.mini_batches), prompt_length, response),
         with_entropy=algorithm.entropy_bonus != 0,

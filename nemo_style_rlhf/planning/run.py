@@ -53,7 +53,9 @@ class Planner:
         prompt = self._prompt_length(config, policy, critic)
         processes = []
         if ACTOR in names:
-            processes.append(plan_actor(config, policy, self.device, prompt_length=prompt))
+            processes.append(
+                plan_actor(config, policy, self._reference(config, policy), self.device, prompt_length=prompt)
+            )
         if ENGINE in names and config.generation.engines.count:
             processes.append(plan_engine(config, policy, self.device, prompt_length=prompt))
         if CRITIC in names and critic is not None:
@@ -72,6 +74,7 @@ class Planner:
             critic if config.algorithm.uses_critic else None,
             prompt_length=self._prompt_length(config, policy, critic),
             cache=sampler.peak.parts["KV cache"],
+            reference=self._reference(config, policy) if config.model.reference_path else None,
         )
 
     def demand(self, config: PlanConfig, names: Collection[str]) -> int:
@@ -82,6 +85,12 @@ class Planner:
         """The policy, and the critic if the run needs its process."""
         critic = self._blueprint(config.critic.critic_start, scalar=True) if config.uses_critic_process else None
         return self._blueprint(config.model, scalar=False), critic
+
+    def _reference(self, config: PlanConfig, policy: Blueprint) -> Blueprint | None:
+        """The reference, if it is a model of its own."""
+        if not config.needs_reference or not config.model.has_second_model:
+            return None
+        return self._blueprint(config.model.reference_model, scalar=False) if config.model.reference_path else policy
 
     def _reward(self, config: PlanConfig, critic: Blueprint) -> Blueprint:
         """The critic server's reward model, which is the critic's start without critic.critic.path."""
@@ -98,6 +107,9 @@ class Planner:
         """Length in tokens of the longest prompt; without prompts, of the longest that the settings allow."""
         response, longest = config.generation.max_length, self._longest_prompt
         limits = [(policy.max_positions, f"positions of {config.model.path}")]
+        if config.model.reference_path:
+            reference = self._blueprint(config.model.reference_model, scalar=False)
+            limits.append((reference.max_positions, f"positions of {config.model.reference_path}"))
         if critic is not None:
             limits += [
                 (critic.max_positions, f"positions of {config.critic.critic_start.path}"),

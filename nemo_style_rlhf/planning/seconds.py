@@ -23,14 +23,16 @@ class Part:
 
 
 def step_seconds(
-    config: PlanConfig, policy: Blueprint, critic: Blueprint | None, *, prompt_length: int, cache: int
-) -> str:
+    config: PlanConfig, policy: Blueprint, critic: Blueprint | None, *, prompt_length: int, cache: int,
+    reference: Blueprint | None = None,
+) -> str:  # fmt: skip
     """Both estimates with their figures, what staleness hides of them, and how many engines would make them equal.
 
     Args:
         critic: None if no critic is trained.
         prompt_length: length of the longest prompt in tokens.
         cache: bytes of the KV cache on one device.
+        reference: the model in model.reference_path; None if it is null.
     """
     engines, size = config.generation.engines.count, config.generation.tensor_parallel_size
 
@@ -38,7 +40,7 @@ def step_seconds(
         return rollout(config, policy, prompt_length=prompt_length, cache=cache, generators=generators)
 
     sampled = sampling(engines or config.ranks // size)
-    trained = training(config, policy, critic, prompt_length=prompt_length)
+    trained = training(config, policy, critic, prompt_length=prompt_length, reference=reference)
     lines = [
         f"Estimated, not measured, at an assumed {COMPUTE_SHARE:.0%} of {config.device_tflops:g} TFLOP/s and "
         f"{BANDWIDTH_SHARE:.0%} of {config.device_gb_per_s:g} GB/s, less with small models, all sequences at full length:",
@@ -80,11 +82,14 @@ def rollout(config: PlanConfig, policy: Blueprint, *, prompt_length: int, cache:
     )
 
 
-def training(config: PlanConfig, policy: Blueprint, critic: Blueprint | None, *, prompt_length: int) -> Part:
+def training(
+    config: PlanConfig, policy: Blueprint, critic: Blueprint | None, *, prompt_length: int,
+    reference: Blueprint | None = None,
+) -> Part:  # fmt: skip
     """Log-probabilities and update. The critic's update goes on beside the actor's, or in turn where they share the device.
     Communication, offloading and padding are left out."""
     algorithm, length = config.algorithm, prompt_length + config.generation.max_length
-    forwards = (algorithm.old_logprobs == "trainer") + config.needs_reference
+    forwards = (algorithm.old_logprobs == "trainer") + (config.needs_reference and reference is None)
     update = algorithm.ppo_epochs * _passes(config.model)
     one = algorithm.num_rollout_samples * policy.forward_flops(length) / _flops(config, config.ranks)
     seconds: float = update * one
@@ -95,6 +100,9 @@ def training(config: PlanConfig, policy: Blueprint, critic: Blueprint | None, *,
         of_critic = passes * once
         seconds = seconds + of_critic if config.together else max(seconds, of_critic)
         beside = f"; {of_critic:.3g} s for the critic's update {'after' if config.together else 'beside'} the actor's"
+    if reference is not None:
+        of_reference = algorithm.num_rollout_samples * reference.forward_flops(length) / _flops(config, config.ranks)
+        seconds, beside = seconds + of_reference, f"{beside}; {of_reference:.3g} s for the reference's pass"
     return Part(
         forwards * one + seconds,
         f"{forwards} + {update} passes (log-probabilities, update) of {one:.3g} s: {algorithm.num_rollout_samples} sequences of "

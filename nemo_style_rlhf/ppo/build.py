@@ -35,9 +35,9 @@ from nemo_style_rlhf.generation.factory import (
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.decoding import decoder_loader
-from nemo_style_rlhf.models.digests import rows_fingerprint, tokenizer_digest
+from nemo_style_rlhf.models.digests import model_fingerprint, rows_fingerprint, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
-from nemo_style_rlhf.models.lora import add_lora, lora_identity
+from nemo_style_rlhf.models.lora import START, add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.models.published import require_sendable
 from nemo_style_rlhf.ppo.export import PolicyCopy
@@ -50,7 +50,7 @@ from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder
 from nemo_style_rlhf.rollout.producer import Producer
 from nemo_style_rlhf.rollout.queue import BatchQueue
-from nemo_style_rlhf.rollout.reference import AdaptersOff, FrozenCopy, Reference
+from nemo_style_rlhf.rollout.reference import AdaptersOff, FrozenCopy, Reference, require_comparable
 from nemo_style_rlhf.rollout.schedule import Schedule
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
@@ -64,6 +64,8 @@ from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 log = logging.getLogger(__name__)
 VALIDATION_SEED_OFFSET = 2**32
 """Keeps the seeds of validation samples apart from those of training; they are the same at every validation."""
+REFERENCE = "the KL reference (model.reference_path)"
+"""Its name in a checkpoint's identity."""
 PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
 
 
@@ -94,6 +96,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     if config.generation.backend == "vllm":
         require_sendable(policy, config.model.path)
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
+    require_comparable(config.model, tokenizer, policy, max_length)
     check_template(config.model.path, config.data, tokenizer)
     init_distributed(device)
     engines, staleness = config.generation.engines.count, config.algorithm.staleness
@@ -198,6 +201,8 @@ def run_identity(config: PPOActorConfig, training: TrainingRows[Prompt] | None =
         **lora_identity(config.model), "model.dtype": config.model.dtype, "run.seed": config.run.seed,
         "data.shuffle": config.data.shuffle, "algorithm.staleness": config.algorithm.staleness,
     }  # fmt: skip
+    if config.needs_reference:
+        identity[REFERENCE] = model_fingerprint(config.model.reference_model.path)
     if training is not None:
         fingerprint = rows_fingerprint((prompt.prompt_id, prompt.token_ids) for prompt in training.rows)
         identity |= {**training.identity, "training prompts": fingerprint}
@@ -230,6 +235,8 @@ def _found(config: PPOActorConfig) -> tuple[Manifest | None, dict[str, Any]]:
         return None, {}
     saved = json.loads((store.part(manifest.step, ACTOR) / IDENTITY_FILE).read_bytes())
     saved.setdefault("algorithm.staleness", 0)  # earlier versions knew no other
+    if START in saved:
+        saved.setdefault(REFERENCE, saved[START])  # likewise
     require_same(saved, run_identity(config), config.run.output_dir)
     if config.uses_critic_process:
         require_critic_checkpoint(manifest)
@@ -348,7 +355,7 @@ def _policy_model(config: PPOActorConfig, model: PreTrainedModel) -> PolicyModel
 
 
 def _reference(config: PPOActorConfig, policy: Engine, device: torch.device, ranks: Ranks) -> Reference:
-    if config.model.lora.rank:
+    if not config.model.has_second_model:
         return AdaptersOff(policy, policy.module, config.engine, device, ranks)
-    model = _policy_model(config, load_causal_lm(config.model))
+    model = _policy_model(config, load_causal_lm(config.model.reference_model))
     return FrozenCopy(model, config.engine, device, ranks, cpu_offload=config.model.reference == "cpu_offload")

@@ -140,7 +140,7 @@ class ExperienceBuilder:
             counts=batch.counts | equal,
             stale=algorithm.staleness > 0,
         )
-        if batch.step > algorithm.critic_warmup_steps:  # until then the policy is the reference, its KL says nothing
+        if batch.step > algorithm.critic_warmup_steps:  # until then the policy stands still, whatever its KL
             self._kl.update(float(masked_mean(experience.present_kl, mask)), len(rollouts))
         timers.lap("advantages")
         return experience

@@ -1,13 +1,14 @@
 """Configuration of the actor process."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import require, require_choice
-from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, TrainerRunConfig
+from nemo_style_rlhf.schema.common import EngineConfig, LoRAConfig, ModelConfig, TrainerRunConfig
 from nemo_style_rlhf.schema.data import PromptDataConfig
 from nemo_style_rlhf.schema.generation import TrainingGenerationConfig
+from nemo_style_rlhf.schema.paths import CHECK, model_folder
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from nemo_style_rlhf.schema.reward import RewardConfig
 from nemo_style_rlhf.schema.tracking import TrackingConfig
@@ -15,19 +16,32 @@ from nemo_style_rlhf.schema.tracking import TrackingConfig
 
 @dataclass
 class PolicyConfig(ModelConfig):
-    """The policy, and its frozen copy, against which KL is measured."""
+    """The policy, and the frozen reference, against which KL is measured."""
 
+    reference_path: str | None = field(default=None, metadata={CHECK: model_folder})
+    """A reference other than the model from which training starts: a Hugging Face directory or hub name of a model with the same
+    tokenizer. It is a second model even beside adapters; null is the model in path."""
     reference: str = "copy"
     """copy (stays on the training device), or cpu_offload (in host memory, on the device only while it is used)."""
 
     def validate(self) -> None:
         super().validate()
         require_choice("model.reference", self.reference, ("copy", "cpu_offload"))
-        if self.lora.rank and self.reference != "copy":
+        if self.reference != "copy" and not self.has_second_model:
             raise UserError(
                 f"model.reference={self.reference} but with model.lora.rank={self.lora.rank} there is no second model to move: "
                 "leave it at copy"
             )
+
+    @property
+    def has_second_model(self) -> bool:
+        """Whether a reference needs a model of its own; without, it is the policy with its adapters off."""
+        return not self.lora.rank or bool(self.reference_path)
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        """The reference's checkpoint, computed with as with the policy's."""
+        return replace(self, path=self.reference_path or self.path, lora=LoRAConfig())
 
 
 @dataclass
@@ -156,6 +170,11 @@ class PPOActorConfig:
 
     def validate(self) -> None:
         self.engine.validate_with(self.model)
+        if self.model.reference_path and not self.needs_reference:
+            raise UserError(
+                f"model.reference_path={self.model.reference_path} but nothing measures KL: set "
+                "algorithm.initial_policy_kl_penalty or audit.health.max_init_policy_kl, or reference_path=null"
+            )
         if self.algorithm.val_check_interval and not self.data.val_path:
             raise UserError(
                 f"algorithm.val_check_interval={self.algorithm.val_check_interval} needs validation prompts: set data.val_path, "

@@ -59,7 +59,7 @@ class TrainerRunConfig(RunConfig):
 
 @dataclass
 class LoRAConfig:
-    """Train low-rank adapters (arXiv 2106.09685) instead of all weights; the model without adapters is the reference."""
+    """Train low-rank adapters (arXiv 2106.09685) instead of all weights; the model without adapters is the default reference."""
 
     rank: int = 0
     """Rank of the adapters; 0 trains all weights."""

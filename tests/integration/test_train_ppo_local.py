@@ -137,6 +137,7 @@ def test_ctrl_c_leaves_nothing(inputs, local):
 MISTAKES = {
     "unknown key": (["critic.engine.zero_stag=1"], r"key critic\.engine\.zero_stag: .*, did you mean zero_stage\?"),
     "no reward model": (["critic.model.path=./none"], r"critic\.model\.path=\./none: there is no such folder"),
+    "no reference": (["model.reference_path=./none"], r"model\.reference_path=\./none: there is no such folder"),
     "not given": (["critic.model.path="], r"critic\.model\.path is not set: give the reward model"),
     "the critic's range": (["critic.critic.loss_clip_val=-1"], r"critic: critic\.loss_clip_val=-1\.0 is not possible"),
     "only the critic sees it": (["critic.model.path={inputs}/policy"], r"critic: .*/policy.*"),

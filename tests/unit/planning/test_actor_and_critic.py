@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.planning.advice import best_changes
@@ -13,7 +14,7 @@ from nemo_style_rlhf.planning.phases import ACTOR, CRITIC, GIB
 from nemo_style_rlhf.planning.run import Planner
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.plan import PlanConfig
-from tests.support.models import save_policy, save_reward_model
+from tests.support.models import SHAPE, save_policy, save_reward_model
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,19 @@ def test_settings_take_parts_away(models):
     server = ("reward.critic.weight=0", "reward.server.weight=1")
     assert CRITIC not in plans(models, "algorithm.advantage_estimator=reinforce", *server)
     assert plans(models, "generation.kv_cache_gib=0.5")[ACTOR]["KV cache"] == GIB // 2
+
+
+def test_a_reference_of_its_own_has_its_own_size_also_beside_adapters(models, tmp_path):
+    large = f"model.reference_path={save_policy(tmp_path / 'large', num_hidden_layers=4, max_position_embeddings=64)}"
+    blueprint = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "num_hidden_layers": 4}))
+    size = 2 * sum(parameter.numel() for parameter in blueprint.parameters())
+    for settings in ((), ("model.lora.rank=4",)):
+        assert plans(models, large, *settings)[ACTOR]["reference"] == size
+        gpu = (*settings, "run.device=cuda", "generation.gpu_memory_utilization=0.3", "model.reference=cpu_offload")
+        assert "reference" not in +plans(models, large, *gpu)[ACTOR]
+    assert "reference" not in +plans(models, "model.lora.rank=4")[ACTOR]
+    with pytest.raises(UserError, match=r"max_length=64 leaves no prompt a place in the 64 positions of .*large"):
+        plans(models, large, "generation.max_length=64")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

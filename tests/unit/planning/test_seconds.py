@@ -63,6 +63,16 @@ def test_training(given, critic, passes):
     assert training(config(*given), POLICY, critic, prompt_length=500).seconds == pytest.approx(3.84 * passes)
 
 
+@pytest.mark.parametrize(("lora", "update"), [(0, 3), (4, 2)])
+def test_a_reference_of_its_own_takes_its_own_time(lora, update):
+    """It has 5 times the policy's parameters: its pass takes 5 x 3.84 s."""
+    reference: Any = SimpleNamespace(forward_flops=lambda length: 10**10 * length)
+    given = config("model.reference_path=x", f"model.lora.rank={lora}")
+    found = training(given, POLICY, None, prompt_length=500, reference=reference)
+    assert found.seconds == pytest.approx(3.84 * (1 + update + 5))
+    assert found.formula.startswith(f"1 + {update} passes") and "; 19.2 s for the reference's pass" in found.formula
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

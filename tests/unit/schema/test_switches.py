@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.actor import CheckpointConfig
+from nemo_style_rlhf.schema.actor import CheckpointConfig, PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.supervised import SupervisedCheckpointConfig
@@ -33,3 +33,26 @@ def test_a_division_that_is_turned_off_twice_is_refused_with_what_was_meant() ->
     ):
         build(AlgorithmConfig, OmegaConf.create(settings))
     assert build(AlgorithmConfig, OmegaConf.create({"advantage_std_norm": False})).normalize_advantages
+
+
+def test_a_reference_that_nothing_would_read_or_move_is_refused() -> None:
+    def built(*given: str) -> PPOActorConfig:
+        return build(
+            PPOActorConfig, OmegaConf.from_dotlist(["run.output_dir=x", "model.path=x", "data.train_path=x", *given])
+        )
+
+    other, adapters, offload = "model.reference_path=y", "model.lora.rank=4", "model.reference=cpu_offload"
+    no_kl = "algorithm.initial_policy_kl_penalty=0"
+    assert (
+        built(other, adapters, offload).model.reference_model
+        == built("model.path=y", offload, other).model.reference_model
+    )
+    built(other, no_kl, "audit.health.max_init_policy_kl=1")
+    built("model.reference_path=''", no_kl)
+    with pytest.raises(UserError, match=r"reference_path=y but nothing measures KL: .*, or reference_path=null"):
+        built(other, no_kl)
+    for empty in ("null", "''"):
+        with pytest.raises(
+            UserError, match=r"reference=cpu_offload but with model\.lora\.rank=4 there is no second model"
+        ):
+            built(f"model.reference_path={empty}", adapters, offload)
