@@ -184,8 +184,8 @@ class VLLMGenerator(InProcessGenerator):
 
 
 def _leave_transformers_alone() -> None:
-    """Keep vLLM from changing transformers' own classes for torch.compile, which it does if it has no code for a family: the trainer's
-    model, an instance of such a class, could not be called any more."""
+    """Keep vLLM from changing transformers' own classes for torch.compile, which it does if it has no code for a family: the
+    trainer's model, an instance of such a class, could not be called any more."""
     from vllm.model_executor.models.transformers.base import Base  # type: ignore[import-not-found]
 
     Base._decorate_cls_for_torch_compile = lambda *_, **__: None

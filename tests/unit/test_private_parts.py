@@ -15,7 +15,7 @@ TOUCHED = {
     },
     "Transformers": {"models/decoding.py", "models/packing.py", "models/policy.py"},
     "PEFT": {"models/lora.py"},
-    "vLLM": {"generation/cpu_batches.py", "generation/cpu_kernels.py"},
+    "vLLM": {"generation/cpu_batches.py", "generation/cpu_kernels.py", "generation/vllm.py"},
     "multiprocess": {"scoring/function.py"},
 }  # fmt: skip
 OVERRIDDEN = {"_initialize_deepspeed_train"}
