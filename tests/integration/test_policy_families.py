@@ -1,6 +1,6 @@
 """Policies by family: their numbers are transformers', and the generator samples from them after a transfer of trained weights.
 
-docs/models.md lists the families; tests/unit/models/test_model_page.py holds the page against the tables here.
+docs/models.md lists the families; tests/unit/models/test_models_page.py holds the page against the tables here.
 """
 
 from pathlib import Path
@@ -96,6 +96,14 @@ def device() -> torch.device:
     device = setup(RunConfig(output_dir="unused", device="cpu"))
     init_distributed(device)
     return device
+
+
+@pytest.fixture(autouse=True)
+def own_groups() -> None:
+    """vLLM keeps its groups for the next model of a process, but makes one of experts only for a model that has some."""
+    from vllm.distributed import destroy_model_parallel
+
+    destroy_model_parallel()
 
 
 def save(path: Path, config: PreTrainedConfig) -> Path:
