@@ -22,13 +22,16 @@ from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm
-from nemo_style_rlhf.models.published import as_published
+from nemo_style_rlhf.models.published import as_published, require_sendable
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig, TrainingGenerationConfig
 
 log = logging.getLogger(__name__)
 CALLS_AHEAD = 2
 """Times as many requests are with an engine as it decodes at a time, so that it never waits for the next."""
+
+LATENT_WITH_HEADS = ("minicpm3",)
+"""Model types with latent attention that vLLM computes as ordinary heads."""
 
 
 def make_generator(
@@ -56,6 +59,24 @@ def make_generator(
         model.path, config, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_model_len,
         eos_token_ids=eos, weight_shapes=shapes, stop_strings=stop_strings, trust_remote_code=model.trust_remote_code,
     )  # fmt: skip
+
+
+def require_supported(hf: PreTrainedModel, path: str, config: GenerationConfig) -> None:
+    """Check what a generator would say only after its start.
+
+    Raises:
+        UserError: the backend cannot sample from ``hf``, or take its weights.
+    """
+    if config.backend == "hf":
+        return
+    text = hf.config.get_text_config()
+    latent = getattr(text, "kv_lora_rank", None) is not None and text.model_type not in LATENT_WITH_HEADS
+    if latent and not torch.cuda.is_available():
+        raise UserError(
+            f"{path} ({type(hf).__name__}) has multi-head latent attention (kv_lora_rank in its config.json), for which vLLM on "
+            "CPUs has no kernel: use generation.backend=hf"
+        )
+    require_sendable(hf, path)
 
 
 def weights_for_generator(

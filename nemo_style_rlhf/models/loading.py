@@ -21,7 +21,7 @@ from transformers.utils import CONFIG_NAME, is_flash_attn_2_available
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
-from nemo_style_rlhf.models.packing import PACKED_ATTENTION, require_packing
+from nemo_style_rlhf.models.packing import PACKED_ATTENTION, packing_by_name, require_packing
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.paths import model_folder
 
@@ -68,10 +68,11 @@ def new_causal_lm(config: ModelConfig, config_path: str | None = None) -> PreTra
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         if config.disable_dropout:
             zero_dropout(hf_config)
-        model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=getattr(torch, config.dtype), attn_implementation=_attention(config),
-            trust_remote_code=config.trust_remote_code,
-        )  # fmt: skip
+        with packing_by_name(source):
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=getattr(torch, config.dtype), attn_implementation=_attention(config),
+                trust_remote_code=config.trust_remote_code,
+            )  # fmt: skip
     except (OSError, ValueError) as error:
         raise UserError(f"{source} is not a causal LM's config that transformers knows: {first_line(error)}") from error
     if config.disable_dropout:
@@ -114,22 +115,24 @@ def load_pretrained(
         settings: replace those of config.json.
 
     Raises:
-        UserError: transformers cannot load it, or the checkpoint lacks weights, or holds others.
+        UserError: transformers cannot load it, or the checkpoint is quantized, lacks weights, or holds others.
     """
     require_directory(config.path)
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **settings)
+        require_full_weights(config.path, hf_config)
         if config.disable_dropout:
             zero_dropout(hf_config)
-        model, report = auto_class.from_pretrained(
-            config.path,
-            config=hf_config,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=_attention(config),
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            key_mapping=key_mapping,
-        )
+        with packing_by_name(config.path):
+            model, report = auto_class.from_pretrained(
+                config.path,
+                config=hf_config,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=_attention(config),
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                key_mapping=key_mapping,
+            )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{config.path} cannot be loaded by {auto_class.__name__}: {first_line(error)}") from error
     if missing := sorted(set(report["missing_keys"]) - set(may_miss)):
@@ -146,6 +149,22 @@ def load_pretrained(
     if config.packing:
         require_packing(model)
     return model.eval()
+
+
+def require_full_weights(path: str, hf_config: Any) -> None:
+    """
+    Raises:
+        UserError: the checkpoint is quantized. Its weights cannot be trained, and a reward from them depends on the kernels of
+            the machine, so no role takes one.
+    """
+    parts = (hf_config, hf_config.get_text_config())
+    for settings in (getattr(part, "quantization_config", None) for part in parts):
+        if settings:
+            method = settings.get("quant_method", "no quant_method")
+            raise UserError(
+                f"{path} is quantized (quantization_config in its config.json: {method}), and only full weights can be trained "
+                "or scored with here: give the checkpoint that it was made from, or dequantize it with transformers and save it"
+            )
 
 
 def _refuse_unread(path: str, model: PreTrainedModel, unexpected: Collection[str]) -> None:

@@ -1,6 +1,7 @@
 """LoRA adapters (arXiv 2106.09685), put into a model's own linear layers by peft."""
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,12 +16,15 @@ from transformers.pytorch_utils import Conv1D
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import model_fingerprint
+from nemo_style_rlhf.models.loading import first_line
 from nemo_style_rlhf.schema.common import ModelConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # its import takes seconds, for which runs without adapters need not wait
 
+log = logging.getLogger(__name__)
 ADAPTER = "default"
+LINEAR = (nn.Linear, Conv1D)
 CARRIED_FILES = ("prompt_template.json", "chat_template.jinja", "generation_config.json")
 """Files beside a model that are copied with it."""
 MODEL_CONFIG = "model_config.json"
@@ -29,6 +33,8 @@ HEAD = "score"
 """The head of a scalar model, which is trained in full."""
 START = "the model in model.path"
 """Name, in a checkpoint's identity, of the model from which training started."""
+NO_TARGETS = {HEAD, "lm_head", "embed_out", "base_layer", "original_module", ADAPTER}
+"""Last names of linear layers that get no adapter: heads, and parts of adapters."""
 _BASE, _WHOLE = ".base_layer.", f".modules_to_save.{ADAPTER}."
 
 
@@ -38,20 +44,43 @@ def add_lora(hf: PreTrainedModel, model: ModelConfig) -> None:
     A new adapter changes no output: it starts as the product of noise and zeros.
 
     Raises:
-        UserError: no layer has one of the names in ``model.lora.target_modules``.
+        UserError: a name in ``model.lora.target_modules`` is that of no layer that can have an adapter, or peft refuses one.
     """
     if not model.lora.rank:
         return
     from peft import inject_adapter_in_model
 
+    experts, given = expert_blocks(hf), model.lora.target_modules or []
+    layers = _linear_layers(hf)
+    unknown = [name for name in given if not any(f".{layer}".endswith(f".{name}") for layer in layers)]
+    if unknown:
+        frozen = " outside of the blocks with experts, which stay frozen" if experts else ""
+        raise UserError(
+            f"model.lora.target_modules={given}: {unknown[0]} names no linear layer of {type(hf).__name__}{frozen}: give names "
+            "such as q_proj, or null for all linear layers"
+        )
     config = _peft_config(hf, model)
     try:
         inject_adapter_in_model(config, hf, ADAPTER)
     except ValueError as error:
         raise UserError(
-            f"model.lora.target_modules={model.lora.target_modules} names no linear layer of {type(hf).__name__}: give names "
-            "such as q_proj, or null for all linear layers"
+            f"peft cannot put adapters into {type(hf).__name__} ({first_line(error)}): name other layers in "
+            "model.lora.target_modules"
         ) from error
+    if experts:
+        log.info(
+            "%s has experts: they and all else in their blocks (%s) stay frozen, adapters go to %s",
+            model.path, ", ".join(sorted(experts)), ", ".join(given or _last_names(layers)),
+        )  # fmt: skip
+
+
+def expert_blocks(hf: PreTrainedModel) -> set[str]:
+    """Last names of the blocks with experts, such as ``mlp``; empty for a dense model."""
+    return {
+        name.split(".")[-2]
+        for name, part in hf.named_modules()
+        if not isinstance(part, nn.Conv1d) and any(parameter.ndim == 3 for parameter in part.parameters(recurse=False))
+    }
 
 
 def lora_identity(model: ModelConfig) -> dict[str, Any]:
@@ -177,14 +206,25 @@ def _peft_config(hf: PreTrainedModel, model: ModelConfig) -> "LoraConfig":
         r=model.lora.rank,
         lora_alpha=model.lora.alpha,
         lora_dropout=model.lora.dropout,
-        target_modules=model.lora.target_modules or _linear_layers(hf),
+        target_modules=model.lora.target_modules or _last_names(_linear_layers(hf)),
         modules_to_save=[HEAD] if scalar else None,
         base_model_name_or_path=model.path,
     )
 
 
 def _linear_layers(hf: PreTrainedModel) -> list[str]:
-    """Last names of all linear layers but the head."""
-    layers = {name.split(".")[-1] for name, part in hf.named_modules() if isinstance(part, (nn.Linear, Conv1D))}
-    layers |= {name.split(".")[-2] for name, part in hf.named_modules() if name.endswith(".base_layer")}
-    return sorted(layers - {HEAD, "lm_head", "embed_out", "base_layer", "original_module", ADAPTER})
+    """Names of all linear layers but the head and those in blocks with experts.
+
+    transformers fuses experts into tensors, and peft takes the names of the dense layers beside them for the experts' own when it
+    loads an adapter.
+    """
+    experts = expert_blocks(hf)
+    layers = [
+        name for name, part in hf.named_modules() if isinstance(part, LINEAR) and not experts & {*name.split(".")}
+    ]
+    layers += [name.removesuffix(".base_layer") for name, _ in hf.named_modules() if name.endswith(".base_layer")]
+    return [name for name in layers if name.split(".")[-1] not in NO_TARGETS]
+
+
+def _last_names(layers: Iterable[str]) -> list[str]:
+    return sorted({name.split(".")[-1] for name in layers})

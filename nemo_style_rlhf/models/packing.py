@@ -5,6 +5,7 @@ attention per sequence, which is exact and wastes nothing either.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,23 @@ def packed_attention(
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
+@contextmanager
+def packing_by_name(path: str) -> Iterator[None]:
+    """Build a model of ``path`` within this context.
+
+    Raises:
+        UserError: its code looks :data:`PACKED_ATTENTION` up among attention classes of its own, as Falcon's does.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (PACKED_ATTENTION,):
+            raise
+        raise UserError(
+            f"the code of {path} has attention classes of its own, without packing: set model.packing=false"
+        ) from error
+
+
 @torch.no_grad()
 def require_packing(hf: PreTrainedModel) -> None:
     """
@@ -114,17 +132,21 @@ def require_packing(hf: PreTrainedModel) -> None:
         raise UserError(
             f"{type(hf).__name__} caps its attention logits, which packing does not: set model.packing=false"
         )
+    if not hf._supports_attention_backend:
+        raise UserError(f"{type(hf).__name__} has an attention of its own, without packing: set model.packing=false")
     rows = torch.arange(12, device=hf.device).view(2, 6) % hf.config.get_text_config().vocab_size
     was_training = hf.training
     hf.eval()
     packed = hf.base_model(**pack(rows, torch.ones_like(rows)).inputs).last_hidden_state[0]
+    attention = hf.config._attn_implementation
+    hf.set_attn_implementation("eager")  # transformers' own, with all that packing might leave out, such as sinks
     alone = torch.cat([hf.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows])
+    hf.set_attn_implementation(attention)
     hf.train(was_training)
     precision = 1e-4 if hf.dtype in (torch.float32, torch.float64) else 3e-2
     if not torch.allclose(packed, alone, rtol=0, atol=precision * float(alone.abs().max())):
         raise UserError(
-            f"{type(hf).__name__} has an attention of its own, in which packed sequences would see each other: "
-            "set model.packing=false"
+            f"{type(hf).__name__} has an attention of its own, which packing would change: set model.packing=false"
         )
 
 

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
 from nemo_style_rlhf.models.heads import stored_head
-from nemo_style_rlhf.models.loading import require_directory, switch_off_dropout, zero_dropout
+from nemo_style_rlhf.models.loading import require_directory, require_full_weights, switch_off_dropout, zero_dropout
 from nemo_style_rlhf.models.logprobs import CHUNK_ELEMENTS, logits_logprobs, token_logprobs
 from nemo_style_rlhf.models.lora import add_lora
-from nemo_style_rlhf.models.packing import PACKED_ATTENTION
+from nemo_style_rlhf.models.packing import PACKED_ATTENTION, packing_by_name
 from nemo_style_rlhf.models.policy import alters_logits
 from nemo_style_rlhf.models.scalar import require_score_head, scalar_class
 from nemo_style_rlhf.planning.tracing import LiveBytes, shapes_only
@@ -79,6 +79,7 @@ class Blueprint:
         require_directory(config.path)
         try:
             hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+            require_full_weights(config.path, hf_config)
             if self._scalar:
                 hf_config.num_labels = 1
             if config.disable_dropout:
@@ -86,7 +87,7 @@ class Blueprint:
             auto_class: Any = (
                 scalar_class(hf_config, stored_head(config.path)) if self._scalar else AutoModelForCausalLM
             )
-            with torch.device("meta"):
+            with torch.device("meta"), packing_by_name(config.path):
                 hf = auto_class.from_config(
                     hf_config,
                     dtype=getattr(torch, config.dtype),

@@ -30,6 +30,7 @@ from nemo_style_rlhf.generation.factory import (
     make_engine_pool,
     make_generator,
     make_weight_store,
+    require_supported,
     weights_for_generator,
 )
 from nemo_style_rlhf.generation.interface import Generator
@@ -39,7 +40,6 @@ from nemo_style_rlhf.models.digests import model_fingerprint, rows_fingerprint, 
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import START, add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
-from nemo_style_rlhf.models.published import require_sendable
 from nemo_style_rlhf.ppo.export import PolicyCopy
 from nemo_style_rlhf.ppo.metrics import validation_metrics
 from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_checkpoint, wait_together
@@ -93,8 +93,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         wanted = _total_steps(whole, len(prompts))
         require_reachable(found.step, wanted, "algorithm.max_steps", whole.run.output_dir)
     policy = load_causal_lm(config.model)
-    if config.generation.backend == "vllm":
-        require_sendable(policy, config.model.path)
+    require_supported(policy, config.model.path, config.generation)
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
     require_comparable(config.model, tokenizer, policy, max_length)
     check_template(config.model.path, config.data, tokenizer)

@@ -15,11 +15,12 @@ from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, 
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.models.loading import load_causal_lm
+from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.sampler_check import Probe
 from nemo_style_rlhf.rollout.logprobs import action_mask, batch_logprobs
 from nemo_style_rlhf.rollout.types import Rollout
-from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, OptimizerConfig
+from nemo_style_rlhf.schema.common import EngineConfig, LoRAConfig, ModelConfig, OptimizerConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 
 EOS = 0
@@ -32,12 +33,14 @@ class Pair:
 
     def __init__(
         self, path: Path, device: torch.device, backend: str, temperature: float = 1.0, max_model_len: int = 40,
-        **generation: object,
+        lora: LoRAConfig | None = None, **generation: object,
     ):  # fmt: skip
         settings = {"max_length": 12, "kv_cache_gib": 0.1, **generation}
         self.config = GenerationConfig(backend=backend, temperature=temperature, **settings)
-        model_config = ModelConfig(path=str(path), dtype="float32", trust_remote_code=True)
-        policy = PolicyModel(load_causal_lm(model_config), temperature=temperature)
+        model_config = ModelConfig(path=str(path), dtype="float32", trust_remote_code=True, lora=lora or LoRAConfig())
+        hf = load_causal_lm(model_config)
+        add_lora(hf, model_config)
+        policy = PolicyModel(hf, temperature=temperature)
         self.engine = Engine(policy, EngineConfig(optim=OptimizerConfig(lr=0.02)), device=device)
         self.engine.eval()
         shapes = {name: tuple(tensor.shape) for name, tensor in self.weights()}

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import time
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """Checkpoints as they are published: every weight in them is read, or refused by its name."""
 
+import json
 import os
 import re
 import subprocess
@@ -33,7 +34,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.lora import add_lora, merge_adapter, save_adapter
-from nemo_style_rlhf.models.scalar_loading import load_reward_model, load_scalar_model
+from nemo_style_rlhf.models.scalar_loading import load_critic, load_reward_model, load_scalar_model
 from nemo_style_rlhf.planning.blueprint import Blueprint
 from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
 from tests.support.models import SHAPE, save_policy, save_reward_model, save_token_classifier, save_tokenizer
@@ -165,6 +166,45 @@ def test_a_policys_unknown_weights_are_refused(tmp_path: Path) -> None:
         UserError, match=r"holds the weights v_head\.summary\.weight that LlamaForCausalLM does not have"
     ):
         load_causal_lm(config(path))
+
+
+QUANTIZATIONS = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "no quant_method": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("method", QUANTIZATIONS)
+def test_quantized_checkpoints_are_refused_in_every_role_and_by_the_plan(tmp_path: Path, method: str) -> None:
+    policy, reward = config(save_policy(tmp_path / "policy")), config(save_reward_model(tmp_path / "reward"))
+    for path in (policy.path, reward.path):
+        file = Path(path) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": QUANTIZATIONS[method]}))
+    for load in (
+        lambda: load_causal_lm(policy),
+        lambda: load_critic(policy, seed=0),
+        lambda: load_scalar_model(policy),
+        lambda: load_critic(reward, seed=0),
+        lambda: load_reward_model(reward),
+        lambda: Blueprint(policy, scalar=False, cuda=True),
+        lambda: Blueprint(reward, scalar=True, cuda=False),
+    ):
+        with pytest.raises(
+            UserError, match=rf"is quantized \(.*: {method}\).*give the checkpoint that it was made from"
+        ):
+            load()
+
+
+def test_an_empty_quantization_config_is_none(tmp_path: Path) -> None:
+    path = save_policy(tmp_path)
+    settings = json.loads((path / "config.json").read_text()) | {"quantization_config": None}
+    (path / "config.json").write_text(json.dumps(settings))
+    assert load_causal_lm(config(path)).dtype == torch.float32
 
 
 def test_a_reward_model_is_no_policy_even_where_embeddings_are_tied(tmp_path: Path) -> None:

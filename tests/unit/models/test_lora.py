@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DeepseekV2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.export import export_model
@@ -93,6 +102,68 @@ def test_layers_can_be_named_and_wrong_names_are_refused(tmp_path: Path) -> None
     assert {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name} == {"q_proj"}
     with pytest.raises(UserError, match="names no linear layer of LlamaForCausalLM: give names such as q_proj"):
         add_lora(load_causal_lm(config(path)), config(path, target_modules=["attention"]))
+
+
+def test_a_wrong_name_beside_a_right_one_is_refused(tmp_path: Path) -> None:
+    """peft would ignore it without a word."""
+    path = save_policy(tmp_path / "policy")
+    with pytest.raises(UserError, match="q_porj names no linear layer of LlamaForCausalLM: give names"):
+        add_lora(load_causal_lm(config(path)), config(path, target_modules=["q_proj", "q_porj"]))
+
+
+def test_layers_that_peft_refuses_are_one_sentence(tmp_path: Path) -> None:
+    mamba = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+    AutoModelForCausalLM.from_config(mamba).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"peft cannot put adapters into MambaForCausalLM \(.*out_proj.*\): name other"):
+        add_lora(load_causal_lm(config(tmp_path)), config(tmp_path))
+
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+EXPERTS = {
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_key_value_heads=1, moe_intermediate_size=16, num_experts=4),
+    "mixtral": MixtralConfig(**SHAPE, num_key_value_heads=1, num_local_experts=4),
+    "deepseek_v2": DeepseekV2Config(
+        **SHAPE, num_key_value_heads=2, moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1, kv_lora_rank=16,
+        q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, first_k_dense_replace=1, n_group=1,
+        topk_group=1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_with_experts_adapters_go_to_the_attention_layers(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even to dense layers beside the experts: peft takes their names for those of experts when it loads the adapter."""
+    caplog.set_level("INFO")
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(EXPERTS[family]).save_pretrained(tmp_path / "policy")
+    save_tokenizer(tmp_path / "policy")
+    model = load_causal_lm(config(tmp_path / "policy"))
+    add_lora(model, config(tmp_path / "policy"))
+    assert {name.split(".")[-5] for name, _ in model.named_parameters() if "lora_A" in name} == {"self_attn"}
+    assert "has experts: they and all else in their blocks (mlp) stay frozen, adapters go to " in caplog.text
+    disturb(model)
+    after = logits(model)
+    save_adapter(model, tmp_path / "adapter", config(tmp_path / "policy"))
+    merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged")
+    export_model(model, tmp_path / "export", source=str(tmp_path / "policy"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()), after)
+    for folder in ("merged", "export"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        torch.testing.assert_close(logits(loaded), after, atol=1e-4, rtol=1e-4)
+    for name in ("gate_proj", "experts", "w1", "shared_experts.up_proj", "mlp.gate"):
+        with pytest.raises(
+            UserError, match=f"{name} names no linear layer of .* outside of the blocks with experts, which stay"
+        ):
+            add_lora(
+                load_causal_lm(config(tmp_path / "policy")),
+                config(tmp_path / "policy", target_modules=["q_proj", name]),
+            )
 
 
 def test_merging_what_is_no_adapter_is_one_sentence(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralConfig,
+    MptConfig,
     OPTConfig,
     PhiConfig,
     PretrainedConfig,
@@ -96,13 +98,26 @@ def test_what_is_not_asked_for_is_not_computed():
     assert packed.scatter(torch.ones(12)).sum(1).tolist() == [5, 0, 7, 0, 0]
 
 
-@pytest.mark.parametrize("config", [BloomConfig(vocab_size=64, hidden_size=64, n_layer=2, n_head=4), Gemma2Config(
-    **SMALL, intermediate_size=96, num_key_value_heads=2, head_dim=16
-)], ids=["bloom", "gemma2"])  # fmt: skip
+@pytest.mark.parametrize("config", [
+    BloomConfig(vocab_size=64, hidden_size=64, n_layer=2, n_head=4),
+    MptConfig(vocab_size=64, d_model=64, n_layers=2, n_heads=4, max_seq_len=64),
+    Gemma2Config(**SMALL, intermediate_size=96, num_key_value_heads=2, head_dim=16),
+], ids=["bloom", "mpt", "gemma2"])  # fmt: skip
 def test_models_that_cannot_be_packed_are_refused(config):
     (model,) = models(config, PACKED_ATTENTION)
     with pytest.raises(UserError, match=r"set model\.packing=false"):
         require_packing(model)
+
+
+def test_attention_sinks_which_packing_would_leave_out_are_refused():
+    config = GptOssConfig(
+        **SMALL, intermediate_size=96, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2
+    )
+    (model,) = models(config, PACKED_ATTENTION)
+    with pytest.raises(
+        UserError, match=r"an attention of its own, which packing would change: set model\.packing=false"
+    ):
+        require_packing(model.float())  # no double precision for experts
 
 
 def test_decoding_with_a_packed_model_is_refused():
