@@ -154,8 +154,7 @@ def load_pretrained(
 def require_full_weights(path: str, hf_config: Any) -> None:
     """
     Raises:
-        UserError: the checkpoint is quantized. Its weights cannot be trained, and a reward from them depends on the kernels of
-            the machine, so no role takes one.
+        UserError: the checkpoint is quantized. Its weights cannot be trained; a frozen reward model is refused, too.
     """
     parts = (hf_config, hf_config.get_text_config())
     for settings in (getattr(part, "quantization_config", None) for part in parts):

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ADAPTER = "default"
-LINEAR = (nn.Linear, Conv1D)
 CARRIED_FILES = ("prompt_template.json", "chat_template.jinja", "generation_config.json")
 """Files beside a model that are copied with it."""
 MODEL_CONFIG = "model_config.json"
@@ -33,8 +32,8 @@ HEAD = "score"
 """The head of a scalar model, which is trained in full."""
 START = "the model in model.path"
 """Name, in a checkpoint's identity, of the model from which training started."""
-NO_TARGETS = {HEAD, "lm_head", "embed_out", "base_layer", "original_module", ADAPTER}
-"""Last names of linear layers that get no adapter: heads, and parts of adapters."""
+HEADS = (HEAD, "lm_head", "embed_out")
+"""Last names of linear layers that get no adapter."""
 _BASE, _WHOLE = ".base_layer.", f".modules_to_save.{ADAPTER}."
 
 
@@ -213,17 +212,17 @@ def _peft_config(hf: PreTrainedModel, model: ModelConfig) -> "LoraConfig":
 
 
 def _linear_layers(hf: PreTrainedModel) -> list[str]:
-    """Names of all linear layers but the head and those in blocks with experts.
+    """Names of all linear layers but the head and those in blocks with experts; once some have adapters, of these alone.
 
     transformers fuses experts into tensors, and peft takes the names of the dense layers beside them for the experts' own when it
     loads an adapter.
     """
+    adapted = [name.removesuffix(".base_layer") for name, _ in hf.named_modules() if name.endswith(".base_layer")]
+    if adapted:
+        return adapted
     experts = expert_blocks(hf)
-    layers = [
-        name for name, part in hf.named_modules() if isinstance(part, LINEAR) and not experts & {*name.split(".")}
-    ]
-    layers += [name.removesuffix(".base_layer") for name, _ in hf.named_modules() if name.endswith(".base_layer")]
-    return [name for name in layers if name.split(".")[-1] not in NO_TARGETS]
+    layers = [name for name, part in hf.named_modules() if isinstance(part, (nn.Linear, Conv1D))]
+    return [name for name in layers if not experts & {*name.split(".")} and name.split(".")[-1] not in HEADS]
 
 
 def _last_names(layers: Iterable[str]) -> list[str]:

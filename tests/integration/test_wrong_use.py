@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+from tests.integration.test_policy_families import FAMILIES, save
 from tests.support.entry_points import refusal
 from tests.support.models import save_policy, save_reward_model
 from tests.support.paths import ROOT
@@ -35,6 +36,10 @@ def inputs(tmp_path_factory) -> Path:
     (folder / "long.jsonl").write_text(json.dumps({"prompt": "w1 " * 50}) + "\n")
     (folder / "own.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w2", "own": {"top_p": 0.9}}\n')
     (save_policy(folder / "no_weights") / "model.safetensors").unlink()
+    quantized = json.loads((save_policy(folder / "quantized") / "config.json").read_text())
+    quantized["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "quantized" / "config.json").write_text(json.dumps(quantized))
+    save(folder / "latent", FAMILIES["deepseek_v2"])
     (folder / "empty.jsonl").write_text("")
     (folder / "broken.jsonl").write_text('{"prompt": "w1"}\n{"prompt": \n')
     return folder
@@ -64,6 +69,10 @@ ACTOR_MISTAKES = {
     "prompts all too long": (["data.train_path={inputs}/long.jsonl", "data.max_prompt_length=10"], r"longer than 10 tokens"),
     "wrong key": (["data.prompt_key=question"], r"question.*prompt"),
     "missing model": (["model.path={inputs}/none"], r"model\.path=.*none: there is no such folder"),
+    "a quantized policy": (["model.path={inputs}/quantized"], r"quantized is quantized \(quantization_config .*: gptq\)"),
+    "latent attention on CPUs": (["model.path={inputs}/latent"], r"kv_lora_rank .*: use generation\.backend=hf"),
+    "adapters for experts": (["model.path={inputs}/latent", "generation=hf", "model.lora.rank=4",
+        "model.lora.target_modules=[q_proj,up_proj]"], r"up_proj names no linear layer .* blocks with experts"),
     "all of them at once": (
         ["model.path=./none", "data.train_path={inputs}/none.jsonl", "remote_critic_rm.token.token_file={inputs}/token"],
         r"model\.path=\./none: there is no such folder.*; data\.train_path=.*; remote_critic_rm\.token\.token_file=.*"),

@@ -102,7 +102,7 @@ def test_a_model_with_two_labels_is_refused(tmp_path: Path) -> None:
     server = RewardServer(tmp_path / "server", save_reward_model(tmp_path / "two_labels", num_labels=2))
     done = subprocess.run(server.command(), cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "has 2 labels, expected 1" in done.stderr
+    assert "has 2 labels and label_weights are none: give it one number per label, " in done.stderr
 
 
 def test_actor_and_server_agree_on_the_port() -> None:
