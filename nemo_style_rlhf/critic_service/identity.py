@@ -35,13 +35,15 @@ class Identity:
         tokenizer: PreTrainedTokenizerBase,
         *,
         path: str,
+        reads_conversations: bool,
         max_length: int,
         decisive: dict[str, Any],
     ) -> "Identity":
         """
         Args:
-            models: the reward model, the critic, or both in this order; a sequence must suit all.
+            models: the reward model, the critic, or both in this order. The limits are the smallest of all.
             path: folder with the note about templates.
+            reads_conversations: whether the reward model, if there is one, reads conversations of several turns.
             max_length: the configured limit in tokens; 0 takes the model's own.
             decisive: all settings that decide the numbers.
         """
@@ -53,7 +55,7 @@ class Identity:
             tokenizer_digest=tokenizer_digest(tokenizer),
             vocab_size=min(model.hf.get_input_embeddings().num_embeddings for model in models),
             max_length=min(limits, default=MAX_LENGTH_WITHOUT_A_LIMIT),
-            reads_conversations=tokenizer.chat_template is not None,
+            reads_conversations=reads_conversations,
             templates=read_template(path),
         )
 

@@ -102,7 +102,7 @@ class Status:
     vocab_size: int
     max_length: int
     reads_conversations: bool
-    """Whether the tokenizer of the served model has a chat template."""
+    """Whether the reward model reads conversations of several turns: by the chat template of its tokenizer."""
     templates: dict[str, Any]
     """What ``prompt_template.json`` beside the reward model notes of its training: ``template``, the text around prompts, its
     SHA-256 and that of the chat template, ``append_eos``; empty without this file."""
@@ -272,7 +272,7 @@ def reward_tensors(prompts: Sequence[str | Chat], responses: Sequence[str]) -> d
 
 
 def prompt_text(prompt: str | Chat) -> str:
-    """How a prompt travels."""
+    """Encode a prompt for the wire: a conversation as JSON, text as it is."""
     return prompt.to_json() if isinstance(prompt, Chat) else prompt
 
 

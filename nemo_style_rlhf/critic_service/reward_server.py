@@ -14,12 +14,11 @@ from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.reward_model import RewardModel, Score
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
-from nemo_style_rlhf.data.records import Dropped
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.templates import read_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.loading import load_tokenizer
-from nemo_style_rlhf.models.scalar import PooledModel
+from nemo_style_rlhf.models.scalar import PooledModel, pad_token
 from nemo_style_rlhf.models.scalar_loading import load_reward_model
 from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
@@ -43,14 +42,8 @@ def reward_handler(text: RewardText, group: WorkerGroup, limits: protocol.Limits
 def _token_ids(text: RewardText, row: int, prompt: str | Chat, response: str) -> list[int]:
     try:
         return text.token_ids(prompt, response)
-    except (UserError, Dropped) as error:
-        raise ProtocolError(Code.INVALID, f"prompts[{row}]: {error!s:.300}") from error
-    except Exception as error:
-        if not isinstance(prompt, Chat):
-            raise
-        # A chat template is a program, and may fail in any way on a conversation that it does not expect.
-        reason = f"{type(error).__name__}: {error!s:.200}"
-        raise ProtocolError(Code.INVALID, f"the chat template cannot render prompts[{row}] ({reason})") from error
+    except UserError as error:
+        raise ProtocolError(Code.INVALID, f"prompts[{row}]: {error!s:.500}") from error
 
 
 def load_reward_server(config: RewardServerProcessConfig, device: torch.device, _: Path) -> Service:
@@ -64,10 +57,14 @@ def load_reward_server(config: RewardServerProcessConfig, device: torch.device, 
     model = load_reward_model(
         config.model, normalize=config.reward.normalize_rewards, label_weights=config.reward.label_weights
     )
+    text = RewardText(
+        config.model.path, tokenizer, append_eos=config.reward.append_eos, as_pair=isinstance(model, PooledModel)
+    )
     identity = Identity.of(
         [model],
         tokenizer,
         path=config.model.path,
+        reads_conversations=text.reads_conversations,
         max_length=config.reward.max_length,
         decisive={
             "reward": asdict(config.reward),
@@ -78,11 +75,8 @@ def load_reward_server(config: RewardServerProcessConfig, device: torch.device, 
     batches = Batches(
         micro_batch_tokens=config.reward.micro_batch_tokens,
         row_multiple=config.reward.row_multiple,
-        pad_token_id=model.hf.config.pad_token_id,
+        pad_token_id=pad_token(model.hf),
         device=device,
-    )
-    text = RewardText(
-        config.model.path, tokenizer, append_eos=config.reward.append_eos, as_pair=isinstance(model, PooledModel)
     )
     group, gate, limits = WorkerGroup(), Gate(), identity.limits(config.server.max_request_bytes)
     reward = RewardModel(model, text, batches, group)

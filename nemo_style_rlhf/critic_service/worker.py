@@ -28,7 +28,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import module_digest, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora
-from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel
+from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel, pad_token
 from nemo_style_rlhf.models.scalar_loading import load_reward_model, starting_critic
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.transport.messages import Array
@@ -88,7 +88,7 @@ class Load(Message[None]):
 
 @dataclass(frozen=True)
 class Export(Message[None]):
-    """Write the critic as a Hugging Face directory that AutoModelForSequenceClassification loads."""
+    """Write the critic as a Hugging Face directory, of the class that its config.json names."""
 
     directory: Path
 
@@ -129,12 +129,13 @@ class CriticWorker:
         self.reward: RewardModel | None = None
         self._start = config.critic_start
         self.tokenizer = load_tokenizer(self._start.path, trust_remote_code=config.model.trust_remote_code)
-        served = self._served_reward_model()
+        served, text = self._served_reward_model() or (None, None)
         critic = starting_critic(config)
         self.identity = Identity.of(
             [critic] if served is None else [served, critic],
             self.tokenizer,
             path=config.model.path,
+            reads_conversations=text is not None and text.reads_conversations,
             max_length=config.critic.max_length,
             decisive=_decisive(config),
         )
@@ -143,11 +144,10 @@ class CriticWorker:
         self.batches = Batches(
             micro_batch_tokens=config.engine.micro_batch_tokens,
             row_multiple=config.engine.row_multiple,
-            pad_token_id=critic.hf.config.pad_token_id,
+            pad_token_id=pad_token(critic.hf),
             device=device,
         )
-        if served is not None:
-            text = RewardText(config.model.path, self.tokenizer, append_eos=config.critic.append_eos)
+        if served is not None and text is not None:
             offload = config.critic.offload_reward_model
             self.reward = RewardModel(served, text, self.batches, self.group, offload=offload)
         add_lora(critic.hf, self._start)
@@ -164,8 +164,8 @@ class CriticWorker:
         self._should_stop = should_stop
         self.engine.eval()
 
-    def _served_reward_model(self) -> ScalarModel | None:
-        """The reward model, on the CPU, if this process is to serve one.
+    def _served_reward_model(self) -> tuple[ScalarModel, RewardText] | None:
+        """The reward model, on the CPU, and how it reads texts, if this process is to serve one.
 
         Raises:
             UserError: it gives no score per token, or its tokenizer is not the critic's.
@@ -179,17 +179,18 @@ class CriticWorker:
         if isinstance(model, PooledModel):
             raise UserError(
                 f"the reward model {path} is an encoder ({type(model.hf).__name__}), which gives no score per token: serve it "
-                "with servers/serve_reward_model.py, and a critic from another model with "
-                "critic.combine_rm_and_critic_server=false"
+                "with servers/serve_reward_model.py, set critic.combine_rm_and_critic_server=false, and start the critic from a "
+                "decoder (critic.path)"
             )
-        if config.path is not None:
-            its = load_tokenizer(path, trust_remote_code=self.config.model.trust_remote_code)
-            if tokenizer_digest(its) != tokenizer_digest(self.tokenizer):
-                raise UserError(
-                    f"critic.path={config.path} and the reward model {path} have different tokenizers: serve the reward model "
-                    "with servers/serve_reward_model.py, which reads text, and set critic.combine_rm_and_critic_server=false"
-                )
-        return model
+        tokenizer = load_tokenizer(
+            path, trust_remote_code=self.config.model.trust_remote_code
+        )  # with its own chat template
+        if tokenizer_digest(tokenizer) != tokenizer_digest(self.tokenizer):
+            raise UserError(
+                f"critic.path={config.path} and the reward model {path} have different tokenizers: serve the reward model "
+                "with servers/serve_reward_model.py, which reads text, and set critic.combine_rm_and_critic_server=false"
+            )
+        return model, RewardText(path, tokenizer, append_eos=config.append_eos)
 
     @torch.no_grad()
     def _infer(self, message: Infer) -> Array:

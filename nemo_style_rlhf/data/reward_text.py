@@ -32,8 +32,8 @@ class RewardText:
 
     @property
     def reads_conversations(self) -> bool:
-        """Whether there is a chat template."""
-        return self._encoder.tokenizer.chat_template is not None
+        """Whether it forms conversations of several turns."""
+        return self._encoder.tokenizer.chat_template is not None and not self._as_pair
 
     def token_ids(self, prompt: str | Chat, response: str) -> list[int]:
         """Token ids of a sequence. This needs only the tokenizer, so that it may run while the models are busy.
@@ -43,16 +43,23 @@ class RewardText:
                 model without one, or an encoder, takes a conversation's single question as words.
 
         Raises:
-            UserError: there is no chat template for a conversation of several turns.
-            Dropped: the chat template refuses the conversation.
+            UserError: the model does not read conversations of several turns, or its chat template refuses this one.
         """
         if isinstance(prompt, Chat):
-            if self.reads_conversations and not self._as_pair:
-                return self._conversation(prompt, response)
+            if self.reads_conversations:
+                try:
+                    return self._conversation(prompt, response)
+                except Exception as error:  # a template is a program, and fails in any way on what it does not expect
+                    reason = f"{type(error).__name__}: {error!s:.200}"
+                    raise UserError(
+                        f"the chat template of the reward model {self._path} cannot render a conversation ({reason}): take "
+                        "it out of the prompts"
+                    ) from error
             if prompt.question is None:
                 raise UserError(
-                    f"the reward model {self._path} has no chat template and the prompts are conversations of several turns: "
-                    "take one with a chat template in its tokenizer"
+                    f"the reward model {self._path} reads no conversations of several turns "
+                    f"({'it is an encoder' if self._as_pair else 'its tokenizer has no chat template'}): take a decoder whose "
+                    "tokenizer has a chat template"
                 )
             prompt = prompt.question
         prompt = render(self._template, prompt)

@@ -7,12 +7,13 @@ import torch
 
 from nemo_style_rlhf.data.ragged import micro_batches, pad
 from nemo_style_rlhf.data.reward_text import RewardText
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.loading import load_tokenizer
-from nemo_style_rlhf.models.scalar import PooledModel, max_positions
+from nemo_style_rlhf.models.scalar import PooledModel, max_positions, pad_token
 from nemo_style_rlhf.models.scalar_loading import load_reward_model
 from nemo_style_rlhf.schema.evaluation import EvaluationModelConfig, RewardModelSourceConfig
 from nemo_style_rlhf.schema.templates import unrendered
-from nemo_style_rlhf.scoring.combined import failure, stacked
+from nemo_style_rlhf.scoring.combined import stacked
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
 
@@ -33,7 +34,7 @@ class RewardModelScorer:
             prompt_template: the policies' template, which is replaced by the reward model's own.
 
         Raises:
-            UserError: the checkpoint is missing, is no reward model.
+            UserError: the checkpoint is missing or is no reward model.
         """
         assert config.path is not None  # else the source is not in use
         self._path = config.path
@@ -47,24 +48,15 @@ class RewardModelScorer:
         self._model = reward_model.requires_grad_(False).eval()
         as_pair = isinstance(reward_model, PooledModel)
         self._text = RewardText(config.path, tokenizer, append_eos=config.append_eos, as_pair=as_pair)
-        self._pad_token_id = reward_model.hf.config.pad_token_id
+        self._pad_token_id = pad_token(reward_model.hf)
         self._max_length = max_positions(reward_model.hf)
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         future: Future[Scores] = Future()
-        sequences = [
-            self._text.token_ids(sample.chat or unrendered(self._prompt_template, sample.prompt), sample.response)
-            for sample in samples
-        ]
-        fitting = [row for row, ids in enumerate(sequences) if self._max_length is None or len(ids) <= self._max_length]
-        rewards = dict(zip(fitting, self._rewards([sequences[row] for row in fitting]), strict=True))
+        read = [self._read(sample) for sample in samples]
+        rewards = iter(self._rewards([ids for ids in read if not isinstance(ids, RewardError)]))
         future.set_result(
-            stacked(
-                [
-                    Scores(rewards=torch.tensor([rewards[row]])) if row in rewards else self._too_long(ids)
-                    for row, ids in enumerate(sequences)
-                ]
-            )
+            stacked([ids if isinstance(ids, RewardError) else Scores(torch.tensor([next(rewards)])) for ids in read])
         )
         return future
 
@@ -86,9 +78,16 @@ class RewardModelScorer:
                 rewards[row] = reward
         return rewards
 
-    def _too_long(self, ids: Sequence[int]) -> Scores:
-        reason = RewardError(
+    def _read(self, sample: ScoringSample) -> list[int] | RewardError:
+        """Token ids of a sample, or the reason why it has no reward."""
+        prompt = sample.chat or unrendered(self._prompt_template, sample.prompt)
+        try:
+            ids = self._text.token_ids(prompt, sample.response)
+        except UserError as error:
+            return RewardError(str(error))
+        if self._max_length is None or len(ids) <= self._max_length:
+            return ids
+        return RewardError(
             f"a prompt and response of {len(ids)} tokens is longer than the {self._max_length} positions of the reward "
             f"model {self._path}: lower data.max_prompt_length or generation.max_length"
         )
-        return failure(1, reason)

@@ -3,12 +3,14 @@
 import json
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -29,12 +31,11 @@ HEADS = (
     "regression_layer",
     "rm_head",
 )
-"""Names of heads that read the last hidden state of each token: of transformers; OpenRLHF; TRL; and others' own classes."""
+"""Names of heads that read each token's last hidden state, as transformers, OpenRLHF, TRL and others write them."""
 STATISTICS = ("mean", "std")
 """Weights in which OpenRLHF kept the statistics that normalize rewards."""
-BESIDE_HEAD = re.compile(r"^(mean|std)$")
-BESIDE_HEADS = re.compile(r"^(mean|std|gating\..*|reward_transform_matrix)$")
-"""With label_weights: these take the place of the network by which ArmoRM mixes its objectives."""
+GATING = r"gating\..*|reward_transform_matrix"
+"""Weights of the network by which ArmoRM mixes its objectives."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,22 @@ class StoredHead:
     has_statistics: bool
     """Whether :data:`STATISTICS` are among the weights."""
 
+    def beside(self, *, mixed: bool) -> re.Pattern[str]:
+        """Names of weights that the model's class may leave out: statistics and a bias, which are read apart, and with
+        label_weights (``mixed``) the network that they replace."""
+        bias = rf"({re.escape(self.name)}|score)\.bias" if self.has_bias else None
+        return re.compile(rf"^({'|'.join(filter(None, [*STATISTICS, bias, GATING if mixed else None]))})$")
+
     @property
     def key_mapping(self) -> dict[str, str] | None:
         """For transformers' loader, which knows the head as `score`."""
         return None if self.name == "score" else {rf"^{re.escape(self.name)}\.": "score."}
+
+
+def head_of_layers(path: str) -> list[str]:
+    """Weights below the name of a head that is no single linear layer."""
+    first = {name.partition(".")[0] for name in HEADS}
+    return sorted(name for name in StoredWeights(path).names if name.partition(".")[0] in first)[:2]
 
 
 class StoredWeights:
@@ -64,12 +77,18 @@ class StoredWeights:
         self._path = path
         self._files: dict[str, str] = {}
         """File name by tensor; empty for a folder without weights, which the loader refuses."""
-        for index in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-            if not self._files and (file := self._found(index)) is not None:
-                self._files = json.loads(Path(file).read_bytes())["weight_map"]
-        for whole in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
-            if not self._files and (file := self._found(whole)) is not None:
-                self._files = dict.fromkeys(_names(file), whole)
+        for name in (
+            SAFE_WEIGHTS_NAME,
+            SAFE_WEIGHTS_INDEX_NAME,
+            WEIGHTS_NAME,
+            WEIGHTS_INDEX_NAME,
+        ):  # as transformers looks
+            if (file := self._found(name)) is not None:
+                with _readable(file):
+                    whole = name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+                    index = None if whole else json.loads(Path(file).read_bytes())["weight_map"]
+                    self._files = dict.fromkeys(_names(file), name) if index is None else index
+                break
 
     @property
     def names(self) -> set[str]:
@@ -78,14 +97,15 @@ class StoredWeights:
     def tensor(self, name: str) -> torch.Tensor:
         """
         Raises:
-            UserError: a file is missing that the index of the checkpoint names.
+            UserError: a file is missing that the index of the checkpoint names, or cannot be read.
         """
         if (file := self._found(self._files[name])) is None:
             raise UserError(f"{self._path} lacks the file {self._files[name]} that its index names: download it again")
-        if file.endswith(".safetensors"):
-            with safe_open(file, framework="pt") as tensors:
-                return tensors.get_tensor(name)  # type: ignore[no-any-return]
-        return _unpickled(file)[name]
+        with _readable(file):
+            if file.endswith(".safetensors"):
+                with safe_open(file, framework="pt") as tensors:
+                    return tensors.get_tensor(name)  # type: ignore[no-any-return]
+            return _unpickled(file)[name]
 
     def _found(self, name: str) -> str | None:
         try:
@@ -112,6 +132,17 @@ def stored_head(path: str) -> StoredHead | None:
     (name,) = found
     labels = weights.tensor(f"{name}.weight").shape[0]
     return StoredHead(name, labels, f"{name}.bias" in weights.names, weights.names.issuperset(STATISTICS))
+
+
+@contextmanager
+def _readable(file: str) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, UnpicklingError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{file} holds no weights ({reason:.100}): download it again, with git-lfs if it came by git"
+        ) from error
 
 
 def _names(file: str) -> list[str]:

@@ -29,13 +29,13 @@ LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
 """Weights that a reward model may have kept from its causal LM; they do not affect scores."""
 OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|rotary_emb\.(cos|sin)_cached$")
 """Buffers that older releases saved and newer ones compute, and that transformers does not declare ignorable."""
-OTHER_SENSES = re.compile(
+OTHER_MODALITIES = re.compile(
     r"(^|\.)(vision_model|vision_tower|visual|multi_modal_projector|audio_tower|embed_(vision|audio))\."
 )
 """Weights of a multimodal model outside of its language model, which alone is loaded."""
 HUB_TIMEOUT_S = 10
 """Seconds to wait for an answer of the hub or of a proxy; the loaders themselves try for a minute."""
-NAMED_WEIGHTS = 3
+MAX_NAMED_WEIGHTS = 3
 """A refusal names at most this many weights."""
 
 
@@ -175,7 +175,7 @@ def _refuse_unread(path: str, model: PreTrainedModel, unexpected: Collection[str
         UserError: one of them is neither a buffer of older releases, nor part of another modality, nor a reward model's old
             head.
     """
-    unread = {name for name in unexpected if not OLD_BUFFERS.search(name) and not OTHER_SENSES.search(name)}
+    unread = {name for name in unexpected if not OLD_BUFFERS.search(name) and not OTHER_MODALITIES.search(name)}
     if hasattr(model, "score"):
         unread = {name for name in unread if not name.startswith(LANGUAGE_MODEL_HEADS)}
     if unread:
@@ -186,8 +186,8 @@ def _refuse_unread(path: str, model: PreTrainedModel, unexpected: Collection[str
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED_WEIGHTS} more" if len(names) > NAMED_WEIGHTS else ""
-    return ", ".join(names[:NAMED_WEIGHTS]) + more
+    more = f" and {len(names) - MAX_NAMED_WEIGHTS} more" if len(names) > MAX_NAMED_WEIGHTS else ""
+    return ", ".join(names[:MAX_NAMED_WEIGHTS]) + more
 
 
 def zero_dropout(hf_config: Any) -> None:

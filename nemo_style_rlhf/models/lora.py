@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -32,7 +33,7 @@ HEAD = "score"
 """The head of a scalar model, which is trained in full."""
 START = "the model in model.path"
 """Name, in a checkpoint's identity, of the model from which training started."""
-HEADS = (HEAD, "lm_head", "embed_out")
+NOT_ADAPTED = (HEAD, "lm_head", "embed_out")
 """Last names of linear layers that get no adapter."""
 _BASE, _WHOLE = ".base_layer.", f".modules_to_save.{ADAPTER}."
 
@@ -159,7 +160,7 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from nemo_style_rlhf.models.heads import stored_head
-    from nemo_style_rlhf.models.scalar import scalar_class
+    from nemo_style_rlhf.models.scalar import add_bias, scalar_class
 
     path = Path(directory) / "adapter_config.json"
     if not path.is_file():
@@ -172,12 +173,15 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
         trained_config if trained_config.is_file() else base, trust_remote_code=trust_remote_code
     )
     config.use_cache = True
-    auto_class: Any = scalar_class(config, stored_head(base)) if scalar else AutoModelForCausalLM
+    head = stored_head(base) if scalar else None
+    auto_class: Any = scalar_class(config, head) if scalar else AutoModelForCausalLM
     try:
         hf = auto_class.from_pretrained(
             base, config=config, trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=scalar,  # the adapter brings the head, whatever that of the base was
         )  # fmt: skip
+        if head is not None and head.has_bias and hf.score.bias is None:
+            add_bias(hf, torch.zeros(hf.score.out_features))  # as the head, which the adapter brings
         PeftModel.from_pretrained(hf, directory).merge_and_unload().save_pretrained(target)
         AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code).save_pretrained(target)
     except (OSError, ValueError) as error:
@@ -222,7 +226,7 @@ def _linear_layers(hf: PreTrainedModel) -> list[str]:
         return adapted
     experts = expert_blocks(hf)
     layers = [name for name, part in hf.named_modules() if isinstance(part, (nn.Linear, Conv1D))]
-    return [name for name in layers if not experts & {*name.split(".")} and name.split(".")[-1] not in HEADS]
+    return [name for name in layers if not experts & {*name.split(".")} and name.split(".")[-1] not in NOT_ADAPTED]
 
 
 def _last_names(layers: Iterable[str]) -> list[str]:

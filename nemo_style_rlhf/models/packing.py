@@ -128,10 +128,13 @@ def require_packing(hf: PreTrainedModel) -> None:
     Raises:
         UserError: in this model, packed sequences would see each other, or attention is not standard.
     """
-    if getattr(hf.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+    config = hf.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) is not None:
         raise UserError(
             f"{type(hf).__name__} caps its attention logits, which packing does not: set model.packing=false"
         )
+    if getattr(config, "attention_chunk_size", None):
+        raise UserError(f"{type(hf).__name__} attends in chunks, which packing does not: set model.packing=false")
     if not hf._supports_attention_backend:
         raise UserError(f"{type(hf).__name__} has an attention of its own, without packing: set model.packing=false")
     rows = torch.arange(12, device=hf.device).view(2, 6) % hf.config.get_text_config().vocab_size

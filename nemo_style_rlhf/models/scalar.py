@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.heads import StoredHead
@@ -43,14 +45,15 @@ class ScalarModel(nn.Module):
     def rewards(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Map [B, T] int64 token ids and mask, padded on the right, to float32 [B]."""
         scores = self(token_ids, attention_mask)
-        return sequence_scores(scores, token_ids, attention_mask.sum(-1), self.hf.config.pad_token_id)
+        return sequence_scores(scores, token_ids, attention_mask.sum(-1), pad_token(self.hf))
 
     def _read(self, hidden: Tensor) -> Tensor:
         return (self.hf.score(hidden).squeeze(-1).float() - self._mean) / self._std
 
 
 class PooledModel(nn.Module):
-    """A Hugging Face encoder that classifies whole sequences. It has rewards only: no token's score is without a later one."""
+    """A Hugging Face encoder that classifies whole sequences. It gives no values: an encoder's score of a token depends on later
+    tokens."""
 
     def __init__(self, hf: PreTrainedModel, weights: Tensor, *, separator: int | None, normalize: bool = False) -> None:
         """
@@ -77,6 +80,12 @@ class PooledModel(nn.Module):
         return (scores - self._mean) / self._std
 
 
+def pad_token(hf: PreTrainedModel) -> int | None:
+    """Id of the pad token; models of several modalities name it in the config of their language model."""
+    own: int | None = getattr(hf.config, "pad_token_id", None)
+    return getattr(hf.config.get_text_config(), "pad_token_id", None) if own is None else own
+
+
 def max_positions(hf: PreTrainedModel) -> int | None:
     """Tokens of the longest sequence; None without a limit."""
     limit: int | None = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
@@ -87,13 +96,19 @@ def max_positions(hf: PreTrainedModel) -> int | None:
 
 
 def scalar_class(hf_config: Any, head: StoredHead | None = None) -> Any:
-    """The auto class that loads a checkpoint's whole head: a token classifier's has a bias, a sequence classifier's has none."""
-    named = any(name.endswith("ForTokenClassification") for name in hf_config.architectures or ())
-    return (
-        AutoModelForTokenClassification
-        if (named if head is None else head.has_bias)
-        else AutoModelForSequenceClassification
-    )
+    """The auto class that loads a checkpoint's whole head, or as much of it as one can: a token classifier's head has a bias, a
+    sequence classifier's has none, and in some families the token classifier's has another name."""
+    if head is None:
+        tokens = any(name.endswith("ForTokenClassification") for name in hf_config.architectures or ())
+    else:
+        token_class = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(hf_config), None)
+        tokens = head.has_bias and token_class is not None and issubclass(token_class, GenericForTokenClassification)
+    return AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
+
+
+def add_bias(hf: PreTrainedModel, bias: Tensor) -> None:
+    """Give the score head of a sequence classifier a bias."""
+    hf.score.bias = nn.Parameter(bias.to(hf.score.weight.dtype))  # type: ignore[union-attr, arg-type]
 
 
 def require_score_head(hf: PreTrainedModel) -> nn.Linear:
@@ -105,7 +120,7 @@ def require_score_head(hf: PreTrainedModel) -> nn.Linear:
     if not isinstance(head := getattr(hf, "score", None), nn.Linear) or head.out_features != 1:
         raise UserError(
             f"{type(hf).__name__} has no `score` head over every token: a critic, and a reward model beside it, must be a "
-            "decoder with AutoModelForSequenceClassification and num_labels=1"
+            "decoder with one linear score head (docs/models.md)"
         )
     return head
 
@@ -123,7 +138,7 @@ def has_reward_statistics(hf_config: Any) -> bool:
 def _reward_statistics(hf_config: Any) -> tuple[float, float]:
     if (stored := _stored_statistics(hf_config)) is None:
         raise UserError(
-            f"{hf_config.name_or_path} has no reward_mean and reward_std in its config.json to normalise rewards by: train it "
+            f"{hf_config.name_or_path} has no reward_mean and reward_std in its config.json to normalize rewards with: train it "
             "with trainers/train_reward_model.py, add them, or set normalize_rewards=false"
         )
     return stored

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.models.heads import BESIDE_HEAD, BESIDE_HEADS, STATISTICS, StoredHead, StoredWeights, stored_head
+from nemo_style_rlhf.models.heads import STATISTICS, StoredHead, StoredWeights, head_of_layers, stored_head
 from nemo_style_rlhf.models.loading import first_line, load_pretrained, load_tokenizer, require_directory
 from nemo_style_rlhf.models.scalar import (
     PooledModel,
     ScalarModel,
+    add_bias,
     has_reward_statistics,
     require_score_head,
     scalar_class,
@@ -41,13 +42,18 @@ def load_reward_model(
     Raises:
         UserError: the model has no head, or several labels and no ``label_weights``, or is an encoder-decoder.
     """
-    hf_config, head = _looked_at(config)
+    hf_config, head = _config_and_head(config)
     if head is None and any(name.endswith(POOLED) for name in hf_config.architectures or ()):
         hf = load_pretrained(AutoModelForSequenceClassification, config)
         weights = _label_weights(config.path, hf.config.num_labels, label_weights)
         tokenizer = load_tokenizer(config.path, trust_remote_code=config.trust_remote_code)
         typed = "token_type_ids" in tokenizer.model_input_names and getattr(hf.config, "type_vocab_size", 0) > 1
         return PooledModel(hf, weights, separator=tokenizer.sep_token_id if typed else None, normalize=normalize)
+    if head is None and (layers := head_of_layers(config.path)):
+        raise UserError(
+            f"{config.path} has a score head of several layers ({', '.join(layers)}), a reward model's must be a single linear "
+            "layer: serve it by a program of its own, and take reward=endpoints"
+        )
     if head is None and (kind := _language_model(hf_config)):
         raise UserError(
             f"{config.path} is {kind}, no reward model: train one from it with trainers/train_reward_model.py, or give another "
@@ -63,7 +69,7 @@ def load_scalar_model(config: ModelConfig) -> ScalarModel:
     Raises:
         UserError: the model is an encoder, an encoder-decoder or has several labels.
     """
-    return ScalarModel(_with_head(config, *_looked_at(config), None))
+    return ScalarModel(_with_head(config, *_config_and_head(config), None))
 
 
 def load_critic(
@@ -76,10 +82,13 @@ def load_critic(
 
     Args:
         seed: of the new head.
-        normalize: have the values on the scale of normalized rewards, if statistics are stored with the model.
+        normalize: put the values on the scale of normalized rewards, if statistics are stored with the model.
+        label_weights: as for :func:`load_reward_model`; a start with a single label, such as an earlier critic, takes no more
+            than one.
     """
-    hf_config, head = _looked_at(config)
-    hf = _with_head(config, hf_config, head, label_weights)
+    hf_config, head = _config_and_head(config)
+    fitting = None if head is None or (head.labels == 1 and len(label_weights or ()) > 1) else label_weights
+    hf = _with_head(config, hf_config, head, fitting)
     if head is None:
         score = require_score_head(hf)
         generator = torch.Generator().manual_seed(seed)
@@ -92,11 +101,11 @@ def starting_critic(config: PPOCriticConfig) -> ScalarModel:
     """The critic of a critic server before training, without adapters."""
     return load_critic(
         config.critic_start, seed=config.run.seed, normalize=config.critic.normalize_rewards,
-        label_weights=config.critic.label_weights if config.critic.path is None else None,
+        label_weights=config.critic.label_weights,
     )  # fmt: skip
 
 
-def _looked_at(config: ModelConfig) -> tuple[Any, StoredHead | None]:
+def _config_and_head(config: ModelConfig) -> tuple[Any, StoredHead | None]:
     """Config and score head of the checkpoint, before it is loaded."""
     require_directory(config.path)
     try:
@@ -105,18 +114,18 @@ def _looked_at(config: ModelConfig) -> tuple[Any, StoredHead | None]:
         raise UserError(f"{config.path} is not a model that transformers can load: {first_line(error)}") from error
     if hf_config.is_encoder_decoder:
         raise UserError(
-            f"{config.path} is an encoder-decoder ({hf_config.model_type}), a reward model must be a decoder: give the path of "
-            "a causal LM's or of a reward model made of one"
+            f"{config.path} is an encoder-decoder ({hf_config.model_type}), a reward model must be a decoder: give a causal LM, "
+            "or a reward model made from one"
         )
     return hf_config, stored_head(config.path)
 
 
 def _language_model(hf_config: Any) -> str | None:
-    """What the checkpoint says to be, if that is a language model."""
+    """The kind of language model that config.json names; None if it names none."""
     for name in hf_config.architectures or ():
         if name.endswith(CAUSAL_LM):
             return f"a causal LM ({name})"
-        if name.endswith("Model"):
+        if name.endswith("Model") and "Reward" not in name:
             return f"a model without a head ({name})"
     return None
 
@@ -124,16 +133,21 @@ def _language_model(hf_config: Any) -> str | None:
 def _with_head(
     config: ModelConfig, hf_config: Any, head: StoredHead | None, label_weights: Sequence[float] | None
 ) -> PreTrainedModel:
-    """The checkpoint with a head of one label: its own, or a new one if it is a language model."""
+    """The checkpoint with one score per token. A language model gets a new head; several labels are added up by
+    ``label_weights``."""
     auto_class = scalar_class(hf_config, head)
     if head is None:
         new = {"score.weight"} if _language_model(hf_config) else ()
         return load_pretrained(auto_class, config, may_miss=new, num_labels=1)
     weights = _label_weights(config.path, head.labels, label_weights)
     hf = load_pretrained(
-        auto_class, config, unread=BESIDE_HEAD if label_weights is None else BESIDE_HEADS, key_mapping=head.key_mapping,
+        auto_class, config, unread=head.beside(mixed=label_weights is not None), key_mapping=head.key_mapping,
         num_labels=head.labels,
     )  # fmt: skip
+    if head.key_mapping:  # undone in an export, it would give the head its old name back
+        hf._weight_conversions = [each for each in hf._weight_conversions if "score." not in each.target_patterns]
+    if head.has_bias and isinstance(hf.score, nn.Linear) and hf.score.bias is None:
+        add_bias(hf, StoredWeights(config.path).tensor(f"{head.name}.bias"))
     if label_weights is not None:
         _combine_labels(hf, weights)
     if head.has_statistics and not has_reward_statistics(hf.config):
@@ -154,7 +168,8 @@ def _label_weights(path: str, labels: int, given: Sequence[float] | None) -> Ten
         weights = "none" if given is None else f"{len(given)} weights"
         raise UserError(
             f"the reward model {path} has {labels} labels and label_weights are {weights}: give it one number per label, "
-            "critic.label_weights=[...] to a critic server and reward.label_weights=[...] to a reward server"
+            "critic.label_weights=[...] to a critic server, reward.label_weights=[...] to a reward server and "
+            "reward.model.label_weights=[...] to trainers/evaluate.py"
         )
     return torch.tensor(list(given), dtype=torch.float32)
 

@@ -115,6 +115,8 @@ class Planner:
                 (critic.max_positions, f"positions of {config.critic.critic_start.path}"),
                 (config.critic.critic.max_length, "tokens of critic.critic.max_length"),
             ]
+            if (reward := self._reward(config, critic)) is not critic:
+                limits.append((reward.max_positions, f"positions of {config.critic.model.path}"))
         limit, of = min((limit or 2**31, of) for limit, of in limits)
         if longest is None:
             if response >= limit:

@@ -46,7 +46,7 @@ class AdaptersOff:
 
 
 class FrozenCopy:
-    """A model of its own, the policy as it was at the start of the run or another one; never trained, never saved."""
+    """A frozen model on its own weights: the policy at the start of the run, or the model in model.reference_path."""
 
     def __init__(
         self, model: PolicyModel, config: EngineConfig, device: torch.device, ranks: Ranks, *, cpu_offload: bool

@@ -40,7 +40,7 @@ class PolicyConfig(ModelConfig):
 
     @property
     def reference_model(self) -> ModelConfig:
-        """The reference's checkpoint, computed with as with the policy's."""
+        """The reference's checkpoint, with the policy's settings and without adapters."""
         return replace(self, path=self.reference_path or self.path, lora=LoRAConfig())
 
 
@@ -61,7 +61,7 @@ class CheckpointConfig:
     """The first Ctrl-C ends the run after the running step, with a checkpoint; only the second one ends it at once. torchrun
     gives its ranks 30 s for that, see docs/cluster.md."""
     export_critic: bool = False
-    """At the end, have the server also write the critic as a Hugging Face sequence-classification directory."""
+    """At the end, have the server also write the critic as a Hugging Face directory."""
 
     def is_due(self, step: int) -> bool:
         """Whether ``save_interval`` asks for a checkpoint after ``step``."""

@@ -28,9 +28,9 @@ class CriticConfig:
     """Also serve the frozen reward model in this process; false serves only values, and then model.path may be a language model,
     too."""
     label_weights: list[float] | None = None
-    """Weights of a reward model's labels, if it has several; their sum is the reward."""
+    """One weight for each label of a reward model with several. The reward is the weighted sum of the labels."""
     max_length: int = 0
-    """Longest accepted sequence, in tokens; 0 takes the model's max_position_embeddings."""
+    """Longest accepted sequence, in tokens; 0 takes the model's own limit, with critic.path the smaller of both."""
     append_eos: bool | None = None
     """Whether reward_infer ends every response with the end-of-text token; null does as in the reward model's training."""
     max_staged_bytes: int = 512 * 2**20
@@ -107,7 +107,8 @@ class PPOCriticConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The reward model, a sequence-classification checkpoint. The critic starts as its copy, unless critic.path is set."""
+    """The reward model, in a layout of docs/models.md. The critic starts as its copy unless critic.path is set. Without a served
+    reward model, it may be a language model."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

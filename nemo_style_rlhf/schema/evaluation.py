@@ -87,8 +87,7 @@ class EvaluationGenerationConfig(GenerationConfig):
 
 @dataclass
 class RewardModelSourceConfig:
-    """A sequence-classification checkpoint with one label, loaded in this process, with its own tokenizer and template; with
-    data.format=messages its tokenizer must equal the checkpoints'."""
+    """A reward model, loaded in this process, with its own tokenizer, template and chat template."""
 
     path: str | None = field(default=None, metadata={CHECK: model_folder})
     """null for none."""
@@ -100,7 +99,7 @@ class RewardModelSourceConfig:
     normalize_rewards: bool = False
     """Return (score - mean) / deviation, with the statistics that the reward model's training stored."""
     label_weights: list[float] | None = None
-    """Weights of the model's labels, if it has several; their sum is the reward."""
+    """One weight for each label of a model with several. The reward is the weighted sum of the labels."""
     micro_batch_tokens: int = 16384
     """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence is computed alone."""
 

@@ -18,13 +18,13 @@ class RewardModelConfig:
     """How texts become rewards."""
 
     max_length: int = 0
-    """Longest accepted sequence, in tokens; 0 takes the model's max_position_embeddings."""
+    """Longest accepted sequence, in tokens; 0 takes the model's own limit."""
     append_eos: bool | None = None
     """Whether every response ends with the end-of-text token; null does as in the reward model's training."""
     normalize_rewards: bool = False
     """Serve (reward - mean) / std, by the statistics stored with the reward model."""
     label_weights: list[float] | None = None
-    """Weights of the model's labels, if it has several; their sum is the reward."""
+    """One weight for each label of a model with several. The reward is the weighted sum of the labels."""
     micro_batch_tokens: int = 16384
     """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence is computed alone."""
     row_multiple: int = 8
@@ -51,7 +51,7 @@ class RewardServerProcessConfig:
 
     run: RewardServerRunConfig = field(default_factory=RewardServerRunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    """A sequence-classification checkpoint. It is frozen, so keys about training have no effect."""
+    """The reward model, decoder or encoder, in a layout of docs/models.md. It is frozen: keys about training have no effect."""
     reward: RewardModelConfig = field(default_factory=RewardModelConfig)
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=5568))
 

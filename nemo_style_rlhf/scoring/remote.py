@@ -153,8 +153,8 @@ def served_by(
                 _require_same(server, answers[server], model)
                 if conversations and not answers[server].reads_conversations:
                     raise UserError(
-                        f"the reward model of the server at {server.address} has no chat template and the prompts are "
-                        "conversations of several turns: serve one with a chat template in its tokenizer"
+                        f"the reward model of the server at {server.address} reads no conversations of several turns, which "
+                        "the prompts are: serve a decoder whose tokenizer has a chat template"
                     )
             else:
                 progress(f"no reward server answers at {server.address} yet: the others are asked")

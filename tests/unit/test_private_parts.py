@@ -13,7 +13,7 @@ TOUCHED = {
         "distributed/ranks.py", "engine/schedule.py", "engine/snapshot.py", "models/cpu_linear.py",
         "planning/blueprint.py", "planning/tracing.py",
     },
-    "Transformers": {"models/decoding.py", "models/packing.py", "models/policy.py"},
+    "Transformers": {"models/decoding.py", "models/packing.py", "models/policy.py", "models/scalar_loading.py"},
     "PEFT": {"models/lora.py"},
     "vLLM": {"generation/cpu_batches.py", "generation/cpu_kernels.py", "generation/vllm.py"},
     "multiprocess": {"scoring/function.py"},

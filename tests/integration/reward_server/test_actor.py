@@ -224,7 +224,7 @@ def test_conversations_are_rendered_by_the_reward_models_own_chat_template(tmp_p
 
 
 def test_a_reward_model_without_a_chat_template_is_refused_before_the_first_rollout(server: RewardServer) -> None:
-    with pytest.raises(UserError, match=r"has no chat template and the prompts are conversations of several turns"):
+    with pytest.raises(UserError, match=r"reads no conversations of several turns, which the prompts are: serve"):
         served_by(server.config(), print, conversations=True)
 
 

@@ -114,7 +114,28 @@ def test_a_model_without_a_chat_template_reads_a_single_question_as_words_and_no
     text = RewardText(str(tmp_path), letter_tokenizer(), append_eos=None)
     assert not text.reads_conversations
     assert text.token_ids(QUESTION, "c") == text.token_ids("ab", "c")
-    with pytest.raises(UserError, match="has no chat template and the prompts are conversations of several turns"):
+    with pytest.raises(
+        UserError, match=r"reads no conversations of several turns \(its tokenizer has no chat template\): take"
+    ):
+        text.token_ids(TURNS_OF_THREE, "c")
+
+
+def test_a_chat_template_that_fails_is_one_sentence(tmp_path: Path) -> None:
+    """A template is a program: here it calls what is no function."""
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content.nothing() }}"
+    with pytest.raises(
+        UserError, match=rf"the chat template of the reward model {tmp_path} cannot render a conversation"
+    ):
+        RewardText(str(tmp_path), tokenizer, append_eos=None).token_ids(TURNS_OF_THREE, "c")
+
+
+def test_an_encoder_reads_no_conversations_whatever_its_tokenizer_has(tmp_path: Path) -> None:
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = TURNS
+    text = RewardText(str(tmp_path), tokenizer, append_eos=None, as_pair=True)
+    assert not text.reads_conversations
+    with pytest.raises(UserError, match=r"reads no conversations of several turns \(it is an encoder\)"):
         text.token_ids(TURNS_OF_THREE, "c")
 
 

@@ -154,7 +154,7 @@ def test_rewards_are_normalized_by_the_statistics_in_the_config(tmp_path: Path, 
 def test_normalizing_without_statistics_is_refused(tmp_path: Path, statistics: dict[str, object]) -> None:
     path = save_reward_model(tmp_path, **statistics)
     with pytest.raises(
-        UserError, match=r"has no reward_mean and reward_std in its config\.json to normalise rewards by"
+        UserError, match=r"has no reward_mean and reward_std in its config\.json to normalize rewards with"
     ):
         load_reward_model(config(path), normalize=True)
 

@@ -36,7 +36,7 @@ def test_the_documented_policies_are_those_tried() -> None:
 def test_the_documented_layouts_are_those_tried() -> None:
     rows = {test: layout for layout, _, cell in table_rows(PAGE, "layout") for test in re.findall(r"`(\w+)`", cell)}
     refused = {test for *_, cell in table_rows(PAGE, "found") for test in re.findall(r"`(\w+)`", cell)}
-    of_layouts = tried_in("unit/models/test_reward_layouts.py")
+    of_layouts = tried_in("unit/models/test_reward_layouts.py") | tried_in("unit/models/test_critic_layouts.py")
     assert rows.keys() | (refused & of_layouts) == of_layouts
     assert not rows.keys() & refused
     others = ("loading", "lora", "packing")

@@ -17,18 +17,20 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     BertConfig,
     BloomConfig,
     DebertaV2Config,
     FalconConfig,
     Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     ModernBertConfig,
+    OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -42,11 +44,11 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora, merge_adapter, save_adapter
-from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel, max_positions
+from nemo_style_rlhf.models.scalar import PooledModel, max_positions, pad_token
 from nemo_style_rlhf.models.scalar_loading import load_critic, load_reward_model
 from nemo_style_rlhf.planning.blueprint import Blueprint
 from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
-from tests.support.models import SHAPE, disturb, save_policy, save_reward_model, save_token_classifier, save_tokenizer
+from tests.support.models import disturb, save_reward_model, save_token_classifier, save_tokenizer
 
 PAD, IDS = 63, torch.tensor([[3, 4, 5, 6, 7, 8], [9, 10, 11, 63, 63, 63]])
 MASK = (IDS != PAD).long()
@@ -71,6 +73,11 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     ),
 }
 """Configs of tiny decoders; the sequence classifier of each has a `score` head without a bias."""
+OPT = OPTConfig(
+    vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
+    word_embed_proj_dim=16, pad_token_id=PAD,
+)  # fmt: skip
+"""Its bare model is called `model.decoder`."""
 
 
 def config(path: Path, **changes: object) -> ModelConfig:
@@ -145,6 +152,38 @@ def test_heads_of_other_names(tmp_path: Path, family: str, name: str) -> None:
     assert torch.equal(rewards(path), expected)
 
 
+def test_an_export_has_transformers_name_of_the_head(tmp_path: Path) -> None:
+    path = rewrite(save_reward_model(tmp_path / "published"), renamed("score.", "value_head."))
+    export_model(load_critic(config(path), seed=0).hf, tmp_path / "export", source=str(path))
+    hf = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export", num_labels=1).eval()
+    with torch.no_grad():
+        plain = torch.stack([hf(input_ids=row[None, :n]).logits[0, 0] for row, n in zip(IDS, (6, 3), strict=True)])
+    torch.testing.assert_close(plain, rewards(path), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["score", "v_head.summary"])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "falcon", "bloom", "gemma3", "opt"])
+def test_a_bias_where_the_token_classifiers_head_has_another_name_or_is_missing(
+    tmp_path: Path, family: str, layout: str
+) -> None:
+    hf_config = OPT if family == "opt" else FAMILIES[family]
+    hf_config.num_labels = 1
+    path = write(tmp_path / "plain", AutoModelForSequenceClassification, hf_config)
+    save_tokenizer(path)
+    expected = rewards(path) + 2.5
+    rewrite(path, lambda weights: renamed("score.", f"{layout}.")(weights) | {f"{layout}.bias": torch.tensor([2.5])})
+    torch.testing.assert_close(rewards(path), expected, atol=1e-5, rtol=0)
+    given = config(path, lora=LoRAConfig(rank=2))
+    critic = load_critic(given, seed=0)
+    add_lora(critic.hf, given)
+    disturb(critic)
+    save_adapter(critic.hf, tmp_path / "adapter", given)
+    merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged")
+    with torch.no_grad():
+        trained = pooled(critic(IDS, MASK))
+    torch.testing.assert_close(rewards(tmp_path / "merged"), trained, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("architectures", [["LlamaForSequenceClassification"], ["RewardModel"], None])
 def test_openrlhfs_layout_says_two_labels_and_stores_one(tmp_path: Path, architectures: list[str] | None) -> None:
     """OpenRLHF #1039: without num_labels in config.json, transformers takes its default, 2, and a random head."""
@@ -186,6 +225,43 @@ def test_a_sequence_classifiers_bias(tmp_path: Path) -> None:
     expected = rewards(path) + 3
     rewrite(path, lambda weights: weights | {"score.bias": torch.tensor([3.0])})
     torch.testing.assert_close(rewards(path), expected)
+
+
+def test_a_leftover_index_of_other_files_is_not_read(tmp_path: Path) -> None:
+    """transformers takes model.safetensors first."""
+    path = save_reward_model(tmp_path)
+    expected = rewards(path)
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"score.weight": "missing.bin"}}))
+    assert torch.equal(rewards(path), expected)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"])
+def test_a_pointer_of_git_lfs_is_no_file_of_weights(tmp_path: Path, name: str) -> None:
+    path = save_reward_model(tmp_path)
+    (path / "model.safetensors").unlink()
+    (path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(UserError, match=rf"{name} holds no weights .*: download it again, with git-lfs"):
+        rewards(path)
+
+
+def test_a_head_of_several_layers_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, AutoModelForCausalLM, FAMILIES["qwen2"])
+    rewrite(path, lambda weights: weights | {"score.0.weight": torch.ones(16, 16), "score.2.weight": torch.ones(1, 16)})
+    with pytest.raises(UserError, match=r"score head of several layers \(score\.0\.weight, score\.2\.weight\)"):
+        rewards(path)
+
+
+def test_a_model_of_several_modalities_names_its_pad_token_in_its_language_models_config(tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    text = {**layers, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": PAD}
+    vision = {**layers, "image_size": 28, "patch_size": 14}
+    shape = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(shape).save_pretrained(tmp_path)
+    critic = load_critic(config(tmp_path), seed=0)
+    assert pad_token(critic.hf) == PAD
+    with torch.no_grad():
+        torch.testing.assert_close(critic.rewards(IDS, MASK), pooled(critic(IDS, MASK)))
 
 
 def test_pytorch_files(tmp_path: Path) -> None:
@@ -324,82 +400,3 @@ def test_no_critic_starts_from_an_encoder(tmp_path: Path) -> None:
     path = write(tmp_path, AutoModelForSequenceClassification, hf_config)
     with pytest.raises(UserError, match="BertForSequenceClassification has no `score` head over every token"):
         load_critic(config(path), seed=0)
-
-
-# --- critics without a reward model -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bare", [False, True], ids=["causal LM", "base model"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
-def test_a_critic_from_a_language_model_has_a_new_seeded_head(tmp_path: Path, family: str, bare: bool) -> None:
-    path = write(tmp_path, AutoModel if bare else AutoModelForCausalLM, FAMILIES[family])
-    with torch.no_grad():
-        critic = load_critic(config(path), seed=1)
-        torch.manual_seed(99)  # not the global generator decides
-        again, other = load_critic(config(path), seed=1), load_critic(config(path), seed=2)
-        values = critic(IDS, MASK)
-        assert torch.equal(values, again(IDS, MASK))
-        assert not torch.equal(values, other(IDS, MASK))
-        head = critic.hf.score.weight
-        expected = (hidden_states(path) @ head.T).squeeze(-1)
-    torch.testing.assert_close(values[MASK.bool()], expected[MASK.bool()], atol=1e-5, rtol=0)
-    assert 0 < float(head.std()) < 3 / 17  # 1 / (hidden size + 1) = 1 / 17
-
-
-def test_a_critic_from_an_earlier_runs_critic(tmp_path: Path) -> None:
-    first = load_critic(config(save_policy(tmp_path / "policy")), seed=1)
-    disturb(first)
-    export_model(first.hf, tmp_path / "critic", source=str(tmp_path / "policy"))
-    second = load_critic(config(tmp_path / "critic"), seed=2)
-    with torch.no_grad():
-        assert torch.equal(second(IDS, MASK), first(IDS, MASK))
-
-
-def test_a_critic_whose_head_has_a_name_of_its_own_learns_with_adapters(tmp_path: Path) -> None:
-    """The adapter is merged into a base whose head has another name and shape."""
-    path = rewrite(multi_objective(tmp_path / "rm"), renamed("score.", "regression_layer."))
-    given = config(path, lora=LoRAConfig(rank=2))
-    critic = load_critic(given, seed=0, label_weights=[1.0, 1.0, 1.0])
-    add_lora(critic.hf, given)
-    disturb(critic)
-    save_adapter(critic.hf, tmp_path / "adapter", given)
-    merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged")
-    with torch.no_grad():
-        torch.testing.assert_close(rewards(tmp_path / "merged"), pooled(critic(IDS, MASK)), atol=1e-5, rtol=0)
-
-
-def test_packing_gives_the_same_values(tmp_path: Path) -> None:
-    path = write(tmp_path, AutoModelForCausalLM, FAMILIES["llama"])
-    with torch.no_grad():
-        plain, packed = (load_critic(config(path, packing=packing), seed=1)(IDS, MASK) for packing in (False, True))
-    torch.testing.assert_close(plain * MASK, packed, atol=1e-5, rtol=0)
-
-
-def test_a_reward_model_without_a_head_in_its_files_is_refused(tmp_path: Path) -> None:
-    path = save_reward_model(tmp_path)
-    rewrite(path, lambda weights: {key: weight for key, weight in weights.items() if not key.startswith("score")})
-    for load in (load_reward_model, lambda given: load_critic(given, seed=0)):
-        with pytest.raises(
-            UserError, match=r"lacks the weights score\.weight that LlamaForSequenceClassification needs"
-        ):
-            load(config(path))
-
-
-def test_a_base_model_is_no_reward_model(tmp_path: Path) -> None:
-    path = write(tmp_path, AutoModel, FAMILIES["qwen2"])
-    save_tokenizer(path)
-    with pytest.raises(
-        UserError, match=r"is a model without a head \(Qwen2Model\), no reward model: train one from it"
-    ):
-        load_reward_model(config(path))
-    assert isinstance(load_critic(config(path), seed=0), ScalarModel)
-
-
-def test_a_token_classifier_of_transformers(tmp_path: Path) -> None:
-    path = save_token_classifier(tmp_path, bias=3.0)
-    with torch.no_grad():
-        expected = AutoModelForTokenClassification.from_pretrained(path).eval()(IDS, MASK).logits.squeeze(-1)
-    torch.testing.assert_close(rewards(path), pooled(expected), atol=1e-5, rtol=0)
-
-
-assert SHAPE["vocab_size"] == PAD + 1
