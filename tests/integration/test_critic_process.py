@@ -285,7 +285,7 @@ def test_dry_run_passes_and_leaves_nothing(make_server) -> None:
 def test_wrong_use_is_one_sentence(make_server, tmp_path: Path) -> None:
     server = make_server()
     two_labels = save_reward_model(tmp_path / "two_labels", num_labels=2)
-    assert "has 2 labels, expected 1" in refusal(server, f"model.path={two_labels}")
+    assert "has 2 labels and label_weights are none" in refusal(server, f"model.path={two_labels}")
     assert "server.prot" in refusal(server, "server.prot=1")
     assert "nowhere: there is no such folder" in refusal(server, f"model.path={tmp_path}/nowhere")
 

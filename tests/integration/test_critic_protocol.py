@@ -40,8 +40,8 @@ def test_rule_1_handshake_refuses_another_protocol_version(
 ) -> None:
     with RemoteCritic(shared_server.config()) as critic:
         status = critic.status()
-        monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 8)
-        with pytest.raises(UserError, match="protocol version 7, this client 8"):
+        monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 9)
+        with pytest.raises(UserError, match="protocol version 8, this client 9"):
             agree(critic, status)
 
 
