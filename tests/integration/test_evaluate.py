@@ -228,7 +228,7 @@ MISTAKES = {
         ["reward.model.path={inputs}/none"],
         r"reward\.model\.path=.*none: there is no such folder",
     ),
-    "two labels": (["reward.model.path={inputs}/two_labels"], r"two_labels has 2 labels, expected 1"),
+    "two labels": (["reward.model.path={inputs}/two_labels"], r"two_labels has 2 labels and label_weights are none"),
     "messages for another family's reward model, before it is loaded": (
         [
             "data=messages",
