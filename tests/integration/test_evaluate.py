@@ -39,7 +39,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_policy(folder / "ppo" / "export", seed=5)
     save_reward_model(folder / "reward", pad_token_id=0)
     save_reward_model(folder / "two_labels", num_labels=2)
-    (save_reward_model(folder / "weightless") / "model.safetensors").unlink()
     for model in (save_policy(folder / "chat"), save_reward_model(folder / "chat_reward", pad_token_id=0)):
         save_chat_tokenizer(model)
     conversations = [{"messages": [{"role": "user", "content": f"w{i} w{i + 1}"}]} for i in range(PROMPTS)]
@@ -229,15 +228,6 @@ MISTAKES = {
         r"reward\.model\.path=.*none: there is no such folder",
     ),
     "two labels": (["reward.model.path={inputs}/two_labels"], r"two_labels has 2 labels and label_weights are none"),
-    "messages for another family's reward model, before it is loaded": (
-        [
-            "data=messages",
-            "data.path={inputs}/messages.jsonl",
-            "checkpoints=[{inputs}/chat]",
-            "reward.model.path={inputs}/weightless",
-        ],
-        r"^\S+/weightless has the tokenizer \w{16}, \S+/chat \w{16}: it would read the markup .* policy's family, or text",
-    ),
     "missing function": (
         ["reward.function.path={inputs}/none.py"],
         r"reward\.function\.path=.*none\.py: there is no such file",
