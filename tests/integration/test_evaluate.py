@@ -134,8 +134,12 @@ def test_a_beginning_of_text_stands_once_before_what_is_scored(inputs: Path, tmp
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "chat_reward")
     tokenizer = AutoTokenizer.from_pretrained(inputs / "chat_reward")
     for row in results(tmp_path):
-        words = row["prompt"].removeprefix("<unk>").split() + row["response"].split()
-        ids = tokenizer.convert_tokens_to_ids(["<unk>", *words, "<eos>"])
+        prompt, response = row["prompt"].removeprefix("<unk>").split(), row["response"].split()
+        if format == "messages":  # the template opens each turn with w60, and writes no end-of-text
+            words = [*prompt[:-1], "w60", *response]
+        else:
+            words = [*prompt, *response, "<eos>"]
+        ids = tokenizer.convert_tokens_to_ids(["<unk>", *words])
         with torch.no_grad():
             (expected,) = model(input_ids=torch.tensor([ids])).logits[0].tolist()
         assert row["score"] == pytest.approx(expected, abs=1e-5)
