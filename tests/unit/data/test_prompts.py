@@ -96,6 +96,19 @@ def test_a_turn_that_the_chat_template_leaves_out_is_counted(tmp_path, tokenizer
     assert report.dropped == {"with a turn of the role 'bot', which the chat template leaves out": 1}
 
 
+def test_a_tools_answer_that_the_chat_template_leaves_out_is_counted_but_not_one_that_it_escapes(tmp_path, tokenizer):
+    path = write(
+        tmp_path / "m.jsonl",
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": ' {"b": "é"}\n'}]}],
+    )
+    known = "{% for m in messages %}{% if m.role == 'user' or escaped %}{{ m.content | tojson }}{% endif %}{% endfor %}"
+    with pytest.raises(UserError, match="with a turn of the role 'tool', which the chat template leaves out"):
+        load_prompts(path, config(format="messages", chat_template=known), tokenizer)
+    escaping = "{% set escaped = true %}" + known
+    prompts, _ = load_prompts(path, config(format="messages", chat_template=escaping), tokenizer)
+    assert len(prompts) == 1
+
+
 ROLES = (
     "{% for m in messages %}{{ {'system': 's', 'user': 'u', 'assistant': 'r', 'tool': 't'}[m.role] }}{{ m.content }}"
     "{% endfor %}{% if add_generation_prompt %}r{% endif %}"
@@ -301,6 +314,7 @@ def test_a_truncated_gzip_file_is_refused(tmp_path, tokenizer):
         ({"prompt_template": "{prompt}", "format": "messages"}, "takes a chat template"),
         ({"chat_template": "{{ x }}"}, "set data.format=messages"),
         ({"input_key": "input", "format": "messages"}, "data.input_key is set but data.format=messages"),
+        ({"system_key": "system"}, "data.system_key is set but data.format=text uses no chat template"),
     ],
 )
 def test_impossible_settings_are_refused(changes, sentence):
