@@ -86,7 +86,8 @@ class Encoder:
             if not of_parts:
                 raise
             text = None
-        if text is None or any(str(message["content"]) in text for message in of_parts):  # the template knows no parts
+        # A template that knows no parts refuses them, writes the list itself, or leaves them out.
+        if text is None or any(str(each["content"]) in text or not _holds(text, each) for each in of_parts):
             text = render(
                 [
                     {**message, "content": plain_text(message)} if message in of_parts else message

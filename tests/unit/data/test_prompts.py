@@ -76,7 +76,14 @@ def test_the_chat_template_sees_a_rows_tools_and_may_refuse_a_conversation(tmp_p
     assert report.dropped == {"refused by the chat template (no tools)": 1}
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ 'b' + messages[0].content }}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content }}",
+        "{{ 'b' + messages[0].content }}",
+        "{{ messages[0].content if messages[0].content is string else '' }}",
+    ],
+)
 def test_parts_of_text_are_joined_only_for_a_template_that_knows_none(tmp_path, tokenizer, template):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     path = write(tmp_path / "m.jsonl", [{"messages": [{"role": "user", "content": parts}]}])
