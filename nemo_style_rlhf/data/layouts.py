@@ -132,9 +132,9 @@ def read_answered(record: Record, key: str, setting: str, config: PromptTemplate
     listed = is_conversation(record.fields.get(column)) and column not in (key, *CONVERSATION_COLUMNS)
     if listed and not _begins(turns, messages(record, column, "data.prompt_key")):
         raise Dropped(f"whose {key!r} does not go on with its {column!r}")
-    answer = require_answer(turns)
+    require_answer(turns)
     require_question(turns)
-    return with_system(record, turns[:-1], config), answer
+    return with_system(record, turns[:-1], config), turns[-1]
 
 
 def _begins(turns: list[Message], before: list[Message]) -> bool:
