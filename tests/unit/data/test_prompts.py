@@ -1,5 +1,6 @@
 """Prompts from files: what is kept, what is dropped and counted, what is refused and with which sentence."""
 
+import datetime
 import gzip
 import json
 
@@ -7,6 +8,7 @@ import pytest
 
 from nemo_style_rlhf.data.prompts import load_prompts
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.data import PromptDataConfig
 
 
@@ -101,6 +103,16 @@ def test_a_turn_that_the_chat_template_leaves_out_is_counted(tmp_path, tokenizer
     prompts, report = load_prompts(path, config(format="messages", chat_template=template), tokenizer)
     assert [prompt.text for prompt in prompts] == ["b"]
     assert report.dropped == {"with a turn of the role 'bot', which the chat template leaves out": 1}
+
+
+def test_a_turns_time_from_parquet_travels_as_text(tmp_path, tokenizer):
+    import datasets
+
+    turn = {"role": "user", "content": "a", "timestamp": datetime.datetime(2023, 4, 9, 0, 2)}
+    datasets.Dataset.from_list([{"messages": [turn]}]).to_parquet(str(tmp_path / "m.parquet"))
+    settings = config(format="messages", chat_template=ROLES)
+    (prompt,), _ = load_prompts(str(tmp_path / "m.parquet"), settings, tokenizer)
+    assert Chat.from_json(prompt.chat.to_json()).messages == [{**turn, "timestamp": "2023-04-09 00:02:00"}]
 
 
 def test_a_tools_answer_that_the_chat_template_leaves_out_is_counted_but_not_one_that_it_escapes(tmp_path, tokenizer):
