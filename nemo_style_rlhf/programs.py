@@ -211,12 +211,14 @@ def export_checkpoint() -> None:
     """Turn a checkpoint into a Hugging Face directory."""
     parser = argparse.ArgumentParser(
         description="Turn a checkpoint of actor, critic server or supervised stage into a plain Hugging Face directory, "
-        "adapters merged: what the run's export would be after that step."
+        "adapters merged, as the run's export would be after that step; a reward model lacks the statistics of its rewards, "
+        "which training computes at its end."
     )
     parser.add_argument("checkpoint", type=Path, help="such as <run.output_dir>/checkpoints/step_000050")
     parser.add_argument("target", type=Path, help="a new folder for the model")
     parser.add_argument(
-        "--model", help="where the model lies from which the training started; the run's model.path by default"
+        "--model",
+        help="where the model lies from which the training started; by default its model.path, or critic.path if that is set",
     )
     arguments = parser.parse_args()
 

@@ -70,13 +70,13 @@ def group_advantages(
         raise ValueError(f"{len(scores)} scores cannot be split into groups of {group_size}")
     kept = (torch.ones_like(scores) if keep is None else keep).bool().view(-1, group_size)
     count = kept.sum(-1, keepdim=True)
-    centred = deviations(scores.view(-1, group_size), kept)
+    centered = deviations(scores.view(-1, group_size), kept)
     if kind == "rloo":
-        centred = centred * count / (count - 1).clamp(min=1)
+        centered = centered * count / (count - 1).clamp(min=1)
     elif kind == "grpo":
-        variance = centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + eps)
-    return centred.flatten().to(torch.result_type(scores, 1.0))
+        variance = centered.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)
+        centered = centered / (variance.sqrt() + eps)
+    return centered.flatten().to(torch.result_type(scores, 1.0))
 
 
 def equal_share(scores: Tensor, group_size: int, *, keep: Tensor) -> float:

@@ -43,11 +43,11 @@ def masked_whiten(x: Tensor, mask: Tensor, *, divide: bool = True, eps: float = 
     Returns:
         [batch, time]; 0 under mask 0.
     """
-    centred = deviations(x.flatten(), mask.flatten()).view_as(x)
+    centered = deviations(x.flatten(), mask.flatten()).view_as(x)
     if divide:
-        variance = centred.square().sum() / (mask.bool().sum() - 1).clamp(min=1)
-        centred = centred * torch.rsqrt(variance + eps)
-    return centred.to(torch.result_type(x, 1.0))
+        variance = centered.square().sum() / (mask.bool().sum() - 1).clamp(min=1)
+        centered = centered * torch.rsqrt(variance + eps)
+    return centered.to(torch.result_type(x, 1.0))
 
 
 def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float | Tensor | None = None) -> Tensor:

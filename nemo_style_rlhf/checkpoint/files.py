@@ -150,10 +150,13 @@ def samples(path: Path) -> Iterator[bytes]:
             yield file.read(SAMPLE_BYTES)
 
 
-def file_digests(directory: Path, digest: Callable[[Path], str] = sha256) -> dict[str, str]:
-    """``digest`` of every file below ``directory``, keyed by relative POSIX path."""
+def file_digests(
+    directory: Path, digest: Callable[[Path], str] = sha256, *, besides: Collection[str] = ()
+) -> dict[str, str]:
+    """``digest`` of every file below ``directory``, but not below the folders ``besides`` in it, keyed by relative POSIX path."""
+    below = {path.relative_to(directory): path for path in sorted(directory.rglob("*"))}
     return {
-        path.relative_to(directory).as_posix(): digest(path) for path in sorted(directory.rglob("*")) if path.is_file()
+        name.as_posix(): digest(path) for name, path in below.items() if name.parts[0] not in besides and path.is_file()
     }
 
 

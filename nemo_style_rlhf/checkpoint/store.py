@@ -83,7 +83,7 @@ class CheckpointStore:
         folder = self._folder(step)
         fsync_tree(folder)
         require_owned(self._root)
-        files = {name: digest for name, digest in file_digests(folder).items() if not _is_for_others(name)}
+        files = file_digests(folder, besides=FOR_OTHERS)
         manifest = Manifest(FORMAT, step, run_id, files, critic, state, versions)
         content = asdict(manifest)
         content["digest"] = _digest(content)
@@ -210,10 +210,6 @@ class CheckpointStore:
 
     def _folder(self, step: int) -> Path:
         return self._root / f"step_{step:06d}"
-
-
-def _is_for_others(name: str) -> bool:
-    return name.partition("/")[0] in FOR_OTHERS
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Turns a checkpoint into the Hugging Face directory that the run's export would have been after that step.
+"""Turns a checkpoint into the Hugging Face directory that the run's export would have been after that step. A reward model lacks
+the statistics of its rewards, which training computes at its end.
 
 The configuration that the run recorded says how the model is built; DeepSpeed's shards are read without DeepSpeed's engine.
 """
@@ -22,7 +23,7 @@ from nemo_style_rlhf.critic_service.store import RECORD, read_record
 from nemo_style_rlhf.engine.engine import CHECKPOINT_TAG
 from nemo_style_rlhf.engine.reshape import load_weights
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.models.digests import model_fingerprint
+from nemo_style_rlhf.models.digests import model_fingerprint, module_digest
 from nemo_style_rlhf.models.export import export_model
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import START, add_lora
@@ -43,10 +44,13 @@ STAGES: dict[str, type[SupervisedConfig]] = {
     "desirable_weight": KTOConfig,
 }
 """Configuration of a supervised stage by a key that only this stage has; SFT's has none."""
-WHAT_THERE_IS = (
+EXPECTED_CHECKPOINT = (
     "a PPO run's checkpoints/step_000050, a critic server's checkpoints/<run>-step_000050, or a supervised stage's "
     "checkpoints/step_00000500.ckpt"
 )
+STARTS = ("weights at the start", "start", "reward model")
+"""Keys of a critic's record for the digest of its weights at the start, the newest version's first."""
+_ADVICE = "name the model from which the training started as --model"
 
 
 @dataclass(frozen=True)
@@ -68,26 +72,42 @@ def export_checkpoint(checkpoint: Path, target: Path, *, model: str | None = Non
         model: where the model lies from which the training started, if it has moved.
 
     Raises:
-        UserError: there is no whole checkpoint, its run's configuration is missing, ``target`` is in the way, or the model is
-            not the one from which the training started.
+        UserError: there is no whole checkpoint, its run's configuration is missing, a folder to write is in the way, the model
+            is not the one from which the training started, or the run deletes the checkpoint meanwhile.
     """
     found = find(checkpoint)
+    _require_free(target)
+    recorded = _recorded(found)
+    if found.kind != "critic" and (recorded["model"].get("lora") or {}).get("rank"):
+        _require_free(target.with_name(f"{target.name}_adapter"))
+    if model is not None:
+        own_start = found.kind == "critic" and (recorded.get("critic") or {}).get("path")
+        recorded["critic" if own_start else "model"]["path"] = model
+    export = {"actor": _export_actor, "critic": _export_critic, "supervised": _export_stage}[found.kind]
+    try:
+        export(found, target, recorded)
+    except FileNotFoundError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(found.path):
+            raise
+        raise UserError(
+            f"{found.path} was deleted while it was read, as a run deletes its old checkpoints: give a newer one"
+        ) from error
+
+
+def _require_free(target: Path) -> None:
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise UserError(f"{target} exists: give a new folder for the exported model")
-    recorded = _recorded(found)
-    if model is not None:
-        recorded["model"]["path"] = model
-    {"actor": _export_actor, "critic": _export_critic, "supervised": _export_stage}[found.kind](found, target, recorded)
 
 
 def find(path: Path) -> Found:
-    """
+    """The checkpoint at ``path``.
+
     Raises:
         UserError: there is no whole checkpoint at ``path``.
     """
     given = path.resolve()
     if not given.exists():
-        raise UserError(f"there is no {given}: give {WHAT_THERE_IS}")
+        raise UserError(f"there is no {given}: give {EXPECTED_CHECKPOINT}")
     path = given.parent if given.name in (ACTOR, "critic") and given.parent.parent.name == "checkpoints" else given
     run = path.parent.parent
     if (path / "critic" / RECORD).is_file():
@@ -98,7 +118,7 @@ def find(path: Path) -> Found:
         return Found("supervised", path, run)
     inside = [each for place in (given, given / ACTOR) for each in (place / "checkpoints").glob("*step_*")]
     inside.sort(key=lambda each: each.stat().st_mtime)
-    example = f"one of its checkpoints, such as {inside[-1]}" if inside else WHAT_THERE_IS
+    example = f"one of its checkpoints, such as {inside[-1]}" if inside else EXPECTED_CHECKPOINT
     raise UserError(f"{given} is no checkpoint: give {example}")
 
 
@@ -136,13 +156,17 @@ def _export_actor(found: Found, target: Path, recorded: Mapping[str, Any]) -> No
 
 def _export_critic(found: Found, target: Path, recorded: Mapping[str, Any]) -> None:
     try:
-        damaged = deviations(found.path, read_record(found.path).digests, besides=[RECORD])
+        record = read_record(found.path)
+        damaged = deviations(found.path, record.digests, besides=[RECORD])
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         damaged = [RECORD]
     if damaged:
         raise UserError(f"{found.path} is damaged ({damaged[0]}): give another checkpoint of the server")
     config = rebuilt(PPOCriticConfig, recorded)
     critic = starting_critic(config)
+    if config.model.lora.rank:
+        was = next((record.critic[key] for key in STARTS if key in record.critic), None)
+        _require_same(found, config.critic_start.path, was, module_digest(critic))
     add_lora(critic.hf, config.critic_start)
     load_weights(critic.hf, found.path / CHECKPOINT_TAG, prefix="hf.")
     with _writing(target):
@@ -183,11 +207,12 @@ def _writing(target: Path) -> AbstractContextManager[None]:
     return storage_errors(f"the model {target}", "make room or give another folder")
 
 
-_ADVICE = "name the model from which the training started as --model"
-
-
 def _require_start(model: ModelConfig, identity: Mapping[str, Any], found: Found) -> None:
     """Check that the adapters of a checkpoint meet the model to which they belong."""
-    was, given = identity.get(START), model_fingerprint(model.path)
-    if model.lora.rank and was not in (None, given):
-        raise UserError(f"{found.path} has adapters of a model with {was}, {model.path} has {given}: {_ADVICE}")
+    if model.lora.rank:
+        _require_same(found, model.path, identity.get(START), model_fingerprint(model.path))
+
+
+def _require_same(found: Found, path: str, was: str | None, given: str) -> None:
+    if was not in (None, given):
+        raise UserError(f"{found.path} has adapters of a model with {was}, {path} has {given}: {_ADVICE}")

@@ -1,5 +1,6 @@
 """Turns text into token ids, in the same way in every stage."""
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -8,7 +9,6 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.records import Dropped
-from nemo_style_rlhf.data.turns import ROLES
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Message, is_parts, plain_text
 
@@ -74,7 +74,7 @@ class Encoder:
 
         Raises:
             UserError: there is no chat template.
-            Dropped: the template refuses these messages, or leaves out one whose role it does not know.
+            Dropped: the template refuses these messages, or leaves out a turn that is not the assistant's.
         """
         if self.chat_template is None and self.tokenizer.chat_template is None:
             raise UserError("messages need a chat template and the tokenizer has none: set data.chat_template")
@@ -86,7 +86,8 @@ class Encoder:
             if not of_parts:
                 raise
             text = None
-        if text is None or any(str(message["content"]) in text for message in of_parts):  # the template knows no parts
+        # A template that knows no parts refuses them, writes the list itself, or leaves them out.
+        if text is None or any(str(each["content"]) in text or not _holds(text, each) for each in of_parts):
             text = render(
                 [
                     {**message, "content": plain_text(message)} if message in of_parts else message
@@ -94,7 +95,7 @@ class Encoder:
                 ]
             )
         for message in messages:
-            if message["role"] not in ROLES and plain_text(message).strip() not in text:
+            if message["role"] != "assistant" and not _holds(text, message):
                 raise Dropped(f"with a turn of the role {message['role']!r}, which the chat template leaves out")
         return text
 
@@ -111,12 +112,23 @@ class Encoder:
                     tokenize=False,
                 )
             )
-        except (jinja2.TemplateError, TypeError) as error:  # a value of a type that the template does not expect
+        # A value that the template does not expect raises TypeError, a conversation that transformers refuses ValueError.
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise Dropped(f"refused by the chat template ({error})") from error
 
     def rendered(self, text: str) -> list[int]:
         """Tokens of a text in which the chat template has already written every special token."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _holds(text: str, message: Message) -> bool:
+    """Whether a rendering holds all that a turn says, as it stands or escaped as JSON; white space around it may be lost."""
+    content = message.get("content") or ""
+    parts = [part["text"].strip() for part in content] if isinstance(content, list) else [content.strip()]
+    return all(
+        part in text or any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
+        for part in parts
+    )
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], response: Sequence[int]) -> str:

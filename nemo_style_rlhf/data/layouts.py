@@ -9,7 +9,16 @@ from typing import Any
 
 from nemo_style_rlhf.data import hh
 from nemo_style_rlhf.data.records import Dropped, Record
-from nemo_style_rlhf.data.turns import BEFORE_THE_USER, CONVERSATION_COLUMNS, is_conversation, messages, said
+from nemo_style_rlhf.data.turns import (
+    BEFORE_THE_USER,
+    CONVERSATION_COLUMNS,
+    OF_AN_ANSWER,
+    is_conversation,
+    messages,
+    require_known_speaker,
+    require_question,
+    said,
+)
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Message, plain_text
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
@@ -23,9 +32,9 @@ PROMPT_COLUMNS = ("prompt", "instruction")
 ANSWER_COLUMNS = ("response", "completion", "output")
 """Columns of answers in SFT where no setting names one."""
 COMPLETION_COLUMNS = ("completion", "response", "output")
-"""The same in KTO."""
+"""Columns of answers in KTO where no setting names one."""
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""Labels of KTO as texts."""
+"""KTO reads these texts, and what prints like them, as labels."""
 
 
 def prompt_column(record: Record, config: PromptTemplateConfig) -> str:
@@ -45,21 +54,40 @@ def read_prompt(record: Record, key: str, config: PromptTemplateConfig) -> Promp
     return as_messages(text, record, config) if config.apply_chat_template else text
 
 
+def open_prompt(record: Record, key: str, config: PromptTemplateConfig) -> Prompt:
+    """:func:`read_prompt` for an answer that stands in another column.
+
+    Raises:
+        Dropped: the prompt ends with an answer of its own, or nobody knows whether it does.
+    """
+    prompt = read_prompt(record, key, config)
+    if isinstance(prompt, list):
+        require_known_speaker(prompt, record, key)
+        if prompt[-1]["role"] == "assistant":
+            raise Dropped(f"whose {key!r} already ends with an answer")
+    return prompt
+
+
 def conversation(record: Record, key: str, setting: str, config: PromptTemplateConfig) -> list[Message]:
     """The messages under ``key``, after the row's system prompt."""
-    return _with_system(record, messages(record, key, setting), config)
+    return with_system(record, messages(record, key, setting), config)
 
 
 def as_messages(prompt: Prompt, record: Record, config: PromptTemplateConfig) -> list[Message]:
     """``prompt`` itself, or its text as the user's message after the row's system prompt."""
-    return _with_system(record, [said("user", prompt)], config) if isinstance(prompt, str) else prompt
+    return with_system(record, [said("user", prompt)], config) if isinstance(prompt, str) else prompt
 
 
-def _with_system(record: Record, turns: list[Message], config: PromptTemplateConfig) -> list[Message]:
+def with_system(record: Record, turns: list[Message], config: PromptTemplateConfig) -> list[Message]:
+    """``turns`` after the row's system prompt, if there is one and they have none of their own.
+
+    Raises:
+        Dropped: ``data.system_key`` names a column that is missing or holds no text.
+    """
     if turns[0]["role"] in BEFORE_THE_USER:
         return turns
     system = record.fields.get("system")
-    if config.system_key is not None:
+    if config.system_key is not None and (system := record.get(config.system_key, "data.system_key")) is not None:
         system = record.text(config.system_key, "data.system_key")
     return [said("system", system), *turns] if isinstance(system, str) and system.strip() else turns
 
@@ -85,25 +113,28 @@ def instruction(record: Record, key: str, config: PromptTemplateConfig) -> str:
 
 
 def read_answered(record: Record, key: str, setting: str, config: PromptTemplateConfig) -> Answered:
-    """A prompt, and the answer under ``key``, which is a text, a message, or the last turn of a conversation.
+    """A prompt, and the answer under ``key``, which is a text, or the last turn of a conversation.
+
+    A conversation that consists of an answer alone follows the row's prompt; any other one is whole.
 
     Raises:
-        Dropped: a conversation does not end with the assistant, or does not go on with its prompt.
+        Dropped: a conversation does not end with the assistant, begins with its answer, or does not repeat its prompt; or
+            the prompt is not open, see :func:`open_prompt`.
     """
     column = prompt_column(record, config)
     if not is_conversation(record.fields.get(key)):
-        prompt, answer = read_prompt(record, column, config), record.text(key, setting)
+        prompt, answer = open_prompt(record, column, config), record.text(key, setting)
         return prompt, (answer if isinstance(prompt, str) else said("assistant", answer))
     turns = messages(record, key, setting)
-    if turns[0]["role"] == "assistant":
-        turns = [*as_messages(read_prompt(record, column, config), record, config), *turns]
-    else:
-        before = record.fields.get(column)
-        listed = is_conversation(before) and column not in (key, *CONVERSATION_COLUMNS)
-        if listed and not _begins(turns, messages(record, column, "data.prompt_key")):
-            raise Dropped(f"whose {key!r} does not go on with its {column!r}")
-        turns = _with_system(record, turns, config)
-    return turns[:-1], require_answer(turns)
+    if column != key and all(turn["role"] in OF_AN_ANSWER for turn in turns):
+        before = as_messages(open_prompt(record, column, config), record, config)
+        return [*before, *turns[:-1]], require_answer(turns)
+    listed = is_conversation(record.fields.get(column)) and column not in (key, *CONVERSATION_COLUMNS)
+    if listed and not _begins(turns, messages(record, column, "data.prompt_key")):
+        raise Dropped(f"whose {key!r} does not go on with its {column!r}")
+    require_answer(turns)
+    require_question(turns)
+    return with_system(record, turns[:-1], config), turns[-1]
 
 
 def _begins(turns: list[Message], before: list[Message]) -> bool:
@@ -126,6 +157,11 @@ def require_answer(turns: list[Message]) -> Message:
 
 
 def require_content(answer: Message) -> None:
+    """Check that an answer says or calls something.
+
+    Raises:
+        Dropped: it has neither text nor tool calls.
+    """
     if not plain_text(answer).strip() and not answer.get("tool_calls"):
         raise Dropped("with an empty response")
 
@@ -163,7 +199,7 @@ def read_pair(record: Record, config: PairDataConfig, unprompted: Unprompted) ->
     texts = [record.text(key, setting) for key, setting in sides]
     of_hh = config.format == "hh" or unprompted is Unprompted.TRANSCRIPTS
     if of_hh or any(hh.is_transcript(text) for text in texts):
-        chosen, rejected = (_of_transcript(text, config) for text in texts)
+        chosen, rejected = (_of_transcript(text, record, config) for text in texts)
         return chosen, rejected
     if config.prompt_key is not None or unprompted is Unprompted.FAULTY:
         record.text(prompt_column(record, config), "data.prompt_key")  # which drops the row
@@ -178,13 +214,13 @@ def read_pair(record: Record, config: PairDataConfig, unprompted: Unprompted) ->
     return chosen, rejected
 
 
-def _of_transcript(transcript: str, config: PromptTemplateConfig) -> Answered:
+def _of_transcript(transcript: str, record: Record, config: PromptTemplateConfig) -> Answered:
     if (found := hh.split_last_answer(transcript)) is None:
         raise Dropped("without an assistant turn")
     prompt, answer = found
     if not config.apply_chat_template:
         return prompt, answer
-    return hh.prompt_messages(prompt), said("assistant", answer.strip())
+    return with_system(record, hh.prompt_messages(prompt), config), said("assistant", answer.strip())
 
 
 def shared_beginning(one: str, other: str) -> str:

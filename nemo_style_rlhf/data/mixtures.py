@@ -31,7 +31,7 @@ class TrainingRows(Generic[Row]):
     sizes: list[int]
     """Number of rows of each source."""
     weights: list[float]
-    """Of each source of a mixture; empty without one."""
+    """Weight of each source of a mixture; empty without one."""
     reports: list[DropReport]
 
     def sampler(self, seed: int, shuffle: bool = True) -> Sampler:
@@ -42,8 +42,9 @@ class TrainingRows(Generic[Row]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What gives a position in the mixture its meaning, beside the rows."""
-        return {"data.mixture": [list(each) for each in zip(self.sizes, self.weights, strict=False)]}
+        """Size and share of each source of a mixture, which with the rows give a position its meaning."""
+        shares = [weight / sum(self.weights) for weight in self.weights]
+        return {"data.mixture": [list(each) for each in zip(self.sizes, shares, strict=False)]}
 
 
 def load_training_rows(config: TrainingDataConfig, load: Load[Row]) -> TrainingRows[Row]:

@@ -7,7 +7,15 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data import hh
 from nemo_style_rlhf.data.encoding import Encoder
-from nemo_style_rlhf.data.layouts import PROMPT_COLUMNS, conversation, input_column, instruction, read_prompt
+from nemo_style_rlhf.data.layouts import (
+    PROMPT_COLUMNS,
+    as_messages,
+    conversation,
+    input_column,
+    instruction,
+    read_prompt,
+    with_system,
+)
 from nemo_style_rlhf.data.mixtures import TrainingRows, load_training_rows
 from nemo_style_rlhf.data.records import Dropped, DropReport, Record
 from nemo_style_rlhf.data.sources import described, read_records
@@ -121,9 +129,7 @@ def _prompt_text(record: Record, key: str, config: PromptRowsConfig, encoder: En
     if config.format == "messages":
         return _rendered(conversation(record, key, "data.prompt_key", config), record, key, encoder)
     if config.format == "text" and config.apply_chat_template:
-        turns = read_prompt(record, key, config)
-        assert isinstance(turns, list)
-        return _rendered(turns, record, key, encoder)
+        return _rendered(as_messages(read_prompt(record, key, config), record, config), record, key, encoder)
     if is_conversation(record.get(key, "data.prompt_key")):
         raise Dropped(
             f"whose {key!r} is no text",
@@ -136,7 +142,7 @@ def _prompt_text(record: Record, key: str, config: PromptRowsConfig, encoder: En
     if (transcript := hh.cut_last_answer(text)) is None:
         raise Dropped("without an assistant turn")
     if config.apply_chat_template:
-        return _rendered(hh.prompt_messages(transcript), record, key, encoder)
+        return _rendered(with_system(record, hh.prompt_messages(transcript), config), record, key, encoder)
     return render(config.prompt_template, transcript), None, False
 
 
@@ -159,7 +165,7 @@ def _metadata(record: Record, key: str, config: PromptRowsConfig) -> dict[str, A
     used = {key, input_column(record, key, config), config.sampling_key}
     if config.format == "hh":
         used.add("rejected")
-    return {key: value for key, value in record.fields.items() if key not in used}
+    return {name: value for name, value in record.fields.items() if name not in used}
 
 
 def _sampling(record: Record, config: PromptRowsConfig) -> SamplingOverrides:

@@ -51,13 +51,13 @@ class MixtureSampler:
         """
         Args:
             sizes: number of rows of each source; the rows of all sources follow each other.
-            weights: of each source, above 0.
+            weights: one for each source, above 0; its share is its weight, divided by the sum of all.
         """
         self._sources = [PromptSampler(size, mixed_seed(seed, number), shuffle) for number, size in enumerate(sizes)]
         self._starts = np.cumsum([0, *sizes])
         self._shares = np.array(weights, dtype=np.float64) / sum(weights)
         self.seed, self.shuffle = seed, shuffle
-        self._taken = [np.zeros(len(sizes), dtype=np.int64)]  # of each source before each block
+        self._taken = [np.zeros(len(sizes), dtype=np.int64)]  # rows taken from each source before each block
         self._block = functools.lru_cache(maxsize=2)(self._compute_block)
 
     def take(self, position: int, count: int) -> list[int]:

@@ -8,6 +8,7 @@ import logging
 import ssl
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -70,7 +71,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             text = io.TextIOWrapper(raw, encoding="utf-8-sig")  # type: ignore[type-var]
             is_array = path.name.removesuffix(".gz").endswith(".json") and _first_character(text) == "["
             yield from _array(text, path) if is_array else _lines(text, path)
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
         kind = "gzip-compressed UTF-8" if compressed else "UTF-8"
         raise UserError(f"{path} cannot be read as {kind} ({error}): write the file again") from error
     except PermissionError as error:
@@ -129,7 +130,7 @@ def _load_file(path: Path) -> Any:
 
 
 def _load_saved(data_set: DataSet) -> Any:
-    """What ``save_to_disk`` wrote: one table, or several by split."""
+    """The table that ``save_to_disk`` wrote, or one of its splits."""
     import datasets
 
     saved = datasets.load_from_disk(data_set.name)
@@ -149,7 +150,11 @@ def _load_built(data_set: DataSet) -> Any:
     import datasets
 
     if not data_set.is_folder and not datasets.config.HF_HUB_OFFLINE and not _hub_answers():
-        log.info("%s does not answer: only its cached data sets are read", datasets.config.HF_ENDPOINT)
+        log.warning(
+            "%s did not answer within %g s: data sets are read from the local cache and may be older than the hub's",
+            datasets.config.HF_ENDPOINT,
+            HUB_TIMEOUT_S,
+        )
         datasets.config.HF_HUB_OFFLINE = True  # the library would try again for half a minute
     return datasets.load_dataset(data_set.name, data_set.config, split=data_set.split or "train")
 

@@ -14,7 +14,7 @@ from nemo_style_rlhf.data.examples import Conversation, PreferencePair, SFTExamp
 from nemo_style_rlhf.data.records import Dropped, DropReport, Record
 from nemo_style_rlhf.data.sources import described, read_records
 from nemo_style_rlhf.data.templates import render
-from nemo_style_rlhf.data.turns import CONVERSATION_COLUMNS, is_conversation, tools
+from nemo_style_rlhf.data.turns import CONVERSATION_COLUMNS, greeting, is_conversation, require_question, tools
 from nemo_style_rlhf.schema.chat import Message
 from nemo_style_rlhf.schema.sources import Sources
 from nemo_style_rlhf.schema.supervised import (
@@ -97,13 +97,15 @@ def _sft_example(record: Record, config: SFTDataConfig, encoder: Encoder) -> SFT
         return SFTExample(ids, 0)
     if layout == "messages":
         key = record.column(config.messages_key, CONVERSATION_COLUMNS)
-        return _conversation(layouts.conversation(record, key, "data.messages_key", config), 0, record, config, encoder)
+        messages = layouts.conversation(record, key, "data.messages_key", config)
+        require_question(messages)
+        return _conversation(messages, greeting(messages), record, config, encoder)
     key, answer = _prompt_and_response(record, config)
     if is_conversation(record.fields.get(answer)):
         turns = layouts.messages(record, answer, "data.response_key")
-        prompt = layouts.as_messages(layouts.read_prompt(record, key, config), record, config)
+        prompt = layouts.as_messages(layouts.open_prompt(record, key, config), record, config)
         return _conversation([*prompt, *turns], len(prompt), record, config, encoder)
-    before, response = layouts.read_prompt(record, key, config), record.text(answer, "data.response_key")
+    before, response = layouts.open_prompt(record, key, config), record.text(answer, "data.response_key")
     if isinstance(before, str):
         return _examples(_Prompt(render(config.prompt_template, before)), (response,), config, encoder)[0]
     return _conversation([*before, layouts.said("assistant", response)], len(before), record, config, encoder)

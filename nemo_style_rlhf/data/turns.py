@@ -61,8 +61,9 @@ def _rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _message(turn: dict[str, Any], record: Record, key: str) -> Message:
-    # `datasets` fills keys that other turns have with nulls, which some templates take for values.
-    given = {name: value for name, value in turn.items() if value is not None or name == "content"}
+    given = without_nulls(turn)
+    if turn.get("tool_calls"):
+        given.setdefault("content", turn.get("content"))
     if "role" not in given and "from" in given:
         speaker = given.pop("from")
         given = {"role": _ROLE_OF.get(str(speaker).strip().lower()), **given}
@@ -86,8 +87,33 @@ def _message(turn: dict[str, Any], record: Record, key: str) -> Message:
     return given
 
 
-def require_known_speaker(turns: list[Message], record: Record, key: str) -> None:
+def without_nulls(value: Any) -> Any:
+    """``value`` without the keys, at any depth, whose value is null: `datasets` fills keys that other rows have with nulls, which
+    some templates take for values."""
+    if isinstance(value, dict):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def greeting(turns: list[Message]) -> int:
+    """Number of the turns that come before a question: system turns, and what the assistant says unasked."""
+    roles = (*BEFORE_THE_USER, "assistant")
+    return next((number for number, turn in enumerate(turns) if turn["role"] not in roles), len(turns))
+
+
+def require_question(turns: list[Message]) -> None:
+    """Check that an answer at the end of ``turns`` answers something.
+
+    Raises:
+        Dropped: nothing but system turns and a greeting precedes it.
     """
+    if greeting(turns) == len(turns) and turns[-1]["role"] == "assistant":
+        raise Dropped("without a turn before the answer")
+
+
+def require_known_speaker(turns: list[Message], record: Record, key: str) -> None:
+    """Check that the last turn is known to be an answer or not.
+
     Raises:
         Dropped: the role of the last turn does not say whether it is an answer.
     """
@@ -132,4 +158,4 @@ def tools(record: Record) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
         raise Dropped(f"whose {TOOLS_KEY!r} is not a list of objects")
-    return given
+    return [without_nulls(tool) for tool in given]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_style_rlhf.data.records import Record
+from nemo_style_rlhf.data.records import Dropped, Record
 from nemo_style_rlhf.data.sources import read_records
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.try_reward import TryRewardConfig, TryRewardDataConfig
@@ -97,8 +97,11 @@ def _samples(config: TryRewardDataConfig) -> list[ScoringSample]:
 
 
 def _sample(record: Record, config: TryRewardDataConfig) -> ScoringSample:
-    prompt = record.text(config.prompt_key, "data.prompt_key")
-    response = record.text(config.response_key, "data.response_key")
+    try:
+        prompt = record.text(config.prompt_key, "data.prompt_key")
+        response = record.text(config.response_key, "data.response_key")
+    except Dropped as reason:
+        raise UserError(reason.sentence or f"{record.where} is a row {reason}") from reason
     label = record.fields.get(config.label_key) if config.label_key else None
     metadata = {
         key: value for key, value in record.fields.items() if key not in (config.prompt_key, config.response_key)

@@ -23,7 +23,8 @@ class Chat:
         return plain_text(self.messages[0]) if alone else None
 
     def to_json(self) -> str:
-        return json.dumps({"messages": self.messages, "tools": self.tools})
+        """The conversation as JSON; a value that JSON has no type for, such as a turn's time, becomes its text."""
+        return json.dumps({"messages": self.messages, "tools": self.tools}, default=str)
 
     @staticmethod
     def from_json(text: str) -> "Chat":

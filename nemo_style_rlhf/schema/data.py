@@ -102,6 +102,11 @@ class PromptRowsConfig(PromptTemplateConfig):
                 f"data.chat_template is set but data.format={self.format} uses none: set data.format=messages, or "
                 "data.apply_chat_template=true for prompts that are texts"
             )
+        if self.system_key is not None and not self.by_chat_template:
+            raise UserError(
+                f"data.system_key is set but data.format={self.format} uses no chat template: set data.format=messages, or "
+                "data.apply_chat_template=true for prompts that are texts"
+            )
 
 
 @dataclass

@@ -24,8 +24,9 @@ class HttpSourceConfig:
     """Equal HTTP servers that give rewards."""
 
     section: ClassVar[str]
-    """The configuration keys of the source begin so."""
+    """The source's configuration keys begin with this."""
     called: ClassVar[str]
+    """Errors call a server so."""
 
     urls: list[str] = field(default_factory=list)
     """Addresses of equal servers. Each request goes to the least busy healthy one."""
@@ -98,7 +99,9 @@ class VerdictConfig:
             try:
                 re.compile(self.pattern)
             except re.error as error:
-                raise UserError(f"{key}.pattern={self.pattern} is no regular expression ({error}): mend it") from error
+                raise UserError(
+                    f"{key}.pattern={self.pattern} is no regular expression ({error}): correct it"
+                ) from error
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -137,12 +140,17 @@ class JudgeRewardConfig(HttpSourceConfig):
 
     def validate(self) -> None:
         """Replace the rubric by the text of its file, which thus becomes part of the configuration."""
-        super().validate()
         for url in self.urls:
+            if "?" in url or "#" in url:
+                raise UserError(
+                    "reward.judge.urls holds an address with a query or a fragment, after ? or #: give the address alone, and "
+                    "a key as reward.judge.token.token_file"
+                )
             if "@" in url.partition("://")[2].partition("/")[0]:
                 raise UserError(
                     "reward.judge.urls holds a user or password: give the key as reward.judge.token.token_file"
                 )
+        super().validate()
         if self.weight != 0 and (self.model is None or self.rubric is None):
             missing = "model" if self.model is None else "rubric"
             raise UserError(f"reward.judge.weight={self.weight} needs a {missing}: set reward.judge.{missing}")

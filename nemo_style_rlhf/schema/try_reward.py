@@ -15,8 +15,8 @@ class TryRewardDataConfig:
     """Rows with a prompt and a response, both as text; a reward function may ask for their other fields by name."""
 
     path: str = field(default=MISSING, metadata={CHECK: data_source})
-    """A .jsonl, .jsonl.gz or .parquet file, a folder saved by `datasets`, or a hub name. A run's rollouts/step_XXXXXX.jsonl will
-    do, too."""
+    """A file, a pattern of files, a folder or a hub name, in the forms of a run's data.train_path; also a run's
+    rollouts/step_XXXXXX.jsonl."""
     prompt_key: str = "prompt"
     response_key: str = "response"
     label_key: str | None = "label"

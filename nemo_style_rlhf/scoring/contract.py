@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
-
-SHOWN = 60
-"""Maximum number of characters of a wrong answer that an error quotes."""
-
+from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample, quoted
 
 OPENRLHF = ("queries", "prompts", "labels")
 """The arguments of OpenRLHF's contract."""
@@ -88,7 +84,7 @@ def read_answer(answer: Any, count: int, source: str) -> Scores:
     extra = answer.get("extra_logs")
     if not isinstance(extra, Mapping | None):
         raise RewardError(
-            f"{source} answered with extra_logs={_short(extra)}, expected a dict of numbers: correct what it returns"
+            f"{source} answered with extra_logs={quoted(extra)}, expected a dict of numbers: correct what it returns"
         )
     return Scores(
         rewards=_numbers(answer["rewards"], count, source, "rewards"),
@@ -107,7 +103,7 @@ def _numbers(value: Any, count: int, source: str, what: str, *, for_all: bool = 
         tensor = torch.as_tensor(value, dtype=torch.float32)
         tensor = tensor.repeat(count) if for_all and tensor.ndim == 0 else tensor.flatten()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise RewardError(f"{source} answered with {what}={_short(value)}, {expected}") from error
+        raise RewardError(f"{source} answered with {what}={quoted(value)}, {expected}") from error
     if len(tensor) != count:
         raise RewardError(f"{source} answered with {len(tensor)} {what}, {expected}")
     for index, number in enumerate(tensor.tolist()):
@@ -117,8 +113,3 @@ def _numbers(value: Any, count: int, source: str, what: str, *, for_all: bool = 
                 "correct what it returns"
             )
     return tensor
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

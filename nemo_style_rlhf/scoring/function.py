@@ -22,7 +22,7 @@ class FunctionScorer:
     def __init__(self, config: FunctionRewardConfig, columns: Collection[str] = ()) -> None:
         """
         Args:
-            columns: names of the further fields of the rows, which the function may ask for.
+            columns: names of the rows' other fields, the label's column among them, which the function may ask for.
 
         Raises:
             UserError: the file or the function in it is missing or cannot be imported, or asks for what no row has.

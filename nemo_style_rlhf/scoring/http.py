@@ -9,11 +9,9 @@ from requests.auth import AuthBase
 
 from nemo_style_rlhf.schema.judge import HttpSourceConfig
 from nemo_style_rlhf.scoring.balance import LeastBusy
-from nemo_style_rlhf.scoring.interface import RewardError
+from nemo_style_rlhf.scoring.interface import RewardError, quoted
 
 Answer = TypeVar("Answer")
-SHOWN = 60
-"""Maximum number of characters of a wrong answer that an error quotes."""
 LONGEST_ADVISED_WAIT_S = 60
 
 
@@ -39,7 +37,7 @@ class HttpServers:
         self.closing.set()
 
     def ask(self, body: Mapping[str, object], read: Callable[[object, str], Answer]) -> Answer:
-        """What ``read`` makes of a server's answer, which is JSON, and of the server's name for errors.
+        """Send ``body`` to a server, and return what ``read`` makes of its JSON answer and its name for errors.
 
         Raises:
             RewardError: every attempt failed, one was refused, or the source was closed; the sentence gives the last reason.
@@ -76,7 +74,7 @@ class HttpServers:
             return answer.json()
         except ValueError as error:
             raise RewardError(
-                f"the {self._config.called} {url} answered {answer.text[:SHOWN]!r}, expected JSON: correct what it returns"
+                f"the {self._config.called} {url} answered {quoted(answer.text)}, expected JSON: correct what it returns"
             ) from error
 
     def _refusal(self, url: str, answer: requests.Response) -> RewardError:

@@ -12,6 +12,9 @@ from torch import Tensor
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Chat
 
+SHOWN = 60
+"""Maximum number of characters of a wrong answer that an error quotes."""
+
 
 class Message(NamedTuple):
     role: str
@@ -121,6 +124,12 @@ class Scores:
 
 class RewardError(UserError):
     """A source failed on samples; the sentence names the source, the failure, and what to change."""
+
+
+def quoted(value: object) -> str:
+    """``value`` as a :class:`RewardError` quotes it: on one line, and its beginning if it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 class Scorer(Protocol):

@@ -17,8 +17,8 @@ from requests.auth import AuthBase
 from nemo_style_rlhf.schema.judge import LABEL, ROUTE, RUBRIC_PLACEHOLDERS, JudgeRewardConfig
 from nemo_style_rlhf.scoring.combined import stacked
 from nemo_style_rlhf.scoring.futures import caught, gathered, mapped
-from nemo_style_rlhf.scoring.http import SHOWN, HttpServers
-from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
+from nemo_style_rlhf.scoring.http import HttpServers
+from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample, quoted
 from nemo_style_rlhf.scoring.verdict_store import JudgesAnswer, VerdictStore
 from nemo_style_rlhf.scoring.verdicts import Unreadable, read_verdict
 from nemo_style_rlhf.transport.secret import read_token
@@ -96,7 +96,7 @@ class JudgeScorer:
         except Unreadable as error:
             cut = ", cut at reward.judge.max_tokens" if answer.finish_reason == "length" else ""
             raise RewardError(
-                f"the judge {self._config.model} answered {_short(answer.text)}{cut}, {error}: correct reward.judge.rubric "
+                f"the judge {self._config.model} answered {quoted(answer.text)}{cut}, {error}: correct reward.judge.rubric "
                 "or reward.judge.verdict"
             ) from error
 
@@ -116,24 +116,24 @@ def request(config: JudgeRewardConfig, sample: ScoringSample) -> dict[str, Any]:
 
 
 def _completion(answer: object, source: str) -> JudgesAnswer:
-    """
+    """The text of a chat completion, and why it ended.
+
     Raises:
-        RewardError: the answer is no chat completion.
+        RewardError: the answer is no chat completion, or one without a text that was not cut either.
     """
     try:
         choice = answer["choices"][0]  # type: ignore[index]
         text, reason = choice["message"].get("content") or "", choice.get("finish_reason")
     except (LookupError, TypeError, AttributeError) as error:
         raise RewardError(
-            f"{source} answered {_short(answer)}, expected a chat completion: correct its address"
+            f"{source} answered {quoted(answer)}, expected a chat completion: correct its address"
         ) from error
     if not isinstance(text, str) or not isinstance(reason, str | None):
         raise RewardError(
-            f"{source} answered {_short(text)} as its message's content, expected a text: correct the endpoint"
+            f"{source} answered {quoted(text)} as its message's content, expected a text: correct the endpoint"
+        )
+    if not text.strip() and reason != "length":
+        raise RewardError(
+            f"{source} answered with an empty message (finish_reason {reason}), expected a verdict: look at its log"
         )
     return JudgesAnswer(text, reason)
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -140,7 +140,7 @@ def served_by(
         conversations: whether prompts are conversations of more than a question, which need a chat template.
 
     Raises:
-        UserError: no server answers; or a server that answers serves no reward model, another one than the first server, or
+        UserError: no server answers; or a server that answers serves no reward model, a different one from the first server's, or
             one that cannot read conversations.
     """
     with ExitStack() as connections:

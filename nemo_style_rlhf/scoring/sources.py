@@ -16,7 +16,7 @@ def text_sources(
     """Name to (source, weight) of the function, the endpoints and the judge, for those in use.
 
     Args:
-        columns: names of the further fields of the rows, which a function may ask for.
+        columns: names of the rows' other fields, the label's column among them, which a function may ask for.
         verdicts: folder of the judge's verdicts, unless the configuration names one.
 
     Raises:

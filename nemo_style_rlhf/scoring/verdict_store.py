@@ -43,7 +43,7 @@ class VerdictStore:
         Raises:
             Exception: what ``ask`` raises; the next caller asks again.
             filelock.Timeout: ``closing`` became true.
-            StorageError: the disk refused.
+            StorageError: the disk refused, or the stored answer may not be read.
             UserError: the stored answer is damaged.
         """
         path = self._folder / key[:2] / f"{key}.json"
@@ -78,6 +78,11 @@ def _read(path: Path) -> JudgesAnswer | None:
         return JudgesAnswer(**json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StorageError(
+            f"{path}, a judge's verdict, cannot be read ({error.strerror}): change its permissions, or set "
+            "reward.judge.cache_dir to another folder"
+        ) from error
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{path}, a judge's verdict, is damaged: delete it, and the judge will be asked again"

@@ -8,8 +8,9 @@ from typing import Any
 
 from nemo_style_rlhf.schema.judge import VerdictConfig
 
-NUMBER = r"[-+]?\d+(?:\.\d+)?(?!\w|[.,]\d|\s*[-\u2013]\s*\d)"
-"""Not the beginning of another one, such as 1,000 or 1e5, nor of a range, such as 1-10."""
+NUMBER = r"[-+]?\d+(?:\.\d+)?(?!\w|[.,]\d|[ \t]*[-\u2013][ \t]*\d)"
+"""This matches no beginning of a longer number, such as 1,000 or 1e5, nor of a range, such as 1-10."""
+RANGE = r"[(\[]\s*\d+\s*(?:[-\u2013/]|to)\s*\d+\s*[)\]]"
 DECODER = json.JSONDecoder()
 
 
@@ -42,7 +43,9 @@ def _alone_or_named(verdict: str) -> str:
     """A pattern for an answer that is the verdict alone, and for a verdict in [[ ]] or after a word that announces it."""
     mark = r"[\s*`\"'(\[]*"
     alone = rf"\A{mark}({verdict})(?:\s*/\s*\d+)?[\s*`\"')\].]*\Z"
-    named = rf"\b(?i:score|rating|grade|verdict|choice|winner)\b[\s*`\"']*(?::|=|(?i:is|of)\b){mark}({verdict})"
+    quotes = r"[\s*`\"']*"
+    name = rf"\b(?i:score|rating|grade|verdict|choice|winner)\b{quotes}(?:{RANGE}{quotes})?"
+    named = rf"{name}(?::|=|(?i:is)\b){mark}({verdict})"
     return rf"{alone}|\[\[({verdict})\]\]|{named}"
 
 

@@ -160,6 +160,7 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, source: str, code: int, said
             "rows.jsonl line 1 has no key 'response' (the keys there are: prompt): set data.response_key",
         ),
         ([{"prompt": ["p"], "response": "r"}], [], "rows.jsonl line 1: 'prompt' holds list, expected a string"),
+        ([{"prompt": "p", "response": None}], [], "rows.jsonl line 1: 'response' holds NoneType, expected a string"),
         ([], [], "rows.jsonl is empty: expected at least one row with a prompt and a response"),
         (
             [{}],

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from nemo_style_rlhf.checkpoint.files import write_atomically
+from nemo_style_rlhf.checkpoint.files import file_digests, write_atomically
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
-from nemo_style_rlhf.checkpoint.store import HF, CheckpointStore
+from nemo_style_rlhf.checkpoint.store import FOR_OTHERS, HF, CheckpointStore
 from nemo_style_rlhf.errors import UserError
 from tests.support.folders import make_unreadable
 
@@ -223,6 +223,17 @@ def test_prune_keeps_the_last_committed_ones_and_clears_attempts_before_them(tmp
     (tmp_path / "notes").mkdir()
     store.prune(newest=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000002", "step_000003"]
+
+
+def test_parts_for_other_programs_are_not_even_hashed(tmp_path):
+    for name in ("hf/model", "hf_adapter/model", "actor/hf", "hfx"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    hashed = []
+    assert file_digests(tmp_path, lambda path: hashed.append(path.name) or "", besides=FOR_OTHERS) == {
+        "actor/hf": "", "hfx": "",
+    }  # fmt: skip
+    assert hashed == ["hf", "hfx"]
 
 
 def test_a_manifest_names_every_file_with_its_digest(tmp_path):

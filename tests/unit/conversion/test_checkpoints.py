@@ -1,6 +1,7 @@
 """What is no checkpoint is refused in one sentence, which names what to give."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,11 @@ import pytest
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.conversion.checkpoints import export_checkpoint
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.digests import module_digest
+from nemo_style_rlhf.models.scalar_loading import starting_critic
+from nemo_style_rlhf.schema.common import ModelConfig
+from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from tests.support.models import save_reward_model
 from tests.support.paths import ROOT
 
 
@@ -69,6 +75,44 @@ def test_a_configuration_that_is_none_is_named(run: Path, tmp_path: Path, conten
         export_checkpoint(run / "checkpoints" / "step_000003", tmp_path / "model")
 
 
+ACTOR = "model: {path: /nowhere/policy, lora: {rank: 2}}\nrun: {output_dir: x}\ndata: {train_path: x}\n"
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "config.yaml").write_text(ACTOR)
+    examined = CheckpointStore.examined
+
+    def then_deleted(store: CheckpointStore, step: int) -> object:
+        result = examined(store, step)
+        shutil.rmtree(run / "checkpoints" / "step_000003")
+        return result
+
+    monkeypatch.setattr(CheckpointStore, "examined", then_deleted)
+    with pytest.raises(UserError, match=r"step_000003 was deleted while it was read, .*: give a newer one$"):
+        export_checkpoint(run / "checkpoints" / "step_000003", tmp_path / "model")
+
+
+def test_adapters_of_a_critic_belong_to_the_model_it_started_from(tmp_path: Path) -> None:
+    """``--model`` names that model also where it is not the reward model."""
+    critic = tmp_path / "run" / "checkpoints" / "run-step_000003" / "critic"
+    critic.mkdir(parents=True)
+    start, other = (str(save_reward_model(tmp_path / name, seed=seed)) for name, seed in (("start", 0), ("other", 1)))
+    (tmp_path / "run" / "config.yaml").write_text(
+        f"model: {{path: /nowhere/reward, dtype: float32, lora: {{rank: 2}}}}\ncritic: {{path: {other}}}\n"
+        "run: {output_dir: x}\n"
+    )
+    config = PPOCriticConfig(model=ModelConfig(path=start, dtype="float32"))
+    for key in ("weights at the start", "start", "reward model"):
+        content = {"critic_step": 3, "digests": {}, "critic": {key: module_digest(starting_critic(config))}}
+        (critic / "critic.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match=r"critic has adapters of a model with .*/other has .* as --model$"):
+            export_checkpoint(critic, tmp_path / "model")
+        with pytest.raises(UserError, match="critic was deleted while it was read"):  # past that check
+            export_checkpoint(critic, tmp_path / "model", model=start)
+
+
 @pytest.mark.parametrize("kind", ["a folder", "a file"])
 def test_nothing_is_written_over(run: Path, tmp_path: Path, kind: str) -> None:
     target = tmp_path / "model"
@@ -78,6 +122,14 @@ def test_nothing_is_written_over(run: Path, tmp_path: Path, kind: str) -> None:
     with pytest.raises(UserError, match="model exists: give a new folder"):
         export_checkpoint(run / "checkpoints" / "step_000003", target)
     assert inside.read_text() == "years of work"
+
+
+def test_no_adapter_is_written_over(run: Path, tmp_path: Path) -> None:
+    (run / "config.yaml").write_text(ACTOR)
+    (tmp_path / "model_adapter").mkdir()
+    (tmp_path / "model_adapter" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="model_adapter exists: give a new folder"):
+        export_checkpoint(run / "checkpoints" / "step_000003", tmp_path / "model")
 
 
 def test_the_command_line_says_it_in_one_line(run: Path, tmp_path: Path) -> None:

@@ -143,6 +143,8 @@ PROMPTS = [
            {"format": "hh"}),
     Layout("HH transcript, chat template", {"chosen": HH + " y"}, ["Ux|A"], {"chosen": "\n\nAssistant: y"},
            "without a turn before the answer", {"format": "hh", **CHATTED}),
+    Layout("HH transcript and system, chat template", {"chosen": HH + " y", "system": "s"}, ["Ss|Ux|A"],
+           {"chosen": None}, NULL.format("chosen"), {"format": "hh", **CHATTED}),
 ]  # fmt: skip
 SFT = [
     Layout("text", {"text": "xy"}, ["x[y]"], {"text": None}, NULL.format("text")),
@@ -164,6 +166,8 @@ SFT = [
            {"conversations": share("human x", "gpt y", "human x")}, "without an assistant's last turn"),
     Layout("ShareGPT and system in SFT", {"conversations": share("human x", "gpt y"), "system": "s"}, ["Ss|Ux|A[y|]"],
            {"conversations": [{"from": "gpt", "value": None}]}, "with a turn that is not text"),
+    Layout("ShareGPT after a greeting in SFT", {"conversations": share("gpt z", "human x", "gpt y")}, ["Az|Ux|A[y|]"],
+           {"conversations": share("gpt y")}, "without a turn before the answer"),
 ]  # fmt: skip
 PAIRS = [
     Layout("pair", {"prompt": "x", "chosen": "y", "rejected": "z"}, ["x[y]", "x[z]"], {"prompt": None},
@@ -178,6 +182,10 @@ PAIRS = [
            ["Ux|A[y|]", "Ux|A[z|]"], {"rejected": [assistant("")]}, "with an empty response"),
     Layout("pair of messages, implicit", {"chosen": [user("x"), assistant("y")], "rejected": [user("x"), assistant("z")]},
            ["Ux|A[y|]", "Ux|A[z|]"], {"rejected": [user("w"), assistant("z")]}, "with differing prompts"),
+    Layout("pair of messages that repeat their prompt", {"prompt": [assistant("w"), user("x")],
+           "chosen": [assistant("w"), user("x"), assistant("y")], "rejected": [assistant("w"), user("x"), assistant("z")]},
+           ["Aw|Ux|A[y|]", "Aw|Ux|A[z|]"], {"prompt": [assistant("v"), user("x")]},
+           "whose 'chosen' does not go on with its 'prompt'"),
     Layout("pair of messages and a text", {"prompt": "x", "chosen": [assistant("y")], "rejected": [assistant("z")]},
            ["Ux|A[y|]", "Ux|A[z|]"], {"chosen": "y", "rejected": [assistant("z")]}, "with differing prompts"),
     Layout("pair of single turns after ShareGPT", {"conversations": share("human x"), "chosen": share("gpt y")[0],
@@ -201,6 +209,8 @@ KTO = [
            {"completion": [user("y")]}, "whose 'completion' does not go on with its 'prompt'"),
     Layout("judged conversation", {"messages": [user("x"), assistant("y")], "label": "0"}, ["-Ux|A[y|]"],
            {"messages": [user("x")]}, "without an assistant's last turn"),
+    Layout("judged conversation after a greeting", {"conversations": share("gpt z", "human x", "gpt y"), "label": True},
+           ["+Az|Ux|A[y|]"], {"conversations": share("gpt y")}, "without a turn before the answer"),
     Layout("pair in KTO", {"prompt": "x", "chosen": "y", "rejected": "z"}, ["+x[y]", "-x[z]"], {"rejected": "y"},
            "with equal responses"),
 ]  # fmt: skip
@@ -252,6 +262,54 @@ def test_parquet_which_fills_missing_values_with_nulls_reads_the_same(tmp_path, 
     rows = json.loads(json.dumps([layout.row]), object_hook=lambda each: {**filler, **each} if "role" in each else each)
     datasets.Dataset.from_list(rows).to_parquet(path)
     assert load(path, layout.settings, tokenizer)[0] == layout.read
+
+
+ANSWERED = [user("x"), assistant("y")]
+TWICE = [
+    (sft, {"prompt": ANSWERED, "completion": "z"}),
+    (sft, {"prompt": ANSWERED, "completion": [assistant("z")]}),
+    (pairs, {"prompt": ANSWERED, "chosen": "y", "rejected": "z"}),
+    (pairs, {"prompt": ANSWERED, "chosen": [assistant("y")], "rejected": [assistant("z")]}),
+    (kto, {"prompt": ANSWERED, "completion": "z", "label": True}),
+    (kto, {"prompt": ANSWERED, "completion": [assistant("z")], "label": True}),
+]
+
+
+@pytest.mark.parametrize(("load", "row"), TWICE)
+def test_a_prompt_that_ends_with_an_answer_is_not_learned_from(tmp_path, tokenizer, load, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (row, {**row, "prompt": ANSWERED[:1]})))
+    read, report = load(str(path), {}, tokenizer)
+    assert read and report.dropped == {"whose 'prompt' already ends with an answer": 1}
+
+
+def test_a_null_as_the_rows_system_prompt_is_none(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "x", "about": about} for about in ("s", None, 3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read, report = prompts(str(path), {**CHATTED, "system_key": "about"}, tokenizer)
+    assert read == ["Ss|Ux|A", "Ux|A"] and report.dropped == {"whose 'about' holds int instead of a string": 1}
+
+
+def test_nulls_at_any_depth_which_parquet_fills_in_are_no_values(tmp_path, tokenizer):
+    import datasets
+
+    tokenizer.chat_template = "{{ tools | tojson }}{{ messages | tojson }}"
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "user", "content": [{"type": "text", "text": "z"}]},
+    ]
+    row = {"messages": turns, "tools": [{"name": "f", "parameters": {"a": {"type": "int"}}}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    filled = json.loads(
+        json.dumps(row).replace('"a"', '"b": null, "a"').replace('"type": "text"', '"image": null, "type": "text"')
+    )
+    datasets.Dataset.from_list([filled]).to_parquet(str(tmp_path / "rows.parquet"))
+    (plain,), _ = prompts(str(tmp_path / "rows.jsonl"), MESSAGES, tokenizer)
+    (from_parquet,), _ = prompts(str(tmp_path / "rows.parquet"), MESSAGES, tokenizer)
+    assert '"content": null' in plain and "image" not in plain + from_parquet and '"b"' not in plain + from_parquet
 
 
 VALUES = st.recursive(

@@ -36,6 +36,15 @@ def test_ids_are_unique_over_sources_and_keep_to_their_rows(tmp_path, tokenizer)
     assert sum(row < 2 for row in taken) == 48 and len(set(taken)) == 6
 
 
+def test_weights_in_the_same_proportion_are_the_same_mixture(tmp_path, tokenizer):
+    paths = [write(tmp_path / name, "abc") for name in ("one.jsonl", "two.jsonl")]
+    identities = []
+    for weights in ((3, 1), (6, 2), (1, 3)):
+        mixture = [{"path": path, "weight": weight} for path, weight in zip(paths, weights)]
+        identities.append(load_training_prompts(config(mixture=mixture), tokenizer).identity)
+    assert identities[0] == identities[1] == {"data.mixture": [[3, 0.75], [3, 0.25]]} != identities[2]
+
+
 def test_one_source_is_ordered_as_ever(tmp_path, tokenizer):
     path = write(tmp_path / "one.jsonl", "abc")
     training = load_training_prompts(config(train_path=path), tokenizer)

@@ -1,5 +1,6 @@
 """Prompts from files: what is kept, what is dropped and counted, what is refused and with which sentence."""
 
+import datetime
 import gzip
 import json
 
@@ -7,6 +8,7 @@ import pytest
 
 from nemo_style_rlhf.data.prompts import load_prompts
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.data import PromptDataConfig
 
 
@@ -76,7 +78,14 @@ def test_the_chat_template_sees_a_rows_tools_and_may_refuse_a_conversation(tmp_p
     assert report.dropped == {"refused by the chat template (no tools)": 1}
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ 'b' + messages[0].content }}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content }}",
+        "{{ 'b' + messages[0].content }}",
+        "{{ messages[0].content if messages[0].content is string else '' }}",
+    ],
+)
 def test_parts_of_text_are_joined_only_for_a_template_that_knows_none(tmp_path, tokenizer, template):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     path = write(tmp_path / "m.jsonl", [{"messages": [{"role": "user", "content": parts}]}])
@@ -94,6 +103,29 @@ def test_a_turn_that_the_chat_template_leaves_out_is_counted(tmp_path, tokenizer
     prompts, report = load_prompts(path, config(format="messages", chat_template=template), tokenizer)
     assert [prompt.text for prompt in prompts] == ["b"]
     assert report.dropped == {"with a turn of the role 'bot', which the chat template leaves out": 1}
+
+
+def test_a_turns_time_from_parquet_travels_as_text(tmp_path, tokenizer):
+    import datasets
+
+    turn = {"role": "user", "content": "a", "timestamp": datetime.datetime(2023, 4, 9, 0, 2)}
+    datasets.Dataset.from_list([{"messages": [turn]}]).to_parquet(str(tmp_path / "m.parquet"))
+    settings = config(format="messages", chat_template=ROLES)
+    (prompt,), _ = load_prompts(str(tmp_path / "m.parquet"), settings, tokenizer)
+    assert Chat.from_json(prompt.chat.to_json()).messages == [{**turn, "timestamp": "2023-04-09 00:02:00"}]
+
+
+def test_a_tools_answer_that_the_chat_template_leaves_out_is_counted_but_not_one_that_it_escapes(tmp_path, tokenizer):
+    path = write(
+        tmp_path / "m.jsonl",
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": ' {"b": "é"}\n'}]}],
+    )
+    known = "{% for m in messages %}{% if m.role == 'user' or escaped %}{{ m.content | tojson }}{% endif %}{% endfor %}"
+    with pytest.raises(UserError, match="with a turn of the role 'tool', which the chat template leaves out"):
+        load_prompts(path, config(format="messages", chat_template=known), tokenizer)
+    escaping = "{% set escaped = true %}" + known
+    prompts, _ = load_prompts(path, config(format="messages", chat_template=escaping), tokenizer)
+    assert len(prompts) == 1
 
 
 ROLES = (
@@ -301,6 +333,7 @@ def test_a_truncated_gzip_file_is_refused(tmp_path, tokenizer):
         ({"prompt_template": "{prompt}", "format": "messages"}, "takes a chat template"),
         ({"chat_template": "{{ x }}"}, "set data.format=messages"),
         ({"input_key": "input", "format": "messages"}, "data.input_key is set but data.format=messages"),
+        ({"system_key": "system"}, "data.system_key is set but data.format=text uses no chat template"),
     ],
 )
 def test_impossible_settings_are_refused(changes, sentence):

@@ -106,6 +106,7 @@ def test_several_sources_follow_each_other_and_are_numbered_through(folder: Path
         ("mixed.json", r"mixed\.json row 1 holds str, expected an array of JSON objects"),
         ("object.json", r"line 1 is not valid JSON .* expected one object per line"),
         ("short.json.gz", "cannot be read as gzip-compressed UTF-8"),
+        ("damaged.json.gz", "cannot be read as gzip-compressed UTF-8"),
         ("broken.parquet", "cannot be loaded as a data set"),
     ],
 )
@@ -114,6 +115,9 @@ def test_a_source_that_cannot_be_read_is_one_sentence(folder: Path, source: str,
     (folder / "mixed.json").write_text('[{"prompt": "a"}, "b"]')
     (folder / "object.json").write_text('{\n"data": []}')
     (folder / "short.json.gz").write_bytes(gzip.compress(json.dumps(ROWS * 100).encode())[:-12])
+    damaged = bytearray(gzip.compress(json.dumps(ROWS * 100).encode()))
+    damaged[10] = 255  # the first byte of the compressed stream: a block of no known type
+    (folder / "damaged.json.gz").write_bytes(damaged)
     (folder / "broken.parquet").write_bytes((folder / "rows.parquet").read_bytes()[:100])
     with pytest.raises(UserError, match=sentence) as raised:
         read(str(folder / source))
@@ -142,6 +146,7 @@ def test_a_hub_that_does_not_answer_costs_seconds_and_is_one_sentence() -> None:
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
     assert time.monotonic() - began < 20  # most of it imports; the library alone tries for half a minute
+    assert "http://127.0.0.1:9 did not answer within 5 s: data sets are read from the local cache" in done.stderr
     assert (
         "UserError: owner/name:main:train cannot be loaded as a data set (Couldn't reach"
         in done.stderr.splitlines()[-1]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.errors import StorageError, UserError
 from nemo_style_rlhf.schema.base import validate
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.judge import JudgeRewardConfig, VerdictConfig
@@ -155,6 +155,7 @@ def test_only_the_user_reads_the_verdicts(judge: Judge, scorer_of: Make, tmp_pat
     [
         (500, "it broke"), (200, "<html>"), (200, {"choices": []}), (200, ["no"]), (200, {"choices": [{"message": "hi"}]}),
         (200, {"choices": [{"message": {"content": [1]}}]}), (503, {"error": {"message": "loading"}}),
+        (200, said(None)), (200, said(" \n", "content_filter")),
     ],
 )  # fmt: skip
 def test_a_judge_that_fails_is_asked_again(judge: Judge, scorer_of: Make, status: int, answer: Any) -> None:
@@ -204,7 +205,7 @@ def test_a_silent_judge_is_not_waited_for(judge: Judge, scorer_of: Make) -> None
 def test_an_answer_without_a_verdict_is_a_failed_sample_and_is_not_asked_for_again(
     judge: Judge, scorer_of: Make
 ) -> None:
-    judge.script = [(200, said("no idea")), (200, said(None)), (200, said("12 is my", "length"))]
+    judge.script = [(200, said("no idea")), (200, said(None, "length")), (200, said("12 is my", "length"))]
     group = [of("p", response) for response in ("a", "bb", "ccc", "dddd")]
     scores = masked(scorer_of(judge, concurrency=1), group)
     assert scores.failures.tolist() == [True, True, True, False]
@@ -249,8 +250,15 @@ def test_a_damaged_verdict_and_a_folder_that_cannot_be_written_are_named(
     kept.write_text("{")
     with pytest.raises(UserError, match=rf"^{kept}, a judge's verdict, is damaged: delete it"):
         result(scorer_of(judge).score([of("p", "r")]))
+    kept.unlink()
+    kept.mkdir()
+    with pytest.raises(
+        StorageError, match=rf"^{kept}, a judge's verdict, cannot be read \(Is a directory\): change its"
+    ):
+        result(scorer_of(judge).score([of("p", "r")]))
+    (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"verdicts cannot be written to .* set reward\.judge\.cache_dir"):
-        scorer_of(judge, cache_dir=str(kept))
+        scorer_of(judge, cache_dir=str(tmp_path / "file"))
 
 
 def test_closing_ends_what_waits(judge: Judge, scorer_of: Make) -> None:
@@ -266,6 +274,11 @@ def test_closing_ends_what_waits(judge: Judge, scorer_of: Make) -> None:
     [
         ({"urls": []}, "reward.judge.weight=1.0 needs addresses: set reward.judge.urls"),
         ({"urls": ["http://me:secret@host/v1"]}, "reward.judge.urls holds a user or password: give the key as "),
+        (
+            {"urls": ["http://host/v1?api-key=secret"]},
+            "reward.judge.urls holds an address with a query or a fragment, ",
+        ),
+        ({"urls": ["host/v1#secret"]}, "reward.judge.urls holds an address with a query or a fragment, "),
         ({"model": None}, "needs a model: set reward.judge.model"),
         ({"rubric": None}, "needs a rubric: set reward.judge.rubric"),
         ({"rubric": "@none.txt"}, "reward.judge.rubric=none.txt cannot be read (No such file or directory)"),
@@ -290,7 +303,7 @@ def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], sa
     config = JudgeRewardConfig(**{"urls": ["http://host/v1"], "weight": 1.0, "model": "m", "rubric": RUBRIC} | changes)
     with pytest.raises(UserError) as caught:
         validate(config)
-    assert said_so in str(caught.value) and "\n" not in str(caught.value)
+    assert said_so in str(caught.value) and "\n" not in str(caught.value) and "secret" not in str(caught.value)
 
 
 def test_a_rubric_in_a_file_becomes_a_part_of_the_configuration(tmp_path: Path) -> None:

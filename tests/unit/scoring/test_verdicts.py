@@ -15,9 +15,21 @@ from nemo_style_rlhf.scoring.verdicts import Unreadable, read_verdict
 NUMBERS = {
     "8": 8.0, " 8. ": 8.0, "8/10": 8.0, "Score: 8/10": 8.0, "**Score:** 7": 7.0, "[[7]]": 7.0, "Rating = -2.5": -2.5,
     "1. It is good.\nScore is 5": 5.0, "Score: 7\nNo, score: 6": 6.0, "Score: 3. The answer 5 is wrong": 3.0, '"score": 4.5': 4.5,
-    "SCORE OF `9`": 9.0,
+    "SCORE IS `9`": 9.0, "Score: 8\n- 3 issues found": 8.0, "Score (1-10): 7": 7.0, "**Rating** [0 to 5] = 4": 4.0,
+    "Score (out of ten): [[6]]": 6.0,
 }  # fmt: skip
-NO_NUMBERS = ["", "nan", "I say 3", "Score (1-10): 7", "Score: 1,000", "Score: 1e5", "Score: 3-5", "8 or 9", "score"]
+NO_NUMBERS = [
+    "",
+    "nan",
+    "I say 3",
+    "Score (1-10)",
+    "A score of 9 would be too high",
+    "Score: 1,000",
+    "Score: 1e5",
+    "Score: 3-5",
+    "8 or 9",
+    "score",
+]
 CHOICES = {
     "A": 1.0,
     "(B)": 0.0,
@@ -26,7 +38,7 @@ CHOICES = {
     "The winner is **A**.": 1.0,
     "Verdict: A\nVerdict: B": 0.0,
 }
-NO_CHOICES = ["", "A good answer", "a", "C", "Verdict: Both", "AB"]
+NO_CHOICES = ["", "The choice of A would be wrong, since B is right.", "A good answer", "a", "C", "Verdict: Both", "AB"]
 OBJECTS = {
     '{"score": 3}': 3.0, 'Sure:\n```json\n{"score": true}\n```\n{"why": {}}': 1.0, '{"score": "2.5"}': 2.5, '{"score": "B"}': 0.0,
     '{broken {"score": 1}': 1.0, '{"score": 1} {"score": 2}': 2.0,
