@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.conversion.checkpoints import export_checkpoint
+from nemo_style_rlhf.conversion.checkpoints import STARTS, export_checkpoint
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import module_digest
 from nemo_style_rlhf.models.scalar_loading import starting_critic
@@ -104,7 +104,7 @@ def test_adapters_of_a_critic_belong_to_the_model_it_started_from(tmp_path: Path
         "run: {output_dir: x}\n"
     )
     config = PPOCriticConfig(model=ModelConfig(path=start, dtype="float32"))
-    for key in ("weights at the start", "start", "reward model"):
+    for key in STARTS:
         content = {"critic_step": 3, "digests": {}, "critic": {key: module_digest(starting_critic(config))}}
         (critic / "critic.json").write_text(json.dumps(content))
         with pytest.raises(UserError, match=r"critic has adapters of a model with .*/other has .* as --model$"):
