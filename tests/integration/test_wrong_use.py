@@ -138,7 +138,9 @@ def one_sentence(done: subprocess.CompletedProcess) -> str:
 def test_the_server_refuses_a_reward_model_with_two_labels(inputs, tmp_path):
     command = [str(PYTHON["server"]), "servers/serve_ppo_critic.py", f"run.output_dir={tmp_path}"]
     done = run([*command, f"model.path={inputs / 'two_labels'}", "server.port=0"])
-    assert re.search(r"two_labels has 2 labels and label_weights are none: give it one number per label", one_sentence(done))
+    assert re.search(
+        r"two_labels has 2 labels and label_weights are none: give it one number per label", one_sentence(done)
+    )
 
 
 def test_the_actor_refuses_a_server_with_another_tokenizer(inputs, tmp_path, capsys, monkeypatch):
