@@ -19,7 +19,7 @@ from nemo_style_rlhf.checkpoint.data import read_data
 from nemo_style_rlhf.checkpoint.files import deviations, storage_errors
 from nemo_style_rlhf.checkpoint.starts import NEWEST
 from nemo_style_rlhf.checkpoint.store import ACTOR, MANIFEST, CheckpointStore
-from nemo_style_rlhf.critic_service.store import RECORD, START, read_record
+from nemo_style_rlhf.critic_service.store import RECORD, START_WEIGHTS, read_record
 from nemo_style_rlhf.engine.engine import CHECKPOINT_TAG
 from nemo_style_rlhf.engine.reshape import load_weights
 from nemo_style_rlhf.errors import UserError
@@ -48,7 +48,7 @@ EXPECTED_CHECKPOINT = (
     "a PPO run's checkpoints/step_000050, a critic server's checkpoints/<run>-step_000050, or a supervised stage's "
     "checkpoints/step_00000500.ckpt"
 )
-STARTS = (START, "reward model")
+STARTS = (START_WEIGHTS, "reward model")
 """Keys of a critic's record for the digest of its weights at the start, the newer first."""
 _ADVICE = "name the model from which the training started as --model"
 

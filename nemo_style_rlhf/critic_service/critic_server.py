@@ -19,7 +19,7 @@ from nemo_style_rlhf.critic_service.protocol import InferRequest, TrainPart
 from nemo_style_rlhf.critic_service.reward_model import Score
 from nemo_style_rlhf.critic_service.reward_server import reward_handler
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors, response
-from nemo_style_rlhf.critic_service.store import START, CriticCheckpointStore
+from nemo_style_rlhf.critic_service.store import START_WEIGHTS, CriticCheckpointStore
 from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker, Infer, Train
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.engine.engine import NonFiniteError
@@ -142,7 +142,7 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
         "critic.normalize_rewards": config.critic.normalize_rewards,  # its values are on the rewards' scale
         "trained parameters": worker.trained,
         **({} if worker.reward is None else {"reward model": worker.identity.model_digest}),
-        START: worker.start_digest,
+        START_WEIGHTS: worker.start_digest,
     }
     store = CriticCheckpointStore(output_dir, described)
     record_start(output_dir, config, after=store.last_committed or "step_000000")

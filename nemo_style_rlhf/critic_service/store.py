@@ -29,7 +29,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.transport.messages import Code, ProtocolError
 
 RECORD = "critic.json"
-START = "the weights at the start (critic.path, run.seed)"
+START_WEIGHTS = "the weights at the start (critic.path, run.seed)"
 """Name, in a record, of the digest of the weights from which the critic started."""
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class CriticCheckpointStore:
             "reward model"
         )  # from which every critic started, as long as no record named its start
         for name, value in self._critic.items():
-            if (was := record.critic.get(name, (older or value) if name == START else value)) != value:
+            if (was := record.critic.get(name, (older or value) if name == START_WEIGHTS else value)) != value:
                 raise ProtocolError(
                     Code.CONFLICT,
                     f"checkpoint {checkpoint_id} is of a critic with {name} {was}, this one has {value}: start it as it was",
