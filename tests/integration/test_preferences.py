@@ -107,7 +107,7 @@ MISTAKES = {
         "model.init=random is not possible: expected pretrained, for DPO",
     ),
     "no label": ("train_kto", "data.label_key=good", "has no key 'good'"),
-    "wrong label": ("train_kto", "data.label_key=prompt", "holds str, expected true or false"),
+    "wrong label": ("train_kto", "data.label_key=prompt", "holds 'w1', expected true or false, or 1 or 0"),
     "lone row": ("train_kto", ["trainer.batch_size=1", "trainer.micro_batch_size=1"], "trainer.batch_size=1 is not"),
     "other template": ("train_dpo", "data.prompt_template='Q: {{prompt}}'", "was trained with None"),
     "all too long": ("train_kto", "data.max_length=2", "raise data.max_length"),
