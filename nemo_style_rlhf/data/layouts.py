@@ -167,7 +167,7 @@ def require_content(answer: Message) -> None:
 
 
 class Unprompted(enum.Enum):
-    """What two texts without a prompt's column are, which the other rows of their source decide."""
+    """How to read two texts without a prompt's column; the other rows of their source decide."""
 
     FAULTY = "without the prompt that other rows have"
     TRANSCRIPTS = "Anthropic-HH transcripts"

@@ -117,7 +117,7 @@ def save(path: Path, config: PreTrainedConfig) -> Path:
 
 
 def logprobs(path: Path, **settings: object) -> Tensor:
-    """Of the actions in MASK, without a gradient."""
+    """Log-probabilities of the actions in MASK, without a gradient."""
     with torch.no_grad():
         return PolicyModel(load_causal_lm(ModelConfig(str(path), "float32", **settings)), temperature=1.0)(IDS, MASK)[0]
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,41 +77,49 @@ def test_the_start_as_reference_path_changes_no_bit(settings, inputs, tmp_path):
 
 
 def logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
-    """Of every token but the first, as transformers alone computes them."""
+    """Log-probabilities of every token but the first, as transformers alone computes them."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         every = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     return every.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-def require_kl_to(reference: Path, folder: Path, policies: list[Path]) -> None:
-    """Compare the KL of each step with log policy - log reference of its responses."""
-    for step, (policy, logged) in enumerate(zip(policies, metrics(folder), strict=True), start=1):
-        rows = [json.loads(line) for line in (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
-        compared = 0
-        for row in rows:
+def kl_of_responses(reference: Path, folder: Path, policies: list[Path]) -> tuple[list[float], list[float]]:
+    """KL to ``reference`` of the responses of a run whose step k sampled from ``policies[k - 1]``: as logged, and as transformers
+    computes it."""
+    logged, computed = [], []
+    for step, policy in enumerate(policies, start=1):
+        for row in rollout(folder, step):
             prompt, response = ([WORDS.index(word) for word in row[name].split()] for name in ("prompt", "response"))
             response += [0] * (row["finish_reason"] == "stop")
-            if len(response) != row["response_tokens"]:
-                continue  # a special token inside has no text
-            ids = [*prompt, *response]
-            ratios = (logprobs(policy, ids) - logprobs(reference, ids))[-len(response) :]
-            assert row["kl"] == pytest.approx(float(ratios.sum()), abs=1e-4)
-            compared += 1
-        assert compared > len(rows) / 2
-        kl_per_token = sum(row["kl"] for row in rows) / sum(row["response_tokens"] for row in rows)
-        assert logged["train_rollouts/init_policy_kl"] == pytest.approx(kl_per_token, abs=1e-5)
-        assert kl_per_token > 0.1
+            if len(response) == row["response_tokens"]:  # else a special token inside has no text
+                ratios = logprobs(policy, [*prompt, *response]) - logprobs(reference, [*prompt, *response])
+                logged.append(row["kl"])
+                computed.append(float(ratios[-len(response) :].sum()))
+    return logged, computed
 
 
-def test_the_logged_kl_is_that_to_the_other_model(inputs, finished):
-    require_kl_to(inputs / "other", finished, [inputs / "policy", finished / "checkpoints" / "step_000001" / "hf"])
+def rollout(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
 
 
-def test_adapters_have_another_reference_in_host_memory(inputs, tmp_path):
-    given = [f"model.reference_path={inputs / 'other'}", "model.reference=cpu_offload", *ADAPTERS]
-    folder = run(inputs, tmp_path / "run", *given)
-    require_kl_to(inputs / "other", folder, [inputs / "policy", folder / "checkpoints" / "step_000001" / "hf"])
+def kl_per_token(folder: Path, step: int) -> float:
+    rows = rollout(folder, step)
+    return sum(row["kl"] for row in rows) / sum(row["response_tokens"] for row in rows)
+
+
+@pytest.mark.parametrize("settings", [[], ["model.reference=cpu_offload", *ADAPTERS]], ids=["all weights", "adapters"])
+def test_the_logged_kl_is_that_to_the_other_model(settings, inputs, finished, tmp_path):
+    """With adapters, whose reference is else the model without them, the other one is loaded into host memory."""
+    other = f"model.reference_path={inputs / 'other'}"
+    folder = run(inputs, tmp_path / "run", other, *settings) if settings else finished
+    policies = [inputs / "policy", folder / "checkpoints" / "step_000001" / "hf"]
+    logged, computed = kl_of_responses(inputs / "other", folder, policies)
+    assert logged == pytest.approx(computed, abs=1e-4)
+    assert len(logged) > sum(len(rollout(folder, step)) for step in (1, 2)) / 2
+    of_steps = [kl_per_token(folder, step) for step in (1, 2)]
+    assert [row["train_rollouts/init_policy_kl"] for row in metrics(folder)] == pytest.approx(of_steps, abs=1e-5)
+    assert min(of_steps) > 0.1
 
 
 @pytest.mark.parametrize("reference", ["null", "{inputs}/policy"])

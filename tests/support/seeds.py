@@ -18,7 +18,7 @@ def example(heading: str) -> str:
     """The Python text below ``heading``, with its indentation; skips the test where the handbook is absent."""
     found = [path for folder in ROOT.parents if (path := folder / HANDBOOK).is_file()]
     if not found:
-        pytest.skip(f"no {HANDBOOK} beside the repository")
+        pytest.skip(f"the handbook, ../{HANDBOOK}, does not lie beside this checkout")
     _, _, after = found[0].read_text().partition(f"\n{heading}")
     lines = after.partition("```python\n")[2].partition("\n```")[0].split("\n")
     return "".join("    " * int(depth) + line + "\n" for depth, line in zip(DEPTHS[heading], lines, strict=True))

@@ -1,4 +1,4 @@
-"""What is no checkpoint is refused in one sentence, which names what to give."""
+"""The converter refuses anything but a checkpoint in one sentence, which names what to give."""
 
 import json
 import shutil

@@ -51,7 +51,7 @@ class Layout:
     read: list[str]
     """The texts of the row's samples: "prompt" of a prompt, "prompt[learned]" of the others."""
     faulty: dict[str, Any]
-    """What one row has instead."""
+    """The faulty row, which stands in place of another."""
     reason: str
     settings: dict[str, Any] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What a judge is asked, how often, and what becomes of its answers."""
+"""Judges answer each question once, and their answers become rewards or failures."""
 
 import json
 import multiprocessing
