@@ -11,6 +11,7 @@ from tests.integration.test_policy_families import FAMILIES, WITHOUT_KERNELS, WI
 from tests.support.pages import table_rows
 from tests.support.paths import ROOT
 from tests.unit.models import test_reward_layouts as layouts
+from tests.unit.models.test_encoder_layouts import ENCODERS
 
 PAGE = ROOT / "docs" / "models.md"
 
@@ -36,7 +37,9 @@ def test_the_documented_policies_are_those_tried() -> None:
 def test_the_documented_layouts_are_those_tried() -> None:
     rows = {test: layout for layout, _, cell in table_rows(PAGE, "layout") for test in re.findall(r"`(\w+)`", cell)}
     refused = {test for *_, cell in table_rows(PAGE, "found") for test in re.findall(r"`(\w+)`", cell)}
-    of_layouts = tried_in("unit/models/test_reward_layouts.py") | tried_in("unit/models/test_critic_layouts.py")
+    of_layouts = set().union(
+        *(tried_in(f"unit/models/test_{name}_layouts.py") for name in ("reward", "encoder", "critic"))
+    )
     assert rows.keys() | (refused & of_layouts) == of_layouts
     assert not rows.keys() & refused
     others = ("loading", "lora", "packing")
@@ -46,7 +49,7 @@ def test_the_documented_layouts_are_those_tried() -> None:
     for test, names in (
         ("test_sequence_classifiers", layouts.FAMILIES),
         ("test_heads_of_other_names", layouts.NAMES),
-        ("test_encoders_read_prompt_and_response_as_a_pair", layouts.ENCODERS),
+        ("test_encoders_read_prompt_and_response_as_a_pair", ENCODERS),
     ):
         listed = rows[test].partition(": ")[2].replace("`", "").split(", ")
         assert listed == list(names)
