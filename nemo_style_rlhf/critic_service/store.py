@@ -109,9 +109,8 @@ class CriticCheckpointStore:
             record = read_record(directory)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolError(Code.CONFLICT, f"checkpoint {checkpoint_id} is damaged: {RECORD}") from error
-        older = record.critic.get(
-            "reward model"
-        )  # from which every critic started, as long as no record named its start
+        # Every critic started from the reward model as long as records did not name its start.
+        older = record.critic.get("reward model")
         for name, value in self._critic.items():
             if (was := record.critic.get(name, (older or value) if name == START_WEIGHTS else value)) != value:
                 raise ProtocolError(

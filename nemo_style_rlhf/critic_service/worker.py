@@ -182,9 +182,8 @@ class CriticWorker:
                 "with servers/serve_reward_model.py, set critic.combine_rm_and_critic_server=false, and start the critic from a "
                 "decoder (critic.path)"
             )
-        tokenizer = load_tokenizer(
-            path, trust_remote_code=self.config.model.trust_remote_code
-        )  # with its own chat template
+        # Not the critic's, whose chat template may be another.
+        tokenizer = load_tokenizer(path, trust_remote_code=self.config.model.trust_remote_code)
         if tokenizer_digest(tokenizer) != tokenizer_digest(self.tokenizer):
             raise UserError(
                 f"critic.path={config.path} and the reward model {path} have different tokenizers: serve the reward model "

@@ -32,6 +32,8 @@ HEADS = (
     "rm_head",
 )
 """Names of heads that read each token's last hidden state, as transformers, OpenRLHF, TRL and others write them."""
+WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+"""Files of weights, of which transformers takes the first."""
 STATISTICS = ("mean", "std")
 """Weights in which OpenRLHF kept the statistics that normalize rewards."""
 GATING = r"gating\..*|reward_transform_matrix"
@@ -77,12 +79,7 @@ class StoredWeights:
         self._path = path
         self._files: dict[str, str] = {}
         """File name by tensor; empty for a folder without weights, which the loader refuses."""
-        for name in (
-            SAFE_WEIGHTS_NAME,
-            SAFE_WEIGHTS_INDEX_NAME,
-            WEIGHTS_NAME,
-            WEIGHTS_INDEX_NAME,
-        ):  # as transformers looks
+        for name in WEIGHT_FILES:
             if (file := self._found(name)) is not None:
                 with _readable(file):
                     whole = name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)

@@ -84,9 +84,10 @@ class Blueprint:
                 hf_config.num_labels = 1
             if config.disable_dropout:
                 zero_dropout(hf_config)
-            auto_class: Any = (
-                scalar_class(hf_config, stored_head(config.path)) if self._scalar else AutoModelForCausalLM
-            )
+            auto_class: Any = AutoModelForCausalLM
+            if self._scalar:  # weights on the hub are not downloaded for a plan
+                head = stored_head(config.path) if Path(config.path).is_dir() else None
+                auto_class = scalar_class(hf_config, head)
             with torch.device("meta"), packing_by_name(config.path):
                 hf = auto_class.from_config(
                     hf_config,
