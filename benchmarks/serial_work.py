@@ -24,9 +24,10 @@ from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
 from nemo_style_rlhf.launch import malloc
-from nemo_style_rlhf.models.decoding import decoder_loader
+from nemo_style_rlhf.models.decoding import backend, decoder_loader
 from nemo_style_rlhf.models.policy import ActionLogprobs
-from nemo_style_rlhf.ppo.metrics import repetition_metrics, rollout_columns, rollout_metrics
+from nemo_style_rlhf.ppo.metrics import repetition_metrics, rollout_metrics
+from nemo_style_rlhf.ppo.recording import step_samples
 from nemo_style_rlhf.ppo.trainer import critic_batch
 from nemo_style_rlhf.ppo.update import mini_batch_plan
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder
@@ -34,6 +35,7 @@ from nemo_style_rlhf.rollout.logprobs import micro_batch_iterator
 from nemo_style_rlhf.rollout.producer import Producer, Timers
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig
+from nemo_style_rlhf.schema.tracking import RolloutsConfig
 from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
@@ -90,7 +92,7 @@ def one_step(
         ):
             pass
     timers.lap("micro-batches of the update")
-    writer.write(step, rollout_columns(experience))
+    writer.write(step_samples(step, experience, experience.logprobs))
     timers.lap("rollouts handed over")
     repetition.result()
     timers.lap("repetition, as far as it takes longer than all that")
@@ -114,7 +116,9 @@ def main() -> None:
     algorithm = AlgorithmConfig(num_rollout_samples=arguments.samples, mini_batches=4)
     folder = tempfile.TemporaryDirectory()
     tokenizer = pseudo_word_tokenizer(random.Random(0))
-    writer = RolloutWriter(Path(folder.name) / "rollouts", decoder_loader(tokenizer, "", trust_remote_code=False))
+    load = decoder_loader(tokenizer, "", trust_remote_code=False)
+    writer = RolloutWriter(Path(folder.name) / "rollouts", RolloutsConfig(), load, backend(tokenizer))
+    writer.rewind(0)
     beside = ThreadPoolExecutor(1)
     rounds = []
     for step in range(1, arguments.rounds + 2):

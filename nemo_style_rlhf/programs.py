@@ -6,6 +6,7 @@ before torch is loaded. Reward functions' processes, too, import the script that
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -232,3 +233,25 @@ def export_checkpoint() -> None:
     except UserError as error:
         refuse(str(error))
     print(f"exported {arguments.checkpoint} to {arguments.target}")
+
+
+def export_rollouts() -> None:
+    """Print the samples of a run as JSON Lines."""
+    parser = argparse.ArgumentParser(
+        description="Print the samples that a run has written to its rollouts/ as JSON Lines: texts, rewards, and every token's "
+        "numbers. https://duckdb.org, pandas and datasets read its Parquet files as they are, too."
+    )
+    parser.add_argument("run", type=Path, help="the actor's run.output_dir, or that of train_ppo_local")
+    parser.add_argument("--first", type=int, default=0, metavar="STEP", help="leave out earlier steps")
+    parser.add_argument("--last", type=int, metavar="STEP", help="leave out later steps")
+    parser.add_argument("--no-tokens", action="store_true", help="leave out what is a list, one entry per token")
+    arguments = parser.parse_args()
+
+    from nemo_style_rlhf.tracking.rollout_files import print_jsonl
+
+    try:
+        print_jsonl(arguments.run, arguments.first, arguments.last, tokens=not arguments.no_tokens)
+    except UserError as error:
+        refuse(str(error))
+    except BrokenPipeError:  # head has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

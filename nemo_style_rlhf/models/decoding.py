@@ -30,6 +30,13 @@ def decoder_loader(tokenizer: "PreTrainedTokenizerBase", path: str, *, trust_rem
     return partial(_whole_decoder, path, trust_remote_code)
 
 
+def backend(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """The tokenizer in the format of the `tokenizers` library; None if it has another backend."""
+    from transformers import PreTrainedTokenizerFast
+
+    return tokenizer.backend_tokenizer.to_str() if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+
+
 def _backend_decoder(backend: str) -> Decode:
     from tokenizers import Tokenizer
 

@@ -35,7 +35,7 @@ from nemo_style_rlhf.generation.factory import (
 )
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.launch.bootstrap import setup
-from nemo_style_rlhf.models.decoding import decoder_loader
+from nemo_style_rlhf.models.decoding import backend, decoder_loader
 from nemo_style_rlhf.models.digests import model_fingerprint, rows_fingerprint, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import START, add_lora, lora_identity
@@ -129,7 +129,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         record_start(output_dir, config, after=f"step_{found.step if found else 0:06d}")
     ranks.require_shared(output_dir)
     sampler = training.sampler(config.run.seed, config.data.shuffle)
-    rollouts = _rollout_writer(config, tokenizer) if ranks.is_first and config.tracking.save_rollouts else None
+    rollouts = _rollout_writer(config, tokenizer) if ranks.is_first and config.tracking.rollouts.every else None
     producer = None
     if generator is not None:
         producer = Producer(
@@ -211,7 +211,8 @@ def run_identity(config: PPOActorConfig, training: TrainingRows[Prompt] | None =
 def _rollout_writer(config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutWriter:
     model = config.model
     load = decoder_loader(tokenizer, model.path, trust_remote_code=model.trust_remote_code)
-    return RolloutWriter(Path(config.run.output_dir) / "rollouts", load)
+    folder = Path(config.run.output_dir) / "rollouts"
+    return RolloutWriter(folder, config.tracking.rollouts, load, backend(tokenizer))
 
 
 def _found(config: PPOActorConfig) -> tuple[Manifest | None, dict[str, Any]]:

@@ -172,32 +172,6 @@ def _mean(values: Tensor) -> float:
     return float(values.nanmean())
 
 
-def rollout_columns(experience: Experience) -> dict[str, Any]:
-    """Columns of `rollouts/step_XXXXXX.jsonl`, one entry per sample, as plain numbers, texts and arrays, which are cheap to
-    send to the process that writes the file. ``kl`` is summed over the response, in nats; ``response`` holds token ids."""
-    rollouts, scores = experience.rollouts, experience.scores
-    kl: Sequence[float | None] = [None] * len(rollouts)
-    if experience.ref_logprobs is not None:
-        kl = [float(part.sum()) for part in (experience.kl * experience.mask).split(experience.lengths)]
-    return {
-        "prompt_id": [rollout.sample.prompt_id for rollout in rollouts],
-        "index": [rollout.sample.index for rollout in rollouts],
-        "prompt": [rollout.prompt.text for rollout in rollouts],
-        "response": [rollout.response_tokens.numpy() for rollout in rollouts],
-        "reward": _numbers(scores.rewards),
-        "kl": kl,
-        "response_tokens": [rollout.response_length for rollout in rollouts],
-        "finish_reason": [rollout.finish_reason for rollout in rollouts],
-        "label": [rollout.prompt.label for rollout in rollouts],
-        **{name: _numbers(values) for name, values in scores.extra.items()},
-    }
-
-
-def _numbers(values: Tensor) -> list[float | None]:
-    """Replace infinity and NaN, which marks a failed sample, by None: JSON has neither."""
-    return [number if math.isfinite(number) else None for number in values.tolist()]
-
-
 def excerpts(rewards: Sequence[float], texts: Callable[[int], tuple[str, str]]) -> list[str]:
     """A short line for each of the samples with the highest and the lowest reward; a NaN reward is ignored.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -24,12 +25,8 @@ from nemo_style_rlhf.generation.factory import weights_for_generator
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.ppo.export import export_policy
 from nemo_style_rlhf.ppo.health import Health, check_health
-from nemo_style_rlhf.ppo.metrics import (
-    excerpts,
-    repetition_metrics,
-    rollout_columns,
-    rollout_metrics,
-)
+from nemo_style_rlhf.ppo.metrics import excerpts, repetition_metrics, rollout_metrics
+from nemo_style_rlhf.ppo.recording import step_samples
 from nemo_style_rlhf.ppo.sampler_check import Probe, check_logprob_gap
 from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
@@ -61,7 +58,7 @@ class Parts:
     metrics: MetricsWriter | None
     """None except on the first rank."""
     rollouts: RolloutWriter | None
-    """None except on the first rank, and if tracking.save_rollouts is off."""
+    """None except on the first rank, and if tracking.rollouts.every is 0."""
     ranks: Ranks
 
 
@@ -154,10 +151,12 @@ class PPOTrainer:
         plan = mini_batch_plan(experience, config.algorithm, seed=config.run.seed, step=step)
         timers.lap("metrics")
         critic_update = self._train_critic(experience, plan) if trains_critic and self._ranks.is_first else None
+        recorded = config.tracking.rollouts.is_due(step)
+        new_logprobs = torch.zeros_like(experience.logprobs) if recorded and not warming_up else None
         if not warming_up:
             metrics |= update_actor(
                 parts.engine, experience, plan, config.algorithm, self._ranks, max_length=config.generation.max_length,
-                seed=mixed_seed(config.run.seed, step, self._ranks.rank),
+                seed=mixed_seed(config.run.seed, step, self._ranks.rank), logprobs=new_logprobs,
             )  # fmt: skip
         timers.lap("actor_update")
         if trains_critic:
@@ -185,7 +184,8 @@ class PPOTrainer:
             metrics |= self._validation(step)
             timers.lap("validation")
         require_owned()
-        self._on_first(parts.rollouts, lambda rollouts: rollouts.write(step, rollout_columns(experience)))
+        if recorded:
+            self._on_first(parts.rollouts, lambda writer: writer.write(step_samples(step, experience, new_logprobs)))
         timers.lap("tracking")
         metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._session.save_stall}
         metrics |= parts.queue.clock_metrics()
@@ -263,6 +263,7 @@ class PPOTrainer:
         self._session.restore(self._begin)
         step = self._session.progress.step
         self._on_first(self._parts.metrics, lambda writer: writer.rewind(step if step else -1))
+        self._on_first(self._parts.rollouts, lambda writer: writer.rewind(step))
         if step == 0 and self._waits_for_validation:
             self._write_validation(0)
 

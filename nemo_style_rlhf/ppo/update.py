@@ -45,6 +45,7 @@ def update_actor(
     *,
     max_length: int,
     seed: int,
+    logprobs: Tensor | None = None,
 ) -> dict[str, float]:
     """Take one optimizer step for each entry of ``plan``. Returns metrics, averaged over tokens unless noted as the last
     step's.
@@ -56,10 +57,13 @@ def update_actor(
     Args:
         max_length: the most tokens that a response may have, the constant of ``seq_sum_constant``.
         seed: dropout seed of this step and rank, so that a restored actor needs no saved state of a random generator.
+        logprobs: [N] zeros on the CPU, which receive the log-probabilities that the last epoch computed for loss tokens, each
+            before its own optimizer step.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite.
     """
+    last_epoch = len(plan) - len(plan) // config.ppo_epochs
     signal = _only_signal(experience, config)
     normalizers: list[float] = []
     empty: list[bool] = []
@@ -86,8 +90,10 @@ def update_actor(
 
     def loss(number: int, batch: MicroBatch, counts: bool) -> Tensor:
         batch = batch if counts else batch.emptied()
-        value, statistics = micro_batch_loss(engine, experience, batch, config, normalizers[number])
+        value, statistics, computed = micro_batch_loss(engine, experience, batch, config, normalizers[number])
         if counts:
+            if logprobs is not None and number >= last_epoch:
+                logprobs[batch.positions] = computed.float().cpu()
             means.add(len(batch.positions), **statistics)
             if number == 0:
                 first.add(len(batch.positions), **statistics)
@@ -110,6 +116,8 @@ def update_actor(
             "(algorithm.skip_empty_steps=true leaves them out)",
         )  # fmt: skip
     own_loss = sum(loss for step in steps for loss in step.losses)
+    if logprobs is not None:
+        ranks.sum(logprobs)
     means, first = TokenMeans.of(ranks.all_gather(means)), TokenMeans.of(ranks.all_gather(first))
     return {
         "train_optim/loss": sum(ranks.all_gather(own_loss)) / len(plan),
@@ -153,8 +161,8 @@ def loss_normalizer(batches: Sequence[MicroBatch], aggregation: str, *, samples:
 
 def micro_batch_loss(
     policy: PolicyForward, experience: Experience, batch: MicroBatch, config: AlgorithmConfig, normalizer: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The part that this micro-batch adds to the optimizer step's loss, and means over its tokens."""
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """The part that this micro-batch adds to the optimizer step's loss, means over its tokens, and their log-probabilities."""
     mask = batch.action_mask
 
     def rows(flat: Tensor) -> Tensor:
@@ -201,4 +209,4 @@ def micro_batch_loss(
         )
         loss = loss + experience.kl_coef * aggregated(kl)
         statistics["kl_loss"] = kl.detach().mean()
-    return loss, statistics
+    return loss, statistics, result.logprobs.detach()

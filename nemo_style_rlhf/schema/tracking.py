@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from nemo_style_rlhf.schema.base import require
+
 
 @dataclass
 class WandbConfig:
@@ -17,6 +19,26 @@ class WandbConfig:
 
 
 @dataclass
+class RolloutsConfig:
+    """Samples on disk, token by token: rollouts/step_XXXXXX.parquet, which trainers/watch.py shows."""
+
+    every: int = 1
+    """Write the samples of every such step; 0 writes none."""
+    keep: int = 1000
+    """Number of written steps that stay on disk, up to 49 more while files are merged; 0 keeps all. 512 samples of 512 response
+    tokens take some 10 MB."""
+
+    def validate(self) -> None:
+        require(
+            self.every >= 0, "tracking.rollouts.every", self.every, "a number of steps, or 0 for no samples on disk"
+        )
+        require(self.keep >= 0, "tracking.rollouts.keep", self.keep, "a number of steps, or 0 to keep all")
+
+    def is_due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
+
+@dataclass
 class TrackingConfig:
     """Optional outputs; metrics.jsonl is always written."""
 
@@ -24,5 +46,4 @@ class TrackingConfig:
     """Show a progress bar on the terminal."""
     tensorboard: bool = False
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    save_rollouts: bool = True
-    """Write every sample to rollouts/step_XXXXXX.jsonl."""
+    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)

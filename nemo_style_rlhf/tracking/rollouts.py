@@ -1,15 +1,21 @@
-"""Decodes and writes `rollouts/step_XXXXXX.jsonl` in a process beside training. Imports no torch, so that it starts fast."""
+"""Decodes and writes the samples of a run in a process beside training. Imports no torch, so that it starts fast."""
 
-import json
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_style_rlhf.checkpoint.files import storage_errors
+from nemo_style_rlhf.checkpoint.files import storage_errors, write_atomically
 from nemo_style_rlhf.launch.children import end_with_parent
+from nemo_style_rlhf.schema.tracking import RolloutsConfig
 
+if TYPE_CHECKING:
+    from nemo_style_rlhf.tracking.rollout_files import StepSamples
+
+NICENESS = 10
+"""Of the writing process: training goes first where cores are scarce."""
 _to_text: Any = None
 """Turns token ids into text; only in the writing process."""
 
@@ -17,27 +23,42 @@ _to_text: Any = None
 class RolloutWriter:
     """Writes the samples of one step at a time."""
 
-    def __init__(self, folder: Path, load_decoder: Callable[[], Callable[[list[int]], str]]) -> None:
+    def __init__(
+        self, folder: Path, config: RolloutsConfig, load_decoder: Callable[[], Callable[[list[int]], str]],
+        tokenizer: str | None,
+    ) -> None:  # fmt: skip
         """
         Args:
             load_decoder: called in the writing process; must be picklable.
+            tokenizer: in the format of the `tokenizers` library, if it has one.
         """
         self._folder = folder
+        self._config = config
         # Spawn, since this process has threads, and maybe a CUDA context, which do not survive a fork.
         self._process = ProcessPoolExecutor(
             1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(load_decoder,)
         )
+        self._tokenizer = tokenizer
         self.writing: Future[None] | None = None
-        """Write of the last step's samples; None once it is known to be done."""
+        """Write of the last recorded step's samples; None once it is known to be done."""
 
-    def write(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Start to write ``columns`` of a step's samples: ``response`` holds token ids, the others plain JSON values.
+    def rewind(self, step: int) -> None:
+        """Remove the samples of steps after ``step``, which will be repeated.
 
         Raises:
-            StorageError: the disk refused the samples of the previous step.
+            StorageError: the disk refused.
         """
         self.flush()
-        self.writing = self._process.submit(_write, self._folder / f"step_{step:06d}.jsonl", dict(columns))
+        self._process.submit(_begin, self._folder, step, self._tokenizer).result()
+
+    def write(self, samples: "StepSamples") -> None:
+        """Start to write a step's samples.
+
+        Raises:
+            StorageError: the disk refused the samples of an earlier step.
+        """
+        self.flush()
+        self.writing = self._process.submit(_write, self._folder, samples, self._config.keep)
 
     def flush(self) -> None:
         """Wait until everything is written."""
@@ -49,18 +70,25 @@ class RolloutWriter:
         self._process.shutdown()
 
 
-def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
 def _prepare(load_decoder: Callable[[], Callable[[list[int]], str]]) -> None:
     global _to_text
     end_with_parent()
+    os.nice(NICENESS)
     _to_text = load_decoder()
 
 
-def _write(path: Path, columns: dict[str, Sequence[Any]]) -> None:
-    columns["response"] = [_to_text(tokens.tolist()) for tokens in columns["response"]]
-    write_jsonl(path, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+def _begin(folder: Path, step: int, tokenizer: str | None) -> None:
+    from nemo_style_rlhf.tracking.rollout_files import TOKENIZER_FILE, rewind
+
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if tokenizer is not None:
+            write_atomically(folder / TOKENIZER_FILE, tokenizer.encode())
+        rewind(folder, step)
+
+
+def _write(folder: Path, samples: "StepSamples", keep: int) -> None:
+    from nemo_style_rlhf.tracking.rollout_files import compact, write_step
+
+    write_step(folder, samples, [_to_text(ids) for ids in samples.responses()])
+    compact(folder, keep)

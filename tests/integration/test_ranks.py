@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
+from nemo_style_rlhf.tracking.rollout_files import read_rows
 from tests.support import warm
 from tests.support.metrics import metrics, without_timers
 from tests.support.models import save_policy, save_reward_model
@@ -212,8 +213,5 @@ def assert_same_run(alone: Path, folder: Path) -> None:
     lines = [without_timers(metrics(run / "actor")) for run in (alone, folder)]
     for one, two in zip(*lines, strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
-    responses = [
-        [json.loads(line)["response"] for line in (run / "actor/rollouts/step_000003.jsonl").read_text().splitlines()]
-        for run in (alone, folder)
-    ]
+    responses = [[row["response"] for row in read_rows(run / "actor/rollouts", 3, 3)] for run in (alone, folder)]
     assert responses[0] == responses[1]

@@ -47,7 +47,7 @@ ALLOWED = {
     "conversion": BASE | {"models", "data", "engine", "checkpoint", "critic_service", "ppo", "supervised"},
     "programs": BASE
     | {"conversion", "launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"}
-    | {"transport", "generation"},
+    | {"transport", "generation", "tracking"},
 }
 OWNERS = {
     "vllm": {"generation"},
@@ -58,6 +58,7 @@ OWNERS = {
     "pytorch_lightning": {"supervised", "tracking"},
     "datasets": {"data"},
     "hydra": {"launch"},
+    "pyarrow": {"tracking"},
     "jinja2": {"evaluation", "data", "schema"},
 }
 GENERATORS = {f"nemo_style_rlhf.generation.{name}" for name in ("vllm", "hf", "in_process")}

@@ -31,7 +31,7 @@ def gradient(
     normalizer = loss_normalizer(parts, config.loss_aggregation, samples=len(rows), max_length=MAX_LENGTH)
     total = 0.0
     for part in parts:
-        loss, _ = micro_batch_loss(model, batch, part, config, normalizer)
+        loss, *_ = micro_batch_loss(model, batch, part, config, normalizer)
         loss.backward()
         total += float(loss.detach())
     return total, [parameter.grad for parameter in model.parameters()]

@@ -1,0 +1,284 @@
+"""Samples of a run on disk, token by token: Parquet files that any tool reads. Imports no torch.
+
+``rollouts/step_000012.parquet`` holds the samples of one step, a row each. :func:`compact` merges ``BLOCK`` of these into
+``rollouts/steps_000001_000050.parquet``, with a row group per step. A step file whose step lies within a merged file is a
+leftover of a crash; readers skip it, and :func:`rewind` removes it.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nemo_style_rlhf.checkpoint.files import published, storage_errors
+from nemo_style_rlhf.errors import UserError
+
+BLOCK = 50
+"""Steps in a merged file."""
+LARGEST = 2**30
+"""Bytes of a merged file: large step files gain nothing from being merged."""
+TOKENIZER_FILE = "tokenizer.json"
+"""Beside the samples, in the format of the `tokenizers` library: for the texts of single tokens."""
+NAME = re.compile(r"step_(\d+)\.parquet|steps_(\d+)_(\d+)\.parquet")
+KINDS = {"prompt_id": pa.int64(), "index": pa.int32(), "reward": pa.float32(), "failed": pa.bool_()}
+"""Types of the columns of a sample that are no text."""
+TURNS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("finish_reason", pa.string())]))
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class StepSamples:
+    """The samples of one step, B of N tokens in all, laid end to end as in :class:`rollout.types.Experience`.
+
+    Arrays and plain lists, which are cheap to send to the process that writes them.
+    """
+
+    step: int
+    lengths: list[int]
+    """[B] tokens of prompt and response."""
+    prompt_tokens: list[int]
+    """[B] tokens before the first response token."""
+    response_tokens: list[int]
+    """[B] tokens that the policy produced."""
+    turns: list[list[tuple[int, int, str]]]
+    """[B] stretches of tokens that the policy produced, as (start, end, finish reason)."""
+    tokens: Array
+    """[N] int32."""
+    per_sample: dict[str, Sequence[Any]]
+    """Further columns, [B] each; numbers that a sample lacks are None."""
+    scores: dict[str, Sequence[float | None]]
+    """[B] each: rewards by source, and what the sources log; columns ``score/<name>``."""
+    mask: Array
+    """[N] bool, action-aligned: loss tokens."""
+    weights_versions: Array
+    """[N] int32, action-aligned."""
+    per_token: dict[str, Array | None]
+    """[N] float32 each, action-aligned; None if the run has no such quantity."""
+
+    def responses(self) -> Iterator[list[int]]:
+        """The tokens that the policy produced, sample by sample."""
+        start = 0
+        for length, turns in zip(self.lengths, self.turns, strict=True):
+            yield [token for first, end, _ in turns for token in self.tokens[start + first : start + end].tolist()]
+            start += length
+
+
+class SampleFile(NamedTuple):
+    first: int
+    """Its first step."""
+    last: int
+    path: Path
+
+
+def sample_files(folder: Path) -> list[SampleFile]:
+    """The files that together hold every recorded step once, by step."""
+    found = []
+    for path in folder.glob("step*.parquet"):
+        if match := NAME.fullmatch(path.name):
+            first, last = match[1] or match[2], match[1] or match[3]
+            found.append(SampleFile(int(first), int(last), path))
+    merged = [file for file in found if file.first < file.last]
+    return sorted(file for file in found if file in merged or not any(m.first <= file.first <= m.last for m in merged))
+
+
+def write_step(folder: Path, samples: StepSamples, responses: Sequence[str]) -> None:
+    """
+    Args:
+        responses: [B] texts of the response tokens.
+
+    Raises:
+        StorageError: the disk refused the file.
+    """
+    rows = table(samples, responses)
+    _write(_step_path(folder, samples.step), rows.schema, [rows])
+
+
+def table(samples: StepSamples, responses: Sequence[str]) -> pa.Table:
+    """A row for each sample, with its tokens as lists."""
+    lengths, prompt_tokens = np.array(samples.lengths), np.array(samples.prompt_tokens)
+    # Entry t describes the action that leads to token t+1, so the first of a response stands at its prompt's last token.
+    ends = lengths.cumsum()
+    place = np.arange(len(samples.tokens)) - np.repeat(ends - lengths, lengths)
+    kept = (place >= np.repeat(prompt_tokens - 1, lengths)) & (place < np.repeat(lengths - 1, lengths))
+    offsets = np.concatenate(([0], (lengths - prompt_tokens).cumsum())).astype(np.int32)
+    mask = samples.mask[kept]
+    per_token = {name: None if flat is None else flat[kept] for name, flat in samples.per_token.items()}
+
+    def lists(flat: Array | None, kind: pa.DataType) -> pa.Array:
+        if flat is None:
+            return pa.nulls(len(lengths), pa.list_(kind))
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, kind))
+
+    columns = {
+        "step": pa.array(np.full(len(lengths), samples.step, np.int32)),
+        "row": pa.array(np.arange(len(lengths), dtype=np.int32)),
+        **{name: pa.array(values, KINDS.get(name, pa.string())) for name, values in samples.per_sample.items()},
+        "response": pa.array(responses, pa.string()),
+        "prompt_tokens": pa.array(prompt_tokens, pa.int32()),
+        "response_tokens": pa.array(samples.response_tokens, pa.int32()),
+        "weights_version": pa.array(samples.weights_versions[ends - 2], pa.int32()),
+        "turns": pa.array(
+            [[dict(zip(("start", "end", "finish_reason"), turn)) for turn in turns] for turns in samples.turns], TURNS
+        ),
+        **{f"score/{name}": pa.array(values, pa.float32()) for name, values in samples.scores.items()},
+        **_summaries(per_token, mask, offsets),
+        "tokens": pa.ListArray.from_arrays(
+            pa.array(np.concatenate(([0], ends)).astype(np.int32)), pa.array(samples.tokens, pa.int32())
+        ),
+        "mask": lists(mask, pa.bool_()),
+        "weights_versions": lists(samples.weights_versions[kept], pa.int32()),
+        **{name: lists(flat, pa.float32()) for name, flat in per_token.items()},
+    }
+    return pa.table(columns)
+
+
+def _summaries(per_token: Mapping[str, Array | None], mask: Array, offsets: Array) -> dict[str, pa.Array]:
+    """Columns by which to sort samples: sums, means and extremes over the loss tokens; null for samples without one."""
+
+    def reduced(reduce: np.ufunc, flat: Array) -> Array:
+        """[B]; no response is empty."""
+        return reduce.reduceat(flat.astype(np.float64), offsets[:-1])
+
+    counts = reduced(np.add, mask)
+
+    def column(flat: Array | None, reduce: np.ufunc, *, mean: bool = False) -> pa.Array:
+        if flat is None:
+            return pa.nulls(len(counts), pa.float32())
+        neutral = 0.0 if reduce is np.add else -np.inf
+        values = reduced(reduce, np.where(mask, flat, neutral))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = values / counts if mean else values
+        return pa.array(values.astype(np.float32), pa.float32(), mask=(counts == 0) | ~np.isfinite(values))
+
+    kl, ratios = per_token["kl"], per_token["ratios"]
+    sampler, policy = per_token["sampler_logprobs"], per_token["logprobs"]
+    gap = None if sampler is None or policy is None else np.abs(sampler - policy)
+    return {
+        "learned_tokens": pa.array(counts, pa.int32()),
+        "kl_sum": column(kl, np.add),
+        "kl_mean": column(kl, np.add, mean=True),
+        "kl_max": column(kl, np.maximum),
+        "advantage_mean": column(per_token["advantages"], np.add, mean=True),
+        "value_mean": column(per_token["values"], np.add, mean=True),
+        "ratio_max": column(None if ratios is None else np.abs(ratios - 1), np.maximum),
+        "sampler_gap_max": column(gap, np.maximum),
+    }
+
+
+def compact(folder: Path, keep: int) -> None:
+    """Merge the oldest ``BLOCK`` step files once twice as many lie there, and remove the oldest files that the newest ``keep``
+    recorded steps do not need; 0 keeps all.
+
+    Raises:
+        StorageError: the disk refused the merged file.
+    """
+    files = sample_files(folder)
+    single = [file for file in files if file.first == file.last]
+    block = single[:BLOCK]
+    if len(single) >= 2 * BLOCK and sum(file.path.stat().st_size for file in block) <= LARGEST:
+        schema = pa.unify_schemas([pq.read_schema(file.path) for file in block])
+        rows = (pq.read_table(file.path) for file in block)
+        _write(_merged_path(folder, block[0].first, block[-1].last), schema, rows)
+        for file in block:
+            file.path.unlink()
+        files = sample_files(folder)
+    counts = [pq.read_metadata(file.path).num_row_groups for file in files] if keep else []
+    newer = sum(counts)
+    for file, count in zip(files, counts):
+        newer -= count
+        if newer < keep:
+            break
+        file.path.unlink()
+
+
+def rewind(folder: Path, step: int) -> None:
+    """Remove the samples of steps after ``step``, which will be repeated, and leftovers of a crash.
+
+    Raises:
+        StorageError: the disk refused a file.
+    """
+    kept = sample_files(folder)
+    for path in {*folder.glob("step*.parquet")} - {file.path for file in kept}:
+        path.unlink()
+    for file in kept:
+        if file.first <= step < file.last:
+            content = pq.ParquetFile(file.path)
+            steps = [
+                content.read_row_group(group, ["step"])["step"][0].as_py() for group in range(content.num_row_groups)
+            ]
+            groups = [group for group, its in enumerate(steps) if its <= step]
+            last = steps[groups[-1]]
+            target = _step_path(folder, last) if len(groups) == 1 else _merged_path(folder, file.first, last)
+            _write(target, content.schema_arrow, map(content.read_row_group, groups))
+        if step < file.last:
+            file.path.unlink()
+
+
+def _step_path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.parquet"
+
+
+def _merged_path(folder: Path, first: int, last: int) -> Path:
+    return folder / f"steps_{first:06d}_{last:06d}.parquet"
+
+
+def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    """A row group for each table; a score that a table lacks is null there."""
+    with storage_errors(path), published(path) as beside, pq.ParquetWriter(
+        beside, schema, compression="zstd", compression_level=1, use_dictionary=["prompt", "label", "finish_reason"]
+    ) as writer:  # fmt: skip
+        for rows in tables:
+            columns = [
+                rows[field.name] if field.name in rows.column_names else pa.nulls(len(rows), field.type)
+                for field in schema
+            ]
+            writer.write_table(pa.table(columns, schema=schema), row_group_size=len(rows))
+
+
+def read_rows(folder: Path, first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """The samples of steps ``first`` to ``last``, one at a time, as plain values that JSON can hold."""
+    for file in sample_files(folder):
+        if file.last < first or (last is not None and file.first > last):
+            continue
+        content = pq.ParquetFile(file.path)
+        for number in range(content.num_row_groups):
+            for row in content.read_row_group(number).to_pylist():
+                if first <= row["step"] and (last is None or row["step"] <= last):
+                    yield {name: _plain(value) for name, value in row.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Infinity and NaN, which JSON lacks, become None."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def jsonl(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def print_jsonl(run: Path, first: int, last: int | None, *, tokens: bool) -> None:
+    """Print the samples of a run as JSON Lines.
+
+    Args:
+        tokens: also what has an entry for each token.
+
+    Raises:
+        UserError: there are none.
+    """
+    folders = [run / "rollouts", run / "actor" / "rollouts", run]
+    folder = next((folder for folder in folders if sample_files(folder)), None)
+    if folder is None:
+        raise UserError(
+            f"{run} holds no rollouts: give the run.output_dir of a PPO run with tracking.rollouts.every above 0"
+        )
+    for row in read_rows(folder, first, last):
+        sys.stdout.write(jsonl({name: value for name, value in row.items() if tokens or not isinstance(value, list)}))
