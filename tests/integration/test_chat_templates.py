@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support import warm
+from tests.support.metrics import samples
 from tests.support.models import WORDS, save_policy
 
 TEMPLATE = """{%- for message in messages -%}
@@ -81,8 +82,7 @@ def test_ppo_and_the_evaluation_of_its_export_do_too(folder: Path) -> None:
     stage = ppo(folder, "ppo", "sft/export", f"data.val_path={folder / 'prompts.jsonl'}", "checkpoint.keep_best=true",
         "algorithm.val_check_interval=1", "algorithm.num_val_samples=2")  # fmt: skip
     assert_carried(stage / "export", stage / "best")
-    rollout = json.loads((stage / "rollouts" / "step_000001.jsonl").read_text().splitlines()[0])
-    assert rollout["prompt"].split() == RENDERED
+    assert samples(stage, 1)[0]["prompt"].split() == RENDERED
     run(
         "trainers/evaluate.py", f"run.output_dir={folder / 'evaluation'}", "model=fp32", "data.format=messages",
         f"data.path={folder / 'prompts.jsonl'}", f"checkpoints=[{folder / 'sft/export'},{stage / 'export'}]",

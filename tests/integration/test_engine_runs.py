@@ -33,7 +33,7 @@ def overrides(inputs: Path, engines: int) -> list[str]:
 def result(folder: Path) -> tuple[object, ...]:
     """Everything that a run has learned and logged."""
     actor = folder / "actor"
-    files = [*sorted((actor / "rollouts").glob("*.jsonl")), *sorted((actor / "export").glob("*.safetensors"))]
+    files = [*sorted((actor / "rollouts").glob("*.parquet")), *sorted((actor / "export").glob("*.safetensors"))]
     exported = [*sorted((folder / "critic").rglob("*.safetensors"))]
     assert len(files) == ppo_runs.STEPS + 1 and exported
     return without_timers(metrics(actor)), [path.read_bytes() for path in [*files, *exported]]
@@ -141,7 +141,7 @@ def wait_for(path: Path, actor: Process) -> None:
 
 
 def wait_for_rollouts(actor: Process, folder: Path, step: int) -> None:
-    wait_for(folder / "rollouts" / f"step_{step:06d}.jsonl", actor)
+    wait_for(folder / "rollouts" / f"step_{step:06d}.parquet", actor)
 
 
 def kill_engine(actor: Process, folder: Path, number: int, how: signal.Signals = signal.SIGKILL) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from nemo_style_rlhf.checkpoint.files import file_digests
 from tests.support import warm
-from tests.support.metrics import metrics
+from tests.support.metrics import metrics, samples
 from tests.support.models import WORDS, save_policy, save_reward_model
 from tests.support.processes import run_pair, start_actor
 
@@ -61,9 +61,7 @@ def test_the_reference_is_the_policy_without_its_adapter(finished: Path) -> None
 def test_rewards_are_normalised_by_the_models_own_statistics(inputs: Path, finished: Path) -> None:
     """The scores that the reward model gives are (r - 0.1) / 0.02 on the wire."""
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "reward").eval()
-    rollouts = (finished / "actor" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-    for line in rollouts[:4]:
-        row = json.loads(line)
+    for row in samples(finished / "actor", 1)[:4]:
         ids = [WORDS.index(word) for word in f"{row['prompt']} {row['response']}".split()]
         with torch.no_grad():
             score = float(model(torch.tensor([ids])).logits)

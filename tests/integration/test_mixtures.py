@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from nemo_style_rlhf.data.mixtures import IDS_PER_SOURCE
 from tests.support import warm
-from tests.support.metrics import metrics, without_timers
+from tests.support.metrics import metrics, samples, without_timers
 from tests.support.models import save_chat_tokenizer, save_policy
 from tests.support.processes import start_actor
 
@@ -82,8 +82,7 @@ def test_a_killed_ppo_run_goes_on_in_its_mixture(folder: Path) -> None:
     resumed = start("killed", 5, 2, 1)
     assert resumed.wait(200) == 0, resumed.output()
     assert_equal(folder / "whole", folder / "killed")
-    rollouts = [json.loads(line) for path in (folder / "whole" / "rollouts").iterdir() for line in path.open()]
-    sources = [rollout["prompt_id"] // IDS_PER_SOURCE for rollout in rollouts]
+    sources = [row["prompt_id"] // IDS_PER_SOURCE for row in samples(folder / "whole")]
     assert set(sources) == {0, 1, 2} and len(sources) == 96
 
 

@@ -17,7 +17,7 @@ from nemo_style_rlhf.checkpoint.files import file_digests
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from tests.support import warm
-from tests.support.metrics import metrics, without_timers
+from tests.support.metrics import metrics, samples, without_timers
 from tests.support.ppo_runs import STEPS, actor_overrides, save_inputs, server_overrides
 from tests.support.processes import Plug, Process, proxy, run_pair, start_actor, start_server, wait_for_output
 
@@ -73,13 +73,21 @@ def test_sampler_and_trainer_agree_at_every_step(finished):
 
 def test_rollouts_can_be_read(finished):
     files = sorted((finished / "actor" / "rollouts").iterdir())
-    assert [file.name for file in files] == [f"step_{step:06d}.jsonl" for step in range(1, STEPS + 1)]
-    rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert [file.name for file in files] == [
+        *(f"step_{step:06d}.parquet" for step in range(1, STEPS + 1)), "tokenizer.json"
+    ]  # fmt: skip
+    rows = samples(finished / "actor", 1)
     assert len(rows) == 48
-    assert {"prompt", "response", "reward", "kl"} <= rows[0].keys()
     assert sum(row["reward"] for row in rows) / 48 == pytest.approx(
         metrics(finished / "actor")[1]["train_rollouts/rewards"]
     )
+    tokenizer = AutoTokenizer.from_pretrained(finished / "actor" / "export")
+    assert rows[0]["ratios"] is None  # only the critic learned in this step
+    for row in samples(finished / "actor", STEPS)[:8]:
+        assert tokenizer.decode(row["tokens"][row["prompt_tokens"] :]) == row["response"]
+        assert len(row["values"]) == len(row["ratios"]) == row["response_tokens"] == sum(row["mask"])
+        assert row["sampler_logprobs"] == pytest.approx(row["logprobs"], abs=1e-3)
+        assert {*row["weights_versions"]} == {STEPS - 1} and row["ratio_max"] is not None
 
 
 def test_checkpoints_name_both_halves_and_old_ones_are_gone(finished):

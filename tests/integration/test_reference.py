@@ -1,6 +1,5 @@
 """Runs whose reference is a model of its own: what they log is its KL, and no other reference takes its place."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import warm
-from tests.support.metrics import metrics, without_timers
+from tests.support.metrics import metrics, samples, without_timers
 from tests.support.models import WORDS, save_policy, save_run_inputs
 from tests.support.processes import Process, start_actor
 
@@ -94,18 +93,18 @@ def kl_of_responses(reference: Path, folder: Path, policies: list[Path]) -> tupl
             response += [0] * (row["finish_reason"] == "stop")
             if len(response) == row["response_tokens"]:  # else a special token inside has no text
                 ratios = logprobs(policy, [*prompt, *response]) - logprobs(reference, [*prompt, *response])
-                logged.append(row["kl"])
+                logged.append(row["kl_sum"])
                 computed.append(float(ratios[-len(response) :].sum()))
     return logged, computed
 
 
 def rollout(folder: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+    return samples(folder, step)
 
 
 def kl_per_token(folder: Path, step: int) -> float:
     rows = rollout(folder, step)
-    return sum(row["kl"] for row in rows) / sum(row["response_tokens"] for row in rows)
+    return sum(row["kl_sum"] for row in rows) / sum(row["response_tokens"] for row in rows)
 
 
 @pytest.mark.parametrize("settings", [[], ["model.reference=cpu_offload", *ADAPTERS]], ids=["all weights", "adapters"])

@@ -51,7 +51,7 @@ class Local(Child):
         return path
 
     def wait_for_step(self, step: int) -> None:
-        self.wait_for(self.folder / "actor" / "rollouts" / f"step_{step:06d}.jsonl")
+        self.wait_for(self.folder / "actor" / "rollouts" / f"step_{step:06d}.parquet")
 
     def process(self, script: str) -> psutil.Process:
         """The process that runs ``script``."""
@@ -80,7 +80,7 @@ def pair(inputs: Path) -> list[str]:
 def result(folder: Path) -> tuple[object, ...]:
     """Everything that a run has learned and logged."""
     actor = folder / "actor"
-    files = [*sorted((actor / "rollouts").glob("*.jsonl")), *sorted((actor / "export").glob("*.safetensors"))]
+    files = [*sorted((actor / "rollouts").glob("*.parquet")), *sorted((actor / "export").glob("*.safetensors"))]
     exported = sorted((folder / "critic").rglob("*.safetensors"))
     assert len(files) == STEPS + 1 and exported
     return without_timers(metrics(actor)), [path.read_bytes() for path in [*files, *exported]]

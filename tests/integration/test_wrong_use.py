@@ -247,7 +247,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_good_checkpoint_survives(input
 FULL_DISK_OF_LOGS = """
 set -eu
 mkdir -p {disk}
-mount -t tmpfs -o size=8k tmpfs {disk}
+mount -t tmpfs -o size={size} tmpfs {disk}
 {actor} && exit 1 || echo "exit $?"
 ls {folder}/checkpoints/*/manifest.json
 mount --options-source=disable -o remount,size=64m {disk}
@@ -256,9 +256,9 @@ ls {folder}/rollouts
 """
 
 
-@pytest.mark.parametrize("full", ["metrics.jsonl", "rollouts"])
-def test_a_full_disk_of_metrics_or_rollouts_is_one_sentence_and_the_same_command_goes_on(full, inputs, tmp_path):
-    """The disk is a real one of two pages, which are full after a few steps."""
+@pytest.mark.parametrize(("full", "size"), [("metrics.jsonl", "8k"), ("rollouts", "80k")])
+def test_a_full_disk_of_metrics_or_rollouts_is_one_sentence_and_the_same_command_goes_on(full, size, inputs, tmp_path):
+    """The disk is a real one of a few pages, which are full after a few steps."""
     folder = tmp_path / "run"
     disk = folder / full
     if full == "metrics.jsonl":
@@ -274,7 +274,7 @@ def test_a_full_disk_of_metrics_or_rollouts_is_one_sentence_and_the_same_command
         "checkpoint.keep_last=20",
     ]  # fmt: skip
     actor = " ".join([str(PYTHON["actor"]), "trainers/train_ppo_actor.py", *arguments])
-    script = FULL_DISK_OF_LOGS.format(disk=disk, folder=folder, actor=actor)
+    script = FULL_DISK_OF_LOGS.format(size=size, disk=disk, folder=folder, actor=actor)
     done = run(["unshare", "--mount", "--map-root-user", "bash", "-c", script], HOME=str(Path.home()))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -289,7 +289,7 @@ def test_a_full_disk_of_metrics_or_rollouts_is_one_sentence_and_the_same_command
     assert f"resumed from step {saved[-1]}" in done.stderr
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 9))
-    assert [int(step) for step in re.findall(r"step_(\d+)\.jsonl", after)] == steps
+    assert [int(step) for step in re.findall(r"step_(\d+)\.parquet", after)] == steps
 
 
 def test_a_used_server_and_a_new_run_do_not_mix(inputs, tmp_path):

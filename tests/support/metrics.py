@@ -1,7 +1,10 @@
-"""Reads the metrics that a run has logged."""
+"""Reads the metrics and samples that a run has written."""
 
 import json
 from pathlib import Path
+from typing import Any
+
+from nemo_style_rlhf.tracking.rollout_files import read_rows
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -11,3 +14,8 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 def without_timers(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """The metrics on which the clock has no influence."""
     return [{key: row[key] for key in row if not key.startswith(("timers/", "engines/"))} for row in rows]
+
+
+def samples(folder: Path, step: int | None = None) -> list[dict[str, Any]]:
+    """The recorded samples of an actor's run, or of one of its steps."""
+    return list(read_rows(folder / "rollouts", step or 0, step))

@@ -23,7 +23,7 @@ from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.interface import RewardError, ScoringSample
 from nemo_style_rlhf.scoring.remote import RewardServerScorer, served_by
 from tests.support.critic_server import CriticServer, texts
-from tests.support.metrics import metrics
+from tests.support.metrics import metrics, samples
 from tests.support.models import save_chat_tokenizer, save_policy, save_reward_model
 from tests.support.processes import proxy, start_actor
 from tests.support.reward_server import RewardServer, plain_rewards
@@ -61,8 +61,7 @@ def test_an_actor_without_a_critic_trains_on_its_rewards(
     assert [row["step"] for row in rows][-2:] == [1, 2]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     for step in (1, 2):
-        lines = (tmp_path / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
-        rollout = [json.loads(line) for line in lines]
+        rollout = samples(tmp_path, step)
         assert len(rollout) == 16
         responses = [as_continued(row["response"]) for row in rollout]
         prompts = [row["prompt"].removeprefix("w9 ") for row in rollout]  # the template is the policy's alone
@@ -259,7 +258,7 @@ def test_questions_reach_a_reward_model_of_another_family_as_words(
     asked = [f"model.path={tmp_path / 'policy'}", "data=messages", f"data.train_path={prompts}"]
     actor = start_actor(tmp_path, 9, *actor_overrides, "reward=server", "algorithm=reinforce_pp", *where, *asked)
     assert actor.wait(120) == 0, actor.output()
-    rollouts = [json.loads(line) for path in sorted((tmp_path / "rollouts").glob("*.jsonl")) for line in path.open()]
+    rollouts = samples(tmp_path)
     responses = [as_continued(rollout["response"]) for rollout in rollouts]
     expected = plain_rewards(letters.model, ["w1"] * len(responses), responses)
     np.testing.assert_allclose([rollout["reward"] for rollout in rollouts], expected, atol=1e-4)
