@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nemo_style_rlhf.checkpoint.data import NOT_DATA
 from nemo_style_rlhf.engine import deepspeed_private
 from nemo_style_rlhf.engine.files import unreadable_files
+from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
 from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
 from nemo_style_rlhf.engine.shards import settle, use_sharded_heads, whole
@@ -41,7 +42,10 @@ class Engine:
     def __init__(
         self, module: nn.Module, config: EngineConfig, *, device: torch.device, total_steps: int | None = None
     ) -> None:
-        """Take over ``module`` and move it to ``device``; ``total_steps`` is used by a schedule that does not set its own."""
+        """Take over ``module`` and move it to ``device``; the ranks join a process group if they have not yet.
+
+        ``total_steps`` is used by a schedule that does not set its own.
+        """
         self._steps = config.scheduler.total_steps or total_steps or 0
         if config.scheduler.name != "constant" and self._steps == 0:
             raise UserError(
@@ -50,6 +54,8 @@ class Engine:
             )
         self.config = config
         self.device = device
+        if not torch.distributed.is_initialized():
+            init_distributed(device)
         optimizer = torch.optim.AdamW(
             [parameter for parameter in module.to(device).parameters() if parameter.requires_grad],
             lr=config.optim.lr,

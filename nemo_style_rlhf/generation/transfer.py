@@ -71,6 +71,11 @@ class OwnWeights:
         self.digest = digest.hexdigest()
 
 
+def shapes_of(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, ...]]:
+    """The tensors that every update must bring, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in weights}
+
+
 def received(update: WeightUpdate, shapes: dict[str, tuple[int, ...]]) -> Iterator[list[tuple[str, Tensor]]]:
     """The buckets of ``update``, each counted before the caller loads it, since a failed load can kill an engine.
 

@@ -1,4 +1,4 @@
-"""Process setup that must happen before vLLM, PyTriton or DeepSpeed is imported."""
+"""Process setup that must happen before models are loaded."""
 
 import logging
 import os
@@ -11,26 +11,11 @@ import torch
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
+from nemo_style_rlhf.launch.environment import prepare
 from nemo_style_rlhf.launch.malloc import keep_freed_memory
 from nemo_style_rlhf.schema.common import RunConfig
 
 log = logging.getLogger(__name__)
-ENVIRONMENT = {
-    "TOKENIZERS_PARALLELISM": "false",  # else tokenizers forks after threads have started
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: 2 s instead of 13 s to start
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM shares its cores with training
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    "VLLM_CPU_CI_ENV": "1",  # no NUMA binding; several ranks may share one small machine
-    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # a sample's bits would depend on its batch, see generation/cpu_batches.py
-    "DS_SKIP_CUDA_CHECK": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # After Ctrl-C, or if Triton must be killed, Python unlinks their shared memory, and would say so at length.
-    "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
-}
 
 
 def setup(run: RunConfig) -> torch.device:
@@ -38,8 +23,7 @@ def setup(run: RunConfig) -> torch.device:
 
     DeepSpeed's process group must exist before vLLM's: in the other order, every rank would train alone.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    prepare()
     interrupt.keep_from_children()
     warnings.filterwarnings(
         "ignore", module=r"(torch|transformers|deepspeed|vllm|pytorch_lightning|lightning_fabric)\b.*"

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.environment import NVIDIA, prepare
 from nemo_style_rlhf.launch.limits import require_open_files
 from nemo_style_rlhf.launch.malloc import without_thread_caches
 from nemo_style_rlhf.schema.base import build, literal, one_sentence
@@ -29,7 +30,6 @@ from nemo_style_rlhf.schema.paths import require_paths
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 """Inside an installed package (package_dir in setup.py), beside the package in the repository."""
-NVIDIA = Path("/dev/nvidiactl")
 USER_ERROR_EXIT = 2
 Schema = TypeVar("Schema")
 
@@ -72,6 +72,7 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
                         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch, DeepSpeed and vLLM each look for themselves
                     if device == "cpu" or (device == "auto" and not NVIDIA.exists()):
                         without_thread_caches()
+                    prepare()
                     main(checked)
             except KeyboardInterrupt:
                 interrupt.end()

@@ -22,7 +22,7 @@ class ActionLogprobs(NamedTuple):
 class PolicyModel(nn.Module):
     """Wraps any ``AutoModelForCausalLM``."""
 
-    def __init__(self, hf: PreTrainedModel, *, temperature: float, compile_backbone: bool = False) -> None:
+    def __init__(self, hf: PreTrainedModel, *, temperature: float = 1.0, compile_backbone: bool = False) -> None:
         """``temperature`` is the sampler's: training must use the distribution that the tokens were sampled from."""
         super().__init__()
         self.hf = hf

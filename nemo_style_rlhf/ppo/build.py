@@ -34,6 +34,7 @@ from nemo_style_rlhf.generation.factory import (
     weights_for_generator,
 )
 from nemo_style_rlhf.generation.interface import Generator
+from nemo_style_rlhf.generation.transfer import shapes_of
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.decoding import backend, decoder_loader
 from nemo_style_rlhf.models.digests import model_fingerprint, rows_fingerprint, tokenizer_digest
@@ -108,10 +109,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
     engine.eval()
     reference = _reference(config, engine, device, ranks) if config.needs_reference else None
-    shapes = {
-        name: tuple(tensor.shape)
-        for name, tensor in weights_for_generator(engine.hf_weights(), policy, config.generation)
-    }
+    shapes = shapes_of(weights_for_generator(engine.hf_weights(), policy, config.generation))
     stop_strings = any(prompt.sampling.stop for prompt in [*prompts, *val_prompts])
     generator: Generator | None = None
     if not engines:

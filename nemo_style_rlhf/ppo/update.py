@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.kl import kl_loss
@@ -163,12 +162,7 @@ def micro_batch_loss(
     policy: PolicyForward, experience: Experience, batch: MicroBatch, config: AlgorithmConfig, normalizer: float
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The part that this micro-batch adds to the optimizer step's loss, means over its tokens, and their log-probabilities."""
-    mask = batch.action_mask
-
-    def rows(flat: Tensor) -> Tensor:
-        """Scatter [n] values at the selected actions into [rows, T]."""
-        return torch.zeros_like(mask, dtype=flat.dtype).masked_scatter(mask.bool(), flat.to(mask.device))
-
+    mask, rows = batch.action_mask, batch.rows
     with_entropy = config.entropy_bonus != 0
     result = policy(batch.input_ids, mask, with_entropy=with_entropy, temperature=batch.temperature)
     old = experience.logprobs[batch.positions]

@@ -37,6 +37,11 @@ class MicroBatch:
     temperature: Tensor | None
     """[rows] on the device; None if no prompt has its own."""
 
+    def rows(self, flat: Tensor) -> Tensor:
+        """Scatter [n] values of the selected actions into [rows, T] on the device; 0 elsewhere."""
+        blank = torch.zeros_like(self.action_mask, dtype=flat.dtype)
+        return blank.masked_scatter(self.action_mask.bool(), flat.to(blank.device))
+
     def emptied(self) -> "MicroBatch":
         """The same forward with no action selected: a loss of 0."""
         return replace(self, positions=self.positions[:0], action_mask=torch.zeros_like(self.action_mask))

@@ -49,7 +49,7 @@ class FrozenCopy:
     """A frozen model on its own weights: the policy at the start of the run, or the model in model.reference_path."""
 
     def __init__(
-        self, model: PolicyModel, config: EngineConfig, device: torch.device, ranks: Ranks, *, cpu_offload: bool
+        self, model: PolicyModel, config: EngineConfig, device: torch.device, ranks: Ranks, *, cpu_offload: bool = False
     ) -> None:
         """With ``cpu_offload`` the copy is on ``device`` only while it computes. Each of ``ranks`` has a whole copy."""
         self._model = model.eval().requires_grad_(False)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import requests
 
-from nemo_style_rlhf.launch.bootstrap import ENVIRONMENT
+from nemo_style_rlhf.launch.environment import ENVIRONMENT
 from tests.support.models import save_judge
 from tests.support.paths import ACTOR_PYTHON
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nemo_style_rlhf.launch.bootstrap import ENVIRONMENT
+from nemo_style_rlhf.launch.environment import ENVIRONMENT
 from tests.support.paths import ACTOR_PYTHON, ROOT, SERVER_PYTHON
 
 SLOW_DISK_PATH = os.pathsep.join([str(ROOT / "tests/support/slow_disk"), os.environ.get("PYTHONPATH", "")])

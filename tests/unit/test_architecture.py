@@ -45,6 +45,8 @@ ALLOWED = {
     "evaluation": BASE | {"rollout", "generation", "scoring", "models", "data", "checkpoint", "launch"},
     "supervised": BASE | {"models", "data", "algorithms", "tracking", "launch", "engine", "checkpoint"},
     "conversion": BASE | {"models", "data", "engine", "checkpoint", "critic_service", "ppo", "supervised"},
+    "parts": BASE
+    | {"algorithms", "data", "distributed", "engine", "generation", "launch", "models", "ppo", "rollout", "scoring"},
     "programs": BASE
     | {"conversion", "launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"}
     | {"transport", "generation", "tracking"},
