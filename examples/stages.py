@@ -12,9 +12,9 @@ Settings = Mapping[str, Any]
 
 
 def train(pipeline: Pipeline, stage: str, settings: Settings) -> float:
-    """Seconds of a supervised stage (sft, reward_model, dpo or kto)."""
+    """Seconds of a supervised stage (sft, reward_model, dpo or kto), which shows its progress."""
     rest = dict(settings)
-    return pipeline.run(trainer(f"train_{stage}", rest.pop("run.output_dir"), *overrides(rest)))
+    return pipeline.run(trainer(f"train_{stage}", rest.pop("run.output_dir"), *overrides(rest)), shown=True)
 
 
 def train_ppo(pipeline: Pipeline, critic: Settings, actor: Settings, output_dir: Path) -> float:

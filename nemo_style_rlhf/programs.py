@@ -29,7 +29,7 @@ from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelC
 from nemo_style_rlhf.schema.try_reward import TryRewardConfig
 
 
-@entry_point(PPOCriticConfig, config_name="ppo_critic")
+@entry_point(PPOCriticConfig, config_name="ppo_critic", ends=False)
 def serve_ppo_critic(config: PPOCriticConfig) -> None:
     """The critic process."""
     from nemo_style_rlhf.checkpoint.owner import owned
@@ -44,7 +44,7 @@ def serve_ppo_critic(config: PPOCriticConfig) -> None:
         serve(config.run, config.server, address, partial(load_critic_server, config))
 
 
-@entry_point(RewardServerProcessConfig, config_name="reward_server")
+@entry_point(RewardServerProcessConfig, config_name="reward_server", ends=False)
 def serve_reward_model(config: RewardServerProcessConfig) -> None:
     """A reward model alone."""
     from nemo_style_rlhf.critic_service.triton import preflight
@@ -56,7 +56,7 @@ def serve_reward_model(config: RewardServerProcessConfig) -> None:
     serve(config.run, config.server, address, partial(load_reward_server, config))
 
 
-@entry_point(EngineProcessConfig, config_name="engine")
+@entry_point(EngineProcessConfig, config_name="engine", ends=False)
 def serve_engine(config: EngineProcessConfig) -> None:
     """A generation engine."""
     from nemo_style_rlhf.transport.listening import take_address

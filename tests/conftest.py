@@ -80,6 +80,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ]  # fmt: skip
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             assert done.returncode == 0, done.stdout + done.stderr
+            (folder / "terminal.txt").write_text(done.stdout + done.stderr)
             # Now, as later other tests' processes may use the models.
             processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
             left_behind.write_text("".join(line for line in processes.splitlines(True) if str(folder) in line))

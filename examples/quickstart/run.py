@@ -31,6 +31,10 @@ TEMPERATURE = 0.9
 """At 1.0 a model of this size and training puts 3 % of its reviews' mass on words that no review has in that place."""
 EVALUATION_ROUNDS = 4
 PPO_STEPS = 20
+NEXT = (
+    "compare policies with trainers/evaluate.py 'checkpoints=[sft:{0}/sft/export,ppo:{0}/actor/export]' "
+    "data.path={0}/data/prompts_validation.jsonl run.output_dir=outputs/evaluation"
+)
 
 SFT = {
     "model.init": "random",
@@ -122,6 +126,7 @@ def quickstart(pipeline: Pipeline, output_dir: Path, seed: int, reward: str) -> 
     seconds = train(pipeline, "reward_model", {**REWARD_MODEL, **common, **files, **where})
     say(f"  {seconds:.0f} s, held-out pair accuracy {last_metric(reward_model, 'val/pair_accuracy'):.3f}")
 
+    say("answering held-out prompts before PPO")
     before = judge(sft / "export", output_dir, seed)
     say("PPO: critic server and actor")
     files = {"data.train_path": data / "prompts_train.jsonl", "data.val_path": data / "prompts_validation.jsonl"}
@@ -132,6 +137,7 @@ def quickstart(pipeline: Pipeline, output_dir: Path, seed: int, reward: str) -> 
         actor |= {"reward": "function", "reward.function.path": Path(__file__).parent / "pleasant.py"}
     ppo_seconds = train_ppo(pipeline, critic, actor, output_dir)
     say(f"  {ppo_seconds:.0f} s")
+    say("answering held-out prompts after PPO")
     after = judge(output_dir / "actor" / "export", output_dir, seed)
 
     runs = {"": [read_metrics(output_dir / "actor" / "metrics.jsonl")]}
@@ -140,6 +146,7 @@ def quickstart(pipeline: Pipeline, output_dir: Path, seed: int, reward: str) -> 
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show(before, after, summary)
     say(f"written: {output_dir / 'summary.json'}, {output_dir / 'curves.png'}")
+    say(f"next: every response of PPO is in {output_dir / 'actor' / 'rollouts'}; {NEXT.format(output_dir)}")
 
 
 def judge(policy: Path, output_dir: Path, seed: int) -> Judged:

@@ -1,5 +1,6 @@
 """The models of the critic process and what is computed with them; knows no lease, no request, no network."""
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel, pad_token
 from nemo_style_rlhf.models.scalar_loading import load_reward_model, starting_critic
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.transport.messages import Array
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,12 @@ class CriticWorker:
         )
         seed = mixed_seed(self.config.run.seed, message.step, self.group.rank)
         totals.steps = optimizer_steps(self.engine, self.group, micro_batches, loss, seed=seed)
-        return _Totals.of(self.group.all_gather(totals)).metrics(seconds=time.monotonic() - started)
+        metrics = _Totals.of(self.group.all_gather(totals)).metrics(seconds=time.monotonic() - started)
+        log.info(
+            "train step %d: %d sequences in %.3g s, loss %.4g, explained variance %.3g", message.step, len(lengths),
+            metrics["seconds"], metrics["loss"], metrics["explained_variance"],
+        )  # fmt: skip
+        return metrics
 
     def _take_snapshot(self, _: TakeSnapshot) -> None:
         self._snapshot = Snapshot()  # of a save that never came to its files

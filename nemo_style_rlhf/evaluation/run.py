@@ -133,4 +133,6 @@ def _show(summaries: list[CheckpointSummary], folder: Path) -> None:
             str(summary.samples),
         )
     console.print(table)
-    console.print(f"{folder / 'index.html'}", soft_wrap=True, markup=False, highlight=False)
+    console.print(
+        f"every response, to open in a browser: {folder / 'index.html'}", soft_wrap=True, markup=False, highlight=False
+    )

@@ -3,8 +3,9 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, TypeVar
 
 from nemo_style_rlhf.launch import interrupt
@@ -16,15 +17,18 @@ if require_own_interpreter():  # before the first import that another Python lac
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch import sweep
 from nemo_style_rlhf.launch.environment import NVIDIA, prepare
 from nemo_style_rlhf.launch.limits import require_open_files
 from nemo_style_rlhf.launch.malloc import without_thread_caches
 from nemo_style_rlhf.schema.base import build, literal, one_sentence
+from nemo_style_rlhf.schema.documentation import describe
 from nemo_style_rlhf.schema.paths import require_paths
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -34,12 +38,15 @@ USER_ERROR_EXIT = 2
 Schema = TypeVar("Schema")
 
 
-def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[Schema], None]], Callable[[], None]]:
-    """Decorate ``main(config)`` into a command line with Hydra's overrides, ``--cfg job``, ``--help`` and ``--dry-run``.
+def entry_point(
+    schema: type[Schema], config_name: str, *, ends: bool = True
+) -> Callable[[Callable[[Schema], None]], Callable[[], None]]:
+    """Decorate ``main(config)`` into a command line with Hydra's overrides and ``--cfg job``, ``--help [KEY]`` and ``--dry-run``.
 
     ``conf/<config_name>.yaml`` starts from the dataclass ``schema`` (stored as ``<config_name>_schema``), so an unknown key
     or a wrong type is refused before anything loads. A :class:`UserError` is printed as one line and exits with 2; every
-    other exception propagates with its traceback.
+    other exception propagates with its traceback. With ``-m`` the program starts itself for one run after the other, which a
+    server, whose work never ``ends``, refuses.
     """
 
     def decorate(main: Callable[[Schema], None]) -> Callable[[], None]:
@@ -47,22 +54,36 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
         def command_line() -> None:
             ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
             composed: list[DictConfig] = []
+            overrides: list[list[str]] = []
 
             # Hydra only composes: what fails in our own work must not come out wrapped in its messages.
             @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)
             def compose(config: DictConfig) -> None:
                 composed.append(config)
+                overrides.append(list(HydraConfig.get().overrides.task))
 
             words = ["run.dry_run=true" if argument == "--dry-run" else argument for argument in sys.argv[1:]]
             # argparse wants overrides in one piece; slurm/ puts some of its own around the user's words.
-            sys.argv = [sys.argv[0], *sorted(words, key=_is_override)]
+            if asked := [word for word in words if not word.startswith("-") and "--help" in words and "=" not in word]:
+                show_keys(schema, asked)
+                return
+            words.sort(key=_is_override)
+            sys.argv = [sys.argv[0], *words]
             os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors to us instead of printing several lines
             try:
-                compose()
+                with TemporaryDirectory() as scratch:  # Hydra leaves a file for every sweep
+                    if sweep.WORDS[0] in words or sweep.WORDS[1] in words:
+                        sys.argv.append(f"hydra.sweep.dir={scratch}")
+                    compose()
                 if len(composed) > 1:
-                    raise UserError(
-                        "--multirun gave several configurations but a process holds one run: start one process each"
-                    )
+                    if not ends:
+                        raise UserError(
+                            "-m starts one run after the other and a server does not end: start each by a command of its own"
+                        )
+                    for config in composed:
+                        require_paths(build(schema, config))
+                    options = [word for word in words if not _is_override(word) and word not in sweep.WORDS]
+                    raise SystemExit(sweep.run_all(options, overrides))
                 for config in composed:  # none after --help and --cfg
                     checked = build(schema, config)
                     require_paths(checked)
@@ -81,12 +102,20 @@ def entry_point(schema: type[Schema], config_name: str) -> Callable[[Callable[[S
             except HydraException as error:
                 cause: Any = error.__cause__
                 if isinstance(cause, OmegaConfBaseException):
-                    refuse(one_sentence(cause))
+                    refuse(one_sentence(cause, schema))
                 refuse(" ".join(str(error).partition("Config search path:")[0].split()))
 
         return command_line
 
     return decorate
+
+
+def show_keys(schema: type, asked: Sequence[str]) -> None:
+    """Print what ``--help KEY`` asks for."""
+    try:
+        print("\n".join(describe(schema, key) for key in asked))
+    except UserError as error:
+        refuse(str(error))
 
 
 def config_file(base: str, values: Mapping[str, Any]) -> str:

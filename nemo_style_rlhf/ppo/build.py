@@ -93,6 +93,11 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     if found is not None:
         wanted = _total_steps(whole, len(prompts))
         require_reachable(found.step, wanted, "algorithm.max_steps", whole.run.output_dir)
+    log.info(
+        "%s of %s: %d steps of %d samples on %s; metrics, rollouts and checkpoints go to %s",
+        "PPO" if config.algorithm.uses_critic else config.algorithm.advantage_estimator, config.model.path, total_steps,
+        config.algorithm.num_rollout_samples, device, output_dir,
+    )  # fmt: skip
     policy = load_causal_lm(config.model)
     require_supported(policy, config.model.path, config.generation)
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)

@@ -39,6 +39,10 @@ def _run(config: PPOActorConfig) -> None:
             done = trainer.fit()
         if not done:
             raise SystemExit(PREEMPTED_EXIT)
+        log.info(
+            "next: trainers/evaluate.py 'checkpoints=[before:%s,after:%s/export]' data.path=PROMPTS run.output_dir=%s",
+            config.model.path, config.run.output_dir, "outputs/evaluation",
+        )  # fmt: skip
         return
     interrupt.as_exception()  # the critic server's changes must be undone
     tiny = tiny_run(config)

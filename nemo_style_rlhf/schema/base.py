@@ -6,15 +6,27 @@ Every default lives in a dataclass of this package; YAML files only override. A 
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from nemo_style_rlhf.errors import UserError
 
 Schema = TypeVar("Schema")
+SYNONYMS = {
+    "learning_rate": "lr",
+    "max_new_tokens": "max_length",
+    "init_kl_coef": "initial_policy_kl_penalty",
+    "kl_coef": "initial_policy_kl_penalty",
+    "beta": "initial_policy_kl_penalty",
+    "num_generations": "samples_per_prompt",
+    "rollout_batch_size": "num_rollout_samples",
+    "cliprange": "ratio_eps",
+    "eps_clip": "ratio_eps",
+}
+"""Names that other trainers give to our keys."""
 SPEAKER = "speaker"
 """The key, in the metadata of a field that holds another program's configuration, of the name with which its errors begin."""
 
@@ -28,12 +40,14 @@ def build(schema: type[Schema], config: DictConfig) -> Schema:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), config)
         if missing := sorted(OmegaConf.missing_keys(merged)):
-            raise UserError(f"{missing[0]} is not set: give it on the command line, {missing[0]}=...")
+            given = " ".join(f"{key}=..." for key in missing)
+            are, it = ("is", "it") if len(missing) == 1 else ("are", "them")
+            raise UserError(f"{', '.join(missing)} {are} not set: give {it} on the command line, {given}")
         instance = OmegaConf.to_object(merged)
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is not set: give it on the command line, {error.full_key}=...") from error
     except OmegaConfBaseException as error:
-        raise UserError(one_sentence(error)) from error
+        raise UserError(one_sentence(error, schema)) from error
     validate(instance)
     assert isinstance(instance, schema)
     return instance
@@ -57,21 +71,39 @@ def literal(node: Any) -> Any:
     return node.replace("${", r"\${") if isinstance(node, str) else node
 
 
-def one_sentence(error: OmegaConfBaseException) -> str:
-    """The text of an OmegaConf error with its key, without the multi-line context."""
-    reason = str(error).splitlines()[0].rstrip(".") + _meant(error)
+def one_sentence(error: OmegaConfBaseException, schema: type | None = None) -> str:
+    """The text of an OmegaConf error with its key, without the multi-line context. ``schema`` knows keys that the user may have
+    meant by an unknown one."""
+    reason = str(error).splitlines()[0].rstrip(".") + _meant(error, schema)
     key = getattr(error, "full_key", None)
     return f"configuration key {key}: {reason}" if key and str(key) not in reason else f"configuration: {reason}"
 
 
-def _meant(error: OmegaConfBaseException) -> str:
-    """Suggest keys that the user may have meant by an unknown key."""
-    if not dataclasses.is_dataclass(error.object_type):
+def _meant(error: OmegaConfBaseException, schema: type | None) -> str:
+    """Suggest a key of the same group with nearly the name of an unknown one, else keys of other groups."""
+    if not isinstance(error, ConfigKeyError | ConfigAttributeError):
         return ""
-    known = [field.name for field in dataclasses.fields(error.object_type)]
-    unknown = str(error.full_key).rpartition(".")[2]
-    near = difflib.get_close_matches(unknown, known, n=1) if unknown not in known else []
-    return f", did you mean {near[0]}?" if near else ""
+    unknown = str(error.full_key or error.key).rpartition(".")[2]
+    if dataclasses.is_dataclass(error.object_type):
+        known = [field.name for field in dataclasses.fields(error.object_type)]
+        if near := difflib.get_close_matches(unknown, known if unknown not in known else [], n=1):
+            return f", did you mean {near[0]}?"
+    every = list(keys(schema)) if schema else []
+    wanted = SYNONYMS.get(unknown, unknown)
+    names = {key.rpartition(".")[2] for key in every}
+    near = [wanted] if wanted in names else difflib.get_close_matches(wanted, names, n=1)
+    found = [key for key in every if near and key.rpartition(".")[2] == near[0]]
+    return f", did you mean {' or '.join(found)}?" if found else ""
+
+
+def keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """The full names of all keys of ``schema`` that hold a value."""
+    for field in dataclasses.fields(schema):
+        kind = get_type_hints(schema)[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield from keys(kind, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+        else:
+            yield prefix + field.name
 
 
 def validate(node: Any) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import sys
 from collections.abc import Collection, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Future
 from concurrent.futures import TimeoutError as LimitReached
@@ -10,12 +11,27 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool  # type: ignore[import-untyped]
 
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import FunctionRewardConfig
 from nemo_style_rlhf.scoring import worker
 from nemo_style_rlhf.scoring.combined import stacked
 from nemo_style_rlhf.scoring.contract import arguments, read_answer, requested
 from nemo_style_rlhf.scoring.futures import caught, gathered
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
+
+
+def require_guard() -> None:
+    """Check that worker processes may import the main script, as spawned processes do.
+
+    Raises:
+        UserError: it never asks for its ``__name__``, so it would begin its work again in each of them.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)  # none in a notebook
+    if script and script.endswith(".py") and "__name__" not in Path(script).read_text(errors="replace"):
+        raise UserError(
+            f"{script} uses a reward function, whose worker processes import it again and would begin its work again: put that "
+            'work below `if __name__ == "__main__":`'
+        )
 
 
 class FunctionScorer:
@@ -25,8 +41,10 @@ class FunctionScorer:
             columns: names of the rows' other fields, the label's column among them, which the function may ask for.
 
         Raises:
-            UserError: the file or the function in it is missing or cannot be imported, or asks for what no row has.
+            UserError: the file or the function in it is missing or cannot be imported, or asks for what no row has; or the main
+                script has no guard.
         """
+        require_guard()
         assert config.path is not None  # FunctionRewardConfig.validate
         self._config = config
         self._function = (str(Path(config.path).resolve()), config.name)

@@ -12,7 +12,7 @@ from nemo_style_rlhf.supervised.models import starting_policy
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.preference_batches import DPOBatch, collate_dpo
 from nemo_style_rlhf.supervised.reference import Reference, response_logprobs
-from nemo_style_rlhf.supervised.stage import Stage
+from nemo_style_rlhf.supervised.stage import COMPARE, Stage
 
 
 class DPOModule(SupervisedModule):
@@ -56,7 +56,7 @@ class DPOModule(SupervisedModule):
 
 def train_dpo(config: DPOConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
-    stage = Stage(config, config.data, load_pairs, collate_dpo)
+    stage = Stage(config, config.data, load_pairs, collate_dpo, name="DPO", then=COMPARE.format(config.model.path))
     hf = starting_policy(config.model)
     metrics = stage.fit(DPOModule(hf, config, stage.total_steps), hf)
     stage.export(hf)

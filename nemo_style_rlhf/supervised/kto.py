@@ -17,7 +17,7 @@ from nemo_style_rlhf.supervised.models import starting_policy
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.preference_batches import KTOBatch, MismatchedPairs, collate_kto
 from nemo_style_rlhf.supervised.reference import Reference, response_logprobs
-from nemo_style_rlhf.supervised.stage import Stage
+from nemo_style_rlhf.supervised.stage import COMPARE, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def mean_kl(sums: Tensor) -> Tensor:
 def train_kto(config: KTOConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
     collate = partial(collate_kto, fit=config.trainer, max_length=config.data.max_length)
-    stage = Stage(config, config.data, load_unpaired, collate)
+    stage = Stage(config, config.data, load_unpaired, collate, name="KTO", then=COMPARE.format(config.model.path))
     logger.info("%s", balance(stage.train_rows, config))
     hf = starting_policy(config.model)
     metrics = stage.fit(KTOModule(hf, config, stage.total_steps), hf)

@@ -18,6 +18,8 @@ from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.pair_evaluation import evaluation
 from nemo_style_rlhf.supervised.stage import Stage
 
+THEN = "trainers/train_ppo_local.py critic.model.path=EXPORT model.path=POLICY data.train_path=PROMPTS run.output_dir=outputs/ppo"
+
 
 class RewardModelModule(SupervisedModule):
     """Scores both responses of a pair in one forward."""
@@ -51,7 +53,7 @@ class RewardModelModule(SupervisedModule):
 
 def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
-    stage = Stage(config, config.data, load_pairs, collate_pairs)
+    stage = Stage(config, config.data, load_pairs, collate_pairs, name="reward model", then=THEN)
     model = starting_reward_model(config.model, stage.tokenizer)
     if config.model.compile:
         model.hf.base_model.compile(dynamic=True)

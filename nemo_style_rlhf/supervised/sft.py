@@ -11,6 +11,8 @@ from nemo_style_rlhf.supervised.models import starting_policy
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.stage import Stage
 
+THEN = "trainers/train_reward_model.py model.path=EXPORT data.train_path=PAIRS run.output_dir=outputs/reward_model"
+
 
 class SFTModule(SupervisedModule):
     """Mean negative log-likelihood per loss token, in nats."""
@@ -28,7 +30,7 @@ class SFTModule(SupervisedModule):
 
 def train_sft(config: SFTConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
-    stage = Stage(config, config.data, load_sft, collate_sft)
+    stage = Stage(config, config.data, load_sft, collate_sft, name="SFT", then=THEN)
     hf = starting_policy(config.model)
     module = SFTModule(hf, config.engine, stage.total_steps, config.model.compile)
     metrics = stage.fit(module, hf)

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ from nemo_style_rlhf.supervised.checkpoints import (
 from nemo_style_rlhf.supervised.metrics_logger import MetricsLogger
 from nemo_style_rlhf.supervised.models import write_model
 from nemo_style_rlhf.supervised.module import SupervisedModule
+from nemo_style_rlhf.supervised.progress import StageProgress
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,27 @@ Loader = Callable[[Sources, Any, PreTrainedTokenizerBase], tuple[Sequence[Any], 
 class Stage:
     """Data, Trainer and export of one stage."""
 
-    def __init__(self, config: SupervisedConfig, data: SupervisedDataConfig, load: Loader, collate: Collate) -> None:
+    def __init__(
+        self,
+        config: SupervisedConfig,
+        data: SupervisedDataConfig,
+        load: Loader,
+        collate: Collate,
+        *,
+        name: str,
+        then: str,
+    ) -> None:
         """Set up the process and load the data, before any model.
+
+        Args:
+            name: of the stage, as the user reads it.
+            then: the command that a user may type next, with EXPORT for the trained model.
 
         Raises:
             UserError: the data is unusable, or a step has fewer rows than ranks.
         """
         self.config, self.data, self.collate = config, data, collate
+        self._name, self._then = name, then
         self.device = setup(config.run)
         self._rank, self._world_size = (int(os.environ.get(name, default)) for name, default in RANK_VARIABLES)
         logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
@@ -100,6 +114,10 @@ class Stage:
         self.trainer = self._trainer(resumed_step=self._done // self._accumulate)
         if resumed is not None:
             logger.info("resuming from %s", resumed)
+        logger.info(
+            "%s: %d steps of %d rows from %s on %s; metrics and checkpoints go to %s", self._name, self.total_steps,
+            config.trainer.batch_size, config.model.path, self.device, config.run.output_dir,
+        )  # fmt: skip
         interrupt.describe(self._standing)
         self.trainer.fit(
             module,
@@ -110,7 +128,7 @@ class Stage:
         )
         found = self.trainer.callback_metrics.items()
         metrics = {name: float(value) for name, value in found if name.startswith("val/")}
-        logger.info("trained %d steps %s", self.trainer.global_step, _formatted(metrics))
+        logger.info("%s", f"trained {self.trainer.global_step} steps {_formatted(metrics)}".rstrip())
         return metrics
 
     def _standing(self) -> str:
@@ -224,11 +242,18 @@ class Stage:
             num_sanity_val_steps=0,
             log_every_n_steps=fit.log_interval,
             logger=self._loggers(resumed_step),
-            callbacks=[checkpoint_callback(config, self.total_steps)] if saves else None,
+            callbacks=[
+                *([checkpoint_callback(config, self.total_steps)] if saves else []),
+                *(
+                    [StageProgress(self._name, self.total_steps)]
+                    if config.tracking.progress and self.is_first_rank
+                    else []
+                ),
+            ],
             plugins=[AtomicCheckpointIO()],
             enable_checkpointing=saves,
             enable_model_summary=False,
-            enable_progress_bar=config.tracking.progress and sys.stderr.isatty(),
+            enable_progress_bar=False,  # Lightning's counts micro-batches
             default_root_dir=config.run.output_dir,
         )
 
@@ -266,7 +291,13 @@ class Stage:
         with storage_errors(f"the model's export {target}", "make room or change export_dir"):
             written = write_model(hf, target, self.config.model, self.data, self.tokenizer)
             record_end(Path(self.config.run.output_dir), written)
-        logger.info("exported to %s", target)
+        logger.info("exported to %s; next: %s", target, self._then.replace("EXPORT", str(target)))
+
+
+COMPARE = (
+    "trainers/evaluate.py 'checkpoints=[before:{},after:EXPORT]' data.path=PROMPTS run.output_dir=outputs/evaluation"
+)
+"""The command that shows what a policy's training has changed."""
 
 
 def _formatted(metrics: dict[str, float]) -> str:

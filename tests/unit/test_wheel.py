@@ -104,6 +104,22 @@ def test_a_command_composes_what_its_script_does(
     assert composed.stdout == run([ROOT / python, ROOT / script, *words], tmp_path, libraries).stdout
 
 
+COMPLETION = """
+PATH={commands}:$PATH
+eval "$(nsr-train-ppo-actor -sc install=bash)"
+for COMP_LINE in "nsr-train-ppo-actor algorithm.max_st" "nsr-train-ppo-actor experiment=gsm"; do
+    COMP_POINT=${{#COMP_LINE}} COMP_CWORD=1 COMPREPLY=()
+    hydra_bash_completion
+    echo "${{COMPREPLY[@]}}"
+done
+"""
+
+
+def test_the_shell_completes_keys_and_presets(commands: Path, tmp_path: Path) -> None:
+    shown = run(["bash", "-c", COMPLETION.format(commands=commands)], tmp_path, ".venv-actor")
+    assert shown.stdout.splitlines() == ["algorithm.max_steps=", "experiment=gsm8k_qwen05b"], shown.stderr
+
+
 @pytest.mark.parametrize(
     ("mistake", "sentence"),
     [

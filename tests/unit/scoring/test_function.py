@@ -18,6 +18,7 @@ from nemo_style_rlhf.schema.reward import FunctionRewardConfig
 from nemo_style_rlhf.scoring.contract import arguments, requested
 from nemo_style_rlhf.scoring.function import FunctionScorer
 from nemo_style_rlhf.scoring.interface import RewardError, ScoringSample
+from tests.support.paths import ROOT
 from tests.unit.scoring.sources import TENSORS, WAIT_S, alive, all_failed, masked, result, samples, stopped, wait_until
 
 
@@ -299,3 +300,29 @@ def test_workers_that_still_start_say_nothing_when_they_are_closed(tmp_path):
     done = subprocess.run([sys.executable, script, rewards], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[1.0]\n", done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_script_without_a_guard_is_refused_in_one_sentence(tmp_path):
+    """Its worker processes would import it, and begin the run again."""
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n")
+    work = (
+        "from nemo_style_rlhf.schema.reward import FunctionRewardConfig\n"
+        "from nemo_style_rlhf.scoring.function import FunctionScorer\n"
+        "from nemo_style_rlhf.errors import UserError\n"
+        "def work():\n"
+        "    try:\n"
+        "        FunctionScorer(FunctionRewardConfig(path='reward.py', weight=1.0)).close()\n"
+        "        print('made')\n"
+        "    except UserError as error:\n"
+        "        print(error)\n"
+    )
+    said = []
+    for start in ("work()\n", 'if __name__ == "__main__":\n    work()\n'):
+        (tmp_path / "script.py").write_text(work + start)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        said.append(done.stdout)
+    assert said[1] == "made\n"
+    assert said[0].endswith('would begin its work again: put that work below `if __name__ == "__main__":`\n')

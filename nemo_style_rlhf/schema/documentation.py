@@ -1,0 +1,55 @@
+"""What the docstrings of the schema say about a key."""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from typing import Any, get_type_hints
+
+from omegaconf import MISSING
+
+from nemo_style_rlhf.errors import UserError
+
+
+def describe(schema: type, key: str) -> str:
+    """The type, the default and the docstring of ``key``, or of every key of a group such as ``engine.optim``.
+
+    Raises:
+        UserError: there is no such key.
+    """
+    holder: Any = schema
+    for part in key.split("."):
+        owner, name = holder, part
+        if not dataclasses.is_dataclass(owner) or name not in {field.name for field in dataclasses.fields(owner)}:
+            raise UserError(f"--help {key}: there is no such key; --help alone lists all of them")
+        holder = get_type_hints(owner)[name]
+    if not dataclasses.is_dataclass(holder):
+        return _line(owner, name, key)
+    lines = [_line(holder, field.name, f"{key}.{field.name}") for field in dataclasses.fields(holder)]  # type: ignore[arg-type]
+    return "\n".join([f"{key}: {inspect.getdoc(holder)}", *lines])
+
+
+def _line(owner: type, name: str, key: str) -> str:
+    (field,) = (each for each in dataclasses.fields(owner) if each.name == name)  # type: ignore[arg-type]
+    kind = get_type_hints(owner)[name]
+    if dataclasses.is_dataclass(kind):
+        return f"{key}: a group, see --help {key}"
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    shown = "required" if default == MISSING else f"default {'null' if default is None else default}"
+    kind_name = kind.__name__ if isinstance(kind, type) else str(kind)
+    text = textwrap.indent(docstrings(owner).get(name, ""), "    ")
+    return f"{key} ({kind_name.replace('None', 'null')}, {shown})" + (f"\n{text}" if text else "")
+
+
+def docstrings(schema: type) -> dict[str, str]:
+    """The text below each field of a dataclass, its bases' included."""
+    found: dict[str, str] = {}
+    for base in reversed(schema.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, text in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                found[field.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
+    return found

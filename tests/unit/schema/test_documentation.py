@@ -1,0 +1,59 @@
+"""What `--help KEY` says, and which keys are suggested for unknown ones."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.base import build, keys
+from nemo_style_rlhf.schema.documentation import describe
+from nemo_style_rlhf.schema.supervised import SFTConfig
+from tests.support.entry_points import refusal
+
+SFT = "trainers/train_sft.py"
+
+
+def test_a_key_is_explained_by_its_docstring():
+    assert describe(PPOActorConfig, "algorithm.ppo_epochs") == (
+        "algorithm.ppo_epochs (int, default 1)\n    Passes over one rollout."
+    )
+    assert describe(PPOActorConfig, "model.path").startswith(
+        "model.path (str, required)\n    A local Hugging Face directory"
+    )
+    assert describe(PPOActorConfig, "run.resume").startswith("run.resume (str, default auto)\n    auto (resume from")
+
+
+def test_a_group_is_explained_key_by_key():
+    lines = describe(PPOActorConfig, "algorithm.shaping").splitlines()
+    assert lines[0].startswith("algorithm.shaping: Turns raw scores into rewards")
+    assert any(line.startswith("algorithm.shaping.clip_low (float | null, default null)") for line in lines)
+
+
+def test_every_key_of_a_run_can_be_explained():
+    every = list(keys(PPOActorConfig))
+    assert len(every) > 150 and all(describe(PPOActorConfig, key).startswith(f"{key} (") for key in every)
+
+
+def test_the_command_line_explains_and_refuses(capsys, monkeypatch):
+    sentence = refusal(SFT, ["--help", "engine.optm"], capsys, monkeypatch)
+    assert sentence == "--help engine.optm: there is no such key; --help alone lists all of them"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("learning_rate", "did you mean engine.optim.lr?"),
+        ("engine.learning_rate", "did you mean engine.optim.lr?"),
+        ("trainer.max_step", "did you mean max_steps?"),
+        ("max_steps", "did you mean trainer.max_steps?"),
+    ],
+)
+def test_an_unknown_key_is_compared_with_those_of_all_groups(given, meant, capsys, monkeypatch):
+    assert refusal(SFT, [f"{given}=1"], capsys, monkeypatch).endswith(meant)
+
+
+def test_all_missing_keys_are_named_at_once():
+    with pytest.raises(
+        UserError, match=r"^model\.path, run\.output_dir are not set: .*, model\.path=\.\.\. run\.output_dir=\.\.\.$"
+    ):
+        build(SFTConfig, OmegaConf.create({}))
