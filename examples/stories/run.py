@@ -63,16 +63,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="holds stories260K/, tinystories/ and vader/")
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--steps", type=int, default=PPO_STEPS, help="PPO steps")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "stories")
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of both models, not all their weights")
     arguments = parser.parse_args()
     data, output_dir = arguments.data.resolve(), arguments.output_dir.resolve()
     run_example(
-        lambda pipeline: happier_stories(pipeline, data, output_dir, arguments.seed, arguments.lora_rank), output_dir
+        lambda pipeline: happier_stories(
+            pipeline, data, output_dir, arguments.seed, arguments.lora_rank, arguments.steps
+        ),
+        output_dir,
     )
 
 
-def happier_stories(pipeline: Pipeline, data: Path, output_dir: Path, seed: int, lora_rank: int) -> None:
+def happier_stories(pipeline: Pipeline, data: Path, output_dir: Path, seed: int, lora_rank: int, steps: int) -> None:
     """All stages; everything is written below ``output_dir``."""
     lora = {"model.lora.rank": lora_rank, "engine.optim.lr": LORA_LR} if lora_rank else {}
     policy, reward_model = data / "stories260K", output_dir / "reward_model" / "export"
@@ -87,6 +91,8 @@ def happier_stories(pipeline: Pipeline, data: Path, output_dir: Path, seed: int,
             **ACTOR,
             **lora,
             "run.seed": seed,
+            "algorithm.max_steps": steps,
+            "checkpoint.save_interval": steps,
             "model.path": policy,
             "data.train_path": output_dir / "data" / "prompts_train.jsonl",
         },

@@ -121,7 +121,15 @@ def _prompt_column(record: Record, config: PromptRowsConfig) -> str:
     if config.format == "messages":
         return record.column(config.prompt_key, (*CONVERSATION_COLUMNS, "prompt"))
     both = (*PROMPT_COLUMNS, *CONVERSATION_COLUMNS) if config.apply_chat_template else PROMPT_COLUMNS
-    return record.column(config.prompt_key, both)
+    key = record.column(config.prompt_key, both)
+    held = next(filter(record.has, CONVERSATION_COLUMNS), None)
+    if key not in record.fields and held:
+        raise Dropped(
+            f"without the key {key!r}",
+            f"{record.where} has no {key!r} but a conversation in {held!r}: set data=messages, which reads it through the "
+            "tokenizer's chat template",
+        )
+    return key
 
 
 def _prompt_text(record: Record, key: str, config: PromptRowsConfig, encoder: Encoder) -> tuple[str, Chat | None, bool]:

@@ -54,6 +54,11 @@ class InspectDataConfig:
         return STAGES[self.stage](**{name: getattr(self.data, name) for name in names})
 
     def validate(self) -> None:
+        if self.stage in ("prompts", "ppo"):
+            raise UserError(
+                f"stage={self.stage} is not possible: a prompt has no learned tokens to show; trainers/train_ppo_actor.py ... "
+                "--dry-run reads a run's prompts and names those it drops"
+            )
         require_choice("stage", self.stage, STAGES)
         require(self.num_samples >= 0, "num_samples", self.num_samples, "a number of samples from 0 up")
         read = {field.name for field in dataclasses.fields(STAGES[self.stage])}

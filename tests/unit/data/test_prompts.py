@@ -339,3 +339,9 @@ def test_a_truncated_gzip_file_is_refused(tmp_path, tokenizer):
 def test_impossible_settings_are_refused(changes, sentence):
     with pytest.raises(UserError, match=sentence):
         config(**changes)
+
+
+def test_conversations_without_a_prompt_name_the_preset_that_reads_them(tmp_path, tokenizer):
+    path = write(tmp_path / "share.jsonl", [{"conversations": [{"from": "human", "value": "a"}]}])
+    with pytest.raises(UserError, match=r"has no 'prompt' but a conversation in 'conversations': set data=messages"):
+        load_prompts(path, config(), tokenizer)
