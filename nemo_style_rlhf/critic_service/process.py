@@ -94,7 +94,11 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
     try:
         if ready_file is not None:
             write_atomically(ready_file, where)
-        LOGGER.info("serving %s at %s, boot id %s", " and ".join(service.roles), door.url, service.gate.boot_id)
+        keys = "remote_critic_rm" if "critic" in service.roles else "reward=server reward.server"
+        LOGGER.info(
+            "serving %s at %s, boot id %s; next: trainers/train_ppo_actor.py %s.port=%d, until Ctrl-C ends this server",
+            " and ".join(service.roles), door.url, service.gate.boot_id, keys, door.port,
+        )  # fmt: skip
         code = _supervise(service, binding, signals)
         grace_s = config.shutdown_grace_s if binding.alive else 0.0  # else no client would get the answer of a call
         finished = service.gate.close(grace_s)

@@ -21,6 +21,7 @@ from tests.support.browser import Browser
 from tests.support.entry_points import refusal
 from tests.support.models import WORDS, save_chat_tokenizer, save_policy, save_reward_model
 from tests.support.paths import ROOT
+from tests.support.terminal import unknown_lines
 
 PROMPTS = 12
 SAMPLES = 2
@@ -59,9 +60,10 @@ def arguments(inputs: Path, output_dir: Path) -> list[str]:
 
 
 def evaluate(*given: str) -> str:
-    """The entry point in a process of its own; what it printed."""
+    """The entry point in a process of its own; what it printed. Its messages are those that somebody meant."""
     done = warm.run(["trainers/evaluate.py", *given], timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert unknown_lines(done.stderr) == []
     return done.stdout
 
 

@@ -6,15 +6,17 @@ STAMP = r"\d\d:\d\d:\d\d INFO "
 PATH = r"/\S+"
 KNOWN = [
     "",
-    rf"{STAMP}{PATH}: \d+ rows.*",
+    rf"{STAMP}([\w-]+: )?{PATH}: \d+ rows.*",
     rf"{STAMP}.+: \d+ steps of \d+ (rows|samples).* on (cpu|cuda:\d+); .* go to {PATH}",
     rf"{STAMP}trained \d+ steps( val/.*)?",
     rf"{STAMP}exported (the policy )?to {PATH}(; next: trainers/.*)?",
     rf"{STAMP}next: trainers/.*",
     rf"{STAMP}waiting for the critic server at \S+, \d+ s left; start it with .*",
-    rf"{STAMP}serving .* at https?://\S+, boot id \w+",
+    rf"{STAMP}serving .* at https?://\S+, boot id \w+; next: .*",
     rf"{STAMP}train step \d+: \d+ sequences in \S+ s, loss \S+, explained variance \S+",
     rf"{STAMP}received SIGTERM",
+    rf"{STAMP}[\w-]+: \d+ responses, \d+ tokens in \d+ s",
+    rf"{STAMP}dry run: .*",
     r"(PPO|SFT|reward model|DPO|KTO) \d+/\d+  .*eta \d+:\d\d",
 ]
 """Regular expressions of whole lines."""
