@@ -14,7 +14,7 @@ MAX_WEIGHT = 10.0
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
     """Estimate KL per token with x = logprobs - ref_logprobs, both of the same shape:
 
-    ``k1`` is x (unbiased), ``k2`` x^2 / 2, ``k3`` exp(-x) - 1 + x (unbiased, never negative), ``abs`` |x|
+    ``k1`` is x (unbiased), ``k2`` x^2 / 2, ``k3`` exp(-x) - 1 + x (unbiased, never negative), ``abs`` ``|x|``
     (NeMo-Aligner's default). Below x = -20 k3 goes on as its tangent there: finite, convex, and still pulling towards the
     reference.
 

@@ -84,6 +84,7 @@ class HealthConfig:
     max_response_lengths: float | None = None
     """Mean length in tokens."""
     min_response_lengths: float | None = None
+    """Mean length in tokens."""
     max_repetition: float | None = None
     """Share of a response's 4-grams that occurred in it before."""
     min_distinct_2: float | None = None
@@ -123,10 +124,11 @@ class AuditConfig:
     """Checks of a run on itself: did the weights arrive, does the sampler still agree, is the reward being gamed."""
 
     max_probe_gap: float = 0.0
-    """Largest accepted |difference| of log-probabilities, in nats, on a fixed probe after a weight transfer; a larger one stops
-    the run. 0 takes 1e-3 in fp32, 1.0 in bf16."""
+    """Largest accepted absolute difference of log-probabilities, in nats, on a fixed probe after a weight transfer; a larger one
+    stops the run. 0 takes 1e-3 in fp32, 1.0 in bf16."""
     max_logprob_gap: float | None = None
-    """Largest accepted mean |sampler - trainer| log-probability of a rollout, nats (train_rollouts/sampler_logprob_gap_mean)."""
+    """Largest accepted mean absolute difference of the sampler's and the trainer's log-probabilities in a rollout, nats
+    (train_rollouts/sampler_logprob_gap_mean)."""
     on_logprob_gap: str = "warn"
     """warn, or stop before the update."""
     health: HealthConfig = field(default_factory=HealthConfig)

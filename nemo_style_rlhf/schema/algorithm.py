@@ -19,6 +19,7 @@ class CorrectionConfig:
     low: float = 0.0
     """Lower bound of the weights. verl bounds tis only from above, at 2; OpenRLHF and IcePop's authors use 0.5 and 5."""
     high: float = 2.0
+    """Upper bound of the weights."""
 
     def validate(self) -> None:
         require_choice("algorithm.correction.kind", self.kind, ("none", *CORRECTIONS))
@@ -33,6 +34,7 @@ class ShapingConfig:
     """none, or running: by mean and standard deviation of every score so far. OpenRLHF's --normalize_reward (off by default)
     differs: it uses fixed statistics stored with the reward model, as the server's critic.normalize_rewards does."""
     clip_low: float | None = None
+    """Lower bound of a score; null for none."""
     clip_high: float | None = None
     """Scores are clipped before any baseline or group statistics see them."""
     overlong_buffer: int = 0
@@ -59,6 +61,7 @@ class FilterConfig:
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): prompts that are too easy or too hard teach nothing."""
 
     low: float | None = None
+    """Bound from below of a prompt's mean filtering score, exclusive; null for none. See `high`."""
     high: float | None = None
     """A prompt counts only if its mean filtering score is above low and below high; null leaves a side open."""
     max_rounds: int = 4
@@ -118,7 +121,9 @@ class AlgorithmConfig:
     """gae (with a critic), reinforce (discounted rewards to go), or one that compares responses to the same prompt: grpo,
     dr_grpo, rloo, reinforce_baseline. Only gae needs a critic."""
     discount_factor: float = 1.0
+    """Gamma of GAE and of discounted returns."""
     gae_lambda: float = 0.95
+    """Lambda of GAE (arXiv 1506.02438): 1 for returns minus values, 0 for one-step errors of the critic."""
     group_eps: float = 1e-6
     """Added to grpo's standard deviation: 1e-6 in verl and slime, 1e-4 in TRL, 1e-9 in OpenRLHF."""
     normalize_advantages: bool = True
@@ -156,6 +161,7 @@ class AlgorithmConfig:
     """token_mean (PPO, DAPO), seq_mean_token_mean (GRPO, GSPO), seq_mean_token_sum, or seq_sum_constant (Dr. GRPO: the sum over
     samples x generation.max_length)."""
     entropy_bonus: float = 0.0
+    """Weight of the policy's entropy, in nats per token, which the loss rewards."""
     skip_empty_steps: bool = False
     """Leave out optimizer steps in which every advantage is 0 and the loss has no KL or entropy term: Adam's momentum and weight
     decay would still move the weights. train_optim/empty_steps counts these steps either way."""

@@ -118,10 +118,13 @@ class OptimizerConfig:
     """AdamW."""
 
     lr: float = 1e-6
+    """Learning rate; the highest one if there is a schedule."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moments."""
     eps: float = 1e-8
     """1e-5 in arXiv 2403.17031 (detail 18)."""
     weight_decay: float = 0.0
+    """Decoupled weight decay, as a share of lr."""
 
     def validate(self) -> None:
         require(self.lr > 0, "engine.optim.lr", self.lr, "a number above 0")

@@ -92,6 +92,7 @@ class RewardModelSourceConfig:
     path: str | None = field(default=None, metadata={CHECK: model_folder})
     """null for none."""
     weight: float = 1.0
+    """Weight of the reward model's scores in the sum."""
     dtype: str | None = None
     """bfloat16 or float32; null is model.dtype."""
     append_eos: bool | None = None

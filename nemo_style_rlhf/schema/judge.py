@@ -31,6 +31,7 @@ class HttpSourceConfig:
     urls: list[str] = field(default_factory=list)
     """Addresses of equal servers. Each request goes to the least busy healthy one."""
     weight: float = 0.0
+    """Weight of these rewards in the sum over all sources; with 0 nobody is asked."""
     timeout_s: float = 60.0
     """Longest silence of a server during a request."""
     retries: int = 3
@@ -70,6 +71,7 @@ class VerdictConfig:
     """Reward by choice, for choice and json; empty is {A: 1, B: 0}, a rubric in which A stands for the response and B for the
     reference answer, or A for correct and B for incorrect."""
     json_key: str = "score"
+    """Key of the verdict in the JSON object, for kind=json."""
     low: float | None = None
     """The lowest number of the rubric's scale, whose reward is 0; null leaves numbers as they are. A number outside the scale is
     no verdict."""
@@ -128,7 +130,9 @@ class JudgeRewardConfig(HttpSourceConfig):
     temperature: float | None = 0.0
     """null leaves it to the endpoint, as for max_tokens and seed."""
     max_tokens: int | None = 512
+    """Maximum length of the judge's answer; null leaves it to the endpoint."""
     seed: int | None = 0
+    """Seed sent with each request; null sends none."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further keys of requests, e.g. {structured_outputs: {choice: [A, B]}} for vLLM, {max_completion_tokens: 512} for OpenAI."""
     token: TokenConfig = field(default_factory=lambda: TokenConfig(token_env="NSR_JUDGE_TOKEN"))

@@ -59,6 +59,7 @@ class RemoteCriticConfig:
     )  # fmt: skip
 
     host: str = "127.0.0.1"
+    """Name or address of the server's host."""
     port: int = 5567
     """server.port of the critic process."""
     token: TokenConfig = field(default_factory=TokenConfig)

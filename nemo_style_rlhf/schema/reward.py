@@ -30,6 +30,7 @@ class RewardServerConfig(RemoteCriticConfig):
 
     port: int = 5568
     weight: float = 0.0
+    """Weight of these rewards in the sum over all sources; with 0 the server is not asked."""
     replicas: list[str] = field(default_factory=list)
     """host:port of further servers of the same reward model. Each request goes to the least busy server; a server that does not
     answer, or comes back with another model, is left out and asked again later."""
@@ -66,8 +67,11 @@ class FunctionRewardConfig:
     """
 
     path: str | None = field(default=None, metadata={CHECK: function_file})
+    """Python file with the function."""
     name: str = "reward_func"
+    """Name of the function in the file."""
     weight: float = 0.0
+    """Weight of these rewards in the sum over all sources; with 0 the function is not called."""
     per_sample: bool = False
     """Call the function once per sample, with lists of one, so that a time limit or an error affects only that sample."""
     timeout_s: float = 60.0

@@ -59,6 +59,7 @@ class SFTDataConfig(SupervisedDataConfig):
     response_key: str | None = None
     """Column of the response, a text or messages; null is `response`, `completion` or Alpaca's `output`."""
     text_key: str = "text"
+    """Column of texts without a prompt, for data.format=text."""
     messages_key: str | None = None
     """Column of the conversation; null is `messages` or ShareGPT's `conversations`."""
     learn: str = "all_answers"
@@ -82,7 +83,9 @@ class PairDataConfig(SupervisedDataConfig):
     format: str = "auto"
     """auto (hh if a row has transcripts and no prompt), pairs, or hh."""
     chosen_key: str = "chosen"
+    """Column of the better answer, a text or messages."""
     rejected_key: str = "rejected"
+    """Column of the worse answer."""
 
     def validate(self) -> None:
         super().validate()
@@ -133,6 +136,7 @@ class FitConfig:
     val_interval: int = 0
     """Optimizer steps between validations; 0 validates once, at the end."""
     val_batch_size: int = 64
+    """Maximum number of rows or pairs of a validation batch."""
     log_interval: int = 10
     """Optimizer steps between lines of metrics.jsonl."""
     strategy: str = "auto"
@@ -186,6 +190,7 @@ class SupervisedCheckpointConfig:
     save_interval: int = 500
     """Optimizer steps between checkpoints; 0 for none, -1 for one after the last step."""
     keep_last: int = 1
+    """Number of checkpoints that are kept."""
 
     def validate(self) -> None:
         require(

@@ -8,12 +8,15 @@ from nemo_style_rlhf.schema.base import require
 @dataclass
 class WandbConfig:
     enabled: bool = False
+    """Log to Weights & Biases; `tracking=wandb` sets it."""
     project: str = "nemo_style_rlhf"
+    """Project of the run."""
     entity: str | None = None
     """Team or user that owns the project; null takes your account's default."""
     group: str | None = None
     """Group of runs that W&B shows together."""
     name: str | None = None
+    """Name of the run; null lets W&B choose one."""
     offline: bool = False
     """Write below the output folder, for a later `wandb sync`."""
 
@@ -45,5 +48,6 @@ class TrackingConfig:
     progress: bool = True
     """Show a progress bar on the terminal."""
     tensorboard: bool = False
+    """Log to <run.output_dir>/tensorboard; `tracking=tensorboard` sets it."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)

@@ -18,7 +18,9 @@ class TryRewardDataConfig:
     """A file, a pattern of files, a folder or a hub name, in the forms of a run's data.train_path; also a run's
     rollouts/step_XXXXXX.jsonl."""
     prompt_key: str = "prompt"
+    """Column of the prompt."""
     response_key: str = "response"
+    """Column of the response."""
     label_key: str | None = "label"
     """The reference answer, as data.label_key of a run; rows may lack it."""
     num_samples: int = 16
