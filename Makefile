@@ -65,6 +65,12 @@ check: lint
 test: lint
 	$(ACTOR)/bin/python -m pytest
 
+# The documentation as a site, in build/site. Every warning, a broken link among them, is an error.
+.PHONY: docs
+docs: dev
+	$(ACTOR)/bin/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet --builder html docs build/site
+	@echo "build/site/index.html"
+
 # On a real Slurm, which only root can install and start.
 .PHONY: test-cluster
 test-cluster: dev

@@ -1,39 +1,97 @@
-"""Every command in README.md and docs/ is run; every key they name exists."""
+"""Every command and every Python block of README.md and docs/ runs, or is composed where it needs what a test cannot have."""
 
 import json
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 
 import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
 from nemo_style_rlhf.schema.local import PPOLocalConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
+from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
 from nemo_style_rlhf.schema.try_reward import TryRewardConfig
 from tests.support import warm
 from tests.support.models import save_policy, save_reward_model
-from tests.support.pages import commands
+from tests.support.pages import blocks, commands_of
 from tests.support.paths import ROOT
 from tests.support.processes import start_server
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN_ELSEWHERE = {
+    ("pipeline.md", ""): "tests/integration/test_pipeline.py, in the order of the page",
+    ("protocol.md", "curl "): "tests/integration/test_critic_docs.py, against a server",
+    ("protocol.md", "import numpy"): "tests/integration/test_critic_docs.py, against a server",
+}
+"""Blocks that other tests run, by page and a part of their text."""
+COMPOSED = {
+    r"remote_critic_rm\.host=critic-host": "a second host, by the name in its certificate",
+    r"serve_engine\.py": "a second host, which an actor told how to sample; tests/integration/test_engine_runs.py has both",
+    r"reward=judge": "a language model as judge; tests/integration/test_judge.py starts one",
+}
+"""Commands that are composed and checked, by what they need."""
+PARSED = {
+    r"^sbatch ": "a cluster; tests/cluster submits the same scripts to a Slurm",
+    r"^(docker|enroot|apptainer) ": "a container engine",
+    r"^pip (wheel|install) ": "a package index; tests/unit/test_wheel.py builds and installs the wheel",
+    r"^make ": "minutes to hours; a test below finds the target",
+    r"^(export |mounts=)": "nothing: it sets what the commands after it read",
+}
+"""Commands that are parsed, by what they need."""
+SCHEMAS = {
+    "train_ppo_actor": ("ppo_actor", PPOActorConfig),
+    "train_ppo_local": ("ppo_local", PPOLocalConfig),
+    "serve_ppo_critic": ("ppo_critic", PPOCriticConfig),
+    "serve_reward_model": ("reward_server", RewardServerProcessConfig),
+    "serve_engine": ("engine", EngineProcessConfig),
+    "train_sft": ("sft", SFTConfig),
+    "train_reward_model": ("reward_model", RewardModelConfig),
+    "train_dpo": ("dpo", DPOConfig),
+    "train_kto": ("kto", KTOConfig),
+    "evaluate": ("evaluate", EvaluationConfig),
+    "try_reward": ("try_reward", TryRewardConfig),
+    "inspect_data": ("inspect_data", InspectDataConfig),
+    "plan": ("plan", PlanConfig),
+}
+"""File in conf/ and schema of each program."""
 
 
-README = commands(ROOT / "README.md")
-STARTS_PYTHON = [command for command in README if ".venv-" in command]
+def documented(language: str) -> Iterator[tuple[Path, str]]:
+    """Every page and block of a language but those that other tests run."""
+    for page in PAGES:
+        for block in blocks(page, language):
+            if not any(page.name == name and part in block for name, part in RUN_ELSEWHERE):
+                yield page, block
+
+
+def needs(command: str, table: dict[str, str]) -> list[str]:
+    return [pattern for pattern in table if re.search(pattern, command)]
+
+
+COMMANDS = list(dict.fromkeys(command for _, block in documented("bash") for command in commands_of(block)))
+RUN = [command for command in COMMANDS if ".venv-" in command and not needs(command, COMPOSED | PARSED)]
+SECRETS = [command for command in COMMANDS if re.match(r"head -c|openssl", command)]
+"""They make what other commands read: critic.token, critic.key and critic.crt."""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> dict[str, str]:
-    """What the README's variables stand for."""
+    """What the pages' variables stand for."""
     folder = tmp_path_factory.mktemp("world")
     prompts = [
         {"prompt": f"w{i % 60} w{i // 60}", "response": "w3 w4", "chosen": " w5 w6", "rejected": " w7"}
@@ -45,22 +103,40 @@ def world(tmp_path_factory) -> dict[str, str]:
     function.write_text(
         "def reward_func(queries, prompts, labels):\n    return [float(len(query)) for query in queries]\n"
     )
+    (folder / "rubric.txt").write_text("{prompt}{response}")
     long = {"max_position_embeddings": 4096}
     policy, reward = str(save_policy(folder / "policy", **long)), str(save_reward_model(folder / "reward", **long))
     return {
         "POLICY": policy, "BASE_MODEL": policy, "REWARD_MODEL": reward, "PROMPTS": rows, "SFT_ROWS": rows,
         "PREFERENCE_PAIRS": rows, "NODE_A": "127.0.0.1",
-        "REWARD_FUNCTION": str(function),
+        "REWARD_FUNCTION": str(function), "RUBRIC": str(folder / "rubric.txt"), "OUTPUT_DIR": str(folder / "outputs"),
     }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def token(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("token") / "critic.token"
-    make_token = next(command for command in README if "critic.token" in command and "urandom" in command)
-    subprocess.run(["bash", "-c", make_token], cwd=path.parent, check=True)
-    assert oct(path.stat().st_mode & 0o777) == "0o600"
-    return path
+def secrets(tmp_path_factory) -> Path:
+    """A folder with token, key and certificate."""
+    folder = tmp_path_factory.mktemp("secrets")
+    for command in SECRETS:
+        subprocess.run(["bash", "-c", command], cwd=folder, check=True, capture_output=True)
+    assert {path.name for path in folder.iterdir()} == {"critic.token", "critic.key", "critic.crt"}
+    assert oct((folder / "critic.token").stat().st_mode & 0o777) == "0o600"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def token(secrets: Path) -> Path:
+    return secrets / "critic.token"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(world, tmp_path_factory) -> Path:
+    """That of a supervised stage."""
+    folder = tmp_path_factory.mktemp("sft")
+    given = [f"run.output_dir={folder}", f"model.path={world['BASE_MODEL']}", f"data.train_path={world['SFT_ROWS']}"]
+    done = warm.run(["trainers/train_sft.py", *given, "trainer.max_steps=1", "trainer.batch_size=2"], timeout=180)
+    assert done.returncode == 0, done.stderr
+    return next((folder / "checkpoints").glob("step_*"))
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +153,19 @@ def started_cold() -> set[str]:
     return set()
 
 
-@pytest.mark.parametrize("command", STARTS_PYTHON)
-def test_a_command_of_the_readme_runs(command, world, port, token, started_cold, tmp_path):
+def words_of(command: str, world: dict[str, str], secrets: Path, outputs: Path) -> list[str]:
+    """The words of a command, with files that exist and outputs in a folder of their own."""
+    text = Template(command).substitute(world).replace("outputs/", f"{outputs}/")
+    return [re.sub(r"=critic\.(token|key|crt)$", rf"={secrets}/critic.\1", word) for word in shlex.split(text)]
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_a_command_runs(command, world, port, secrets, token, started_cold, request, tmp_path):
     """As it stands, but in a folder of its own and, where it would train for hours, with --dry-run."""
-    words = shlex.split(Template(command).substitute(world))
-    words = [word.replace("=critic.token", f"={token}").replace("outputs/", f"{tmp_path}/") for word in words]
-    trains = "inspect_data" not in command and "try_reward" not in command
+    if "$CHECKPOINT" in command:
+        world = {**world, "CHECKPOINT": str(request.getfixturevalue("checkpoint"))}
+    words = words_of(command, world, secrets, tmp_path)
+    trains = not re.search("inspect_data|try_reward|export_checkpoint", command)
     if trains and "--dry-run" not in words and "--cfg" not in words:
         words.append("--dry-run")
     if "train_ppo_actor" in command:
@@ -101,6 +184,59 @@ def test_a_command_of_the_readme_runs(command, world, port, token, started_cold,
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_every_other_command_says_what_it_needs(world, secrets, tmp_path):
+    """It is composed, or parsed: each has one line of the tables, and each line has a command."""
+    others = [command for command in COMMANDS if command not in {*RUN, *SECRETS}]
+    found = {command: needs(command, COMPOSED | PARSED) for command in others}
+    assert {command: patterns for command, patterns in found.items() if len(patterns) != 1} == {}
+    assert {pattern for patterns in found.values() for pattern in patterns} == {*COMPOSED, *PARSED}
+    for command in others:
+        subprocess.run(["bash", "-n", "-c", command], check=True)
+        for path in re.findall(r"\b(?:trainers|servers|slurm|tools)/[\w.]+", command):
+            assert (ROOT / path).is_file(), command
+        if needs(command, COMPOSED):
+            checked(words_of(command, world, secrets, tmp_path))
+
+
+def checked(words: list[str]) -> object:
+    """The configuration of a command, in which its keys exist and fit together."""
+    name, schema = SCHEMAS[Path(words[1]).stem]
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    overrides = [word.replace("@rubric.txt", "{prompt}{response}") for word in words[2:] if not word.startswith("--")]
+    if name == "engine":
+        overrides.append("model.path=owner/policy")  # as in the file that the actor writes
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        return build(schema, compose(name, overrides=overrides))
+
+
+def test_the_python_of_the_pages_runs():
+    """One block: a reward function, as a user would write it."""
+    ((page, block),) = documented("python")
+    assert page.name == "own-reward.md"
+    scope: dict = {}
+    exec(block, scope)
+    assert scope["reward_func"](["1 + 1 = 2", "1 + 1 = 3"], ["1 + 1 ="] * 2, ["= 2"] * 2) == [1.0, 0.0]
+
+
+def test_the_yaml_of_the_pages_is_a_configuration(world):
+    ((page, block),) = documented("yaml")
+    assert page.name == "data.md"
+    given = {"run": {"output_dir": "out"}, "model": {"path": world["POLICY"]}, **yaml.safe_load(block)}
+    config = build(PPOActorConfig, OmegaConf.create(given))
+    assert [source.weight for source in config.data.mixture] == [3, 1]
+
+
+def test_no_block_is_of_another_language():
+    languages = {name for page in PAGES for name in re.findall(r"^```(\S+)$", page.read_text(), re.MULTILINE)}
+    assert languages == {"bash", "python", "yaml", "{toctree}"}
+    assert all(any(part in block for block in _all_blocks(name)) for name, part in RUN_ELSEWHERE)
+
+
+def _all_blocks(name: str) -> list[str]:
+    (page,) = (page for page in PAGES if page.name == name)
+    return blocks(page, "bash") + blocks(page, "python")
+
+
 def test_the_make_targets_of_the_documentation_exist():
     makefile = (ROOT / "Makefile").read_text()
     named = {
@@ -111,25 +247,16 @@ def test_the_make_targets_of_the_documentation_exist():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
 
 
-def test_every_key_of_the_right_hand_columns_exists():
-    known = {}
-    for schema in (
-        PPOActorConfig,
-        PPOCriticConfig,
-        RewardServerProcessConfig,
-        EvaluationConfig,
-        TryRewardConfig,
-        InspectDataConfig,
-        PlanConfig,
-        PPOLocalConfig,
-    ):
-        known.update(dict.fromkeys(_keys(OmegaConf.structured(schema))))
+def test_every_key_that_a_page_names_exists():
+    """Where a page translates others' keys, those of the last column."""
+    known = {key for _, schema in SCHEMAS.values() for key in _keys(OmegaConf.structured(schema))}
     sections = {key.split(".")[0] for key in known}
-    for page in (ROOT / "README.md", ROOT / "docs" / "migrating.md"):
-        cells = [cell for line in page.read_text().splitlines() if line.startswith("|") for cell in line.split("|")[2:]]
-        cells = cells if page.name == "migrating.md" else [line for line in page.read_text().splitlines()]
-        for name in re.findall(r"`([a-z_]+\.[a-z_.]+)(?:=[^`]*)?`", "\n".join(cells)):
-            if name.split(".")[0] in sections:
+    for page in PAGES:
+        lines = page.read_text().splitlines()
+        if page.name == "migrating.md":
+            lines = [cell for line in lines if line.startswith("|") for cell in line.split("|")[2:]]
+        for name in re.findall(r"`([a-z_]+\.[a-z_.]+)(?:=[^`]*)?`", "\n".join(lines)):
+            if name.split(".")[0] in sections and Path(name).suffix not in {".log", ".token", ".yaml", ".py", ".json"}:
                 assert name in known, f"{page.name} names {name}"
 
 
@@ -146,6 +273,15 @@ def test_links_lead_somewhere():
         for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_test_that_a_page_names_exists():
+    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    functions = {name for text in files.values() for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
+    for page in PAGES:
+        text = page.read_text()
+        assert set(re.findall(r"\btests/[\w/]+\.py", text)) <= files.keys(), page.name
+        assert set(re.findall(r"`(test_\w+)`", text)) <= functions, page.name
 
 
 def test_every_setting_of_the_batch_scripts_is_documented():

@@ -4,11 +4,20 @@ import re
 from pathlib import Path
 
 
-def commands(page: Path) -> list[str]:
-    """The commands of a page's ```bash blocks, continuation lines joined."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+def blocks(page: Path, language: str) -> list[str]:
+    """The page's ```language blocks."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands_of(block: str) -> list[str]:
+    """The commands of a block, continuation lines joined."""
+    lines = block.replace("\\\n", " ").splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of a page's ```bash blocks."""
+    return [command for block in blocks(page, "bash") for command in commands_of(block)]
 
 
 def table_rows(page: Path, first_heading: str) -> list[list[str]]:

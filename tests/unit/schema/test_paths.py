@@ -119,7 +119,7 @@ def test_a_plan_for_another_machine_needs_models_and_prompts_only() -> None:
     ]  # fmt: skip
 
 
-def test_a_missing_vllm_is_named_with_the_commands_of_the_readme() -> None:
+def test_a_missing_vllm_is_named_with_the_documented_commands() -> None:
     """The server's Python has none. A plan and generation=hf do not need it."""
     code = (
         "from omegaconf import OmegaConf\n"
@@ -137,7 +137,9 @@ def test_a_missing_vllm_is_named_with_the_commands_of_the_readme() -> None:
     done = subprocess.run([python, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.stdout.startswith(f"generation.backend=vllm: {python} has no vllm: "), done.stderr
     commands = re.findall("`(.*?)`", done.stdout)
-    assert len(commands) == 2 and all(command in (ROOT / "README.md").read_text() for command in commands)
+    assert len(commands) == 2 and all(
+        command in (ROOT / "docs" / "getting-started.md").read_text() for command in commands
+    )
 
 
 MISSING = {

@@ -1,0 +1,172 @@
+"""Fills the page of all keys (reference/keys.rst) from the dataclasses of ``nemo_style_rlhf/schema/`` and the files of ``conf/``.
+
+A key's default is the one that its program composes, presets included, as ``--cfg job`` prints it. Programs that give a key the
+same type, default and documentation share an entry.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from functools import cache
+from inspect import cleandoc
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.typing import stringify_annotation
+
+from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
+from nemo_style_rlhf.schema.evaluation import EvaluationConfig
+from nemo_style_rlhf.schema.inspection import InspectDataConfig
+from nemo_style_rlhf.schema.local import PPOLocalConfig
+from nemo_style_rlhf.schema.plan import PlanConfig
+from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
+from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
+from nemo_style_rlhf.schema.try_reward import TryRewardConfig
+
+PAGE = "reference/keys"
+REQUIRED = "required"
+PROGRAMS: dict[str, tuple[str, type]] = {
+    "train_ppo_actor": ("ppo_actor", PPOActorConfig),
+    "train_ppo_local": ("ppo_local", PPOLocalConfig),
+    "serve_ppo_critic": ("ppo_critic", PPOCriticConfig),
+    "serve_reward_model": ("reward_server", RewardServerProcessConfig),
+    "serve_engine": ("engine", EngineProcessConfig),
+    "train_sft": ("sft", SFTConfig),
+    "train_reward_model": ("reward_model", RewardModelConfig),
+    "train_dpo": ("dpo", DPOConfig),
+    "train_kto": ("kto", KTOConfig),
+    "evaluate": ("evaluate", EvaluationConfig),
+    "inspect_data": ("inspect_data", InspectDataConfig),
+    "try_reward": ("try_reward", TryRewardConfig),
+    "plan": ("plan", PlanConfig),
+}
+"""Each program's file in ``conf/`` and schema."""
+PAIRS = ("train_ppo_local", "plan")
+"""Programs that take the actor's keys, and the server's with ``critic.`` before them; the page lists only keys of their own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A key as a program documents it."""
+
+    name: str
+    type: str
+    default: str
+    text: str
+
+    @property
+    def section(self) -> str:
+        """The part of the name before the first dot, empty for a key without one."""
+        return self.name.partition(".")[0] if "." in self.name else ""
+
+
+def keys_of(schema: type, composed: DictConfig, prefix: str = "") -> Iterator[Key]:
+    """Every key of ``schema`` with its default in ``composed``, in the order of the dataclasses."""
+    for field in dataclasses.fields(schema):
+        name = prefix + field.name
+        if dataclasses.is_dataclass(field.type):
+            yield from keys_of(field.type, composed, f"{name}.")
+        else:
+            default = _default(composed, name)
+            yield Key(
+                name, stringify_annotation(field.type, "smart").replace("~", ""), default, _text(schema, field.name)
+            )
+
+
+def _default(composed: DictConfig, name: str) -> str:
+    parent, _, last = name.rpartition(".")
+    section = OmegaConf.select(composed, parent) if parent else composed
+    if OmegaConf.is_missing(section, last):
+        return REQUIRED
+    value = section[last]
+    return f"``{_written(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)}``"
+
+
+def _written(value: Any) -> str:
+    """A value as the command line takes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return '""' if value == "" else str(value)
+
+
+@cache
+def _documented(module: str) -> dict[tuple[str, str], list[str]]:
+    return ModuleAnalyzer.for_module(module).find_attr_docs()
+
+
+def _text(schema: type, field: str) -> str:
+    """The documentation of a field: that of the innermost class which has some."""
+    for base in schema.__mro__:
+        if lines := _documented(base.__module__).get((base.__name__, field)) if base is not object else None:
+            return "\n".join(lines).strip()
+    return ""
+
+
+def all_keys() -> dict[Key, list[str]]:
+    """The keys of all programs, and the programs that take each."""
+    found: dict[Key, list[str]] = {}
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        for program, (config_name, schema) in PROGRAMS.items():
+            ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
+            for key in keys_of(schema, compose(config_name)):
+                of_actor = any(other.name == key.name for other in found)
+                if program in PAIRS and (of_actor or key.name.startswith("critic.")):
+                    continue
+                found.setdefault(key, []).append(program)
+    return found
+
+
+def rst() -> str:
+    """The body of the page."""
+    keys = all_keys()
+    parts: list[str] = []
+    for section in sorted({key.section for key in keys}):
+        title = f"{section}" if section else "Keys of single programs"
+        parts.append(f"{title}\n{'-' * len(title)}\n")
+        ordered = sorted((key for key in keys if key.section == section), key=lambda key: key.name.count(".") > 1)
+        seen: set[str] = set()
+        for key in ordered:
+            parts.append(_entry(key, keys[key], repeated=key.name in seen))
+            seen.add(key.name)
+    return "\n".join(parts)
+
+
+def _entry(key: Key, programs: list[str], *, repeated: bool) -> str:
+    head = [f".. confval:: {key.name}", *(["   :no-index:"] if repeated else [])]
+    default = f"default {key.default}" if key.default != REQUIRED else REQUIRED
+    body = [*key.text.splitlines(), "", f"``{key.type}``, {default}, in {', '.join(programs)}."]
+    return "\n".join([*head, "", *(f"   {line}" for line in body), ""])
+
+
+def presets() -> str:
+    """What ``group=name`` chooses among: the comments at the head of the files."""
+    lines = []
+    for path in sorted(CONF_DIR.glob("*/*.yaml")):
+        comment = re.match(r"(?:#.*\n)*", path.read_text()).group().replace("# ", "").replace("\n", " ")
+        lines += [f"``{path.parent.name}={path.stem}``", f"   {_escaped(cleandoc(comment))}", ""]
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    """Plain text for RST."""
+    return re.sub(r"([\\*`|_])", r"\\\1", text)
+
+
+def fill(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put keys and presets in their places on the page."""
+    if docname == PAGE:
+        source[0] = source[0].replace("@PRESETS@", presets()).replace("@KEYS@", rst())
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("source-read", fill)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,29 @@
+"""The documentation site: ``make docs`` builds it, and every warning is an error there."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent / "_extension")]
+
+project = "nemo_style_rlhf"
+author = "the nemo_style_rlhf authors"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "configuration_keys"]
+exclude_patterns = ["_extension"]
+html_theme = "furo"
+html_title = "nemo_style_rlhf"
+html_copy_source = False
+html_show_copyright = False
+pygments_style = "default"
+pygments_dark_style = "monokai"
+
+myst_heading_anchors = 4  # a link to page.md#heading is checked, as are links to pages and files
+myst_enable_extensions = ["colon_fence"]
+suppress_warnings = ["myst.header"]  # the quick look at a table may begin at the third level
+
+default_role = "code"  # docstrings put names in single backquotes
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
