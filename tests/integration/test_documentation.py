@@ -155,7 +155,12 @@ def started_cold() -> set[str]:
 
 def words_of(command: str, world: dict[str, str], secrets: Path, outputs: Path) -> list[str]:
     """The words of a command, with files that exist and outputs in a folder of their own."""
-    text = Template(command).substitute(world).replace("outputs/", f"{outputs}/")
+    text = (
+        Template(command)
+        .substitute(world)
+        .replace("outputs/", f"{outputs}/")
+        .replace("@rubric.txt", f"@{world['RUBRIC']}")
+    )
     return [re.sub(r"=critic\.(token|key|crt)$", rf"={secrets}/critic.\1", word) for word in shlex.split(text)]
 
 
@@ -202,7 +207,7 @@ def checked(words: list[str]) -> object:
     """The configuration of a command, in which its keys exist and fit together."""
     name, schema = SCHEMAS[Path(words[1]).stem]
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
-    overrides = [word.replace("@rubric.txt", "{prompt}{response}") for word in words[2:] if not word.startswith("--")]
+    overrides = [word for word in words[2:] if not word.startswith("--")]
     if name == "engine":
         overrides.append("model.path=owner/policy")  # as in the file that the actor writes
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
@@ -282,6 +287,16 @@ def test_every_test_that_a_page_names_exists():
         text = page.read_text()
         assert set(re.findall(r"\btests/[\w/]+\.py", text)) <= files.keys(), page.name
         assert set(re.findall(r"`(test_\w+)`", text)) <= functions, page.name
+
+
+def test_the_readme_is_short_and_its_numbers_are_measured():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    measured = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("benchmarks", "asynchronous"))
+    measured += (ROOT / "requirements" / "peer-trl.txt").read_text()  # the version beside which PPO was measured
+    numbers = re.findall(r"\d+\.[\d.]*\d", text.partition("## Why this one")[2].partition("## Read on")[0])
+    assert len(numbers) > 15
+    assert [number for number in numbers if number not in measured] == []
 
 
 def test_every_setting_of_the_batch_scripts_is_documented():
