@@ -134,7 +134,7 @@ def checkpoint(world, tmp_path_factory) -> Path:
     """That of a supervised stage."""
     folder = tmp_path_factory.mktemp("sft")
     given = [f"run.output_dir={folder}", f"model.path={world['BASE_MODEL']}", f"data.train_path={world['SFT_ROWS']}"]
-    done = warm.run(["trainers/train_sft.py", *given, "trainer.max_steps=1", "trainer.batch_size=2"], timeout=180)
+    done = warm.run(["trainers/train_sft.py", *given, "trainer.max_steps=1", "trainer.batch_size=2"], timeout=300)
     assert done.returncode == 0, done.stderr
     return next((folder / "checkpoints").glob("step_*"))
 
@@ -182,9 +182,9 @@ def test_a_command_runs(command, world, port, secrets, token, started_cold, requ
         words.append("generation.kv_cache_gib=0.1")
     python, script = ROOT / words[0], words[1]
     if script in started_cold and python in warm.LIBRARIES:
-        done = warm.run(words[1:], python=python, timeout=180)
+        done = warm.run(words[1:], python=python, timeout=300)
     else:
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
         started_cold.add(script)
     assert done.returncode == 0, done.stdout + done.stderr
 
