@@ -1,5 +1,6 @@
 """Loads Hugging Face checkpoints and tokenizers; refuses an unsuitable one in one sentence."""
 
+import logging
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from torch import nn
 from transformers import (
@@ -25,6 +27,7 @@ from nemo_style_rlhf.models.packing import PACKED_ATTENTION, packing_by_name, re
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.paths import model_folder
 
+log = logging.getLogger(__name__)
 LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
 """Weights that a reward model may have kept from its causal LM; they do not affect scores."""
 OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|rotary_emb\.(cos|sin)_cached$")
@@ -224,6 +227,7 @@ def require_directory(path: str) -> None:
     try:
         if try_to_load_from_cache(path, CONFIG_NAME) is None:
             get_hf_file_metadata(hf_hub_url(path, CONFIG_NAME), timeout=HUB_TIMEOUT_S)
+            log.info("reading %s from the hub into %s", path, HF_HUB_CACHE)
     except (HFValidationError, HfHubHTTPError):
         return  # the loader reports this error, and names the file
     except (OfflineModeIsEnabled, HTTPError) as error:
