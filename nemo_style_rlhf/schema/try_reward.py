@@ -16,7 +16,7 @@ class TryRewardDataConfig:
 
     path: str = field(default=MISSING, metadata={CHECK: data_source})
     """A file, a pattern of files, a folder or a hub name, in the forms of a run's data.train_path; also a run's
-    rollouts/step_XXXXXX.jsonl."""
+    rollouts/step_XXXXXX.parquet."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
     response_key: str = "response"
