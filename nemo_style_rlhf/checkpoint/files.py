@@ -26,7 +26,7 @@ def storage_failure(error: BaseException) -> str | None:
     torch's file writer reports a full disk as one of several RuntimeErrors, safetensors as its own error class.
     """
     if isinstance(error, OSError):
-        return error.strerror or str(error)
+        return os.strerror(error.errno) if error.errno else str(error)  # pyarrow puts words of its own into strerror
     from_writer = any(
         mark in str(error) for mark in ("PytorchStreamWriter", "inline_container", "iostream", "os error")
     )
