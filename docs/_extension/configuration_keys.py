@@ -5,10 +5,10 @@ same type, default and documentation share an entry.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from functools import cache
-from inspect import cleandoc
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -151,8 +151,9 @@ def presets() -> str:
     """What ``group=name`` chooses among: the comments at the head of the files."""
     lines = []
     for path in sorted(CONF_DIR.glob("*/*.yaml")):
-        comment = re.match(r"(?:#.*\n)*", path.read_text()).group().replace("# ", "").replace("\n", " ")
-        lines += [f"``{path.parent.name}={path.stem}``", f"   {_escaped(cleandoc(comment))}", ""]
+        head = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+        comment = " ".join(line.removeprefix("#").strip() for line in head if "@package" not in line)
+        lines += [f"``{path.parent.name}={path.stem}``", f"   {_escaped(comment)}", ""]
     return "\n".join(lines)
 
 
