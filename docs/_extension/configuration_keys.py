@@ -8,19 +8,18 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from sphinx.application import Sphinx
-from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.typing import stringify_annotation
 
 from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from nemo_style_rlhf.schema.documentation import docstrings
 from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
@@ -76,7 +75,10 @@ def keys_of(schema: type, composed: DictConfig, prefix: str = "") -> Iterator[Ke
         else:
             default = _default(composed, name)
             yield Key(
-                name, stringify_annotation(field.type, "smart").replace("~", ""), default, _text(schema, field.name)
+                name,
+                stringify_annotation(field.type, "smart").replace("~", ""),
+                default,
+                docstrings(schema).get(field.name, ""),
             )
 
 
@@ -96,19 +98,6 @@ def _written(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
     return '""' if value == "" else str(value)
-
-
-@cache
-def _documented(module: str) -> dict[tuple[str, str], list[str]]:
-    return ModuleAnalyzer.for_module(module).find_attr_docs()
-
-
-def _text(schema: type, field: str) -> str:
-    """The documentation of a field: that of the innermost class which has some."""
-    for base in schema.__mro__:
-        if lines := _documented(base.__module__).get((base.__name__, field)) if base is not object else None:
-            return "\n".join(lines).strip()
-    return ""
 
 
 def all_keys() -> dict[Key, list[str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from nemo_style_rlhf import parts
 from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
@@ -97,15 +98,21 @@ def test_defaults_are_those_that_programs_compose(entries: dict[str, str]) -> No
     assert "str , required, in" in entries["model.path"]
 
 
-def test_every_program_and_preset_is_on_the_page_of_keys(site: Path) -> None:
+def test_every_program_and_preset_is_on_the_page_of_keys(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (site / "reference" / "keys.html").read_text()
-    scripts = [path.stem for folder in ("servers", "trainers") for path in (ROOT / folder).glob("*.py")]
-    assert {name for name in scripts if name not in page} == {
-        "merge_lora",
-        "export_checkpoint",
-    }  # without a configuration
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_extension")
+    programs = importlib.import_module("configuration_keys").PROGRAMS
+    assert {name for name, _ in programs.values()} == {path.stem for path in CONF_DIR.glob("*.yaml")}
+    assert [program for program in programs if program not in page] == []
     for preset in CONF_DIR.glob("*/*.yaml"):
         assert f"{preset.parent.name}={preset.stem}<" in page
+
+
+def test_every_public_part_is_on_the_page_of_the_api(site: Path) -> None:
+    page = (site / "reference" / "python.html").read_text()
+    described = {name for name in parts.__all__ if not name.endswith("Config")}  # the page of keys has the others
+    assert len(described) > 30
+    assert [name for name in sorted(described) if not re.search(rf'id="[\w.]+\.{name}"', page)] == []
 
 
 def test_the_site_loads_nothing_from_the_network(site: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.ppo.recording import step_samples
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
@@ -26,11 +27,13 @@ from nemo_style_rlhf.schema.plan import PlanConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
 from nemo_style_rlhf.schema.try_reward import TryRewardConfig
+from nemo_style_rlhf.tracking.rollout_files import write_step
 from tests.support import warm
 from tests.support.models import save_policy, save_reward_model
 from tests.support.pages import blocks, commands_of
 from tests.support.paths import ROOT
 from tests.support.processes import start_server
+from tests.support.rollouts import collect
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_ELSEWHERE = {
@@ -42,11 +45,14 @@ RUN_ELSEWHERE = {
 COMPOSED = {
     r"remote_critic_rm\.host=critic-host": "a second host, by the name in its certificate",
     r"serve_engine\.py": "a second host, which an actor told how to sample; tests/integration/test_engine_runs.py has both",
+    r"experiment=": "models and data of the hub; tests/integration/test_experiments.py has tiny ones",
     r"reward=judge": "a language model as judge; tests/integration/test_judge.py starts one",
 }
 """Commands that are composed and checked, by what they need."""
 PARSED = {
     r"^sbatch ": "a cluster; tests/cluster submits the same scripts to a Slurm",
+    r" -m ": "hours; tests/unit/launch/test_sweep.py sweeps",
+    r"^eval ": "an installed command; tests/unit/test_wheel.py completes its keys",
     r"^(docker|enroot|apptainer) ": "a container engine",
     r"^pip (wheel|install) ": "a package index; tests/unit/test_wheel.py builds and installs the wheel",
     r"^make ": "minutes to hours; a test below finds the target",
@@ -154,6 +160,16 @@ def started_cold() -> set[str]:
     return set()
 
 
+@pytest.fixture
+def run_with_samples(tmp_path: Path) -> Path:
+    """A run's folder that holds the samples of a step."""
+    experience = collect()
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    samples = step_samples(1, experience, None)
+    write_step(tmp_path / "run" / "rollouts", samples, ["text"] * len(experience.rollouts))
+    return tmp_path / "run"
+
+
 def words_of(command: str, world: dict[str, str], secrets: Path, outputs: Path) -> list[str]:
     """The words of a command, with files that exist and outputs in a folder of their own."""
     text = (
@@ -168,10 +184,11 @@ def words_of(command: str, world: dict[str, str], secrets: Path, outputs: Path) 
 @pytest.mark.parametrize("command", RUN)
 def test_a_command_runs(command, world, port, secrets, token, started_cold, request, tmp_path):
     """As it stands, but in a folder of its own and, where it would train for hours, with --dry-run."""
-    if "$CHECKPOINT" in command:
-        world = {**world, "CHECKPOINT": str(request.getfixturevalue("checkpoint"))}
+    for variable, fixture in (("CHECKPOINT", "checkpoint"), ("RUN", "run_with_samples")):
+        if f"${variable}" in command:
+            world = {**world, variable: str(request.getfixturevalue(fixture))}
     words = words_of(command, world, secrets, tmp_path)
-    trains = not re.search("inspect_data|try_reward|export_checkpoint", command)
+    trains = not re.search("inspect_data|try_reward|export_|--help", command)
     if trains and "--dry-run" not in words and "--cfg" not in words:
         words.append("--dry-run")
     if "train_ppo_actor" in command:
@@ -179,7 +196,7 @@ def test_a_command_runs(command, world, port, secrets, token, started_cold, requ
         overrides += [] if "token_file" in command else [f"remote_critic_rm.token.token_file={token}"]
         after_script = words.index("trainers/train_ppo_actor.py") + 1
         words[after_script:after_script] = overrides
-    if "train_ppo_local" in command:
+    if "train_ppo_local" in command and "--help" not in words:
         words.append("generation.kv_cache_gib=0.1")
     python, script = ROOT / words[0], words[1]
     if script in started_cold and python in warm.LIBRARIES:
