@@ -52,7 +52,7 @@ def run_example(example: Callable[[Pipeline], None], output_dir: Path) -> None:
 
 
 def say(text: str) -> None:
-    console.print(text, highlight=False)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:

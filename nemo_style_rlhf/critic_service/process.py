@@ -95,10 +95,8 @@ def _serve(service: Service, config: ServerConfig, address: Address, signals: Si
         if ready_file is not None:
             write_atomically(ready_file, where)
         keys = "remote_critic_rm" if "critic" in service.roles else "reward=server reward.server"
-        LOGGER.info(
-            "serving %s at %s, boot id %s; next: trainers/train_ppo_actor.py %s.port=%d, until Ctrl-C ends this server",
-            " and ".join(service.roles), door.url, service.gate.boot_id, keys, door.port,
-        )  # fmt: skip
+        then = f"; next: trainers/train_ppo_actor.py {keys}.port={door.port}" if ready_file is None else ""
+        LOGGER.info("serving %s at %s, boot id %s%s", " and ".join(service.roles), door.url, service.gate.boot_id, then)
         code = _supervise(service, binding, signals)
         grace_s = config.shutdown_grace_s if binding.alive else 0.0  # else no client would get the answer of a call
         finished = service.gate.close(grace_s)

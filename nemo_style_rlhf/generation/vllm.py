@@ -68,6 +68,7 @@ class VLLMGenerator(InProcessGenerator):
                 logprobs_mode="processed_logprobs",  # under the sampled distribution, after the temperature
                 generation_config="vllm",  # not the checkpoint's own sampling defaults
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
                 skip_tokenizer_init=not self._knows_text,  # token ids in, token ids out; stop strings need text
                 async_scheduling=False,
                 **_cpu_kernels(config),

@@ -12,7 +12,7 @@ KNOWN = [
     rf"{STAMP}exported (the policy )?to {PATH}(; next: trainers/.*)?",
     rf"{STAMP}next: trainers/.*",
     rf"{STAMP}waiting for the critic server at \S+, \d+ s left; start it with .*",
-    rf"{STAMP}serving .* at https?://\S+, boot id \w+; next: .*",
+    rf"{STAMP}serving .* at https?://\S+, boot id \w+(; next: .*)?",
     rf"{STAMP}train step \d+: \d+ sequences in \S+ s, loss \S+, explained variance \S+",
     rf"{STAMP}received SIGTERM",
     rf"{STAMP}[\w-]+: \d+ responses, \d+ tokens in \d+ s",
