@@ -35,7 +35,11 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=[*find_packages(include=["nemo_style_rlhf", "nemo_style_rlhf.*"]), "nemo_style_rlhf.conf"],
     package_dir={"nemo_style_rlhf.conf": "conf"},
-    package_data={"nemo_style_rlhf.conf": ["*.yaml", "*/*.yaml"], "nemo_style_rlhf.evaluation": ["page.*"]},
+    package_data={
+        "nemo_style_rlhf.conf": ["*.yaml", "*/*.yaml"],
+        "nemo_style_rlhf.evaluation": ["page.*"],
+        "nemo_style_rlhf.watch": ["page/*", "page/*/*"],
+    },
     entry_points={"console_scripts": commands()},
     extras_require={
         "server": ["torch", *requirements("server")],

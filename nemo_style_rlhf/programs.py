@@ -255,3 +255,30 @@ def export_rollouts() -> None:
         refuse(str(error))
     except BrokenPipeError:  # head has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def watch() -> None:
+    """A page of runs, in the browser."""
+    parser = argparse.ArgumentParser(
+        description="Serve a page of runs, while they train and afterwards: metrics, health, phases, rollouts. It reads the "
+        "runs' files, writes nothing into them, and needs no network."
+    )
+    parser.add_argument("folders", nargs="+", type=Path, help="runs, or folders above them, such as outputs/*")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind; any but loopback needs a token")
+    parser.add_argument("--port", type=int, default=5590, help="0 takes a free one")
+    parser.add_argument(
+        "--token-file", help="a file with the secret that opens the page (or in the environment: NSR_WATCH_TOKEN)"
+    )
+    parser.add_argument("--certificate", help="PEM file, certificate and chain: serve https")
+    parser.add_argument("--key", help="PEM file with the certificate's private key")
+    parser.add_argument(
+        "--export", type=Path, metavar="REPORT.html", help="write the page to one file that needs no server, and end"
+    )
+    arguments = vars(parser.parse_args())
+
+    from nemo_style_rlhf.watch.server import watch
+
+    try:
+        watch(**arguments)
+    except UserError as error:
+        refuse(str(error))

@@ -182,6 +182,42 @@ class Owner:
         )
 
 
+@dataclass(frozen=True)
+class Sighting:
+    """An owner as another process finds it."""
+
+    record: Record
+    lives: bool | None
+    """None if the owner's machine is another one, or has no locks: then a ``pulse`` that changes is the sign of life."""
+    pulse: bytes | None
+
+
+def sightings(folder: Path) -> list[Sighting]:
+    """Who owns ``folder``, in any role, or did so until it was killed; who ends in peace leaves no record. Writes nothing."""
+    found = []
+    for path in sorted(folder.glob(".owner_*.json")):
+        with suppress(OSError, ValueError, TypeError):
+            record = Record(**json.loads(path.read_bytes()))
+            pulse = path.with_suffix(f".{record.kernel}")
+            found.append(Sighting(record, _lives(record, pulse), _content(pulse)))
+    return found
+
+
+def _lives(record: Record, pulse: Path) -> bool | None:
+    if record.kernel != Path("/proc/sys/kernel/random/boot_id").read_text().strip():
+        return None
+    try:
+        with pulse.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at once; a newcomer tries for longer
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks, or not ours to read
+        return None
+    return False
+
+
 _mine: Owner | None = None
 """The ownership that this process holds: it has one run."""
 

@@ -45,11 +45,11 @@ def differences(output_dir: Path, config: Any) -> list[str] | None:
     if not newest.is_file():
         return None
     try:
-        before = dict(_leaves(yaml.safe_load(newest.read_text())))
+        before = dict(leaves(yaml.safe_load(newest.read_text())))
     except (yaml.YAMLError, UnicodeDecodeError):
         log.warning("%s is damaged: what this start changes about the last one is not known", newest)
         return None
-    now = dict(_leaves(yaml.safe_load(_text(config))))
+    now = dict(leaves(yaml.safe_load(_text(config))))
     keys = [key for key in {**now, **before} if key.rpartition(".")[2] not in PLACES]
     values = [(key, _shown(before, key), _shown(now, key)) for key in keys]
     return [f"{key}: {old} -> {new}" for key, old, new in values if old != new]
@@ -160,10 +160,11 @@ def _text(config: Any) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
 
 
-def _leaves(node: Any, key: str = "") -> Iterable[tuple[str, Any]]:
+def leaves(node: Any, key: str = "") -> Iterable[tuple[str, Any]]:
+    """Every value of a configuration, with its key: ``algorithm.kl_in``."""
     if isinstance(node, dict) and (node or not key):
         for name, value in node.items():
-            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+            yield from leaves(value, f"{key}.{name}" if key else str(name))
     else:
         yield key, node
 

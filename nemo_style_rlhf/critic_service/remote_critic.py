@@ -6,6 +6,7 @@ Calls that compute return futures. A future must be awaited: it raises what went
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from time import time
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ class RemoteCritic(ServerClient):
         self._lease: str | None = None
         self._max_request_bytes = config.max_request_bytes
         self._max_staged_bytes = 0
+        self._inferred: list[tuple[float, float]] = []
         self._train_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-train")
         self._save_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-save")
 
@@ -141,7 +143,13 @@ class RemoteCritic(ServerClient):
         """Train the critic, exactly once, as its step number ``step`` (the server's critic_step + 1); resolves to metrics."""
         return self._train_pool.submit(self._train, batch, step)
 
+    def infer_span(self) -> tuple[float, float] | None:
+        """When the first inference since the last call began and the last one ended, in seconds since 1970; None without any."""
+        spans, self._inferred = self._inferred, []
+        return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
+
     def _infer(self, sequences: list[Array], wanted: Wanted) -> CriticInference:
+        started = time()
         values: list[Array] = []
         rewards: list[Array] = []
         steps: set[int] = set()
@@ -155,6 +163,7 @@ class RemoteCritic(ServerClient):
             if wanted.rewards:
                 rewards.append(answer[protocol.REWARDS.name])
             steps.add(int(answer[protocol.CRITIC_STEP.name][0]))
+        self._inferred.append((started, time()))
         return CriticInference(
             values if wanted.values else None, np.concatenate(rewards) if wanted.rewards else None, frozenset(steps)
         )

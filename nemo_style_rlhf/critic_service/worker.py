@@ -23,6 +23,7 @@ from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.sampling import mixed_seed
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.export import export_engine
+from nemo_style_rlhf.engine.memory import memory
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.engine.steps import OptimizerStep, TokenMeans, optimizer_steps
 from nemo_style_rlhf.errors import UserError
@@ -308,6 +309,7 @@ class _Totals:
             "optimizer_steps": float(len(self.steps)),
             "tokens": float(len(values)),
             "seconds": seconds,
+            **memory(),
         }
 
 

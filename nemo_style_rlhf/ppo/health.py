@@ -39,6 +39,7 @@ def check_health(
     step: int,
     bigrams: int,
     samples: Callable[[], Sequence[str]],
+    report: Callable[[str, str], object] = lambda metric, sentence: None,
     shown: bool = True,
 ) -> Health:
     """Run the health checks of ``config.health``, which look for reward hacking and collapse, on a step's rollout.
@@ -46,6 +47,7 @@ def check_health(
     Args:
         bigrams: their number in the responses of the rollout.
         samples: returns lines that show some of the rollout; called only if a health check fails.
+        report: takes the metric and the sentence of each failure that is logged.
         shown: whether to log failures; every rank finds the same ones.
 
     Returns:
@@ -60,6 +62,7 @@ def check_health(
         due = step - health.warned.get(name, -WARNING_PERIOD) >= WARNING_PERIOD
         if due or config.on_unhealthy == "stop":
             if shown:
+                report(name, sentence)
                 lines = "".join(f"\n  {line}" for line in samples())
                 log.warning("step %d: %s: %s. Samples of this step:%s", step, sentence, REMEDY % step, lines)
             health = replace(health, warned=health.warned | {name: step})

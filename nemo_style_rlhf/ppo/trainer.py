@@ -21,6 +21,7 @@ from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, Remot
 from nemo_style_rlhf.data.sampling import Sampler, mixed_seed
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.memory import memory
 from nemo_style_rlhf.generation.factory import weights_for_generator
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.ppo.export import export_policy
@@ -41,6 +42,12 @@ from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
 log = logging.getLogger(__name__)
 Part = TypeVar("Part")
+OF_THE_CRITICS_CLOCK = {
+    "seconds": "timers/critic_train",
+    "rss_gib": "memory/critic_rss_gib",
+    "cuda_peak_gib": "memory/critic_cuda_peak_gib",
+}
+"""Names in metrics.jsonl of what the clock and the machine decide in an answer to a train step."""
 
 
 @dataclass
@@ -162,8 +169,9 @@ class PPOTrainer:
         if trains_critic:
             critic_metrics = self._ranks.on_first(lambda: {} if critic_update is None else critic_update.result())
             timers.lap("wait_for_critic")
-            metrics["timers/critic_train"] = critic_metrics.pop("seconds")
-            metrics |= {f"critic/{name}": value for name, value in critic_metrics.items()}
+            metrics |= {
+                OF_THE_CRITICS_CLOCK.get(name, f"critic/{name}"): value for name, value in critic_metrics.items()
+            }
         self._publish(step, timers, validate=self._validation_due(step))
         self._session.progress = replace(
             progress,
@@ -188,7 +196,9 @@ class PPOTrainer:
             self._on_first(parts.rollouts, lambda writer: writer.write(step_samples(step, experience, new_logprobs)))
         timers.lap("tracking")
         metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._session.save_stall}
-        metrics |= parts.queue.clock_metrics()
+        metrics |= parts.queue.clock_metrics() | {f"memory/actor_{name}": gib for name, gib in memory().items()}
+        if parts.critic is not None and (span := parts.critic.infer_span()) is not None:
+            metrics["clock/critic_infer_from"], metrics["clock/critic_infer_to"] = span
         self._session.save_stall = 0.0
         self._write_metrics(step, metrics)
         self._check_health(step, metrics, experience)
@@ -199,6 +209,10 @@ class PPOTrainer:
             rollout = experience.rollouts[row]
             return rollout.prompt.text, str(self._parts.tokenizer.decode(rollout.response_tokens))
 
+        def report(metric: str, sentence: str) -> None:
+            if self._parts.metrics is not None:
+                self._parts.metrics.event(step, "health", sentence, metric=metric)
+
         health = check_health(
             self._config.audit,
             metrics,
@@ -206,6 +220,7 @@ class PPOTrainer:
             step=step,
             bigrams=sum(max(rollout.response_length - 1, 0) for rollout in experience.rollouts),
             samples=lambda: excerpts(experience.scores.rewards.tolist(), texts),
+            report=report,
             shown=self._ranks.is_first,
         )
         self._session.progress = replace(self._session.progress, health=asdict(health))
@@ -262,10 +277,15 @@ class PPOTrainer:
     def _restore(self) -> None:
         self._session.restore(self._begin)
         step = self._session.progress.step
-        self._on_first(self._parts.metrics, lambda writer: writer.rewind(step if step else -1))
+        self._on_first(self._parts.metrics, lambda writer: self._record_start(writer, step))
         self._on_first(self._parts.rollouts, lambda writer: writer.rewind(step))
         if step == 0 and self._waits_for_validation:
             self._write_validation(0)
+
+    def _record_start(self, writer: MetricsWriter, step: int) -> None:
+        writer.rewind(step if step else -1)
+        sentence = f"resumed from the checkpoint of step {step}" if step else "started"
+        writer.event(step, "start", sentence, total_steps=self._total_steps)
 
     def _begin(self, ahead: Path) -> None:
         """Called when the engine holds the weights to continue from; ``ahead`` is the checkpoint's part of that name."""

@@ -263,6 +263,8 @@ class Stage:
         resolved = dataclasses.asdict(self.config)
         self.writer = MetricsWriter(Path(self.config.run.output_dir), self.config.tracking, resolved)
         self.writer.rewind(resumed_step - 1)  # Lightning's steps count from 0
+        sentence = f"resumed from the checkpoint of step {resumed_step}" if resumed_step else "started"
+        self.writer.event(resumed_step, "start", sentence, total_steps=self.total_steps)
         return [MetricsLogger(self.writer)]
 
     def sample(self, count: int) -> list[Any]:

@@ -1,7 +1,9 @@
-"""Writes metrics: always to metrics.jsonl, and if configured to TensorBoard and W&B, through Lightning's loggers."""
+"""Writes metrics: always to metrics.jsonl, and if configured to TensorBoard and W&B, through Lightning's loggers. What happens to
+a run beside them, such as its starts and failed health checks, goes to events.jsonl."""
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.tracking import TrackingConfig
 
 METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
+TIME = "clock/time"
+"""Seconds since 1970 at which a line was written. All metrics in ``clock/`` are times, which no resumed run repeats."""
 log = logging.getLogger(__name__)
 
 
@@ -21,6 +26,7 @@ class MetricsWriter:
         """``resolved`` is the run's whole configuration, which the loggers show as hyperparameters."""
         output_dir.mkdir(parents=True, exist_ok=True)
         self._path = output_dir / METRICS_FILE
+        self._events = output_dir / EVENTS_FILE
         self._loggers = _loggers(output_dir, config)
         for logger in self._loggers:
             logger.log_hyperparams(resolved)
@@ -30,39 +36,68 @@ class MetricsWriter:
         about an earlier step may be among them, if it was written late.
 
         Raises:
-            UserError: the file cannot be read or written, or something other than a file has its name.
+            UserError: a file cannot be read or written, or something other than a file has its name.
         """
-        try:
-            lines = self._path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise UserError(
-                f"{self._path} cannot be read ({error.strerror}): move it away, or make it a file that you can read and write"
-            ) from error
-        lines = [stripped for line in lines if (stripped := line.strip())]
-        steps = [_step_of(line) for line in lines]
-        if damaged := steps.count(None):
-            log.warning("%s: damaged lines left out, %d of %d", self._path, damaged, len(lines))
-        end = steps.index(step) + 1 if step in steps else len(lines)
-        kept = [line for line, its in zip(lines[:end], steps) if its is not None and its <= step]
-        with storage_errors(self._path):
-            write_atomically(self._path, b"".join(line + b"\n" for line in kept))
+        if (found := _lines(self._path)) is not None:
+            lines, steps = found
+            end = steps.index(step) + 1 if step in steps else len(lines)
+            _keep(self._path, lines[:end], steps, step)
+        if (found := _lines(self._events)) is not None:
+            _keep(self._events, *found, step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """
         Raises:
             StorageError: the disk refused metrics.jsonl.
         """
-        with storage_errors(self._path), self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        _append(self._path, {"step": step, TIME: time.time(), **metrics})
         for logger in self._loggers:
             logger.log_metrics(dict(metrics), step=step)
             logger.save()
 
+    def event(self, step: int, kind: str, sentence: str, **facts: float | str) -> None:
+        """Append an event to events.jsonl.
+
+        Args:
+            kind: such as ``start`` or ``health``.
+            sentence: for the reader.
+
+        Raises:
+            StorageError: the disk refused events.jsonl.
+        """
+        _append(self._events, {"step": step, TIME: time.time(), "kind": kind, "sentence": sentence, **facts})
+
     def close(self) -> None:
         for logger in self._loggers:
             logger.finalize("success")
+
+
+def _append(path: Path, line: Mapping[str, float | str]) -> None:
+    with storage_errors(path), path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _lines(path: Path) -> tuple[list[bytes], list[int | None]] | None:
+    """The lines of a file, and the step of each; None if there is no file."""
+    try:
+        lines = [stripped for line in path.read_bytes().split(b"\n") if (stripped := line.strip())]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): move it away, or make it a file that you can read and write"
+        ) from error
+    steps = [_step_of(line) for line in lines]
+    if damaged := steps.count(None):
+        log.warning("%s: damaged lines left out, %d of %d", path, damaged, len(lines))
+    return lines, steps
+
+
+def _keep(path: Path, lines: list[bytes], steps: list[int | None], last: int) -> None:
+    """Leave only the lines of steps up to ``last``."""
+    kept = [line for line, step in zip(lines, steps) if step is not None and step <= last]
+    with storage_errors(path):
+        write_atomically(path, b"".join(line + b"\n" for line in kept))
 
 
 def _step_of(line: bytes) -> int | None:

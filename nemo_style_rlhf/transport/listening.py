@@ -119,12 +119,23 @@ class Door:
             self._process.kill()
 
 
-def take_port(host: str, port: int) -> socket.socket:
-    """Bind the port. Tries for a while, since a server that was just told to stop may still hold it."""
+def take_port(
+    host: str, port: int, *, prefix: str = "server.", patience_s: float = PORT_CLOSE_TIMEOUT_S
+) -> socket.socket:
+    """Bind the port. Tries for ``patience_s`` seconds, since a server that was just told to stop may still hold it.
+
+    Args:
+        prefix: what stands before ``host`` and ``port`` where the user sets them, for errors.
+
+    Raises:
+        UserError: the port is in use, or the host has no such address.
+    """
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise UserError(f"server.host={host} is no address of this host ({error}): give one, e.g. 127.0.0.1") from error
+        raise UserError(
+            f"{prefix}host={host} is no address of this host ({error}): give one, e.g. 127.0.0.1"
+        ) from error
     family, kind, _, _, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)  # clients write 127.0.0.1
     sockets: list[socket.socket] = []
 
@@ -141,14 +152,14 @@ def take_port(host: str, port: int) -> socket.socket:
             sockets.pop().close()
         return bool(sockets)
 
-    if not within(PORT_CLOSE_TIMEOUT_S, bound):
-        raise _cannot_bind(host, port)
+    if not within(patience_s, bound):
+        raise _cannot_bind(host, port, prefix)
     return sockets[0]
 
 
-def _cannot_bind(host: str, port: int) -> UserError:
+def _cannot_bind(host: str, port: int, prefix: str = "server.") -> UserError:
     return UserError(
-        f"server.port={port} on {host} cannot be bound: stop what listens there, or choose another port (0 = a free one)"
+        f"{prefix}port={port} on {host} cannot be bound: stop what listens there, or choose another port (0 = a free one)"
     )
 
 

@@ -15,11 +15,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _from_environment: dict[str, str] = {}
 
 
-def read_token(config: TokenConfig) -> str | None:
+def read_token(config: TokenConfig, *, key: str = "token.token_file") -> str | None:
     """The token, or None if neither a file nor the environment variable is given.
 
     The variable is removed from the environment, so that no child process inherits it, and overwritten in the memory that
     the kernel shows as /proc/PID/environ, which this user's other processes can read.
+
+    Args:
+        key: the user's name for the file's setting, for errors.
 
     Raises:
         UserError: the file is missing or empty, or the token does not fit into a header.
@@ -31,10 +34,10 @@ def read_token(config: TokenConfig) -> str | None:
     if config.token_file is not None:
         path = Path(config.token_file).expanduser()
         if not path.is_file():
-            raise UserError(f"token.token_file={config.token_file} does not exist: write the shared secret into it")
+            raise UserError(f"{key}={config.token_file} does not exist: write the shared secret into it")
         if path.stat().st_mode & 0o077:
-            LOGGER.warning("others can read token.token_file=%s: chmod 600 it", config.token_file)
-        return _usable(path.read_text(), f"token.token_file={config.token_file}")
+            LOGGER.warning("others can read %s=%s: chmod 600 it", key, config.token_file)
+        return _usable(path.read_text(), f"{key}={config.token_file}")
     if config.token_env in _from_environment:
         return _usable(_from_environment[config.token_env], f"the environment variable {config.token_env}")
     return None

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
@@ -51,9 +52,11 @@ class Browser:
             self._process = subprocess.Popen([sys.executable, "-c", WINDOW], env=environment, stdout=log, stderr=log)
 
     def __enter__(self) -> "Browser":
-        self._socket = connect(self._address(), max_size=None, open_timeout=START_TIMEOUT_S)
+        # Without pings: while a test does something else, a page's many events keep answers to them waiting.
+        self._socket = connect(self._address(), max_size=None, open_timeout=START_TIMEOUT_S, ping_interval=None)
         self._last_id = 0
         self.problems: list[str] = []
+        self._ours: tuple[str, ...] = ("about:",)
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.command(f"{domain}.enable")
         self.resize(1280, 900)
@@ -64,12 +67,18 @@ class Browser:
         self._process.kill()
         self._process.wait()
 
-    def open(self, path: Path) -> None:
-        """A file, once its scripts have run."""
-        self.command("Page.navigate", url=path.resolve().as_uri())
+    def open(self, place: Path | str) -> None:
+        """A file, or the address of a server of ours, once its scripts have run."""
+        url = place if isinstance(place, str) else place.resolve().as_uri()
+        self._ours = ("file:", "data:", "about:") if isinstance(place, Path) else ("data:", urljoin(url, "/"))
+        self.command("Page.navigate", url=url)
+        self.wait(f"document.readyState + location.protocol === 'complete{url.partition(':')[0]}:'")
+
+    def wait(self, condition: str) -> None:
+        """Until a JavaScript expression holds."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while self.run("document.readyState + location.protocol") != "completefile:":
-            assert time.monotonic() < deadline, self._log.read_text()
+        while not self.run(condition):
+            assert time.monotonic() < deadline, (condition, self.problems, self.run("document.body.innerText"))
             time.sleep(0.05)
 
     def run(self, script: str) -> Any:
@@ -81,10 +90,10 @@ class Browser:
     def press(self, key: str) -> None:
         """A key as from a keyboard, in whatever has the focus: a character, or a name such as Escape."""
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowUp": 38, "ArrowDown": 40}
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowUp": 38, "ArrowDown": 40}
         given = {"key": key, "code": key, "windowsVirtualKeyCode": codes.get(key, 0), **text}
         self.command("Input.dispatchKeyEvent", type="keyDown", **given)
-        self.command("Input.dispatchKeyEvent", type="keyUp", key=key)
+        self.command("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=codes.get(key, 0))
 
     def type(self, text: str) -> None:
         for key in text:
@@ -118,7 +127,7 @@ class Browser:
             self._note(message)
 
     def _note(self, message: dict[str, Any]) -> None:
-        """Errors of scripts, refused requests, and every request that leaves the machine's own files."""
+        """Errors of scripts, refused requests, and every request that goes elsewhere than to the page's own place."""
         method, parameters = message["method"], message.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.problems.append(parameters["exceptionDetails"]["text"])
@@ -126,7 +135,7 @@ class Browser:
             self.problems.append(parameters["entry"]["text"])
         elif method == "Network.requestWillBeSent":
             url = parameters["request"]["url"]
-            if not url.startswith(("file:", "data:", "about:")):
+            if not url.startswith(self._ours):
                 self.problems.append(f"request for {url}")
 
     def _address(self) -> str:

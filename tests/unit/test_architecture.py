@@ -47,16 +47,18 @@ ALLOWED = {
     "conversion": BASE | {"models", "data", "engine", "checkpoint", "critic_service", "ppo", "supervised"},
     "parts": BASE
     | {"algorithms", "data", "distributed", "engine", "generation", "launch", "models", "ppo", "rollout", "scoring"},
+    "watch": BASE | {"transport", "launch", "checkpoint", "tracking"},
     "programs": BASE
     | {"conversion", "launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"}
-    | {"transport", "generation", "tracking"},
+    | {"transport", "generation", "tracking", "watch"},
 }
 OWNERS = {
     "vllm": {"generation"},
     "pytriton": {"critic_service"},
     "deepspeed": {"engine"},
     "requests": {"transport", "scoring"},
-    "tornado": {"transport"},
+    "tornado": {"transport", "watch"},
+    "duckdb": {"watch"},
     "pytorch_lightning": {"supervised", "tracking"},
     "datasets": {"data"},
     "hydra": {"launch"},

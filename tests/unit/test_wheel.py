@@ -70,6 +70,13 @@ def test_the_wheel_holds_the_whole_configuration_tree(wheel: Path) -> None:
     assert packed == {f"nemo_style_rlhf/{path}" for path in files}
 
 
+def test_the_wheel_holds_the_whole_page_of_watch(wheel: Path) -> None:
+    page = "nemo_style_rlhf/watch/page"
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(f"{page}/")}
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / page).rglob("*") if path.is_file()}
+    assert packed == files and f"{page}/vendor/uPlot.LICENSE" in files
+
+
 def test_nothing_of_the_repository_is_used(commands: Path, tmp_path: Path) -> None:
     code = "from nemo_style_rlhf.launch.entry import CONF_DIR; print(CONF_DIR)"
     shown = run([commands / "python", "-c", code], tmp_path, ".venv-actor")

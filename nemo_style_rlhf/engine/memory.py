@@ -1,0 +1,18 @@
+"""Memory of this process, for the metrics that the clock and the machine decide."""
+
+from pathlib import Path
+from resource import getpagesize
+
+import torch
+
+GIB = 2**30
+
+
+def memory() -> dict[str, float]:
+    """GiB: ``rss_gib``, resident now, and on CUDA ``cuda_peak_gib``, the most that torch has held since the last call."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
+    found = {"rss_gib": resident / GIB}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        torch.cuda.reset_peak_memory_stats()
+    return found

@@ -1,0 +1,65 @@
+"""The page's web server: which address leads where."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tornado.httpserver import HTTPServer
+from tornado.web import Application
+
+from nemo_style_rlhf.watch import report, run_routes
+from nemo_style_rlhf.watch.door import Door, take_door
+from nemo_style_rlhf.watch.handlers import PAGE, Login, Page, Style
+from nemo_style_rlhf.watch.runs import Runs
+
+ROUTES = [*run_routes.ROUTES]
+"""Every ``(pattern, handler)`` below /api/; handlers are subclasses of :class:`handlers.Api`."""
+
+
+def application(runs: Runs, door: Door) -> Application:
+    page = {"path": str(PAGE), "default_filename": "index.html"}
+    files: list[Any] = [
+        ("/token", Login),
+        ("/(style.css)", Style, page),
+        ("/(.*)", Page, page),
+    ]
+    sources = run_routes.Sources(runs)
+    return Application([*ROUTES, *files], runs=runs, sources=sources, door=door, compress_response=True)
+
+
+async def serve(runs: Runs, door: Door) -> None:
+    """Serve until the process ends."""
+    server = HTTPServer(application(runs, door), ssl_options=door.tls, xheaders=False)
+    door.listener.setblocking(False)
+    door.listener.listen(128)
+    server.add_socket(door.listener)
+    print(f"open {door.link}  (Ctrl-C ends it)", flush=True)
+    await asyncio.Event().wait()
+
+
+def watch(
+    folders: Sequence[Path],
+    *,
+    host: str,
+    port: int,
+    token_file: str | None,
+    certificate: str | None,
+    key: str | None,
+    export: Path | None,
+) -> None:
+    """Serve the page of the runs below ``folders``, until Ctrl-C; or write it to the file ``export``.
+
+    Raises:
+        UserError: a folder does not exist, the address is not to be had, or the disk refused the file.
+    """
+    runs = Runs(folders)
+    logging.getLogger("tornado.access").setLevel(logging.ERROR)
+    if export is not None:
+        door = report.loopback_door()
+        size = report.export(application(runs, door), door, export)
+        print(f"wrote {export} ({size / 2**20:.1f} MiB): open it in a browser, or send it to somebody")
+        return
+    door = take_door(host, port, token_file, certificate, key)
+    asyncio.run(serve(runs, door))
