@@ -3,15 +3,17 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent / "_extension")]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE / "_extension")]
 
 project = "nemo_style_rlhf"
 author = "the nemo_style_rlhf authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "configuration_keys"]
-exclude_patterns = ["_extension"]
+exclude_patterns = ["_extension", "_static"]
 html_theme = "furo"
 html_title = "nemo_style_rlhf"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_copy_source = False
 html_show_copyright = False
 pygments_style = "default"
@@ -19,7 +21,6 @@ pygments_dark_style = "monokai"
 
 myst_heading_anchors = 4  # a link to page.md#heading is checked, as are links to pages and files
 myst_enable_extensions = ["colon_fence"]
-suppress_warnings = ["myst.header"]  # the quick look at a table may begin at the third level
 
 default_role = "code"  # docstrings put names in single backquotes
 autodoc_member_order = "bysource"

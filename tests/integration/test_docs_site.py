@@ -3,6 +3,7 @@
 import html
 import importlib
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,6 +135,7 @@ def test_the_site_loads_nothing_from_the_network(site: Path, tmp_path: Path) -> 
 def test_a_broken_link_fails_the_build(link: str, reason: str, tmp_path: Path) -> None:
     settings = (ROOT / "docs" / "conf.py").read_text()
     (tmp_path / "conf.py").write_text(f"import sys\nsys.path.append({str(ROOT / 'docs' / '_extension')!r})\n{settings}")
+    shutil.copytree(ROOT / "docs" / "_static", tmp_path / "_static")
     (tmp_path / "developing.md").write_text("# Develop\n")
     (tmp_path / "index.md").write_text(f"# Start\n\n{link}\n\n```{{toctree}}\ndeveloping\n```\n")
     done = build(tmp_path, tmp_path / "site")

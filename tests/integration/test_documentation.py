@@ -161,13 +161,13 @@ def started_cold() -> set[str]:
 
 
 @pytest.fixture
-def run_with_samples(tmp_path: Path) -> Path:
-    """A run's folder that holds the samples of a step."""
+def samples(tmp_path: Path) -> Path:
+    """Those of a run's fifth step, in the output folder that the pages name."""
     experience = collect()
-    (tmp_path / "run" / "rollouts").mkdir(parents=True)
-    samples = step_samples(1, experience, None)
-    write_step(tmp_path / "run" / "rollouts", samples, ["text"] * len(experience.rollouts))
-    return tmp_path / "run"
+    folder = tmp_path / "ppo" / "rollouts"
+    folder.mkdir(parents=True)
+    write_step(folder, step_samples(5, experience, None), ["text"] * len(experience.rollouts))
+    return folder
 
 
 def words_of(command: str, world: dict[str, str], secrets: Path, outputs: Path) -> list[str]:
@@ -184,9 +184,10 @@ def words_of(command: str, world: dict[str, str], secrets: Path, outputs: Path) 
 @pytest.mark.parametrize("command", RUN)
 def test_a_command_runs(command, world, port, secrets, token, started_cold, request, tmp_path):
     """As it stands, but in a folder of its own and, where it would train for hours, with --dry-run."""
-    for variable, fixture in (("CHECKPOINT", "checkpoint"), ("RUN", "run_with_samples")):
-        if f"${variable}" in command:
-            world = {**world, variable: str(request.getfixturevalue(fixture))}
+    if "$CHECKPOINT" in command:
+        world = {**world, "CHECKPOINT": str(request.getfixturevalue("checkpoint"))}
+    if "export_rollouts" in command:
+        request.getfixturevalue("samples")
     words = words_of(command, world, secrets, tmp_path)
     trains = not re.search("inspect_data|try_reward|export_|--help", command)
     if trains and "--dry-run" not in words and "--cfg" not in words:
