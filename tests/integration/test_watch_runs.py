@@ -171,6 +171,29 @@ def test_the_timeline_shows_both_processes_on_one_scale(page: Browser, outputs: 
     assert "GiB" in page.run("document.querySelector('.facts').innerText")
 
 
+def test_sampling_beside_the_training_has_a_lane_of_its_own(page: Browser, tmp_path: Path) -> None:
+    laps = {"wait_for_rollout": 1.0, "logprobs": 1.0, "wait_for_scores": 0.5, "actor_update": 1.5, "step": 4.0}
+    beside = {"beside_idle": 0.2, "beside_sampling": 3.0, "critic_train": 2.0}
+    row = {"step": 1, **{f"timers/{name}": seconds for name, seconds in {**laps, **beside}.items()}}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "run" / "config.yaml").write_text("algorithm: {max_steps: 1}\n")
+    with watching(tmp_path / "run") as link:
+        page.open(link)
+        go(page, "#/timeline", ".timeline .step")
+        labels = page.run("[...document.querySelectorAll('.lane')].map((lane) => lane.ariaLabel)")
+        left = page.run("document.querySelector('.track .phase-train').style.left")
+        facts = page.run("document.querySelector('.facts').innerText")
+        page.open("about:blank")
+    assert labels == [
+        "actor: wait_for_rollout 1 s, logprobs 1 s, wait_for_scores 0.5 s, actor_update 1.5 s",
+        "critic: critic_train 2 s",
+        "engines: beside_sampling 3 s",
+    ]
+    assert float(left.removesuffix("%")) == pytest.approx(100 * 2.5 / 4.5)  # the critic trains for longer than the step
+    assert "the actor waited 38 % of the time" in facts
+
+
 def test_hostile_names_and_sentences_are_text(page: Browser, outputs: Path) -> None:
     names = page.run("[...document.querySelectorAll('.runs-table input')].map((input) => input.value)")
     (hostile,) = (name for name in names if "onerror" in name)
