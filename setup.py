@@ -37,7 +37,6 @@ setup(
     package_dir={"nemo_style_rlhf.conf": "conf"},
     package_data={
         "nemo_style_rlhf.conf": ["*.yaml", "*/*.yaml"],
-        "nemo_style_rlhf.evaluation": ["page.*"],
         "nemo_style_rlhf.watch": ["page/*", "page/*/*"],
     },
     entry_points={"console_scripts": commands()},

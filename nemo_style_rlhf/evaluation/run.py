@@ -1,8 +1,9 @@
-"""Runs an evaluation, from its configuration to the page."""
+"""Runs an evaluation, from its configuration to its results."""
 
 import dataclasses
 import json
 import logging
+import shlex
 from contextlib import closing
 from pathlib import Path
 from time import perf_counter
@@ -15,7 +16,6 @@ from rich.text import Text
 from nemo_style_rlhf.checkpoint.files import storage_errors, write_atomically
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.data.prompts import Prompt
-from nemo_style_rlhf.evaluation.page import render_page
 from nemo_style_rlhf.evaluation.prompts import prompts_of
 from nemo_style_rlhf.evaluation.samples import Sample, to_jsonl
 from nemo_style_rlhf.evaluation.sampling import sample_in_child
@@ -45,11 +45,10 @@ def evaluate(config: EvaluationConfig) -> list[CheckpointSummary]:
         with closing(scorer):
             score([sample for of_checkpoint in samples.values() for sample in of_checkpoint], scorer)
     summaries = _summaries(config, samples)
-    page = render_page(config, summaries, samples)
     if config.run.dry_run:
         log.info("dry run: %d prompts answered by each of %d checkpoints", DRY_RUN_PROMPTS, len(samples))
         return summaries
-    _write(config, samples, summaries, page)
+    _write(config, samples, summaries)
     _show(summaries, Path(config.run.output_dir))
     return summaries
 
@@ -90,9 +89,7 @@ def _summaries(config: EvaluationConfig, samples: dict[str, list[Sample]]) -> li
     ]
 
 
-def _write(
-    config: EvaluationConfig, samples: dict[str, list[Sample]], summaries: list[CheckpointSummary], page: str
-) -> None:
+def _write(config: EvaluationConfig, samples: dict[str, list[Sample]], summaries: list[CheckpointSummary]) -> None:
     """
     Raises:
         StorageError: the disk refused.
@@ -103,6 +100,8 @@ def _write(
         "prompts": config.data.path,
         "seed": config.run.seed,
         "samples_per_prompt": config.samples_per_prompt,
+        "temperature": config.generation.temperature,
+        "max_length": config.generation.max_length,
         "rewards": config.reward.sources,
         "checkpoints": [dataclasses.asdict(summary) for summary in summaries],
     }
@@ -112,7 +111,6 @@ def _write(
     with storage_errors(f"the results in {folder}", "make room or change run.output_dir"):
         write_atomically(folder / "results.jsonl", to_jsonl(by_prompt).encode())
         write_atomically(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
-        write_atomically(folder / "index.html", page.encode())
 
 
 def _show(summaries: list[CheckpointSummary], folder: Path) -> None:
@@ -133,6 +131,7 @@ def _show(summaries: list[CheckpointSummary], folder: Path) -> None:
             str(summary.samples),
         )
     console.print(table)
+    given = shlex.quote(str(folder))
     console.print(
-        f"every response, to open in a browser: {folder / 'index.html'}", soft_wrap=True, markup=False, highlight=False
+        f"the responses side by side: python trainers/watch.py {given}", soft_wrap=True, markup=False, highlight=False
     )

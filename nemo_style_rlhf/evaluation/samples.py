@@ -1,7 +1,7 @@
 """Samples of an evaluation, and the file that holds them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ class Sample:
     index: int
     """Number among the checkpoint's responses to this prompt, from 0."""
     seed: int
+    """0 if it is not known."""
     prompt: str
     response: str
     """Text without special tokens."""
@@ -61,3 +62,22 @@ def _row(sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         **optional,
     }
+
+
+def from_jsonl(lines: Iterable[str]) -> Iterator[Sample]:
+    """The samples that :func:`to_jsonl` has written, without what it leaves out."""
+    for line in lines:
+        row = json.loads(line)
+        yield Sample(
+            prompt_id=row["prompt_id"],
+            checkpoint=row["checkpoint"],
+            index=row["sample"],
+            seed=row["seed"],
+            prompt=row["prompt"],
+            response=row["response"],
+            length=row["length"],
+            finish_reason=row["finish_reason"],
+            label=row.get("label"),
+            score=row["score"],
+            extra=row.get("extra", {}),
+        )

@@ -32,6 +32,8 @@ DIGITS = 6
 """Significant digits of a number in a report."""
 TIMEOUT_S = 3600.0
 TABLE_ROWS = 50
+ROWS_AT_ONCE = 100
+"""Prompts in an answer about a comparison, at most."""
 DETAILED_ROWS = 10
 """Samples of each table that a report holds with their tokens."""
 SAMPLE_BYTES = 8 * 2**20
@@ -123,6 +125,8 @@ async def _answers(client: _Client) -> AsyncIterator[tuple[str, Any]]:
         yield "/api/recorded", recorded
         async for key, answer in _of_rollouts(client, recorded["rollouts"]):
             yield key, answer
+        for run in recorded["evaluations"]:
+            yield key_of("/api/compare", {"run": run}), await _comparison(client, run)
 
 
 def _choices(ids: list[str]) -> Iterator[list[str]]:
@@ -150,6 +154,18 @@ async def _of_rollouts(client: _Client, runs: list[str]) -> AsyncIterator[tuple[
                 left -= len(to_json(answer))
                 if left > 0 and answer is not None:
                     yield key_of(path, query), answer
+
+
+async def _comparison(client: _Client, run: str) -> dict[str, Any] | None:
+    """An evaluation with all its rows: the report's own script searches and sorts them."""
+    whole: dict[str, Any] | None = await client.get("/api/compare", {"run": run, "limit": ROWS_AT_ONCE})
+    while whole is not None and len(whole["rows"]) < whole["total"]:
+        query = {"run": run, "limit": ROWS_AT_ONCE, "offset": len(whole["rows"])}
+        part = await client.get("/api/compare", query)
+        if part is None:  # it changes at this moment
+            return None
+        whole["rows"] += part["rows"]
+    return whole
 
 
 def _rounded(value: Any) -> Any:

@@ -9,12 +9,13 @@ from typing import Any
 from tornado.httpserver import HTTPServer
 from tornado.web import Application
 
-from nemo_style_rlhf.watch import report, run_routes
+from nemo_style_rlhf.watch import report, rollout_routes, run_routes
 from nemo_style_rlhf.watch.door import Door, take_door
 from nemo_style_rlhf.watch.handlers import PAGE, Login, Page, Style
+from nemo_style_rlhf.watch.rollout_sources import RolloutSources
 from nemo_style_rlhf.watch.runs import Runs
 
-ROUTES = [*run_routes.ROUTES]
+ROUTES = [*run_routes.ROUTES, *rollout_routes.ROUTES]
 """Every ``(pattern, handler)`` below /api/; handlers are subclasses of :class:`handlers.Api`."""
 
 
@@ -25,8 +26,8 @@ def application(runs: Runs, door: Door) -> Application:
         ("/(style.css)", Style, page),
         ("/(.*)", Page, page),
     ]
-    sources = run_routes.Sources(runs)
-    return Application([*ROUTES, *files], runs=runs, sources=sources, door=door, compress_response=True)
+    settings: dict[str, Any] = {"sources": run_routes.Sources(runs), "rollouts": RolloutSources(runs)}
+    return Application([*ROUTES, *files], runs=runs, door=door, compress_response=True, **settings)
 
 
 async def serve(runs: Runs, door: Door) -> None:

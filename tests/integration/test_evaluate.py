@@ -1,4 +1,4 @@
-"""trainers/evaluate.py with vLLM on real checkpoints, and its page in a real browser."""
+"""trainers/evaluate.py with vLLM on real checkpoints, and its results in a real browser."""
 
 import json
 import os
@@ -22,6 +22,7 @@ from tests.support.entry_points import refusal
 from tests.support.models import WORDS, save_chat_tokenizer, save_policy, save_reward_model
 from tests.support.paths import ROOT
 from tests.support.terminal import unknown_lines
+from tests.support.watching import watching
 
 PROMPTS = 12
 SAMPLES = 2
@@ -72,14 +73,24 @@ def evaluation(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of three checkpoints, two of them the same, scored by a reward model."""
     folder = tmp_path_factory.mktemp("evaluation")
     printed = evaluate(*arguments(inputs, folder), f"reward.model.path={inputs / 'reward'}")
-    assert str(folder / "index.html") in printed
+    assert f"python trainers/watch.py {folder}" in printed
     return folder
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("browser")) as running:
+def browser(evaluation: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """At the evaluation, as the command that evaluate.py prints shows it."""
+    with watching(evaluation) as link, Browser(tmp_path_factory.mktemp("browser")) as running:
+        running.open(link)
         yield running
+
+
+def open_comparison(browser: Browser, evaluation: Path) -> None:
+    """The view of the evaluation, with all its prompts."""
+    browser.run("document.querySelector('.view')?.remove(), location.hash = '#/compare'")
+    browser.wait("document.querySelector('.comparisons') !== null")
+    browser.run(f"location.hash = '#/compare?run={evaluation.name}'")
+    browser.wait(f"document.querySelectorAll('.row').length === {PROMPTS}")
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
@@ -167,11 +178,11 @@ def test_the_summary_follows_from_the_results(evaluation: Path):
 
 
 def test_the_page_shows_what_the_results_hold(evaluation: Path, browser: Browser):
-    browser.open(evaluation / "index.html")
+    open_comparison(browser, evaluation)
     assert browser.run("document.getElementById('count').textContent") == f"{PROMPTS} prompts"
     names = browser.run("[...document.querySelectorAll('tbody th')].map((cell) => cell.firstChild.textContent.trim())")
     assert names == ["sft", "ppo", "again"]
-    responses = "[...row.querySelectorAll('.cell .response')].map((response) => response.innerText)"
+    responses = "[...row.querySelectorAll('.cell .answer')].map((response) => response.innerText)"
     shown = browser.run(f"[...document.querySelectorAll('.row')].map((row) => {responses})")
     rows = results(evaluation)
     for prompt_id, texts in enumerate(shown):
@@ -185,12 +196,14 @@ def test_the_page_shows_what_the_results_hold(evaluation: Path, browser: Browser
 
 
 def test_the_page_finds_a_response(evaluation: Path, browser: Browser):
-    browser.open(evaluation / "index.html")
+    open_comparison(browser, evaluation)
     rows = results(evaluation)
     wanted = next(row["response"] for row in rows if len(row["response"].split()) > 3).strip()
     fitting = {row["prompt_id"] for row in rows if wanted in row["response"] or wanted in row["prompt"]}
     browser.press("/")
     browser.type(wanted)
+    browser.wait("document.getElementById('count').textContent.includes('match')")
+    browser.wait("document.getElementById('search').value === document.querySelector('mark')?.textContent")
     shown = browser.run("[...document.querySelectorAll('.row')].map((row) => Number(row.dataset.prompt))")
     assert shown == sorted(fitting)
     assert set(browser.run("[...document.querySelectorAll('mark')].map((mark) => mark.textContent)")) == {wanted}
@@ -210,13 +223,13 @@ def test_hf_generates_and_a_function_scores(inputs: Path, tmp_path: Path):
     assert [found["win_rate"] for found in summary(tmp_path)] == [None, 0.5, 0.5]
 
 
-def test_without_a_reward_the_page_shows_responses_and_a_dry_run_writes_nothing(inputs: Path, tmp_path: Path):
+def test_without_a_reward_there_are_responses_and_a_dry_run_writes_nothing(inputs: Path, tmp_path: Path):
     given = [*arguments(inputs, tmp_path), "generation=hf", f"checkpoints=[{inputs / 'sft/export'}]"]
     evaluate(*given, "--dry-run", f"reward.model.path={inputs / 'reward'}")
     assert list(tmp_path.iterdir()) == []
     evaluate(*given, "data.max_prompts=2")
     assert all(row["score"] is None for row in results(tmp_path))
-    assert "no scores" in (tmp_path / "index.html").read_text()
+    assert [found["mean_score"] for found in summary(tmp_path)] == [None]
 
 
 MISTAKES = {

@@ -47,7 +47,7 @@ ALLOWED = {
     "conversion": BASE | {"models", "data", "engine", "checkpoint", "critic_service", "ppo", "supervised"},
     "parts": BASE
     | {"algorithms", "data", "distributed", "engine", "generation", "launch", "models", "ppo", "rollout", "scoring"},
-    "watch": BASE | {"transport", "launch", "checkpoint", "tracking"},
+    "watch": BASE | {"transport", "launch", "checkpoint", "tracking", "evaluation"},
     "programs": BASE
     | {"conversion", "launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"}
     | {"transport", "generation", "tracking", "watch"},
@@ -63,7 +63,7 @@ OWNERS = {
     "datasets": {"data"},
     "hydra": {"launch"},
     "pyarrow": {"tracking"},
-    "jinja2": {"evaluation", "data", "schema"},
+    "jinja2": {"data", "schema"},
 }
 GENERATORS = {f"nemo_style_rlhf.generation.{name}" for name in ("vllm", "hf", "in_process")}
 CLIENT_SIDE = {

@@ -6,7 +6,9 @@ const answers = recorded ? JSON.parse(recorded.textContent) : null;
 export const isReport = answers !== null;
 /** When the report was made. */
 export const exported = answers?.exported;
-export const hasRollouts = answers === null || "/api/recorded" in answers;
+const kept = answers?.["/api/recorded"];
+export const hasRollouts = answers === null || Boolean(kept?.rollouts.length);
+export const hasComparisons = answers === null || Boolean(kept?.evaluations.length);
 export const NOT_HERE = "This report does not hold that: watch.py shows it.";
 
 /** An answer of the server that is a sentence for the reader. */

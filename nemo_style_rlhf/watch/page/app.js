@@ -11,8 +11,9 @@ const VIEWS = {
   rollouts: { title: "Rollouts", key: "3", load: () => import("./views/rollouts.js") },
   compare: { title: "Compare", key: "4", load: () => import("./views/compare.js") },
   sample: { parent: "rollouts", load: () => import("./views/sample.js") },
+  prompt: { parent: "rollouts", load: () => import("./views/prompt.js") },
 };
-const HIDDEN = new Set([api.isReport && "compare", !api.hasRollouts && "rollouts"]);
+const HIDDEN = new Set([!api.hasComparisons && "compare", !api.hasRollouts && "rollouts"]);
 const view = document.getElementById("view");
 const nav = document.getElementById("nav");
 const status = document.getElementById("status");
@@ -78,7 +79,9 @@ async function route() {
   document.title = VIEWS[name].title ?? "Sample";
   try {
     const module = await VIEWS[name].load();
-    const ended = await module.show(container, query, tools);
+    // A view that still loads when the reader has left it must not take the keys of the next.
+    const ours = { ...tools, keys: (bindings) => turn === shown && keys.bind(bindings) };
+    const ended = await module.show(container, query, ours);
     if (turn === shown) stop = ended ?? null;
     else ended?.();
   } catch (error) {

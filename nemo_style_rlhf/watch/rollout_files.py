@@ -1,0 +1,78 @@
+"""The Parquet files of a run's rollouts, and databases that read nothing else."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+
+_STEP = re.compile(r"step_(\d+)\.parquet")
+_COMPACTED = re.compile(r"steps_(\d+)_(\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class RolloutFile:
+    path: str
+    first: int
+    """First step."""
+    last: int
+    version: tuple[int, int, int]
+    """Inode, size and time of the last change: a resumed run may write a step again."""
+
+
+def list_files(folder: Path) -> list[RolloutFile]:
+    """Files of the rollouts, newest step first; none for a folder that does not exist. A step that is compacted appears once."""
+    compacted, single = list[RolloutFile](), list[RolloutFile]()
+    for path in folder.glob("step*.parquet"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # compacted or thinned out meanwhile
+            continue
+        version = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if match := _COMPACTED.fullmatch(path.name):
+            compacted.append(RolloutFile(str(path), int(match[1]), int(match[2]), version))
+        elif match := _STEP.fullmatch(path.name):
+            single.append(RolloutFile(str(path), int(match[1]), int(match[1]), version))
+    inside = [file for file in single if not any(each.first <= file.first <= each.last for each in compacted)]
+    return sorted([*compacted, *inside], key=lambda file: file.first, reverse=True)
+
+
+def file_steps(folder: Path) -> set[int]:
+    """Steps that the files' names speak of; where not every step is recorded, a compacted file need not have all of them."""
+    return {step for file in list_files(folder) for step in range(file.first, file.last + 1)}
+
+
+def open_database(folder: Path, *, threads: int, memory: str) -> duckdb.DuckDBPyConnection:
+    """A database in memory that can read files in ``folder`` and nothing else, and fetches no extensions."""
+    database = duckdb.connect(
+        ":memory:",
+        config={
+            "autoinstall_known_extensions": False,
+            "autoload_known_extensions": False,
+            "threads": threads,
+            "memory_limit": memory,
+            "temp_directory": "",
+        },
+    )
+    database.execute(f"SET allowed_directories = [{literal(str(folder.resolve()) + '/')}]")
+    database.execute("SET parquet_metadata_cache = true")
+    database.execute("SET enable_external_access = false")
+    database.execute("SET lock_configuration = true")
+    return database
+
+
+def literal(text: str) -> str:
+    """``text`` as a string literal of SQL, where a statement takes no parameters."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def quoted(column: str) -> str:
+    """A column's name as SQL writes it."""
+    return '"' + column.replace('"', '""') + '"'
+
+
+def file_columns(cursor: duckdb.DuckDBPyConnection, paths: Sequence[str]) -> dict[str, str]:
+    """Types of the columns of Parquet files by name."""
+    described = cursor.execute("DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)", [list(paths)]).fetchall()
+    return {row[0]: row[1] for row in described}
