@@ -243,6 +243,7 @@ def test_a_report_is_one_file_that_needs_no_server(browser: Browser, outputs: Pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.startswith(f"wrote {report} (") and done.stderr == ""
     browser.resize(1280, 900)
+    browser.problems.clear()
     browser.open(report)
     go(browser, f"#/runs?run={outputs.name}/actor&run={outputs.name}/critic", ".config table")
     browser.wait("document.querySelector('.chart canvas') !== null")
