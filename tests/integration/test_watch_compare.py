@@ -179,7 +179,7 @@ def test_a_narrow_window_has_one_column_and_names_each_response(three: Browser) 
     try:
         lefts = three.run("[...document.querySelectorAll('.row[data-prompt=\"0\"] section')].map((s) => s.offsetLeft)")
         assert len(set(lefts)) == 1
-        assert texts(three, ".row[data-prompt='0'] .name") == ["a", "b"]
+        assert texts(three, ".row[data-prompt='0'] .column-name") == ["a", "b"]
         assert three.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     finally:
         three.resize(1280, 900)

@@ -182,7 +182,7 @@ function rowBlock(view, row, pattern) {
     return el(
       "section.cell",
       { "aria-label": names[column] },
-      el("div.name", names[column]),
+      el("div.column-name", names[column]),
       cell.map((response) => responseBlock(view, response, pattern)),
       against !== null && el("div.note", `${against < 0 ? "−" : "+"}${Math.abs(against).toFixed(3)} against ${names[0]}`),
     );
