@@ -32,7 +32,8 @@ TEMPERATURE = 0.9
 EVALUATION_ROUNDS = 4
 PPO_STEPS = 20
 NEXT = (
-    "compare policies with trainers/evaluate.py 'checkpoints=[sft:{0}/sft/export,ppo:{0}/actor/export]' "
+    "next: every token of PPO in the browser with trainers/watch.py {0}; compare policies with trainers/evaluate.py "
+    "'checkpoints=[sft:{0}/sft/export,ppo:{0}/actor/export]' "
     "data.path={0}/data/prompts_validation.jsonl run.output_dir=outputs/evaluation"
 )
 
@@ -146,7 +147,7 @@ def quickstart(pipeline: Pipeline, output_dir: Path, seed: int, reward: str) -> 
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show(before, after, summary)
     say(f"written: {output_dir / 'summary.json'}, {output_dir / 'curves.png'}")
-    say(f"next: every response of PPO is in {output_dir / 'actor' / 'rollouts'}; {NEXT.format(output_dir)}")
+    say(NEXT.format(output_dir))
 
 
 def judge(policy: Path, output_dir: Path, seed: int) -> Judged:

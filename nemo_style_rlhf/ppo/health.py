@@ -14,8 +14,8 @@ WARNING_PERIOD = 10
 """Steps between two warnings of the same health check."""
 STOPPED = "the run stops, the last checkpoint holds what was learned before"
 REMEDY = (
-    "look at the samples of step %d, raise algorithm.initial_policy_kl_penalty or lower engine.optim.lr, and go back to a "
-    "checkpoint from before it (audit.on_unhealthy=stop ends a run here)"
+    "look at the samples of step %d (trainers/watch.py), raise algorithm.initial_policy_kl_penalty or lower engine.optim.lr, and "
+    "go back to a checkpoint from before it (audit.on_unhealthy=stop ends a run here)"
 )
 
 

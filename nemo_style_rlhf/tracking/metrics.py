@@ -114,7 +114,7 @@ def _loggers(output_dir: Path, config: TrackingConfig) -> list[Any]:
     if config.tensorboard:
         from pytorch_lightning.loggers import TensorBoardLogger
 
-        loggers.append(TensorBoardLogger(str(output_dir), name="tensorboard", version=""))
+        loggers.append(TensorBoardLogger(str(output_dir), name="tensorboard", version="", default_hp_metric=False))
     if config.wandb.enabled:
         from pytorch_lightning.loggers import WandbLogger
 

@@ -6,12 +6,11 @@ leftover of a crash; readers skip it, and :func:`rewind` removes it.
 """
 
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 
 from nemo_style_rlhf.checkpoint.files import published, storage_errors
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.tracking.sample_files import sample_files
 
 BLOCK = 50
 """Steps in a merged file."""
@@ -26,7 +26,6 @@ LARGEST = 2**30
 """Bytes of a merged file: large step files gain nothing from being merged."""
 TOKENIZER_FILE = "tokenizer.json"
 """Beside the samples, in the format of the `tokenizers` library: for the texts of single tokens."""
-NAME = re.compile(r"step_(\d+)\.parquet|steps_(\d+)_(\d+)\.parquet")
 KINDS = {"prompt_id": pa.int64(), "index": pa.int32(), "reward": pa.float32(), "failed": pa.bool_()}
 """Types of the columns of a sample that are no text."""
 TURNS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("finish_reason", pa.string())]))
@@ -68,24 +67,6 @@ class StepSamples:
         for length, turns in zip(self.lengths, self.turns, strict=True):
             yield [token for first, end, _ in turns for token in self.tokens[start + first : start + end].tolist()]
             start += length
-
-
-class SampleFile(NamedTuple):
-    first: int
-    """Its first step."""
-    last: int
-    path: Path
-
-
-def sample_files(folder: Path) -> list[SampleFile]:
-    """The files that together hold every recorded step once, by step."""
-    found = []
-    for path in folder.glob("step*.parquet"):
-        if match := NAME.fullmatch(path.name):
-            first, last = match[1] or match[2], match[1] or match[3]
-            found.append(SampleFile(int(first), int(last), path))
-    merged = [file for file in found if file.first < file.last]
-    return sorted(file for file in found if file in merged or not any(m.first <= file.first <= m.last for m in merged))
 
 
 def write_step(folder: Path, samples: StepSamples, responses: Sequence[str]) -> None:

@@ -1,14 +1,12 @@
 """The Parquet files of a run's rollouts, and databases that read nothing else."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import duckdb
 
-_STEP = re.compile(r"step_(\d+)\.parquet")
-_COMPACTED = re.compile(r"steps_(\d+)_(\d+)\.parquet")
+from nemo_style_rlhf.tracking.sample_files import sample_files
 
 
 @dataclass(frozen=True)
@@ -22,20 +20,16 @@ class RolloutFile:
 
 
 def list_files(folder: Path) -> list[RolloutFile]:
-    """Files of the rollouts, newest step first; none for a folder that does not exist. A step that is compacted appears once."""
-    compacted, single = list[RolloutFile](), list[RolloutFile]()
-    for path in folder.glob("step*.parquet"):
+    """Files of the rollouts, newest step first; none for a folder that does not exist."""
+    found = []
+    for file in reversed(sample_files(folder)):
         try:
-            status = path.stat()
-        except FileNotFoundError:  # compacted or thinned out meanwhile
+            status = file.path.stat()
+        except FileNotFoundError:  # merged or thinned out meanwhile
             continue
         version = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if match := _COMPACTED.fullmatch(path.name):
-            compacted.append(RolloutFile(str(path), int(match[1]), int(match[2]), version))
-        elif match := _STEP.fullmatch(path.name):
-            single.append(RolloutFile(str(path), int(match[1]), int(match[1]), version))
-    inside = [file for file in single if not any(each.first <= file.first <= each.last for each in compacted)]
-    return sorted([*compacted, *inside], key=lambda file: file.first, reverse=True)
+        found.append(RolloutFile(str(file.path), file.first, file.last, version))
+    return found
 
 
 def file_steps(folder: Path) -> set[int]:

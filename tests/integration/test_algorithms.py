@@ -220,7 +220,7 @@ def test_a_run_that_collapses_says_so_and_audit_on_sign_stops_it_wherever_it_res
     for metric, steps in (("init_policy_kl", runaway), ("distinct_2", fallen)):
         assert len(steps) > 3, rows
         first, *later = warnings(warned.output(), metric)
-        assert f"WARNING step {steps[0]}: " in first and f"look at the samples of step {steps[0]}," in first
+        assert f"WARNING step {steps[0]}: " in first and f"look at the samples of step {steps[0]} " in first
         assert len(later) == len([step for step in steps if step == steps[0] + 10])
     assert "w7 w7 w7 w7" in warned.output().split("Samples of this step:")[-1]
 

@@ -38,6 +38,7 @@ from tests.support.rollouts import collect
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_ELSEWHERE = {
     ("pipeline.md", ""): "tests/integration/test_pipeline.py, in the order of the page",
+    ("watching.md", "watch.py outputs/*"): "tests/integration/test_watch_runs.py, in a browser",
     ("protocol.md", "curl "): "tests/integration/test_critic_docs.py, against a server",
     ("protocol.md", "import numpy"): "tests/integration/test_critic_docs.py, against a server",
 }
@@ -186,10 +187,10 @@ def test_a_command_runs(command, world, port, secrets, token, started_cold, requ
     """As it stands, but in a folder of its own and, where it would train for hours, with --dry-run."""
     if "$CHECKPOINT" in command:
         world = {**world, "CHECKPOINT": str(request.getfixturevalue("checkpoint"))}
-    if "export_rollouts" in command:
+    if re.search("export_rollouts|watch", command):
         request.getfixturevalue("samples")
     words = words_of(command, world, secrets, tmp_path)
-    trains = not re.search("inspect_data|try_reward|export_|--help", command)
+    trains = not re.search("inspect_data|try_reward|export|--help", command)
     if trains and "--dry-run" not in words and "--cfg" not in words:
         words.append("--dry-run")
     if "train_ppo_actor" in command:

@@ -40,7 +40,7 @@ def test_a_base_model_becomes_an_aligned_one(tmp_path: Path) -> None:
     for export in ("sft/export", "ppo/actor/export", "dpo/export", "kto/export", "dpo_lora/export", "dpo_lora/merged"):
         AutoModelForCausalLM.from_pretrained(tmp_path / export)
     assert json.loads((tmp_path / "rm" / "export" / "config.json").read_text())["reward_std"] > 0
-    assert (tmp_path / "evaluation" / "index.html").is_file()
+    assert (tmp_path / "evaluation" / "results.jsonl").is_file()
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "trainers").glob("*.py")))

@@ -38,4 +38,7 @@ def test_every_stage_shows_its_progress_and_says_what_comes_next(quickstart):
     lines = (quickstart / "terminal.txt").read_text()
     for stage in ("SFT: 375 steps", "reward model: "):
         assert f"INFO {stage}" in lines
-    assert lines.count("; next: trainers/") == 2 and "next: every response of PPO is in " in lines
+    assert (
+        lines.count("; next: trainers/") == 2
+        and "next: every token of PPO in the browser with trainers/watch.py " in lines
+    )

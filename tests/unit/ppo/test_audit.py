@@ -38,7 +38,7 @@ def test_audits_warn_or_stop_beyond_their_limits(caplog):
     gap, sign = caplog.messages
     assert gap.startswith("train_rollouts/sampler_logprob_gap_mean=0.2 is above audit.max_logprob_gap=0.1:")
     assert sign.startswith("step 7: train_rollouts/distinct_2=0.5 is below audit.health.min_distinct_2=0.6:")
-    assert "look at the samples of step 7," in sign and sign.endswith("Samples of this step:\n  one\n  two")
+    assert "look at the samples of step 7 " in sign and sign.endswith("Samples of this step:\n  one\n  two")
     with pytest.raises(
         UserError, match=r"response_lengths=50 is above audit\.health\.max_response_lengths=40; the run stops"
     ):

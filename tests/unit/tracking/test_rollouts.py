@@ -15,10 +15,12 @@ from nemo_style_rlhf.models.decoding import backend, decoder_loader
 from nemo_style_rlhf.ppo.recording import step_samples
 from nemo_style_rlhf.schema.tracking import RolloutsConfig
 from nemo_style_rlhf.tracking import rollout_files
-from nemo_style_rlhf.tracking.rollout_files import compact, jsonl, read_rows, rewind, sample_files, write_step
+from nemo_style_rlhf.tracking.rollout_files import compact, jsonl, read_rows, rewind, write_step
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
+from nemo_style_rlhf.tracking.sample_files import sample_files
 from tests.support.models import save_tokenizer
 from tests.support.paths import ROOT
+from tests.support.rollout_files import SCHEMA
 from tests.support.rollouts import UnluckyScorer, collect
 
 
@@ -165,3 +167,11 @@ def test_samples_are_exported_as_json_lines(tmp_path):
     assert {row["step"] for row in short} == {1, 2, 3} and "tokens" not in short[0] and "response" in short[0]
     refused = export(tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "holds no rollouts" in refused.stderr
+
+
+def test_the_columns_are_those_that_the_page_is_tested_with(tmp_path):
+    write_steps(tmp_path, [1])
+    written = pq.read_schema(next(tmp_path.iterdir()))
+    assert {field.name: field.type for field in written if not field.name.startswith("score/")} == {
+        field.name: field.type for field in SCHEMA
+    }

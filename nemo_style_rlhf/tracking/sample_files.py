@@ -1,0 +1,25 @@
+"""Which files hold the samples of a run; rollout_files.py says what is in them. Standard library only."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+NAME = re.compile(r"step_(\d+)\.parquet|steps_(\d+)_(\d+)\.parquet")
+
+
+class SampleFile(NamedTuple):
+    first: int
+    """Its first step."""
+    last: int
+    path: Path
+
+
+def sample_files(folder: Path) -> list[SampleFile]:
+    """The files that together hold every recorded step once, by step; none for a folder that does not exist."""
+    found = []
+    for path in folder.glob("step*.parquet"):
+        if match := NAME.fullmatch(path.name):
+            first, last = match[1] or match[2], match[1] or match[3]
+            found.append(SampleFile(int(first), int(last), path))
+    merged = [file for file in found if file.path.name.startswith("steps_")]
+    return sorted(file for file in found if file in merged or not any(m.first <= file.first <= m.last for m in merged))
