@@ -137,7 +137,7 @@ def _entry(key: Key, programs: list[str], *, repeated: bool) -> str:
 
 
 def presets() -> str:
-    """What ``group=name`` chooses among: the comments at the head of the files."""
+    """Describe the presets of a group, ``group=name``, by the comments at the head of their files."""
     lines = []
     for path in sorted(CONF_DIR.glob("*/*.yaml")):
         head = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())

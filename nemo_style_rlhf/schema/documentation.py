@@ -1,4 +1,4 @@
-"""What the docstrings of the schema say about a key."""
+"""Explains keys by the docstrings of the schema."""
 
 import ast
 import dataclasses

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nemo_style_rlhf.tracking.rollout_files import StepSamples
 
 NICENESS = 10
-"""Of the writing process: training goes first where cores are scarce."""
+"""Niceness of the writing process: training goes first where cores are scarce."""
 _to_text: Any = None
 """Turns token ids into text; only in the writing process."""
 

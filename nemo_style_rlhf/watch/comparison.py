@@ -77,7 +77,7 @@ def _evaluation_sides(path: Path, _changed: int) -> list[Side]:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What an evaluation says of itself; empty if it says nothing."""
+    """The summary that an evaluation has written; empty if there is none."""
     try:
         told: dict[str, Any] = json.loads((folder / "summary.json").read_text())
         return told

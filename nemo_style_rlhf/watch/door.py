@@ -41,7 +41,7 @@ class Door:
 
     @property
     def link(self) -> str:
-        """What to open in a browser."""
+        """Address to open in a browser."""
         return f"{self.url}?token={self.token}" if self.link_shows_token else self.url
 
     def knows(self, token: str) -> bool:

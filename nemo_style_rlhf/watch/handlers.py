@@ -1,4 +1,4 @@
-"""What every answer of the page's server has in common: the door, headers, JSON, sentences for errors."""
+"""The parts that all answers of the page's server share: the door, headers, JSON, sentences for errors."""
 
 import asyncio
 import json

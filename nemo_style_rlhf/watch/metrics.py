@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 MOST_POINTS = 2000
-"""Of a metric in one answer; a chart has fewer pixels."""
+"""Maximum number of points of a metric in one answer; a chart has fewer pixels."""
 SEEN_BYTES = 256
 """Bytes before the place of reading that tell whether the file is still the one that was read."""
 
@@ -108,7 +108,7 @@ class Logs:
 
 
 def by_metric(rows: Sequence[Row], *, most: int = MOST_POINTS) -> dict[str, Points]:
-    """The points of each metric; of a line's values only numbers. A metric's later value of a step replaces an earlier one."""
+    """The points of each metric, from the values that are numbers. A metric's later value of a step replaces an earlier one."""
     found: dict[str, dict[int, float | None]] = {}
     for row in rows:
         for name, value in row.items():

@@ -33,11 +33,11 @@ DIGITS = 6
 TIMEOUT_S = 3600.0
 TABLE_ROWS = 50
 ROWS_AT_ONCE = 100
-"""Prompts in an answer about a comparison, at most."""
+"""Maximum number of prompts in an answer about a comparison."""
 DETAILED_ROWS = 10
 """Samples of each table that a report holds with their tokens."""
 SAMPLE_BYTES = 8 * 2**20
-"""Of all samples with tokens in a report."""
+"""Maximum bytes of all samples with tokens in a report."""
 TABLES: list[dict[str, str]] = [
     {},
     {"sort": "reward"},
@@ -46,7 +46,7 @@ TABLES: list[dict[str, str]] = [
     {"filter": "failed:eq:true"},
     {"filter": "finish_reason:eq:length"},
 ]
-"""What the buttons of the rollouts' view ask for: newest, best, worst, largest KL, failed, truncated samples."""
+"""Queries of the buttons of the rollouts' view: newest, best, worst, largest KL, failed, truncated samples."""
 UNQUOTED = "!'()*"
 """Characters that JavaScript's encodeURIComponent leaves as they are, beside those that ``quote`` does."""
 MOST_PAIRED = 12
@@ -101,7 +101,7 @@ class _Client:
 
 
 def key_of(path: str, query: Mapping[str, Any]) -> str:
-    """What api.js looks an answer up by: the path, and the parameters sorted by name, as they are."""
+    """The key by which api.js looks an answer up: the path, and the parameters sorted by name, as they are."""
     pairs = [
         (name, value) for name, values in query.items() for value in (values if isinstance(values, list) else [values])
     ]
@@ -220,5 +220,5 @@ def _joined(folder: PurePosixPath, relative: str) -> str:
 
 
 def _source(text: str) -> str:
-    """What a content security policy calls an inline script or style."""
+    """The name of an inline script or style in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -27,7 +27,7 @@ COLUMNS = {
     "kl_max": "FLOAT",
     "file": "INTEGER",
 }
-"""What views ask for, also of a run that has recorded nothing yet. Files add theirs."""
+"""Columns that views ask for, also of a run that has recorded nothing yet. Files add theirs."""
 FIRST_FILES_S = 5.0
 """Longest wait for the first files: without them a page has nothing to show."""
 SHORT_TEXT = "finish_reason"

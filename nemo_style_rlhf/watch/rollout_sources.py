@@ -1,4 +1,4 @@
-"""What this page knows of rollouts: every answer about them is a function here, for the server and for reports."""
+"""Answers of the page about rollouts, a function each, for the server and for reports."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

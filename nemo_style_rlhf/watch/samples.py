@@ -183,7 +183,7 @@ def _read_step(
 
 
 def read_files(index: RolloutIndex, read: Callable[[duckdb.DuckDBPyConnection], Result]) -> Result:
-    """What ``read`` returns, tried again if files that it reads are compacted meanwhile."""
+    """The result of ``read``, which is tried again if files that it reads are merged meanwhile."""
     for left in reversed(range(TRIES)):
         try:
             with index.cursor() as cursor:

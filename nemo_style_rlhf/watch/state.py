@@ -1,4 +1,4 @@
-"""What a run is, whether it goes on, and when it will end."""
+"""Tells of a run what kind it is, whether it goes on, and when it will end."""
 
 import statistics
 import time
