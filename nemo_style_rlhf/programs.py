@@ -28,8 +28,14 @@ from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from nemo_style_rlhf.schema.try_reward import TryRewardConfig
 
+SERVER = "and a server does not end: start each by a command of its own"
+ONE_RUN = (
+    "and a critic server belongs to one run: sweep with trainers/train_ppo_local.py, which starts a server for each"
+)
+NO_RUN = "and this program makes none: start it once for each setting"
 
-@entry_point(PPOCriticConfig, config_name="ppo_critic", ends=False)
+
+@entry_point(PPOCriticConfig, config_name="ppo_critic", no_sweep=lambda config: SERVER)
 def serve_ppo_critic(config: PPOCriticConfig) -> None:
     """The critic process."""
     from nemo_style_rlhf.checkpoint.owner import owned
@@ -44,7 +50,7 @@ def serve_ppo_critic(config: PPOCriticConfig) -> None:
         serve(config.run, config.server, address, partial(load_critic_server, config))
 
 
-@entry_point(RewardServerProcessConfig, config_name="reward_server", ends=False)
+@entry_point(RewardServerProcessConfig, config_name="reward_server", no_sweep=lambda config: SERVER)
 def serve_reward_model(config: RewardServerProcessConfig) -> None:
     """A reward model alone."""
     from nemo_style_rlhf.critic_service.triton import preflight
@@ -56,7 +62,7 @@ def serve_reward_model(config: RewardServerProcessConfig) -> None:
     serve(config.run, config.server, address, partial(load_reward_server, config))
 
 
-@entry_point(EngineProcessConfig, config_name="engine", ends=False)
+@entry_point(EngineProcessConfig, config_name="engine", no_sweep=lambda config: SERVER)
 def serve_engine(config: EngineProcessConfig) -> None:
     """A generation engine."""
     from nemo_style_rlhf.transport.listening import take_address
@@ -67,7 +73,9 @@ def serve_engine(config: EngineProcessConfig) -> None:
     serve(config, address)
 
 
-@entry_point(PPOActorConfig, config_name="ppo_actor")
+@entry_point(
+    PPOActorConfig, config_name="ppo_actor", no_sweep=lambda config: ONE_RUN if config.uses_critic_process else None
+)
 def train_ppo_actor(config: PPOActorConfig) -> None:
     """The actor process: PPO on a policy, against a running critic server."""
     hold_stop_signal()
@@ -164,7 +172,7 @@ def evaluate(config: EvaluationConfig) -> None:
         evaluate(config)
 
 
-@entry_point(InspectDataConfig, config_name="inspect_data")
+@entry_point(InspectDataConfig, config_name="inspect_data", no_sweep=lambda config: NO_RUN)
 def inspect_data(config: InspectDataConfig) -> None:
     """Show tokenised training samples."""
     from nemo_style_rlhf.supervised.inspection import inspect_data
@@ -172,7 +180,7 @@ def inspect_data(config: InspectDataConfig) -> None:
     inspect_data(config)
 
 
-@entry_point(TryRewardConfig, config_name="try_reward")
+@entry_point(TryRewardConfig, config_name="try_reward", no_sweep=lambda config: NO_RUN)
 def try_reward(config: TryRewardConfig) -> None:
     """A reward on a file of responses."""
     from nemo_style_rlhf.evaluation.try_reward import try_reward
@@ -180,7 +188,7 @@ def try_reward(config: TryRewardConfig) -> None:
     raise SystemExit(0 if try_reward(config) else 1)
 
 
-@entry_point(PlanConfig, config_name="plan")
+@entry_point(PlanConfig, config_name="plan", no_sweep=lambda config: NO_RUN)
 def plan(config: PlanConfig) -> None:
     """The memory of both processes before they start."""
     from nemo_style_rlhf.planning.run import plan

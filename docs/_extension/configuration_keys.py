@@ -8,18 +8,17 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 
 from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
-from nemo_style_rlhf.schema.documentation import docstrings
+from nemo_style_rlhf.schema.documentation import default, docstrings
 from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
@@ -73,31 +72,13 @@ def keys_of(schema: type, composed: DictConfig, prefix: str = "") -> Iterator[Ke
         if dataclasses.is_dataclass(field.type):
             yield from keys_of(field.type, composed, f"{name}.")
         else:
-            default = _default(composed, name)
+            value = default(composed, name)
             yield Key(
                 name,
                 stringify_annotation(field.type, "smart").replace("~", ""),
-                default,
+                REQUIRED if value is None else f"``{value}``",
                 docstrings(schema).get(field.name, ""),
             )
-
-
-def _default(composed: DictConfig, name: str) -> str:
-    parent, _, last = name.rpartition(".")
-    section = OmegaConf.select(composed, parent) if parent else composed
-    if OmegaConf.is_missing(section, last):
-        return REQUIRED
-    value = section[last]
-    return f"``{_written(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)}``"
-
-
-def _written(value: Any) -> str:
-    """A value as the command line takes it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
-    return '""' if value == "" else str(value)
 
 
 def all_keys() -> dict[Key, list[str]]:

@@ -143,10 +143,11 @@ class RemoteCritic(ServerClient):
         """Train the critic, exactly once, as its step number ``step`` (the server's critic_step + 1); resolves to metrics."""
         return self._train_pool.submit(self._train, batch, step)
 
-    def infer_span(self) -> tuple[float, float] | None:
-        """When the first inference since the last call began and the last one ended, in seconds since 1970; None without any."""
+    def infer_span(self) -> tuple[float, float, float] | None:
+        """When the first inference since the last call began and the last one ended, in seconds since 1970, and the seconds in
+        between that had one under way; None without any."""
         spans, self._inferred = self._inferred, []
-        return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
+        return busy_span(spans) if spans else None
 
     def _infer(self, sequences: list[Array], wanted: Wanted) -> CriticInference:
         started = time()
@@ -267,3 +268,13 @@ def _pick(arrays: list[Array], rows: list[int]) -> list[Array]:
 
 def _flat(arrays: list[Array], rows: list[int]) -> Array:
     return np.concatenate(_pick(arrays, rows)).astype(np.float32, copy=False)
+
+
+def busy_span(spans: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """The beginning of the first span, the end of the last, and how long at least one of them lasted."""
+    first = last = min(start for start, _ in spans)
+    busy = 0.0
+    for start, end in sorted(spans):
+        busy += max(end - max(start, last), 0.0)
+        last = max(last, end)
+    return first, last, busy

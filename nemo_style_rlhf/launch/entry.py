@@ -39,14 +39,14 @@ Schema = TypeVar("Schema")
 
 
 def entry_point(
-    schema: type[Schema], config_name: str, *, ends: bool = True
+    schema: type[Schema], config_name: str, *, no_sweep: Callable[[Schema], str | None] = lambda config: None
 ) -> Callable[[Callable[[Schema], None]], Callable[[], None]]:
     """Decorate ``main(config)`` into a command line with Hydra's overrides and ``--cfg job``, ``--help [KEY]`` and ``--dry-run``.
 
     ``conf/<config_name>.yaml`` starts from the dataclass ``schema`` (stored as ``<config_name>_schema``), so an unknown key
     or a wrong type is refused before anything loads. A :class:`UserError` is printed as one line and exits with 2; every
-    other exception propagates with its traceback. With ``-m`` the program starts itself for one run after the other, which a
-    server, whose work never ``ends``, refuses.
+    other exception propagates with its traceback. With ``-m`` the program starts itself for one run after the other, unless
+    ``no_sweep`` returns a reason not to.
     """
 
     def decorate(main: Callable[[Schema], None]) -> Callable[[], None]:
@@ -63,27 +63,28 @@ def entry_point(
                 overrides.append(list(HydraConfig.get().overrides.task))
 
             words = ["run.dry_run=true" if argument == "--dry-run" else argument for argument in sys.argv[1:]]
-            # argparse wants overrides in one piece; slurm/ puts some of its own around the user's words.
-            if asked := [word for word in words if not word.startswith("-") and "--help" in words and "=" not in word]:
-                show_keys(schema, asked)
+            help_at = words.index("--help") if "--help" in words else len(words)
+            if asked := [word for word in words[help_at:] if not word.startswith("-") and "=" not in word]:
+                show_keys(schema, config_name, asked)
                 return
+            # argparse wants overrides in one piece; slurm/ puts some of its own around the user's words.
             words.sort(key=_is_override)
             sys.argv = [sys.argv[0], *words]
             os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors to us instead of printing several lines
             try:
                 with TemporaryDirectory() as scratch:  # Hydra leaves a file for every sweep
-                    if sweep.WORDS[0] in words or sweep.WORDS[1] in words:
+                    if {*sweep.WORDS} & {*words}:
                         sys.argv.append(f"hydra.sweep.dir={scratch}")
                     compose()
                 if len(composed) > 1:
-                    if not ends:
-                        raise UserError(
-                            "-m starts one run after the other and a server does not end: start each by a command of its own"
-                        )
                     for config in composed:
-                        require_paths(build(schema, config))
+                        checked = build(schema, config)
+                        if reason := no_sweep(checked):
+                            raise UserError(f"-m starts one run after the other {reason}")
+                        require_paths(checked)
                     options = [word for word in words if not _is_override(word) and word not in sweep.WORDS]
-                    raise SystemExit(sweep.run_all(options, overrides))
+                    folders = [str(OmegaConf.select(config, "run.output_dir")) for config in composed]
+                    raise SystemExit(sweep.run_all(options, overrides, folders))
                 for config in composed:  # none after --help and --cfg
                     checked = build(schema, config)
                     require_paths(checked)
@@ -110,10 +111,12 @@ def entry_point(
     return decorate
 
 
-def show_keys(schema: type, asked: Sequence[str]) -> None:
-    """Print what ``--help KEY`` asks for."""
+def show_keys(schema: type, config_name: str, asked: Sequence[str]) -> None:
+    """Answer ``--help KEY``."""
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        composed = hydra.compose(config_name)
     try:
-        print("\n".join(describe(schema, key) for key in asked))
+        print("\n".join(describe(schema, key, composed) for key in asked))
     except UserError as error:
         refuse(str(error))
 

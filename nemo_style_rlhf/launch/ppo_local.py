@@ -34,7 +34,7 @@ PART = "NSR_PART"
 ACTOR, CRITIC = "actor", "critic"
 AGAIN = "run.resume=auto"
 """The actor's argument when it is started again, whatever the first start was told to do with checkpoints."""
-PROGRESS = re.compile(r"PPO (\d+)/\d+ ")
+PROGRESS = re.compile(r"[A-Z_]+ (\d+)/\d+  reward ")
 """Begins the line that an actor without a terminal writes after each step."""
 ERROR = "error: "
 """Begins the sentence about a user's mistake."""

@@ -19,10 +19,13 @@ LONGEST_NAME = 100
 WORDS = ("-m", "--multirun")
 
 
-def run_all(options: Sequence[str], runs: Sequence[Sequence[str]]) -> int:
+def run_all(options: Sequence[str], runs: Sequence[Sequence[str]], given: Sequence[str]) -> int:
     """Start this program once for each of ``runs``, its overrides; ``options`` are the other words of the command line.
 
     The first run that fails ends the sweep. The same command goes on: runs that are done say so.
+
+    Args:
+        given: the output folder that each run would have by itself.
 
     Returns:
         The exit code of the last run that was started.
@@ -35,15 +38,11 @@ def run_all(options: Sequence[str], runs: Sequence[Sequence[str]]) -> int:
             "-m starts one process per run and cannot run under torchrun: start a sweep of ranks in a loop of your own"
         )
     interrupt.hand_over()
-    folders = own_folders(runs)
-    for number, (words, folder) in enumerate(zip(runs, folders, strict=True), start=1):
-        print(
-            f"run {number} of {len(runs)}: {' '.join(_swept(runs)[number - 1])}, in {folder}",
-            file=sys.stderr,
-            flush=True,
-        )
-        given = [word for word in words if not word.startswith(FOLDER)]
-        argv = [sys.executable, sys.argv[0], *options, *given, f"{FOLDER}{folder}"]
+    folders = own_folders(runs, given)
+    for number, (words, swept, folder) in enumerate(zip(runs, _swept(runs), folders, strict=True), start=1):
+        print(f"run {number} of {len(runs)}: {' '.join(swept)}, in {folder}", file=sys.stderr, flush=True)
+        others = [word for word in words if not word.lstrip("+").startswith(FOLDER)]
+        argv = [sys.executable, sys.argv[0], *options, *others, f"{FOLDER}{folder}"]
         if code := _finish(Child(Program(f"run {number}", argv, folder=Path.cwd()), Path(os.devnull), shown=True)):
             print(
                 f"run {number} of {len(runs)} ended with exit code {code}, later ones were not started", file=sys.stderr
@@ -53,11 +52,10 @@ def run_all(options: Sequence[str], runs: Sequence[Sequence[str]]) -> int:
     return 0
 
 
-def own_folders(runs: Sequence[Sequence[str]]) -> list[str]:
+def own_folders(runs: Sequence[Sequence[str]], given: Sequence[str]) -> list[str]:
     """The output folder of each run: as given if they differ, else one below it that is named after what the run varies."""
-    given = [next((word.removeprefix(FOLDER) for word in words if word.startswith(FOLDER)), ".") for words in runs]
     if len(set(given)) == len(runs):
-        return given
+        return list(given)
     names = [re.sub(r"[^\w.+-]+", "_", ",".join(words))[:LONGEST_NAME] for words in _swept(runs)]
     unique = names if len(set(names)) == len(runs) else [str(number) for number in range(1, len(runs) + 1)]
     return [f"{folder}/{name}" for folder, name in zip(given, unique, strict=True)]

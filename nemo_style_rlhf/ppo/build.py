@@ -95,7 +95,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         require_reachable(found.step, wanted, "algorithm.max_steps", whole.run.output_dir)
     log.info(
         "%s of %s: %d steps of %d samples on %s; metrics, rollouts and checkpoints go to %s",
-        "PPO" if config.algorithm.uses_critic else config.algorithm.advantage_estimator, config.model.path, total_steps,
+        config.algorithm.label, config.model.path, total_steps,
         config.algorithm.num_rollout_samples, device, output_dir,
     )  # fmt: skip
     policy = load_causal_lm(config.model)
@@ -132,7 +132,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         record_start(output_dir, config, after=f"step_{found.step if found else 0:06d}")
     ranks.require_shared(output_dir)
     sampler = training.sampler(config.run.seed, config.data.shuffle)
-    rollouts = _rollout_writer(config, tokenizer) if ranks.is_first and config.tracking.rollouts.every else None
+    rollouts = _rollout_writer(config, tokenizer) if ranks.is_first else None
     producer = None
     if generator is not None:
         producer = Producer(

@@ -26,7 +26,7 @@ def step_samples(step: int, experience: Experience, new_logprobs: Tensor | None)
         return None if flat is None else of_actions(torch.where(learned, flat.float(), math.nan))
 
     logprobs, reference = experience.logprobs, experience.ref_logprobs
-    sampler = logprobs if experience.sampler_logprobs is None else experience.sampler_logprobs
+    sampler = experience.sampler_logprobs
     return StepSamples(
         step=step,
         lengths=experience.lengths,
@@ -47,7 +47,7 @@ def step_samples(step: int, experience: Experience, new_logprobs: Tensor | None)
         mask=learned.numpy(),
         weights_versions=action_aligned([rollout.weights_version for rollout in rollouts]).numpy().astype(np.int32),
         per_token={
-            "sampler_logprobs": of_actions(sampler),
+            "sampler_logprobs": None if sampler is None else of_actions(sampler),
             "logprobs": of_actions(logprobs),
             "ref_logprobs": None if reference is None else of_actions(reference),
             "values": of_loss_tokens(scores.values),

@@ -37,7 +37,7 @@ from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
-from nemo_style_rlhf.tracking.progress import StepProgress
+from nemo_style_rlhf.tracking.progress import StepProgress, ppo_status
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Parts:
     metrics: MetricsWriter | None
     """None except on the first rank."""
     rollouts: RolloutWriter | None
-    """None except on the first rank, and if tracking.rollouts.every is 0."""
+    """None except on the first rank."""
     ranks: Ranks
 
 
@@ -95,7 +95,7 @@ class PPOTrainer:
         """
         session = self._session
         shown = self._config.tracking.progress and self._ranks.is_first
-        with StepProgress(self._total_steps, enabled=shown) as bar:
+        with StepProgress(self._config.algorithm.label, self._total_steps, enabled=shown) as bar:
             while session.goes_on:
                 with session.surviving():
                     if not session.restored:
@@ -104,13 +104,12 @@ class PPOTrainer:
                     started = perf_counter()
                     metrics = self.metrics = self.train_step()
                     session.end_step()
-                    bar.show(
-                        session.progress.step,
+                    status = ppo_status(
                         reward=metrics["train_rollouts/rewards"],
                         kl=metrics.get("train_rollouts/init_policy_kl"),
                         tokens_per_second=metrics["timers/tokens_per_second"],
-                        seconds_per_step=perf_counter() - started,
                     )
+                    bar.show(session.progress.step, status, seconds_per_step=perf_counter() - started)
         if session.stopped:
             log.info(
                 "step %d is committed, the run ends as it was told; the same command goes on", session.progress.step
@@ -198,7 +197,8 @@ class PPOTrainer:
         metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._session.save_stall}
         metrics |= parts.queue.clock_metrics() | {f"memory/actor_{name}": gib for name, gib in memory().items()}
         if parts.critic is not None and (span := parts.critic.infer_span()) is not None:
-            metrics["clock/critic_infer_from"], metrics["clock/critic_infer_to"] = span
+            names = ("clock/critic_infer_from", "clock/critic_infer_to", "clock/critic_infer_busy")
+            metrics |= dict(zip(names, span, strict=True))
         self._session.save_stall = 0.0
         self._write_metrics(step, metrics)
         self._check_health(step, metrics, experience)
@@ -276,6 +276,8 @@ class PPOTrainer:
 
     def _restore(self) -> None:
         self._session.restore(self._begin)
+        if self._parts.critic is not None:
+            self._parts.critic.infer_span()  # those of a step that was given up
         step = self._session.progress.step
         self._on_first(self._parts.metrics, lambda writer: self._record_start(writer, step))
         self._on_first(self._parts.rollouts, lambda writer: writer.rewind(step))

@@ -92,7 +92,7 @@ def update_actor(
         value, statistics, computed = micro_batch_loss(engine, experience, batch, config, normalizers[number])
         if counts:
             if logprobs is not None and number >= last_epoch:
-                logprobs[batch.positions] = computed.float().cpu()
+                logprobs[batch.positions] = computed.to(logprobs)
             means.add(len(batch.positions), **statistics)
             if number == 0:
                 first.add(len(batch.positions), **statistics)

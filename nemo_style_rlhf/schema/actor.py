@@ -46,6 +46,8 @@ class PolicyConfig(ModelConfig):
 
 @dataclass
 class CheckpointConfig:
+    """Checkpoints of actor and critic, and exports."""
+
     save_interval: int = 50
     """PPO steps between checkpoints; the last step is always saved, and -1 saves no other."""
     keep_last: int = 2

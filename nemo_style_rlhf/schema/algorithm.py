@@ -183,6 +183,11 @@ class AlgorithmConfig:
     def uses_critic(self) -> bool:
         return self.advantage_estimator == "gae"
 
+    @property
+    def label(self) -> str:
+        """The algorithm's name in progress and logs."""
+        return "PPO" if self.uses_critic else self.advantage_estimator.upper()
+
     def validate(self) -> None:
         key = "algorithm.{}".format
         for name, choices in CHOICES.items():

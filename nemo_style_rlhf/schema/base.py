@@ -17,7 +17,7 @@ from nemo_style_rlhf.errors import UserError
 Schema = TypeVar("Schema")
 SYNONYMS = {
     "learning_rate": "lr",
-    "max_new_tokens": "max_length",
+    "max_new_tokens": "generation.max_length",
     "init_kl_coef": "initial_policy_kl_penalty",
     "kl_coef": "initial_policy_kl_penalty",
     "beta": "initial_policy_kl_penalty",
@@ -26,7 +26,7 @@ SYNONYMS = {
     "cliprange": "ratio_eps",
     "eps_clip": "ratio_eps",
 }
-"""Names that other trainers give to our keys."""
+"""Names that other trainers give to our keys, and how ours end."""
 SPEAKER = "speaker"
 """The key, in the metadata of a field that holds another program's configuration, of the name with which its errors begin."""
 
@@ -89,10 +89,9 @@ def _meant(error: OmegaConfBaseException, schema: type | None) -> str:
         if near := difflib.get_close_matches(unknown, known if unknown not in known else [], n=1):
             return f", did you mean {near[0]}?"
     every = list(keys(schema)) if schema else []
-    wanted = SYNONYMS.get(unknown, unknown)
     names = {key.rpartition(".")[2] for key in every}
-    near = [wanted] if wanted in names else difflib.get_close_matches(wanted, names, n=1)
-    found = [key for key in every if near and key.rpartition(".")[2] == near[0]]
+    wanted = SYNONYMS.get(unknown, next(iter(difflib.get_close_matches(unknown, names, n=1)), ""))
+    found = [key for key in every if wanted and f".{key}".endswith(f".{wanted}")]
     return f", did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -6,13 +6,16 @@ import inspect
 import textwrap
 from typing import Any, get_type_hints
 
-from omegaconf import MISSING
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_rlhf.errors import UserError
 
 
-def describe(schema: type, key: str) -> str:
+def describe(schema: type, key: str, composed: DictConfig) -> str:
     """The type, the default and the docstring of ``key``, or of every key of a group such as ``engine.optim``.
+
+    Args:
+        composed: the program's configuration without overrides, which has its defaults.
 
     Raises:
         UserError: there is no such key.
@@ -24,21 +27,38 @@ def describe(schema: type, key: str) -> str:
             raise UserError(f"--help {key}: there is no such key; --help alone lists all of them")
         holder = get_type_hints(owner)[name]
     if not dataclasses.is_dataclass(holder):
-        return _line(owner, name, key)
-    lines = [_line(holder, field.name, f"{key}.{field.name}") for field in dataclasses.fields(holder)]  # type: ignore[arg-type]
+        return _line(owner, name, key, composed)
+    lines = [_line(holder, field.name, f"{key}.{field.name}", composed) for field in dataclasses.fields(holder)]  # type: ignore[arg-type]
     return "\n".join([f"{key}: {inspect.getdoc(holder)}", *lines])
 
 
-def _line(owner: type, name: str, key: str) -> str:
-    (field,) = (each for each in dataclasses.fields(owner) if each.name == name)  # type: ignore[arg-type]
+def _line(owner: type, name: str, key: str, composed: DictConfig) -> str:
     kind = get_type_hints(owner)[name]
     if dataclasses.is_dataclass(kind):
         return f"{key}: a group, see --help {key}"
-    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    shown = "required" if default == MISSING else f"default {'null' if default is None else default}"
+    value = default(composed, key)
+    shown = "required" if value is None else f"default {value}"
     kind_name = kind.__name__ if isinstance(kind, type) else str(kind)
     text = textwrap.indent(docstrings(owner).get(name, ""), "    ")
     return f"{key} ({kind_name.replace('None', 'null')}, {shown})" + (f"\n{text}" if text else "")
+
+
+def default(composed: DictConfig, key: str) -> str | None:
+    """The default of ``key`` as the command line takes it; None if there is none."""
+    parent, _, name = key.rpartition(".")
+    section = OmegaConf.select(composed, parent) if parent else composed
+    if OmegaConf.is_missing(section, name):
+        return None
+    value = section[name]
+    return _written(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
+
+
+def _written(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return '""' if value == "" else str(value)
 
 
 def docstrings(schema: type) -> dict[str, str]:

@@ -10,6 +10,8 @@ from nemo_style_rlhf.schema.generation import GenerationConfig
 
 @dataclass
 class EngineRunConfig(RunConfig):
+    """Device, seed and threads of the engine."""
+
     output_dir: str = "."
     """Unused: an engine writes only its ready file."""
 

@@ -88,6 +88,8 @@ class FunctionRewardConfig:
 
 @dataclass
 class RewardConfig:
+    """Sources of rewards, and their weights."""
+
     critic: CriticRewardConfig = field(default_factory=CriticRewardConfig)
     server: RewardServerConfig = field(default_factory=RewardServerConfig)
     function: FunctionRewardConfig = field(default_factory=FunctionRewardConfig)

@@ -9,6 +9,8 @@ from nemo_style_rlhf.schema.critic import ServerConfig, require_label_weights
 
 @dataclass
 class RewardServerRunConfig(RunConfig):
+    """Device, seed and threads of the server."""
+
     output_dir: str = "."
     """Unused: this server writes no files."""
 

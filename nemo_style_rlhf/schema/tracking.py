@@ -7,6 +7,8 @@ from nemo_style_rlhf.schema.base import require
 
 @dataclass
 class WandbConfig:
+    """Weights & Biases."""
+
     enabled: bool = False
     """Log to Weights & Biases; `tracking=wandb` sets it."""
     project: str = "nemo_style_rlhf"

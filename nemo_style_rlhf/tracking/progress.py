@@ -1,6 +1,7 @@
-"""The progress bar of a run."""
+"""The progress of a run: a bar on a terminal, lines in a log file."""
 
 import sys
+import time
 from types import TracebackType
 
 from rich.console import Console
@@ -8,18 +9,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class StepProgress:
-    """``PPO 12/40  reward 1.23  KL 0.045  5,120 tokens/s  eta``: a bar on a terminal, a line per step in a log file."""
+    """``PPO 12/40  reward 1.23  KL 0.045  5,120 tokens/s  eta 1:05``."""
 
-    def __init__(self, total: int, *, enabled: bool) -> None:
-        self._total = total
+    def __init__(self, name: str, total: int, *, enabled: bool = True, period_s: float = 0.0) -> None:
+        """
+        Args:
+            total: steps of the whole run.
+            period_s: least seconds between two lines.
+        """
+        self._name, self._total = name, total
         self._enabled = enabled
+        self._period_s = period_s
+        self._said_at = time.monotonic()
         self._bar: Progress | None = None
         if enabled and sys.stderr.isatty():
             self._bar = Progress(
-                TextColumn("PPO"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"),
+                TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"),
                 TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(), console=Console(stderr=True),
             )  # fmt: skip
-            self._task = self._bar.add_task("PPO", total=total, status="")
+            self._task = self._bar.add_task(name, total=total, status="")
 
     def __enter__(self) -> "StepProgress":
         if self._bar:
@@ -32,14 +40,18 @@ class StepProgress:
         if self._bar:
             self._bar.stop()
 
-    def show(
-        self, step: int, *, reward: float, kl: float | None, tokens_per_second: float, seconds_per_step: float
-    ) -> None:
-        """``kl`` is None if there is no reference to measure it."""
-        divergence = "" if kl is None else f"KL {kl:.4f}  "
-        status = f"reward {reward:.3f}  {divergence}{tokens_per_second:,.0f} tokens/s"
+    def show(self, step: int, status: str, *, seconds_per_step: float) -> None:
+        """Show that ``step`` is finished."""
         if self._bar:
             self._bar.update(self._task, completed=step, status=status)
-        elif self._enabled:
+        elif self._enabled and time.monotonic() - self._said_at >= self._period_s:
+            self._said_at = time.monotonic()
             eta = int(seconds_per_step * (self._total - step))
-            print(f"PPO {step}/{self._total}  {status}  eta {eta // 60}:{eta % 60:02d}", file=sys.stderr, flush=True)
+            line = f"{self._name} {step}/{self._total}  {status}  eta {eta // 60}:{eta % 60:02d}"
+            print(line, file=sys.stderr, flush=True)
+
+
+def ppo_status(*, reward: float, kl: float | None, tokens_per_second: float) -> str:
+    """``kl`` is None if there is no reference to measure it."""
+    divergence = "" if kl is None else f"KL {kl:.4f}  "
+    return f"reward {reward:.3f}  {divergence}{tokens_per_second:,.0f} tokens/s"

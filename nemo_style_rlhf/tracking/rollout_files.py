@@ -8,6 +8,7 @@ leftover of a crash; readers skip it, and :func:`rewind` removes it.
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 
 from nemo_style_rlhf.checkpoint.files import published, storage_errors
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.tracking.sample_files import sample_files
+from nemo_style_rlhf.tracking.sample_files import SampleFile, sample_files
 
 BLOCK = 50
 """Steps in a merged file."""
@@ -136,7 +137,7 @@ def _summaries(per_token: Mapping[str, Array | None], mask: Array, offsets: Arra
         values = reduced(reduce, np.where(mask, flat, neutral))
         with np.errstate(divide="ignore", invalid="ignore"):
             values = values / counts if mean else values
-        return pa.array(values.astype(np.float32), pa.float32(), mask=(counts == 0) | ~np.isfinite(values))
+        return pa.array(values.astype(np.float32), pa.float32(), mask=counts == 0)
 
     kl, ratios = per_token["kl"], per_token["ratios"]
     sampler, policy = per_token["sampler_logprobs"], per_token["logprobs"]
@@ -154,29 +155,49 @@ def _summaries(per_token: Mapping[str, Array | None], mask: Array, offsets: Arra
 
 
 def compact(folder: Path, keep: int) -> None:
-    """Merge the oldest ``BLOCK`` step files once twice as many lie there, and remove the oldest files that the newest ``keep``
-    recorded steps do not need; 0 keeps all.
+    """Merge old step files once ``2 * BLOCK`` lie there, and remove the oldest files that the newest ``keep`` recorded steps do
+    not need; 0 keeps all.
 
     Raises:
         StorageError: the disk refused the merged file.
     """
     files = sample_files(folder)
     single = [file for file in files if file.first == file.last]
-    block = single[:BLOCK]
-    if len(single) >= 2 * BLOCK and sum(file.path.stat().st_size for file in block) <= LARGEST:
+    if len(single) >= 2 * BLOCK and (block := _block(single[:-BLOCK])):
         schema = pa.unify_schemas([pq.read_schema(file.path) for file in block])
         rows = (pq.read_table(file.path) for file in block)
         _write(_merged_path(folder, block[0].first, block[-1].last), schema, rows)
         for file in block:
             file.path.unlink()
         files = sample_files(folder)
-    counts = [pq.read_metadata(file.path).num_row_groups for file in files] if keep else []
-    newer = sum(counts)
-    for file, count in zip(files, counts):
-        newer -= count
-        if newer < keep:
-            break
-        file.path.unlink()
+    if keep and sum(map(_most_steps, files)) > keep:
+        counts = [1 if file.first == file.last else pq.read_metadata(file.path).num_row_groups for file in files]
+        newer = sum(counts)
+        for file, count in zip(files, counts):
+            newer -= count
+            if newer < keep:
+                break
+            file.path.unlink()
+
+
+def _most_steps(file: SampleFile) -> int:
+    return min(file.last - file.first + 1, BLOCK)
+
+
+def _block(single: Sequence[SampleFile]) -> list[SampleFile]:
+    """The oldest neighbors that make a file of at most ``LARGEST`` bytes; none if all are too large for that."""
+    block: list[SampleFile] = []
+    total = 0
+    for file in single:
+        size = file.path.stat().st_size
+        if len(block) == BLOCK or total + size > LARGEST:
+            if len(block) > 1:
+                return block
+            block, total = [], 0
+        if size <= LARGEST:
+            block.append(file)
+            total += size
+    return block if len(block) > 1 else []
 
 
 def rewind(folder: Path, step: int) -> None:
@@ -186,7 +207,7 @@ def rewind(folder: Path, step: int) -> None:
         StorageError: the disk refused a file.
     """
     kept = sample_files(folder)
-    for path in {*folder.glob("step*.parquet")} - {file.path for file in kept}:
+    for path in {*folder.glob("step*.parquet*")} - {file.path for file in kept}:
         path.unlink()
     for file in kept:
         if file.first <= step < file.last:
@@ -224,15 +245,22 @@ def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
 
 
 def read_rows(folder: Path, first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
-    """The samples of steps ``first`` to ``last``, one at a time, as plain values that JSON can hold."""
-    for file in sample_files(folder):
-        if file.last < first or (last is not None and file.first > last):
-            continue
-        content = pq.ParquetFile(file.path)
-        for number in range(content.num_row_groups):
-            for row in content.read_row_group(number).to_pylist():
-                if first <= row["step"] and (last is None or row["step"] <= last):
-                    yield {name: _plain(value) for name, value in row.items()}
+    """The samples of steps ``first`` to ``last``, one at a time, as plain values that JSON can hold. Files may be merged and
+    removed meanwhile."""
+    step = first
+    while file := _next_file(folder, step, last):
+        with suppress(FileNotFoundError):
+            content = pq.ParquetFile(file.path)
+            for number in range(content.num_row_groups):
+                for row in content.read_row_group(number).to_pylist():
+                    if step <= row["step"] and (last is None or row["step"] <= last):
+                        yield {name: _plain(value) for name, value in row.items()}
+            step = file.last + 1
+
+
+def _next_file(folder: Path, step: int, last: int | None) -> SampleFile | None:
+    files = (file for file in sample_files(folder) if file.last >= step)
+    return next((file for file in files if last is None or file.first <= last), None)
 
 
 def _plain(value: Any) -> Any:

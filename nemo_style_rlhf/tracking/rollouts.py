@@ -39,6 +39,7 @@ class RolloutWriter:
             1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(load_decoder,)
         )
         self._tokenizer = tokenizer
+        self._compacting: Future[None] | None = None
         self.writing: Future[None] | None = None
         """Write of the last recorded step's samples; None once it is known to be done."""
 
@@ -49,22 +50,29 @@ class RolloutWriter:
             StorageError: the disk refused.
         """
         self.flush()
-        self._process.submit(_begin, self._folder, step, self._tokenizer).result()
+        if self._config.every or self._folder.is_dir():  # an earlier start may have recorded
+            self._process.submit(_begin, self._folder, step, self._tokenizer).result()
 
     def write(self, samples: "StepSamples") -> None:
-        """Start to write a step's samples.
+        """Start to write a step's samples, and then to merge older ones, for which no checkpoint waits.
 
         Raises:
             StorageError: the disk refused the samples of an earlier step.
         """
-        self.flush()
-        self.writing = self._process.submit(_write, self._folder, samples, self._config.keep)
+        if self.writing is not None:
+            self.writing.result()
+        self.writing = self._process.submit(_write, self._folder, samples)
+        if self._compacting is None or self._compacting.done():
+            if self._compacting is not None:
+                self._compacting.result()
+            self._compacting = self._process.submit(_compact, self._folder, self._config.keep)
 
     def flush(self) -> None:
-        """Wait until everything is written."""
-        writing, self.writing = self.writing, None
-        if writing is not None:
-            writing.result()
+        """Wait until everything is written and merged."""
+        begun = [work for work in (self.writing, self._compacting) if work is not None]
+        self.writing = self._compacting = None
+        for work in begun:
+            work.result()
 
     def close(self) -> None:
         self._process.shutdown()
@@ -87,8 +95,13 @@ def _begin(folder: Path, step: int, tokenizer: str | None) -> None:
         rewind(folder, step)
 
 
-def _write(folder: Path, samples: "StepSamples", keep: int) -> None:
-    from nemo_style_rlhf.tracking.rollout_files import compact, write_step
+def _write(folder: Path, samples: "StepSamples") -> None:
+    from nemo_style_rlhf.tracking.rollout_files import write_step
 
     write_step(folder, samples, [_to_text(ids) for ids in samples.responses()])
+
+
+def _compact(folder: Path, keep: int) -> None:
+    from nemo_style_rlhf.tracking.rollout_files import compact
+
     compact(folder, keep)

@@ -12,9 +12,8 @@ from typing import Any
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.evaluation.samples import Sample, from_jsonl
 from nemo_style_rlhf.evaluation.summary import summarize
-from nemo_style_rlhf.watch.rollout_files import file_steps
 from nemo_style_rlhf.watch.rollout_index import RolloutIndex
-from nemo_style_rlhf.watch.samples import step_samples
+from nemo_style_rlhf.watch.samples import PATIENCE_S, step_samples
 
 RESULTS = "results.jsonl"
 LONGEST_TEXT = 20_000
@@ -61,7 +60,7 @@ def evaluation_sides(folder: Path) -> list[Side]:
     path = folder / RESULTS
     try:
         return _evaluation_sides(path, path.stat().st_mtime_ns)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no result of trainers/evaluate.py ({error}): run the evaluation again") from error
 
 
@@ -71,6 +70,8 @@ def _evaluation_sides(path: Path, _changed: int) -> list[Side]:
     with path.open() as lines:
         for sample in from_jsonl(lines):
             samples.setdefault(sample.checkpoint, []).append(sample)
+    if not samples:
+        raise ValueError("it has no sample")
     told = {each["name"]: each["path"] for each in facts(path.parent).get("checkpoints", [])}
     names = sorted(samples, key=lambda name: list(told).index(name) if name in told else len(told))
     return [Side(name, told.get(name, ""), samples[name]) for name in names]
@@ -110,10 +111,16 @@ def newest_common_step(indexes: Sequence[RolloutIndex]) -> int:
     Raises:
         UserError: the runs have recorded no step in common.
     """
-    common = set.intersection(*(file_steps(index.folder) for index in indexes))
+    common = set.intersection(*map(_recorded_steps, indexes))
     if not common:
         raise UserError("these runs have recorded no step in common: choose a step of each")
     return max(common)
+
+
+def _recorded_steps(index: RolloutIndex) -> set[int]:
+    index.refresh(PATIENCE_S)
+    with index.cursor() as cursor:
+        return {row[0] for row in cursor.execute("SELECT DISTINCT step FROM samples").fetchall()}
 
 
 def rows_of(sides: Sequence[Side], *, same_prompts: bool) -> tuple[list[Row], list[Side], int]:

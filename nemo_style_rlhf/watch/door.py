@@ -68,6 +68,8 @@ def take_door(host: str, port: int, token_file: str | None, certificate: str | N
             f"--host={host} would open the page to the network without a token: set --token-file or the environment variable "
             f"{TOKEN_ENV}, or bind 127.0.0.1"
         )
+    if key is not None and certificate is None:
+        raise UserError(f"--key={key} needs the certificate that it belongs to: give --certificate, too")
     try:
         tls = None if certificate is None else tls_context(certificate, key, None)
     except (OSError, ssl.SSLError) as error:
@@ -76,7 +78,9 @@ def take_door(host: str, port: int, token_file: str | None, certificate: str | N
             "private key without a passphrase"
         ) from error
     listener = take_port(host, port, prefix="--", patience_s=PORT_PATIENCE_S)
-    names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+    names = {"localhost", host.lower()}
+    if host.strip("[]") not in LOOPBACK:
+        names |= {socket.gethostname().lower(), socket.getfqdn().lower()}  # the latter asks a name server
     return Door(listener, given or _page_token(), given is None, frozenset(names), tls)
 
 

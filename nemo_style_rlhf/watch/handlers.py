@@ -83,7 +83,7 @@ class Guarded(RequestHandler):
 
 
 class Page(Guarded, StaticFileHandler):
-    """The files of the page. Who lacks the token gets a form that asks for it."""
+    """The files of the page. A browser without the token gets a form that asks for it."""
 
     def prepare(self) -> None:
         token = self.get_query_argument("token", None)
@@ -144,13 +144,13 @@ class Api(Guarded):
     async def reply(self, work: Callable[[], Any]) -> None:
         """Answer with what ``work``, called in a thread, returns."""
         try:
-            result = await asyncio.get_running_loop().run_in_executor(None, work)
+            answer = await asyncio.get_running_loop().run_in_executor(None, lambda: to_json(work()))
         except UnknownRun as error:
             raise HTTPError(404, str(error)) from error
         except UserError as error:
             raise HTTPError(400, str(error)) from error
         self.set_header("Content-Type", "application/json")
-        self.finish(to_json(result))
+        self.finish(answer)
 
     def number(self, name: str, default: int) -> int:
         """A whole number of the query.

@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,7 +46,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._life = 1
+        self._life = time.monotonic_ns()
         self._forget()
 
     def _forget(self) -> None:
@@ -94,7 +96,9 @@ def _parsed(line: bytes) -> Row | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return {sys.intern(key): value for key, value in row.items()}  # else each row has names of its own
 
 
 class Logs:

@@ -151,8 +151,8 @@ async def _of_rollouts(client: _Client, runs: list[str]) -> AsyncIterator[tuple[
             group = {"run": run, "step": step, "prompt_id": row["prompt_id"]}
             for path, query in (("/api/sample", sample), ("/api/group", group)):
                 answer = await client.get(path, query)
-                left -= len(to_json(answer))
-                if left > 0 and answer is not None:
+                if answer is not None and (size := len(to_json(answer))) <= left:
+                    left -= size
                     yield key_of(path, query), answer
 
 

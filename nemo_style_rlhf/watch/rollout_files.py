@@ -32,11 +32,6 @@ def list_files(folder: Path) -> list[RolloutFile]:
     return found
 
 
-def file_steps(folder: Path) -> set[int]:
-    """Steps that the files' names speak of; where not every step is recorded, a compacted file need not have all of them."""
-    return {step for file in list_files(folder) for step in range(file.first, file.last + 1)}
-
-
 def open_database(folder: Path, *, threads: int, memory: str) -> duckdb.DuckDBPyConnection:
     """A database in memory that can read files in ``folder`` and nothing else, and fetches no extensions."""
     database = duckdb.connect(

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import duckdb
@@ -31,6 +31,7 @@ COLUMNS = {
 FIRST_FILES_S = 5.0
 """Longest wait for the first files: without them a page has nothing to show."""
 SHORT_TEXT = "finish_reason"
+UNREADABLE = (duckdb.IOException, duckdb.InvalidInputException)
 
 
 class RolloutIndex:
@@ -50,15 +51,16 @@ class RolloutIndex:
         self.changes = time.monotonic_ns()
         """Grows when samples come or go; no two indexes of a run begin with the same."""
         self._listed = 0
+        self._damaged: set[RolloutFile] = set()
         self._reader: threading.Thread | None = None
         self._error: BaseException | None = None
         self._some = threading.Event()
 
     def refresh(self, patience_s: float) -> tuple[int, int]:
-        """Look for new files, and wait at most so long until they are read.
+        """Look for new files, and wait up to ``patience_s`` seconds for them.
 
         Returns:
-            Numbers of files that are read, and that exist.
+            Numbers of files that are read, and that exist; damaged ones in neither.
         """
         with self._lock:
             reader = self._reader
@@ -71,7 +73,12 @@ class RolloutIndex:
             error, self._error = self._error, None
             if error is not None:
                 raise error
-            return len(self._files), max(self._listed, len(self._files))
+            return len(self._files), max(self._listed - len(self._damaged), len(self._files))
+
+    @property
+    def damaged(self) -> int:
+        """Number of files that cannot be read."""
+        return len(self._damaged)
 
     @contextmanager
     def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -103,14 +110,25 @@ class RolloutIndex:
     def _read_new_files(self) -> None:
         listed = list_files(self.folder)
         self._listed = len(listed)
-        new = [file for file in listed if file not in self._files]
+        self._damaged &= set(listed)
+        new = [file for file in listed if file not in self._files and file not in self._damaged]
         for first in range(0, len(new), BATCH):
             batch = new[first : first + BATCH]
-            with suppress(duckdb.IOException):  # one vanished meanwhile: the next look finds what replaced it
+            try:
                 self._take(batch, set(listed))
+            except UNREADABLE:
+                for file in batch:
+                    self._take_one(file, set(listed))
         with self._database.cursor() as cursor:
             for file in set(self._files) - set(listed):
                 self._drop(cursor, [file])
+
+    def _take_one(self, file: RolloutFile, listed: set[RolloutFile]) -> None:
+        try:
+            self._take([file], listed)
+        except UNREADABLE:
+            if Path(file.path).exists():  # else it was merged or removed: the next look finds what replaced it
+                self._damaged.add(file)
 
     def _take(self, batch: list[RolloutFile], listed: set[RolloutFile]) -> None:
         """Add the samples of files, and drop those of the files that they replace, in one transaction."""

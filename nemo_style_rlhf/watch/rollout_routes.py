@@ -71,7 +71,7 @@ class PromptHistory(RolloutApi):
 
 
 class Sample(RolloutApi):
-    """``/api/sample?run=&step=&row=&first=&count=``: one sample, and so many of its tokens."""
+    """``/api/sample?run=&step=&row=&first=&count=``: one sample, and ``count`` of its tokens from ``first`` on."""
 
     async def get(self) -> None:
         run, step, row = self.run, self.number("step", 0), self.number("row", 0)

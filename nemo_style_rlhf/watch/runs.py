@@ -53,7 +53,7 @@ class Runs:
                 raise UserError(
                     f"{root} does not exist: give folders of runs, or one above them in which runs will appear"
                 )
-        folders = [root.absolute() for root in roots if root.is_dir()]
+        folders = [Path(os.path.abspath(root)) for root in roots if root.is_dir()]  # without ..
         if not folders:
             raise UserError(f"{roots[0]} is a file: give folders of runs, such as outputs/ppo")
         self._known: dict[str, Run] = {}

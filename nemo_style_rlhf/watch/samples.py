@@ -117,6 +117,7 @@ def page(index: RolloutIndex, query: Query, *, texts: bool = True) -> dict[str, 
         "rows": rows,
         "total": total,
         "totals": totals,
+        "damaged": index.damaged,
         "files_read": read,
         "files": listed,
     }

@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from nemo_style_rlhf import programs
 from nemo_style_rlhf.launch.sweep import own_folders
 from tests.support.paths import ROOT, SERVER_PYTHON
 
@@ -58,9 +61,9 @@ def test_a_run_that_fails_ends_the_sweep(tmp_path):
 
 
 def test_folders_that_the_user_varies_stay():
-    assert own_folders([["run.output_dir=a", "x=1"], ["run.output_dir=b", "x=1"]]) == ["a", "b"]
-    long = [["run.output_dir=a", f"x={'y' * 200}{number}"] for number in range(2)]
-    assert own_folders(long) == ["a/1", "a/2"]
+    assert own_folders([["run.output_dir=a", "x=1"], ["run.output_dir=b", "x=1"]], ["a", "b"]) == ["a", "b"]
+    long = [[f"x={'y' * 200}{number}"] for number in range(2)]
+    assert own_folders(long, ["a", "a"]) == ["a/1", "a/2"]
 
 
 def test_ranks_of_torchrun_do_not_sweep(tmp_path):
@@ -68,8 +71,24 @@ def test_ranks_of_torchrun_do_not_sweep(tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("error: -m starts one process per run")
 
 
-def test_a_server_refuses(tmp_path):
-    command = [SERVER_PYTHON, ROOT / "servers/serve_ppo_critic.py", "-m", "run.seed=1,2", f"run.output_dir={tmp_path}"]
-    done = subprocess.run([*command, "model.path=owner/reward"], cwd=tmp_path, capture_output=True, text=True)
-    sentence = "-m starts one run after the other and a server does not end: start each by a command of its own"
-    assert (done.returncode, done.stderr) == (2, f"error: {sentence}\n")
+def test_the_folder_may_stand_in_a_file(tmp_path):
+    lines = ["defaults: [sft, _self_]", "run:", "  output_dir: sweep", "model:", "  path: owner/policy", "data:"]
+    (tmp_path / "mine.yaml").write_text("\n".join([*lines, "  train_path: owner/rows"]) + "\n")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = ["--config-dir=.", "--config-name=mine", "-m", "run.seed=1,2"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "program.py", *words], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == 0 and sorted(seen(tmp_path)) == ["sweep/run.seed_1", "sweep/run.seed_2"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("python", "script", "given", "reason"),
+    [
+        (SERVER_PYTHON, "servers/serve_ppo_critic.py", ["model.path=owner/reward"], programs.SERVER),
+        (sys.executable, "trainers/train_ppo_actor.py", ["model.path=o/p", "data.train_path=o/rows"], programs.ONE_RUN),
+    ],
+)
+def test_programs_without_a_run_for_each_refuse(python, script, given, reason, tmp_path):
+    command = [python, ROOT / script, "-m", "run.seed=1,2", f"run.output_dir={tmp_path}", *given]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"error: -m starts one run after the other {reason}\n")

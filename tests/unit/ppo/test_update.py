@@ -50,6 +50,24 @@ def update(engine: Engine, plan: list[list[int]] = FULL, *, silent: str = "", **
     return update_actor(engine, seen, plan, config, Ranks(), max_length=MAX_LENGTH, seed=0)
 
 
+def test_the_last_epochs_log_probabilities_are_handed_out():
+    """Two epochs of one mini-batch: the second computes them after the first's optimizer step, which the ratio's mean shows."""
+    config = AlgorithmConfig(ppo_epochs=2)
+    seen = replace(experience(config), correction=None)
+    found = torch.zeros_like(seen.logprobs)
+    engine = make_engine(0)
+    metrics = update_actor(
+        engine, seen, [*FULL, *FULL], config, Ranks(), max_length=MAX_LENGTH, seed=0, logprobs=found
+    )  # fmt: skip
+    planned = torch.zeros_like(seen.mask, dtype=torch.bool)
+    planned[seen.lengths[0] :] = seen.mask.bool()[seen.lengths[0] :]  # FULL leaves out sample 0
+    ratio = (found - seen.logprobs).exp()[planned]
+    assert not found[~planned].any() and found[planned].all()
+    first = metrics["train_optim/ppo_ratio_first_mini_batch"]
+    assert float(ratio.mean()) == pytest.approx(2 * metrics["train_optim/ppo_ratio"] - first, rel=1e-5)
+    assert abs(float(ratio.mean()) - first) > 1e-4
+
+
 def state(engine: Engine) -> str:
     """Digest of weights, optimizer states, schedule and counters."""
     return digest_of_state(list(engine.snapshot().files.values()))

@@ -1,9 +1,12 @@
 """What `--help KEY` says, and which keys are suggested for unknown ones."""
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build, keys
 from nemo_style_rlhf.schema.documentation import describe
@@ -13,25 +16,43 @@ from tests.support.entry_points import refusal
 SFT = "trainers/train_sft.py"
 
 
+def explained(schema: type, name: str, key: str) -> str:
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        return describe(schema, key, compose(name))
+
+
 def test_a_key_is_explained_by_its_docstring():
-    assert describe(PPOActorConfig, "algorithm.ppo_epochs") == (
+    assert explained(PPOActorConfig, "ppo_actor", "algorithm.ppo_epochs") == (
         "algorithm.ppo_epochs (int, default 1)\n    Passes over one rollout."
     )
-    assert describe(PPOActorConfig, "model.path").startswith(
+    assert explained(PPOActorConfig, "ppo_actor", "model.path").startswith(
         "model.path (str, required)\n    A local Hugging Face directory"
     )
-    assert describe(PPOActorConfig, "run.resume").startswith("run.resume (str, default auto)\n    auto (resume from")
+    assert explained(PPOActorConfig, "ppo_actor", "run.resume").startswith(
+        "run.resume (str, default auto)\n    auto (resume from"
+    )
 
 
 def test_a_group_is_explained_key_by_key():
-    lines = describe(PPOActorConfig, "algorithm.shaping").splitlines()
+    lines = explained(PPOActorConfig, "ppo_actor", "algorithm.shaping").splitlines()
     assert lines[0].startswith("algorithm.shaping: Turns raw scores into rewards")
     assert any(line.startswith("algorithm.shaping.clip_low (float | null, default null)") for line in lines)
 
 
-def test_every_key_of_a_run_can_be_explained():
+def test_a_default_is_the_programs_own():
+    assert explained(SFTConfig, "sft", "engine.optim.lr").startswith("engine.optim.lr (float, default 2e-05)")
+
+
+def test_every_key_and_group_of_a_run_can_be_explained():
     every = list(keys(PPOActorConfig))
-    assert len(every) > 150 and all(describe(PPOActorConfig, key).startswith(f"{key} (") for key in every)
+    whole = "\n".join(
+        explained(PPOActorConfig, "ppo_actor", name) for name in sorted({key.split(".")[0] for key in every})
+    )
+    assert len(every) > 150 and all(
+        explained(PPOActorConfig, "ppo_actor", key).startswith(f"{key} (") for key in every[::9]
+    )
+    assert "=<factory>" not in whole and "Config(" not in whole
 
 
 def test_the_command_line_explains_and_refuses(capsys, monkeypatch):

@@ -11,7 +11,7 @@ from nemo_style_rlhf.evaluation.samples import Sample, from_jsonl, to_jsonl
 from nemo_style_rlhf.watch.rollout_sources import RolloutSources
 from nemo_style_rlhf.watch.runs import Runs, UnknownRun
 from nemo_style_rlhf.watch.samples import Query
-from tests.support.rollout_files import sample_row, table_of, write_step
+from tests.support.rollout_files import sample_row, table_of, write_compacted, write_step
 
 
 def answer(prompt_id: int, checkpoint: str, response: str, score: float | None, index: int = 0) -> Sample:
@@ -140,3 +140,20 @@ def test_what_cannot_be_compared_is_said(sources: RolloutSources, tmp_path: Path
     (tmp_path / "outputs" / "empty" / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="no step in common"):
         compare(sources, "one", "empty")
+
+
+def test_the_newest_common_step_is_one_that_both_have_recorded(sources: RolloutSources, tmp_path: Path) -> None:
+    """The name of a merged file says nothing about the steps in between."""
+    write_compacted(
+        tmp_path / "outputs" / "one" / "rollouts", 3, 9, [table_of([sample_row(step, 0, "q", "x")]) for step in (3, 9)]
+    )
+    write_step(tmp_path / "outputs" / "two" / "rollouts", 5, table_of([sample_row(5, 0, "q", "y")]))
+    found = compare(sources, "one", "two")
+    assert [side["name"] for side in found["sides"]] == ["outputs/one, step 1", "outputs/two, step 1"]
+
+
+@pytest.mark.parametrize("content", ["", "[]\n"])
+def test_results_without_a_sample_are_a_sentence(sources: RolloutSources, tmp_path: Path, content: str) -> None:
+    (tmp_path / "outputs" / "evaluation" / "results.jsonl").write_text(content)
+    with pytest.raises(UserError, match=r"is no result of trainers/evaluate\.py"):
+        compare(sources, "evaluation")

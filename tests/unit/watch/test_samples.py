@@ -234,3 +234,15 @@ def test_the_database_reads_only_the_rollouts(folder: Path, tmp_path_factory: py
         with pytest.raises(Exception, match=r"[Pp]ermission|disabled|locked"):
             database.execute(statement)
     assert list(secret.parent.iterdir()) == [secret]
+
+
+def test_a_damaged_file_is_counted_and_hides_no_other(folder: Path) -> None:
+    (folder / "step_000006.parquet").write_bytes(b"")
+    (folder / "step_000007.parquet").write_bytes((folder / "step_000005.parquet").read_bytes()[:-40])
+    index = RolloutIndex(folder)
+    found = read(index)
+    assert (found["damaged"], found["total"], found["files_read"], found["files"]) == (2, 30, 3, 3)
+    (folder / "step_000006.parquet").unlink()
+    while (found := read(index))["damaged"] == 2:
+        pass
+    assert (found["damaged"], found["total"]) == (1, 30)

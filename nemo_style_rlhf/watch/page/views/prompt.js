@@ -25,7 +25,11 @@ export async function show(container, query, api) {
     for (const step of steps) list.append(...section(step, samples.filter((sample) => sample.step === step), first, run, api));
     more.hidden = shown >= first.steps.length;
   };
-  more.addEventListener("click", async () => add(await ask(shown)));
+  more.addEventListener("click", async () => {
+    more.disabled = true;
+    add(await ask(shown));
+    more.disabled = false;
+  });
   const steps = first.steps.length;
   fill(
     container,
@@ -43,7 +47,11 @@ export async function show(container, query, api) {
     api.status(`reading: ${first.files_read} of ${first.files} files`);
     timer = setTimeout(() => show(container, query, api).then((stop) => (again = stop)), READING_MS);
   } else if (!api.isReport) api.status("");
-  while (wished && !document.getElementById(`step-${wished}`) && shown < steps) add(await ask(shown));
+  while (wished && !document.getElementById(`step-${wished}`) && shown < steps && container.isConnected) {
+    const next = await ask(shown);
+    if (!next.samples.length) break; // steps have left the disk meanwhile
+    add(next);
+  }
   if (wished) document.getElementById(`step-${wished}`)?.scrollIntoView();
   api.keys({
     m: ["show earlier steps", () => more.hidden || more.click()],

@@ -47,16 +47,27 @@ export async function show(container, query, api) {
     if (ended) return;
     const same = place.answer && JSON.stringify(place.answer) === JSON.stringify(answer);
     place.answer = answer;
-    if (!api.isReport) api.status(answer.files_read < answer.files ? `reading: ${answer.files_read} of ${answer.files} files` : "");
+    if (!api.isReport) api.status(readingOf(answer));
     if (!same && !box.busy()) {
       controls(place, state, change, api);
       draw(place, state, params, api, change);
     }
-    const reading = answer.files_read < answer.files;
-    if (!api.isReport && (reading || state.offset === 0)) timer = setTimeout(() => load().catch((error) => api.status(error.message)), reading ? READING_MS : POLL_MS);
+    return answer.files_read < answer.files ? READING_MS : POLL_MS;
+  }
+  function follow(wait) {
+    if (!ended && !api.isReport && (wait === READING_MS || state.offset === 0)) timer = setTimeout(again, wait);
+  }
+  async function again() {
+    let wait = POLL_MS;
+    try {
+      if (!document.hidden) wait = await load();
+    } catch (error) {
+      api.status(error.message);
+    }
+    follow(wait);
   }
   bindKeys(place, state, api, change, box);
-  await load();
+  follow(await load());
   return () => {
     ended = true;
     clearTimeout(timer);
@@ -79,12 +90,23 @@ function bindKeys(place, state, api, change, box) {
   api.keys({
     "j ArrowDown": ["next row", () => move(1)],
     "k ArrowUp": ["row before", () => move(-1)],
-    Enter: ["open the row", () => document.activeElement.matches("a, button, summary") ? document.activeElement.click() : (location.hash = place.body.querySelectorAll("[data-href]")[place.current].dataset.href)],
+    Enter: ["open the row", () => document.activeElement.matches("a, button, summary") ? document.activeElement.click() : openRow(place)],
     n: ["next page", () => turn(1)],
     p: ["page before", () => turn(-1)],
     "/": ["search the texts", () => box.focus()],
     Escape: ["end the search", () => box.clear()],
   });
+}
+
+function openRow(place) {
+  const row = place.body.querySelectorAll("[data-href]")[place.current];
+  if (row) location.hash = row.dataset.href;
+}
+
+/** How far the server has read the files, and which it cannot read. */
+function readingOf({ files_read: read, files, damaged }) {
+  const parts = [read < files && `reading: ${read} of ${files} files`, damaged && `damaged files: ${damaged}`];
+  return parts.filter(Boolean).join("; ");
 }
 
 function controls(place, state, change, api) {

@@ -107,7 +107,7 @@ class Timeline {
   showFacts() {
     const sum = (values) => values.reduce((total, value) => total + value, 0);
     const whole = sum(this.steps.map(({ seconds }) => seconds));
-    const busy = sum(this.steps.flatMap(({ lanes }) => (lanes.find(({ name }) => name === "critic")?.spans ?? []).map(({ seconds }) => seconds)));
+    const busy = Math.min(whole, sum(this.rows.map((row) => (row["clock/critic_infer_busy"] ?? 0) + (row["timers/critic_train"] ?? 0))));
     const percent = (part) => `${number(Math.round((100 * part) / whole))} %`;
     const critic = this.runs.find(({ id }) => id === this.run.critic);
     const last = this.rows.at(-1);
