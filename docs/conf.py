@@ -20,7 +20,6 @@ pygments_style = "default"
 pygments_dark_style = "monokai"
 
 myst_heading_anchors = 4  # a link to page.md#heading is checked, as are links to pages and files
-myst_enable_extensions = ["colon_fence"]
 
 default_role = "code"  # docstrings put names in single backquotes
 autodoc_member_order = "bysource"

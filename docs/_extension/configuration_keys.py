@@ -88,7 +88,9 @@ def all_keys() -> dict[Key, list[str]]:
         for program, (config_name, schema) in PROGRAMS.items():
             ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
             for key in keys_of(schema, compose(config_name)):
-                of_actor = any(other.name == key.name for other in found)
+                of_actor = any(
+                    other.name == key.name and "train_ppo_actor" in takers for other, takers in found.items()
+                )
                 if program in PAIRS and (of_actor or key.name.startswith("critic.")):
                     continue
                 found.setdefault(key, []).append(program)
@@ -100,7 +102,7 @@ def rst() -> str:
     keys = all_keys()
     parts: list[str] = []
     for section in sorted({key.section for key in keys}):
-        title = f"{section}" if section else "Keys of single programs"
+        title = section or "Keys of single programs"
         parts.append(f"{title}\n{'-' * len(title)}\n")
         ordered = sorted((key for key in keys if key.section == section), key=lambda key: key.name.count(".") > 1)
         seen: set[str] = set()
@@ -118,11 +120,11 @@ def _entry(key: Key, programs: list[str], *, repeated: bool) -> str:
 
 
 def presets() -> str:
-    """Describe the presets of a group, ``group=name``, by the comments at the head of their files."""
+    """Describe the presets of a group, ``group=name``, by the comments at the head of their files but for commands."""
     lines = []
     for path in sorted(CONF_DIR.glob("*/*.yaml")):
         head = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
-        comment = " ".join(line.removeprefix("#").strip() for line in head if "@package" not in line)
+        comment = " ".join(line.removeprefix("#").strip() for line in head if not re.match("#   |# @package", line))
         lines += [f"``{path.parent.name}={path.stem}``", f"   {_escaped(comment)}", ""]
     return "\n".join(lines)
 

@@ -36,7 +36,7 @@ class ShapingConfig:
     clip_low: float | None = None
     """Lower bound of a score; null for none."""
     clip_high: float | None = None
-    """Scores are clipped before any baseline or group statistics see them."""
+    """Upper bound of a score; null for none. Scores are clipped before any baseline or group statistics see them."""
     overlong_buffer: int = 0
     """Number of tokens before generation.max_length, or the row's own limit, over which a penalty grows (DAPO); 0 for none."""
     overlong_factor: float = 1.0

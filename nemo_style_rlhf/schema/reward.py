@@ -29,6 +29,7 @@ class RewardServerConfig(RemoteCriticConfig):
     )
 
     port: int = 5568
+    """server.port of the reward server."""
     weight: float = 0.0
     """Weight of these rewards in the sum over all sources; with 0 the server is not asked."""
     replicas: list[str] = field(default_factory=list)

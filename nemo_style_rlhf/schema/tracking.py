@@ -28,7 +28,7 @@ class RolloutsConfig:
     """Samples on disk, token by token: rollouts/step_XXXXXX.parquet, which trainers/watch.py shows."""
 
     every: int = 1
-    """Write the samples of every such step; 0 writes none."""
+    """Write the samples of every Nth step; 0 writes none."""
     keep: int = 1000
     """Number of written steps that stay on disk, up to 49 more while files are merged; 0 keeps all. 512 samples of 512 response
     tokens take some 10 MB."""

@@ -99,6 +99,10 @@ def test_defaults_are_those_that_programs_compose(entries: dict[str, str]) -> No
     assert "str , required, in" in entries["model.path"]
 
 
+def test_a_key_of_both_commands_for_a_pair_names_both(entries: dict[str, str]) -> None:
+    assert entries["ranks"].endswith("in train_ppo_local, plan.") and entries["device_gib"].endswith("in plan.")
+
+
 def test_every_program_and_preset_is_on_the_page_of_keys(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (site / "reference" / "keys.html").read_text()
     monkeypatch.syspath_prepend(ROOT / "docs" / "_extension")

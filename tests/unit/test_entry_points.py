@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.paths import ENTRY_POINTS, ROOT, own_python
 
@@ -40,6 +41,18 @@ def test_options_may_stand_between_overrides(option: list[str]) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "  seed: 2\n" in result.stdout and "  device: cpu\n" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["ppo_actor", "ppo_local", "plan"])
+def test_help_lists_every_preset_that_a_program_takes(name: str) -> None:
+    """Hydra's own list would have the critic server's recipes, too."""
+    template = yaml.safe_load((ROOT / "conf" / f"{name}.yaml").read_text())["hydra"]["help"]["template"]
+    listed = template.partition("Presets (group=name):\n")[2].partition("\n\n")[0]
+    presets: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "conf").glob("*/*.yaml"), key=lambda path: (path.parent.name, path.stem)):
+        presets.setdefault(path.parent.name, []).append(path.stem)
+    assert presets.pop("experiment_critic")
+    assert listed.splitlines() == [f"{group}: {', '.join(names)}" for group, names in presets.items()]
 
 
 RESTARTED = """
