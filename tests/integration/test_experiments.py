@@ -117,7 +117,8 @@ def test_a_preset_runs_dry(name, tmp_path):
     lexicon.write_text(LEXICON.read_text() if LEXICON.exists() else "happy\t2.0\nsad\t-2.0\n")
     words = [
         f"experiment={name}", f"model.path={save_model(tmp_path / 'policy', family)}", "generation=hf",
-        f"data.train_path={tmp_path / 'rows.jsonl'}", "algorithm.max_steps=2", "run.num_threads=1", "--dry-run",
+        f"data.train_path={tmp_path / 'rows.jsonl'}", f"data.val_path={tmp_path / 'rows.jsonl'}", "algorithm.max_steps=2",
+        "run.num_threads=1", "--dry-run",
     ]  # fmt: skip
     if not (ROOT / "conf" / "experiment_critic" / f"{name}.yaml").exists():
         command = ["trainers/train_ppo_actor.py", f"run.output_dir={tmp_path / 'run'}", *words]
