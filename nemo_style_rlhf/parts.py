@@ -1,6 +1,6 @@
 """The public parts of the package, for a loop of one's own: examples/own_loop.py is one in 60 lines.
 
-Names in ``__all__`` stay importable from here, and changes to them are announced; everything else may change without notice.
+Names in ``__all__`` stay importable from here; everything else may change without notice.
 Batches are ragged: sequences lie end to end in flat [N] tensors, with their lengths beside them (:class:`Experience` documents
 every field).
 
@@ -27,10 +27,17 @@ prepare()  # else the libraries below would greet
 
 from nemo_style_rlhf.algorithms.advantages import discounted_returns, gae, group_advantages
 from nemo_style_rlhf.algorithms.corrections import importance_weights
-from nemo_style_rlhf.algorithms.kl import kl_estimate, kl_loss
+from nemo_style_rlhf.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_loss
 from nemo_style_rlhf.algorithms.masking import aggregate, masked_mean, masked_whiten
 from nemo_style_rlhf.algorithms.policy_loss import policy_loss
-from nemo_style_rlhf.algorithms.preference_loss import dpo_loss, kto_loss
+from nemo_style_rlhf.algorithms.preference_loss import dpo_loss, kto_loss, reward_model_loss
+from nemo_style_rlhf.algorithms.reward_shaping import (
+    RunningNormalizer,
+    clip_scores,
+    overlong_penalty,
+    place_rewards,
+    truncation_penalty,
+)
 from nemo_style_rlhf.algorithms.value_loss import value_loss
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
 from nemo_style_rlhf.distributed.ranks import Ranks
@@ -53,9 +60,11 @@ from nemo_style_rlhf.schema.generation import GenerationConfig
 from nemo_style_rlhf.scoring.sources import text_sources
 
 __all__ = [
+    "AdaptiveKLController",
     "Engine",
     "EngineConfig",
     "Experience",
+    "FixedKLController",
     "FrozenCopy",
     "GenerationConfig",
     "ModelConfig",
@@ -68,11 +77,13 @@ __all__ = [
     "Ranks",
     "Rollout",
     "RunConfig",
+    "RunningNormalizer",
     "UserError",
     "action_aligned",
     "action_mask",
     "aggregate",
     "batch_logprobs",
+    "clip_scores",
     "discounted_returns",
     "dpo_loss",
     "gae",
@@ -89,11 +100,15 @@ __all__ = [
     "masked_mean",
     "masked_whiten",
     "micro_batch_iterator",
+    "overlong_penalty",
+    "place_rewards",
     "policy_loss",
+    "reward_model_loss",
     "run",
     "setup",
     "shapes_of",
     "text_sources",
+    "truncation_penalty",
     "value_loss",
     "weights_for_generator",
 ]
