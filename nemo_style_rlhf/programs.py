@@ -174,7 +174,7 @@ def evaluate(config: EvaluationConfig) -> None:
 
 @entry_point(InspectDataConfig, config_name="inspect_data", no_sweep=lambda config: NO_RUN)
 def inspect_data(config: InspectDataConfig) -> None:
-    """Show tokenised training samples."""
+    """Show tokenized training samples."""
     from nemo_style_rlhf.supervised.inspection import inspect_data
 
     inspect_data(config)

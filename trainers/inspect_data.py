@@ -1,4 +1,4 @@
-"""Show tokenised training samples: python trainers/inspect_data.py --help"""
+"""Show tokenized training samples: python trainers/inspect_data.py --help"""
 
 import sys
 from pathlib import Path

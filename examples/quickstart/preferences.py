@@ -2,7 +2,7 @@
 
     .venv-actor/bin/python examples/quickstart/preferences.py        # after `make quickstart`
 
-Both start from the SFT model and see the pairs that the reward model saw, a tenth of them labelled the wrong way round.
+Both start from the SFT model and see the pairs that the reward model saw, a tenth of them labeled the wrong way round.
 Results: outputs/preferences/summary.json.
 """
 

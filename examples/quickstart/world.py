@@ -1,6 +1,6 @@
 """A small text world: product reviews from a template grammar, half of them pleasant and half unpleasant.
 
-The same templates generate reviews and, compiled into one regular expression, recognise them. A review is pleasant or
+The same templates generate reviews and, compiled into one regular expression, recognize them. A review is pleasant or
 unpleasant as a whole; it may concede a point to the other side ("Its lid is flimsy, but ..."). The gold rule
 :func:`is_pleasant` counts words and is used for evaluation only.
 """

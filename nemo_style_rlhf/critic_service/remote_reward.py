@@ -16,7 +16,7 @@ class RemoteRewardModel(ServerClient):
     """Client of one server of a reward model. It changes nothing there, and needs neither handshake nor lease."""
 
     def score_text(self, prompts: Sequence[str | Chat], responses: Sequence[str]) -> "Future[Array]":
-        """Rewards float32 [B] of responses to prompts, tokenised by the server as its reward model was trained.
+        """Rewards float32 [B] of responses to prompts, tokenized by the server as its reward model was trained.
 
         The policy's tokenizer may be another one. Big batches are split.
 
