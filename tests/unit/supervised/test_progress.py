@@ -6,8 +6,8 @@ from nemo_style_rlhf.supervised import progress
 
 
 def test_lines_come_now_and_then_also_while_gradients_accumulate(monkeypatch, capsys):
-    """The first micro-batch may take longer than the period, when no step is done yet. Steps 5 to 10 at 65 s each take 5:25, steps 8
-    to 10 at 82 / 3 s each 1:22."""
+    """The first micro-batch may take longer than the period, while no step is done. Five steps of 65 s each take 5:25, three of
+    82 / 3 s each 1:22."""
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
