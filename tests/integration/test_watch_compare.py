@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -185,8 +184,7 @@ def test_a_narrow_window_has_one_column_and_names_each_response(three: Browser) 
         three.resize(1280, 900)
 
 
-def test_two_thousand_rows_are_searched_within_a_blink(browser: Browser, outputs: Path) -> None:
-    """A blink takes 0.1 to 0.4 s; the fastest of several searches, since the machine may be doing something else."""
+def test_two_thousand_rows_are_searched_and_shown_as_one_scrolls(browser: Browser, outputs: Path) -> None:
     words = ["some", "of", "these", "words", "occur", "in", "every", "row", "others", "in", "hardly", "any"]
     rows = [
         {
@@ -199,13 +197,6 @@ def test_two_thousand_rows_are_searched_within_a_blink(browser: Browser, outputs
     opened(browser, run)
     counts(browser, "2,000 prompts")
     assert len(prompts_shown(browser)) < 200  # the rest come while one scrolls
-    seconds = []
-    for query in ("e", "words occur", "n1234", "row", "hardly", "zzz"):
-        path = f"/api/compare?{urlencode({'run': run, 'q': query})}"
-        started = time.monotonic()
-        browser.run(f"fetch({json.dumps(path)}).then((answer) => answer.json()).then((answer) => answer.found)")
-        seconds.append(time.monotonic() - started)
-    assert min(seconds) < 0.4, seconds
     browser.press("/")
     browser.type("n1234")
     counts(browser, "1 of 2,000 prompts, 2 matches")

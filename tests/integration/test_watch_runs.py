@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 from tests.support.processes import start_actor, start_server
 from tests.support.watching import watching
 
-STEPS = 6
+STEPS = 10
 TABLE = "document.querySelector('.runs-table')?.innerText ?? ''"
 HOSTILE = "<img src=x onerror=alert(1)>\u202egnp\u2066 \U0001f9e8</script><script>alert(2)</script>"
 
@@ -35,6 +35,7 @@ def seen(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     overrides = [
         *ppo_runs.actor_overrides(inputs),
         "generation=hf",
+        f"algorithm.max_steps={STEPS}",
         "tracking.tensorboard=false",
         "audit.health.min_entropy=99",
     ]
@@ -45,7 +46,7 @@ def seen(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         critic, port = start_server(folder / "critic", *ppo_runs.server_overrides(inputs))
         actor = start_actor(folder / "actor", port, *overrides)
         try:
-            browser.wait(f"/running.*\\s[23] \\/ {STEPS}/.test({TABLE})")
+            browser.wait(f"/running.*\\s[2-8] \\/ {STEPS}/.test({TABLE})")
             browser.wait("document.body.innerText.includes('train_rollouts/rewards')")
             stages["running"] = browser.run("document.body.innerText")
             actor.kill()
@@ -54,7 +55,7 @@ def seen(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> dict[str
             actor = start_actor(folder / "actor", port, *overrides, "engine.optim.lr=3e-3")
             browser.wait(f"/finished.*\\s{STEPS} \\/ {STEPS}/.test({TABLE})")
             last = metrics(folder / "actor")[-1]
-            browser.wait(f"{TABLE}.includes('{last['train_rollouts/rewards']:.2g}'.slice(0, 4))")
+            browser.wait(f"{TABLE}.includes('{last['train_rollouts/rewards']:.4g}')")
             stages["finished"] = browser.run("document.body.innerText")
             assert actor.wait(60) == 0
         finally:
