@@ -225,7 +225,7 @@ def test_a_run_that_collapses_says_so_and_audit_on_sign_stops_it_wherever_it_res
     assert "w7 w7 w7 w7" in warned.output().split("Samples of this step:")[-1]
 
     sentences = []
-    for folder, moment in (("stopped", None), ("killed", "PPO 2/14")):
+    for folder, moment in (("stopped", None), ("killed", "GRPO 2/14")):
         overrides = ["audit.on_unhealthy=stop", "audit.health.runaway_kl=null"]
         actor = start_one(tmp_path / folder, *overrides)
         if moment:  # the rollout that distinct_2 is compared with is one that the next process never sees

@@ -101,17 +101,17 @@ def committed(folder: Path) -> int:
 
 def test_the_actor_says_where_it_stopped_and_the_same_command_goes_on(inputs, program, tmp_path):
     actor = program(*grpo(inputs))
-    wait_for_output(actor, "PPO 5/400")
+    wait_for_output(actor, "GRPO 5/400")
     actor.ctrl_c()
     said = re.fullmatch(
         r"stopped in step (\d+); step (\d+) is saved; the same command goes on", actor.ended(INTERRUPTED_EXIT)
     )
     assert said, actor.output()
-    steps = re.findall(r"PPO (\d+)/400", actor.output())
+    steps = re.findall(r"GRPO (\d+)/400", actor.output())
     assert int(said[1]) in (int(steps[-1]) + 1, int(steps[-1])) and int(said[2]) == committed(tmp_path / "run") >= 2
     again = program(*grpo(inputs))
     wait_for_output(again, f"resumed from step {said[2]}")
-    wait_for_output(again, f"PPO {int(said[1]) + 1}/400")
+    wait_for_output(again, f"GRPO {int(said[1]) + 1}/400")
 
 
 def test_what_a_reward_function_started_ends_too(inputs, program, tmp_path):
@@ -151,13 +151,13 @@ def test_save_on_interrupt_commits_the_running_step_and_a_second_one_ends_at_onc
     slow.write_text(REWARD.replace("0.2", "8"))
     command = [*grpo(inputs), "checkpoint.save_on_interrupt=true", "checkpoint.save_interval=100"]
     actor = program(*command)
-    wait_for_output(actor, "PPO 2/400")
+    wait_for_output(actor, "GRPO 2/400")
     actor.ctrl_c()
     said = re.search(r"step (\d+) is committed, the run ends as it was told", actor.ended(PREEMPTED_EXIT))
     assert said and int(said[1]) == committed(tmp_path / "run") >= 2
     assert "the run ends after step" in actor.output()
     actor = program(*command, f"reward.function.path={slow}")
-    wait_for_output(actor, f"PPO {int(said[1]) + 1}/400")
+    wait_for_output(actor, f"GRPO {int(said[1]) + 1}/400")
     actor.ctrl_c()
     wait_for_output(actor, "Ctrl-C again ends it at once")
     actor.ctrl_c()
@@ -189,7 +189,7 @@ def test_a_dry_run_leaves_nothing(inputs, program, tmp_path):
 
 def test_of_several_ranks_the_first_speaks(inputs, program):
     actor = program(*grpo(inputs), ranks=2)
-    wait_for_output(actor, "PPO 1/400")
+    wait_for_output(actor, "GRPO 1/400")
     ranks = psutil.Process(actor.pid).children()
     for rank in ranks:  # as torchrun hands it down, but that adds a traceback of its own
         rank.send_signal(signal.SIGINT)
@@ -202,7 +202,7 @@ def test_of_several_ranks_the_first_speaks(inputs, program):
 def test_ctrl_c_through_torchrun_commits_the_running_step_and_leaves_nobody(inputs, program, tmp_path):
     """The launcher hands it down to its ranks, which are sessions of their own, and then fails with a traceback of its own."""
     actor = program(*grpo(inputs), "checkpoint.save_on_interrupt=true", "checkpoint.save_interval=100", ranks=2)
-    wait_for_output(actor, "PPO 1/400")
+    wait_for_output(actor, "GRPO 1/400")
     everyone = psutil.Process(actor.pid).children(recursive=True)
     assert len(everyone) >= 2 and committed(tmp_path / "run") == 0
     actor.ctrl_c()
@@ -336,7 +336,7 @@ def test_an_actor_whose_server_does_not_come_back_says_how_it_was_lost(inputs, p
 def test_ranks_go_on_together_when_a_disk_refuses_one_of_them_until_it_has_done_so_too_often(inputs, program, tmp_path):
     command = [*grpo(inputs), "checkpoint.save_interval=1", "checkpoint.max_failed_saves=3"]
     actor = program(*command, ranks=2)
-    wait_for_output(actor, "PPO 1/400")
+    wait_for_output(actor, "GRPO 1/400")
     follower = psutil.Process(actor.pid).children()[1]
     for room in (2**10, psutil.RLIM_INFINITY, 2**10):
         seen, before = len(actor.output()), committed(tmp_path / "run")

@@ -104,7 +104,7 @@ def contents(folder: Path) -> dict[Path, tuple[int, int]]:
 @pytest.mark.parametrize(
     ("kind", "role", "under_way"),
     [
-        ("actor", "trainer", f"PPO 2/{STEPS}"),
+        ("actor", "trainer", f"GRPO 2/{STEPS}"),
         ("stage", "trainer", "rows"),
         ("evaluation", "evaluation", "rows"),
         ("server", "server", "serving critic"),
@@ -139,7 +139,7 @@ def test_one_that_was_killed_is_followed_at_once_whatever_its_children_do(
     start: Start, tmp_path: Path, kind: str, role: str
 ) -> None:
     first = start(kind)
-    wait_for_output(first, {"actor": f"PPO 2/{STEPS}", "server": "serving critic"}[kind])
+    wait_for_output(first, {"actor": f"GRPO 2/{STEPS}", "server": "serving critic"}[kind])
     children = psutil.Process(first.pid).children(recursive=True)
     assert children
     for child in children:
