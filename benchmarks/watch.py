@@ -93,7 +93,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 def views(folder: Path, size: Size) -> dict[str, tuple[str, dict[str, Any]]]:
     """The first request of each view."""
-    run = {"run": next(run for run in [f"{folder.name}/{RUN}"])}
+    run = {"run": f"{folder.name}/{RUN}"}
     middle = size.steps // 2
     prompt_id = (middle * size.samples // size.samples_per_prompt) % size.prompts
     return {

@@ -193,7 +193,7 @@ class Sighting:
 
 
 def sightings(folder: Path) -> list[Sighting]:
-    """Who owns ``folder``, in any role, or did so until it was killed; who ends in peace leaves no record. Writes nothing."""
+    """Owners of ``folder``, in any role; one that was killed is among them, one that ended normally is not. Writes nothing."""
     found = []
     for path in sorted(folder.glob(".owner_*.json")):
         with suppress(OSError, ValueError, TypeError):

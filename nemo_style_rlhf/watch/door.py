@@ -1,4 +1,4 @@
-"""Who may open the page: requests that carry the token and name this host, and nobody else.
+"""Admits requests that carry the token and name this host.
 
 A browser shows the token once, in the link that the terminal prints, and gets it back as a cookie, which other sites cannot read.
 """

@@ -13,7 +13,7 @@ from tornado.web import HTTPError, RequestHandler, StaticFileHandler
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.watch.door import Door
-from nemo_style_rlhf.watch.runs import Runs, UnknownRun
+from nemo_style_rlhf.watch.runs import UnknownRun
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
@@ -134,12 +134,7 @@ class Style(Page):
 
 
 class Api(Guarded):
-    """Answers with JSON. ``self.runs`` finds the runs; work on files belongs into :meth:`reply`, which takes it to a thread."""
-
-    @property
-    def runs(self) -> Runs:
-        runs: Runs = self.settings["runs"]
-        return runs
+    """Answers with JSON. Work on files belongs into :meth:`reply`, which takes it to a thread."""
 
     async def reply(self, work: Callable[[], Any]) -> None:
         """Answer with what ``work``, called in a thread, returns."""

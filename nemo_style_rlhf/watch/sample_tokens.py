@@ -30,7 +30,6 @@ def sample_json(row: Mapping[str, Any], tokenizer: Tokenizer | None, first: int,
     end = min(first + min(max(count, 1), MOST_TOKENS), len(ids))
     mask = [bool(each) for each in row["mask"] or []]
     lists = {name: _learned(values, mask) for name, values in _numbers(row).items()}
-    start, stop = max(first - prompt, 0), max(end - prompt, 0)
     special = special_tokens(tokenizer) if tokenizer else set()
     return {
         "sample": {name: value for name, value in row.items() if name not in LISTS},
@@ -43,7 +42,6 @@ def sample_json(row: Mapping[str, Any], tokenizer: Tokenizer | None, first: int,
         "weights_versions": _from_prompt(row["weights_versions"] or [], None, first, end, prompt),
         "numbers": {name: _from_prompt(values, None, first, end, prompt) for name, values in lists.items()},
         "ranges": {name: value_range(values) for name, values in lists.items()},
-        "shown": [start, stop],
     }
 
 

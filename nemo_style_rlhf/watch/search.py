@@ -24,7 +24,7 @@ SHOWN = ("reward", "finish_reason", "prompt_id", "index")
 
 
 class Search:
-    """One search; :meth:`hits` may run in a thread, :meth:`stop` comes from another."""
+    """One search; :meth:`messages` may run in a thread, :meth:`stop` comes from another."""
 
     def __init__(self, folder: Path, text: str, *, most: int = MOST_HITS) -> None:
         """

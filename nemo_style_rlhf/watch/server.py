@@ -27,7 +27,7 @@ def application(runs: Runs, door: Door) -> Application:
         ("/(.*)", Page, page),
     ]
     settings: dict[str, Any] = {"sources": run_routes.Sources(runs), "rollouts": RolloutSources(runs)}
-    return Application([*ROUTES, *files], runs=runs, door=door, compress_response=True, **settings)
+    return Application([*ROUTES, *files], door=door, compress_response=True, **settings)
 
 
 async def serve(runs: Runs, door: Door) -> None:

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        config = yaml.load(path.read_bytes(), Loader)
+        return _read_yaml(path, path.stat().st_mtime_ns)
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return {}
+
+
+@lru_cache(maxsize=1024)
+def _read_yaml(path: Path, _changed: int) -> dict[str, Any]:
+    config = yaml.load(path.read_bytes(), Loader)
     return config if isinstance(config, dict) else {}
 
 
