@@ -51,9 +51,7 @@ def main(preset: str, zero_stage: int, output: Path) -> None:
     if zero_stage == 0:
         model.float()  # DeepSpeed's plain reduction does not support float64
     engine = Engine(model, engine_config, device=torch.device("cpu"))
-    logprobs = torch.zeros(len(seen.tokens))
-    metrics = update_actor(engine, seen, PLAN, config, ranks, max_length=MAX_LENGTH, seed=0, logprobs=logprobs)
-    metrics["sum of log-probabilities"] = float(logprobs.double().sum())
+    metrics = update_actor(engine, seen, PLAN, config, ranks, max_length=MAX_LENGTH, seed=0)
     weights = torch.cat([weight.flatten() for _, weight in engine.named_weights()])
     if ranks.is_first:
         torch.save(weights, output.with_suffix(".pt"))
