@@ -21,7 +21,7 @@ from tests.support.browser import Browser
 from tests.support.entry_points import refusal
 from tests.support.models import WORDS, save_chat_tokenizer, save_policy, save_reward_model
 from tests.support.paths import ROOT
-from tests.support.terminal import STAMP, unknown_lines
+from tests.support.terminal import unknown_lines
 from tests.support.watching import watching
 
 PROMPTS = 12
@@ -64,7 +64,7 @@ def evaluate(*given: str, warning: str = "none") -> str:
     """The entry point in a process of its own; what it printed. Its messages are those that somebody meant."""
     done = warm.run(["trainers/evaluate.py", *given], timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert unknown_lines(done.stderr, rf"{STAMP}WARNING {warning}") == []
+    assert unknown_lines(done.stderr, rf"[\d:]+ WARNING {warning}") == []
     return done.stdout
 
 
