@@ -24,7 +24,11 @@ ARGUMENTS = {
     "serve_engine": ["model.path=owner/model"],
     "serve_reward_model": ["model.path=owner/model"],
 }
-STARTS = [script for script in ENTRY_POINTS if script.stem not in ("merge_lora", "export_checkpoint", "export_rollouts", "watch")]
+STARTS = [
+    script
+    for script in ENTRY_POINTS
+    if script.stem not in ("merge_lora", "export_checkpoint", "export_rollouts", "watch")
+]
 PROGRAM = """
 import resource
 from nemo_style_rlhf.launch.entry import entry_point
