@@ -15,37 +15,12 @@ from omegaconf import DictConfig
 from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 
-from nemo_style_rlhf.launch.entry import CONF_DIR
-from nemo_style_rlhf.schema.actor import PPOActorConfig
-from nemo_style_rlhf.schema.critic import PPOCriticConfig
+import nemo_style_rlhf.programs  # noqa: F401 - fills PROGRAMS
+from nemo_style_rlhf.launch.entry import CONF_DIR, PROGRAMS
 from nemo_style_rlhf.schema.documentation import default, docstrings
-from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
-from nemo_style_rlhf.schema.evaluation import EvaluationConfig
-from nemo_style_rlhf.schema.inspection import InspectDataConfig
-from nemo_style_rlhf.schema.local import PPOLocalConfig
-from nemo_style_rlhf.schema.plan import PlanConfig
-from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
-from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
-from nemo_style_rlhf.schema.try_reward import TryRewardConfig
 
 PAGE = "reference/keys"
 REQUIRED = "required"
-PROGRAMS: dict[str, tuple[str, type]] = {
-    "train_ppo_actor": ("ppo_actor", PPOActorConfig),
-    "train_ppo_local": ("ppo_local", PPOLocalConfig),
-    "serve_ppo_critic": ("ppo_critic", PPOCriticConfig),
-    "serve_reward_model": ("reward_server", RewardServerProcessConfig),
-    "serve_engine": ("engine", EngineProcessConfig),
-    "train_sft": ("sft", SFTConfig),
-    "train_reward_model": ("reward_model", RewardModelConfig),
-    "train_dpo": ("dpo", DPOConfig),
-    "train_kto": ("kto", KTOConfig),
-    "evaluate": ("evaluate", EvaluationConfig),
-    "inspect_data": ("inspect_data", InspectDataConfig),
-    "try_reward": ("try_reward", TryRewardConfig),
-    "plan": ("plan", PlanConfig),
-}
-"""Each program's file in ``conf/`` and schema."""
 PAIRS = ("train_ppo_local", "plan")
 """Programs that take the actor's keys, and the server's with ``critic.`` before them; the page lists only keys of their own."""
 

@@ -35,6 +35,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 """Inside an installed package (package_dir in setup.py), beside the package in the repository."""
 USER_ERROR_EXIT = 2
+PROGRAMS: dict[str, tuple[str, type]] = {}
+"""File in ``conf/`` and schema of each program, by the name of its script. Importing programs.py fills it."""
 Schema = TypeVar("Schema")
 
 
@@ -50,6 +52,8 @@ def entry_point(
     """
 
     def decorate(main: Callable[[Schema], None]) -> Callable[[], None]:
+        PROGRAMS[main.__name__] = (config_name, schema)
+
         @functools.wraps(main)
         def command_line() -> None:
             ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)

@@ -14,19 +14,11 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from nemo_style_rlhf.launch.entry import CONF_DIR
+import nemo_style_rlhf.programs  # noqa: F401 - fills PROGRAMS
+from nemo_style_rlhf.launch.entry import CONF_DIR, PROGRAMS
 from nemo_style_rlhf.ppo.recording import step_samples
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build
-from nemo_style_rlhf.schema.critic import PPOCriticConfig
-from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
-from nemo_style_rlhf.schema.evaluation import EvaluationConfig
-from nemo_style_rlhf.schema.inspection import InspectDataConfig
-from nemo_style_rlhf.schema.local import PPOLocalConfig
-from nemo_style_rlhf.schema.plan import PlanConfig
-from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
-from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
-from nemo_style_rlhf.schema.try_reward import TryRewardConfig
 from nemo_style_rlhf.tracking.rollout_files import write_step
 from tests.support import warm
 from tests.support.models import save_policy, save_reward_model
@@ -60,22 +52,6 @@ PARSED = {
     r"^(export |mounts=)": "nothing: it sets what the commands after it read",
 }
 """Commands that are parsed, by what they need."""
-SCHEMAS = {
-    "train_ppo_actor": ("ppo_actor", PPOActorConfig),
-    "train_ppo_local": ("ppo_local", PPOLocalConfig),
-    "serve_ppo_critic": ("ppo_critic", PPOCriticConfig),
-    "serve_reward_model": ("reward_server", RewardServerProcessConfig),
-    "serve_engine": ("engine", EngineProcessConfig),
-    "train_sft": ("sft", SFTConfig),
-    "train_reward_model": ("reward_model", RewardModelConfig),
-    "train_dpo": ("dpo", DPOConfig),
-    "train_kto": ("kto", KTOConfig),
-    "evaluate": ("evaluate", EvaluationConfig),
-    "try_reward": ("try_reward", TryRewardConfig),
-    "inspect_data": ("inspect_data", InspectDataConfig),
-    "plan": ("plan", PlanConfig),
-}
-"""File in conf/ and schema of each program."""
 
 
 def documented(language: str) -> Iterator[tuple[Path, str]]:
@@ -98,7 +74,7 @@ SECRETS = [command for command in COMMANDS if re.match(r"head -c|openssl", comma
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> dict[str, str]:
-    """What the pages' variables stand for."""
+    """Values of the variables in the pages' commands."""
     folder = tmp_path_factory.mktemp("world")
     prompts = [
         {"prompt": f"w{i % 60} w{i // 60}", "response": "w3 w4", "chosen": " w5 w6", "rejected": " w7"}
@@ -138,7 +114,7 @@ def token(secrets: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(world, tmp_path_factory) -> Path:
-    """That of a supervised stage."""
+    """A checkpoint of a supervised stage."""
     folder = tmp_path_factory.mktemp("sft")
     given = [f"run.output_dir={folder}", f"model.path={world['BASE_MODEL']}", f"data.train_path={world['SFT_ROWS']}"]
     short = ["trainer.max_steps=1", "trainer.batch_size=2", "checkpoint.save_interval=1"]
@@ -225,7 +201,7 @@ def test_every_other_command_says_what_it_needs(world, secrets, tmp_path):
 
 def checked(words: list[str]) -> object:
     """The configuration of a command, in which its keys exist and fit together."""
-    name, schema = SCHEMAS[Path(words[1]).stem]
+    name, schema = PROGRAMS[Path(words[1]).stem]
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     overrides = [word for word in words[2:] if not word.startswith("--")]
     if name == "engine":
@@ -274,7 +250,7 @@ def test_the_make_targets_of_the_documentation_exist():
 
 def test_every_key_that_a_page_names_exists():
     """Where a page translates others' keys, those of the last column."""
-    known = {key for _, schema in SCHEMAS.values() for key in _keys(OmegaConf.structured(schema))}
+    known = {key for _, schema in PROGRAMS.values() for key in _keys(OmegaConf.structured(schema))}
     sections = {key.split(".")[0] for key in known}
     for page in PAGES:
         lines = page.read_text().splitlines()

@@ -29,7 +29,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def seen(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the page said, without a reload, at each stage of the life of the run below ``seen["folder"]``."""
+    """The page's text, without a reload, at each stage of the life of the run below ``seen["folder"]``."""
     folder = tmp_path_factory.mktemp("outputs")
     inputs = ppo_runs.save_inputs(tmp_path_factory.mktemp("inputs") / "inputs")
     overrides = [

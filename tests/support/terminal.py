@@ -1,4 +1,4 @@
-"""What a normal run may print: any other line is noise, of a library or of ours."""
+"""Lines that a normal run may print. Any other line is noise, of a library or of ours."""
 
 import re
 

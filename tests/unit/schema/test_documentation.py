@@ -1,4 +1,4 @@
-"""What `--help KEY` says, and which keys are suggested for unknown ones."""
+"""`--help KEY` explains keys, and the nearest ones are suggested for unknown ones."""
 
 import pytest
 from hydra import compose, initialize_config_dir
