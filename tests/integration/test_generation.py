@@ -118,6 +118,8 @@ SCHEDULERS = {
     "a cache that preempts": {"kv_cache_gib": 0.1},
     "a small step and a smaller cache": {"kv_cache_gib": 0.004, "max_num_batched_tokens": 64, "max_num_seqs": 64},
 }
+LONGER_THAN_ANY_BLOCK = 6000
+"""Tokens of a prompt whose keys attention would read in blocks of different lengths, however large a processor's cache is."""
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -137,6 +139,17 @@ def test_a_sample_has_the_bits_of_one_generated_alone_however_vllm_splits_and_pr
         (alone,) = pair.run([requests[number]])
         assert same_bits(together[alone.request.sample], alone)
     assert pair.publish() < 1e-3
+
+
+def test_a_long_prompt_has_the_same_bits_alone_and_in_parts(tmp_path, device):
+    policy = save_policy(tmp_path, max_position_embeddings=8192)
+    pair = Pair(policy, device, "vllm", max_model_len=8192, max_length=8, kv_cache_gib=1, max_num_batched_tokens=2048)
+    rng = random.Random(0)
+    prompts = [tuple(rng.choices(range(1, 64), k=LONGER_THAN_ANY_BLOCK + 100 * number)) for number in range(3)]
+    samples = [SampleId(1, number, 0) for number in range(len(prompts))]
+    requests = [GenerationRequest(s, p, sample_seed(7, s), 8) for s, p in zip(samples, prompts, strict=True)]
+    together = {completion.request.sample: completion for completion in pair.run(requests)}
+    assert all(same_bits(together[request.sample], *pair.run([request])) for request in requests)
 
 
 def preempted_prompts(generator: VLLMGenerator) -> set[int]:

@@ -97,7 +97,10 @@ def test_a_terminal_without_unicode_still_shows_everything(inputs: Path):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("stage=ppo", r"stage=ppo is not possible: expected one of sft, reward_model, dpo, kto"),
+        (
+            "stage=ppo",
+            r"stage=ppo is not possible: a prompt has no learned tokens to show; trainers/train_ppo_actor\.py",
+        ),
         ("data.response_key=answer", r"has no key 'answer'.*set data\.response_key"),
         ("model.path=/nowhere", r"model\.path=/nowhere: there is no such folder"),
         ("data.train_path=none.jsonl", r"data\.train_path=none\.jsonl: it does not exist"),
