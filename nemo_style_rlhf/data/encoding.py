@@ -112,8 +112,8 @@ class Encoder:
                     tokenize=False,
                 )
             )
-        # A value that the template does not expect raises TypeError, a conversation that transformers refuses ValueError.
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        # Expressions of the template raise what Python raises; a conversation that transformers refuses raises ValueError.
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise Dropped(f"refused by the chat template ({error})") from error
 
     def rendered(self, text: str) -> list[int]:

@@ -79,6 +79,24 @@ def test_the_chat_template_sees_a_rows_tools_and_may_refuse_a_conversation(tmp_p
 
 
 @pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("1 / 0", "division by zero"),
+        ("text.index('x')", "substring not found"),
+        ("text.encode().decode('none')", "unknown encoding: none"),
+    ],
+)
+def test_an_error_in_an_expression_of_the_chat_template_drops_the_row(tmp_path, tokenizer, expression, reason):
+    template = (
+        f"{{% set text = messages[0].content %}}{{{{ text }}}}{{% if text == 'a' %}}{{{{ {expression} }}}}{{% endif %}}"
+    )
+    path = write(tmp_path / "m.jsonl", [{"messages": [{"role": "user", "content": text}]} for text in "ab"])
+    prompts, report = load_prompts(path, config(format="messages", chat_template=template), tokenizer)
+    assert [prompt.text for prompt in prompts] == ["b"]
+    assert report.dropped == {f"refused by the chat template ({reason})": 1}
+
+
+@pytest.mark.parametrize(
     "template",
     [
         "{{ messages[0].content }}",
