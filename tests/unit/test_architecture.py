@@ -31,6 +31,7 @@ ALLOWED = {
     "checkpoint": BASE,
     "models": BASE | {"checkpoint"},  # samples of files
     "data": BASE,
+    "agents": BASE | {"data"},
     "engine": BASE | {"models", "distributed", "checkpoint"},
     "transport": BASE | {"launch"},
     "generation": BASE | {"engine", "models", "transport", "launch", "checkpoint", "distributed"},

@@ -1,0 +1,1 @@
+"""Episodes of several turns between the policy and an environment."""
