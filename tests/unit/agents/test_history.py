@@ -109,6 +109,13 @@ def test_messages_that_a_template_cannot_render_are_limits(template, limits):
     ]
 
 
+@pytest.mark.parametrize("arguments", ["word", "replace('a', 'b')"])
+def test_a_template_may_read_arguments_as_an_object_or_as_json(arguments):
+    read = f"(message.tool_calls[0].function.arguments.{arguments} if message.tool_calls else message.content)"
+    found = classify(encoder(CHATML.replace("message.content", read)), TOOLS)
+    assert (found.kind, found.limits) == ("appends", ())
+
+
 def test_a_run_with_tools_needs_a_template_with_tool_results():
     found = classify(encoder(NO_TOOLS), TOOLS)
     assert found.kind == "refuses"
