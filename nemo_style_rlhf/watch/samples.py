@@ -12,7 +12,7 @@ from nemo_style_rlhf.watch.rollout_files import list_files, quoted
 from nemo_style_rlhf.watch.rollout_index import RolloutIndex
 from nemo_style_rlhf.watch.sample_tokens import LISTS
 
-PATIENCE_S = 0.25
+PATIENCE_S = 0.1
 """Seconds that a page waits for files that are being read; it says how many are missing."""
 EXCERPT = 300
 """Characters of a text in a page of many."""

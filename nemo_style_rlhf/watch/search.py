@@ -72,6 +72,8 @@ class Search:
         except duckdb.IOException:  # compacted or thinned out meanwhile
             paths = [each.path for each in list_files(self._folder) if each.first <= last and first <= each.last]
             return self._query(paths, first, last) if paths else []
+        except duckdb.PermissionException:  # a link to a file elsewhere
+            return []
 
     def _check(self) -> None:
         """An interrupt that comes while no query runs has no effect."""

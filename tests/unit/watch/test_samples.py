@@ -246,3 +246,11 @@ def test_a_damaged_file_is_counted_and_hides_no_other(folder: Path) -> None:
     while (found := read(index))["damaged"] == 2:
         pass
     assert (found["damaged"], found["total"]) == (1, 30)
+
+
+def test_a_link_to_a_file_elsewhere_counts_as_damaged(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "step_000006.parquet"
+    elsewhere.write_bytes((folder / "step_000005.parquet").read_bytes())
+    (folder / "step_000006.parquet").symlink_to(elsewhere)
+    found = read(RolloutIndex(folder))
+    assert (found["damaged"], found["total"], found["files_read"], found["files"]) == (1, 30, 3, 3)

@@ -69,6 +69,13 @@ def test_it_goes_on_where_files_are_compacted_and_thinned_out_meanwhile(folder: 
     assert [message["step"] for message in messages if "row" in message] == [3, 2]
 
 
+def test_it_passes_over_a_link_to_a_file_elsewhere(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "step_000005.parquet"
+    (folder / "step_000004.parquet").rename(elsewhere)
+    (folder / "step_000005.parquet").symlink_to(elsewhere)
+    assert [hit["step"] for hit in hits(folder, "cat")] == [3, 2]
+
+
 def test_it_stops_when_it_is_told_to(folder: Path) -> None:
     search = Search(folder, "cat")
     messages = search.messages()
