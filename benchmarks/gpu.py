@@ -1,4 +1,4 @@
-"""What only a GPU can show: every stage runs on one, and what it holds, how long it takes, how far sampler and trainer are apart.
+"""Runs every stage on one GPU, and measures its memory and seconds, and how far sampler and trainer are apart.
 
     .venv-actor/bin/python benchmarks/gpu.py [--only kernels grpo] [--output report.md]
 

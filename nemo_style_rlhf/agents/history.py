@@ -90,7 +90,7 @@ def classify(encoder: Encoder, tools: list[dict[str, Any]] | None = None) -> Cla
 def _changes(
     encoder: Encoder, plain: list[Message], with_tools: list[Message] | str, tools: list[dict[str, Any]] | None
 ) -> Iterator[str]:
-    """What the template does to the past of conversations, as predicates of a sentence about it."""
+    """Yield how the template rewrites the past of conversations, as predicates of a sentence about it."""
     if change := _change(encoder, plain, None):
         yield change
     fields = [plain[0], {**plain[1], **dict.fromkeys(_REASONING_KEYS, _THOUGHT)}, *plain[2:]]
@@ -145,7 +145,7 @@ def _fault(encoder: Encoder, messages: list[Message], tools: list[dict[str, Any]
 def _change(
     encoder: Encoder, messages: list[Message], tools: list[dict[str, Any]] | None, *, exactly: bool = False
 ) -> str | None:
-    """What the template does to the past of ``messages``, as a predicate; None if it only appends.
+    """Find how the template rewrites the past of ``messages``: a predicate, or None if it only appends.
 
     Args:
         exactly: count white space before an answer as a change too.

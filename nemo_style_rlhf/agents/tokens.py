@@ -21,7 +21,7 @@ from nemo_style_rlhf.schema.chat import Chat, Message
 Tools = list[dict[str, Any]] | None
 """JSON schemas of the tools that a conversation may call."""
 Observed = Sequence[Message] | str | Sequence[int]
-"""What the policy reads next: messages for the chat template, text, or token ids."""
+"""The policy reads this next: messages for the chat template, text, or token ids."""
 
 
 def continuation(
@@ -112,7 +112,7 @@ def _with_a_call_of(message: Message, text: str) -> Message:
 
 
 def _tail(encoder: Encoder, chat: Chat, answer: int, instead: Message, sentinel: str) -> _Tail | None:
-    """What the template writes behind ``sentinel``.
+    """Render the conversation, and cut it behind ``sentinel``.
 
     Args:
         instead: the message in the place of number ``answer``; it holds ``sentinel``.

@@ -78,9 +78,10 @@ def marker_of(encoder: Encoder) -> int:
     return next(each for each in behind if each in encoder.tokenizer.added_tokens_decoder)
 
 
-def follow(encoder: Encoder, messages: list[dict], tools: list[dict] | None) -> None:
-    """Play an episode and compare each continuation with a whole rendering, which is cut by what this test knows of it."""
+def played(encoder: Encoder, messages: list[dict], tools: list[dict] | None) -> tuple[list[list[int]], list[list[int]]]:
+    """The continuations of an episode, and what whole renderings have there, cut by what this test knows of them."""
     marker, sampled = marker_of(encoder), encoder.rendered("some thing")
+    found, wanted = [], []
     for before, so_far, new in turns(messages):
         prompt = encoder.chat(before, add_generation_prompt=True, tools=tools)
         whole = encoder.chat([*so_far, *new], add_generation_prompt=True, tools=tools)
@@ -89,9 +90,9 @@ def follow(encoder: Encoder, messages: list[dict], tools: list[dict] | None) -> 
         behind = whole.rpartition(said_last)[2] if said_last in whole else whole.removeprefix(prompt)
         ids = encoder.rendered(behind)
         expected = ids[ids.index(marker) :]
-        truncated = continuation(encoder, so_far, sampled, new, tools=tools)
-        assert truncated == expected == encoder.rendered(whole)[-len(expected) :]
-        assert continuation(encoder, so_far, [*sampled, marker], new, tools=tools) == expected[1:]
+        found += [continuation(encoder, so_far, ids, new, tools=tools) for ids in (sampled, [*sampled, marker])]
+        wanted += [encoder.rendered(whole)[-len(expected) :], expected[1:]]
+    return found, wanted
 
 
 @pytest.mark.parametrize("stories", [False, True], ids=["bytes", "stories"])
@@ -104,20 +105,27 @@ def test_continuations_of_public_templates_equal_the_whole_rendering(name, stori
         with pytest.raises(UserError, match="cannot render an observation"):
             continuation(reader, PLAIN_TURNS[:2], [], PLAIN_TURNS[2:3])
         return
-    follow(reader, PLAIN_TURNS, None)
+    continuations, expected = played(reader, PLAIN_TURNS, None)
+    assert continuations == expected
     if found.kind == "appends" and not any("tool results" in limit for limit in found.limits):
-        follow(reader, TOOL_TURNS, TOOLS)
+        continuations, expected = played(reader, TOOL_TURNS, TOOLS)
+        assert continuations == expected
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_continuations_of_written_templates_equal_the_whole_rendering(name):
     reader = encoder(WRITTEN[name])
-    follow(reader, PLAIN_TURNS, None)
+    continuations, expected = played(reader, PLAIN_TURNS, None)
+    assert len(continuations) == 6 and continuations == expected
     if name not in {"mistral", "gemma", "no tools"}:
-        follow(reader, [said("system", "Be brief."), *PLAIN_TURNS], None)
+        continuations, expected = played(reader, [said("system", "Be brief."), *PLAIN_TURNS], None)
+        assert continuations == expected
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="the folder of shared data is not here")
+@pytest.mark.skipif(
+    not DATA.is_dir(),
+    reason="needs public chat templates and a tokenizer in ../shared/data, which are not part of the repository",
+)
 def test_the_stories_tokenizer_puts_no_space_before_text_in_the_middle():
     reader = encoder(CHATML, stories=True)
     before = reader.rendered("a")
@@ -213,7 +221,10 @@ def test_a_sentinel_that_messages_quote_is_another_one():
         assert text_of(reader, continuation(reader, so_far, [], new)) == expected
 
 
-@pytest.mark.skipif(not REAL, reason="the folder of shared data is not here")
+@pytest.mark.skipif(
+    not REAL,
+    reason="needs public chat templates and a tokenizer in ../shared/data, which are not part of the repository",
+)
 @pytest.mark.parametrize(
     ("name", "ended_by", "expected"),
     [
@@ -236,7 +247,10 @@ def test_results_of_tools_follow_a_call_however_it_ended(name, ended_by, expecte
     assert text.startswith(expected) and text.count("a thing") == 1 and ARGUMENT not in text
 
 
-@pytest.mark.skipif(not REAL, reason="the folder of shared data is not here")
+@pytest.mark.skipif(
+    not REAL,
+    reason="needs public chat templates and a tokenizer in ../shared/data, which are not part of the repository",
+)
 def test_a_call_takes_the_form_that_its_template_reads():
     """DeepSeek's adds arguments to a text."""
     as_text = {**call(), "function": {"name": "look_up", "arguments": '{"word": "needle"}'}}
@@ -317,7 +331,7 @@ READERS = {template: encoder(template) for template in WRITERS}
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(WRITERS)), TEXTS, TEXTS, TEXTS, st.lists(st.integers(0, 255), max_size=3))
 def test_any_texts(template, question, answer, new, sampled):
-    """Of unicode and of what looks like a template; the expected text is written by hand."""
+    """Texts hold unicode and parts of templates; the test writes by itself what it expects."""
     reader = READERS[template]
     so_far = [said("user", question), said("assistant", answer)]
     expected = reader.rendered(WRITERS[template](new))
