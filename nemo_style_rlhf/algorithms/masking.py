@@ -50,7 +50,9 @@ def masked_whiten(x: Tensor, mask: Tensor, *, divide: bool = True, eps: float = 
     return centered.to(torch.result_type(x, 1.0))
 
 
-def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float | Tensor | None = None) -> Tensor:
+def aggregate(
+    per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float | Tensor | None = None, whole: Tensor | None = None
+) -> Tensor:
     """Reduce per-token losses [batch, time] to a scalar.
 
     If ``normalizer`` is the count of tokens or sequences of the whole optimizer step, the results of its micro-batches add up
@@ -62,6 +64,8 @@ def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float |
             sequence, then divides by sequences; ``seq_sum_constant`` divides the sum by ``normalizer``, a constant
             (Dr. GRPO, arXiv 2503.20783), locally by batch x time.
         normalizer: replaces the local count.
+        whole: [batch] unmasked tokens of the sequence that a row is a part of, of which ``normalizer`` is the count; by default a
+            row is a whole one.
 
     Sequences without an unmasked token do not count as sequences.
 
@@ -74,7 +78,7 @@ def aggregate(per_token: Tensor, mask: Tensor, *, mode: str, normalizer: float |
     if mode == "token_mean":
         total, count = masked.sum(), tokens.sum()
     elif mode == "seq_mean_token_mean":
-        total, count = (masked.sum(-1) / tokens.clamp(min=1)).sum(), sequences
+        total, count = (masked.sum(-1) / (tokens if whole is None else whole).clamp(min=1)).sum(), sequences
     elif mode == "seq_mean_token_sum":
         total, count = masked.sum(), sequences
     elif mode == "seq_sum_constant":

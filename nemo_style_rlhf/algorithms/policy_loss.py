@@ -38,6 +38,7 @@ def policy_loss(
     aggregation: str = "token_mean",
     normalizer: float | Tensor | None = None,
     weights: Tensor | None = None,
+    whole: Tensor | None = None,
 ) -> PolicyLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), all tensors [batch, time] (arXiv 1707.06347, eq. 7).
 
@@ -48,7 +49,7 @@ def policy_loss(
             sequence (GSPO, arXiv 2507.18071, eq. 7) as GSPO-token (section 4.3): s_t = sg[s] pi_t / sg[pi_t], whose value is s
             and whose gradient s grad log pi_t is multiplied by the token's own weight and advantage. If w A is the same for
             all T tokens, this is GSPO: sum_t w A s grad log pi_t = T w A grad s. Either level works with any aggregation.
-        aggregation, normalizer: see :func:`masking.aggregate`.
+        aggregation, normalizer, whole: see :func:`masking.aggregate`.
         weights: [batch, time] factors of every token's loss, see :func:`corrections.importance_weights`.
 
     Raises:
@@ -73,7 +74,7 @@ def policy_loss(
         per_token = torch.where(advantages < 0, torch.minimum(per_token, bound), per_token)
     if weights is not None:
         per_token = per_token * zero_masked(weights, mask)
-    loss = aggregate(per_token, mask, mode=aggregation, normalizer=normalizer)
+    loss = aggregate(per_token, mask, mode=aggregation, normalizer=normalizer, whole=whole)
     with torch.no_grad():
         return PolicyLoss(
             loss=loss,

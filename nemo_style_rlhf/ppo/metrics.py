@@ -11,12 +11,13 @@ from torch import Tensor
 
 from nemo_style_rlhf.algorithms.masking import masked_mean
 from nemo_style_rlhf.data.ragged import pad
-from nemo_style_rlhf.rollout.types import Experience, Rollout, Sampled
+from nemo_style_rlhf.rollout.types import Experience, Rollout, Sampled, episodes, sums
 
 Array = np.ndarray[Any, Any]
 REPEATED_NGRAM = 4
 HASH_FACTOR, HASH_STEP = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
 """Odd constants without a bit pattern, for the n-gram hash."""
+OF_AGENTS = ("agent/", "environment/")
 EXCERPT_WIDTH = 72
 """Maximum number of characters of a text in a warning."""
 
@@ -29,7 +30,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     """
     mask = experience.mask
     scores = experience.scores
-    learned_samples = int(pad(mask, experience.lengths).any(-1).sum())
+    learned_samples = int(pad(mask, sums(experience.lengths, experience.branches)).any(-1).sum())
     metrics = {
         **_sample_metrics(experience.rollouts),
         "rewards": _mean(scores.rewards),
@@ -55,7 +56,13 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         metrics["returns"] = float(masked_mean(experience.returns, mask))
     if experience.correction is not None:
         metrics |= _correction_metrics(experience.correction[mask.bool()])
-    return {f"train_rollouts/{name}": value for name, value in metrics.items()} | _staleness_metrics(experience)
+    return _named("train_rollouts", metrics) | _staleness_metrics(experience)
+
+
+def _named(of: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics of samples under their full names; those of an environment stand in a group of their own in training."""
+    grouped = of == "train_rollouts"
+    return {name if grouped and name.startswith(OF_AGENTS) else f"{of}/{name}": each for name, each in metrics.items()}
 
 
 def _staleness_metrics(experience: Experience) -> dict[str, float]:
@@ -110,21 +117,22 @@ def validation_metrics(sampled: Sampled, *, pass_score: float | None) -> dict[st
     if pass_score is not None:
         passed: dict[int, list[bool]] = defaultdict(list)
         # Comparing with a tensor rounds pass_score to fp32, like the scores: the Python float .9 is above the fp32 score .9.
-        for rollout, reached in zip(sampled.rollouts, (scores >= pass_score).tolist(), strict=True):
+        for (rollout, *_), reached in zip(episodes(sampled.rollouts), (scores >= pass_score).tolist(), strict=True):
             passed[rollout.sample.prompt_id].append(reached)
         k = max(map(len, passed.values()))
         metrics["pass@1"] = sum(sum(each) / len(each) for each in passed.values()) / len(passed)
         if k > 1:
             metrics[f"pass@{k}"] = sum(any(each) for each in passed.values()) / len(passed)
-    return {f"val_rollouts/{name}": value for name, value in metrics.items()}
+    return _named("val_rollouts", metrics)
 
 
 def _sample_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    lengths = [rollout.response_length for rollout in rollouts]
+    every = episodes(rollouts)
+    lengths = [sum(rollout.response_length for rollout in branches) for branches in every]
     return {
         "response_lengths": sum(lengths) / len(lengths),
         "response_lengths_max": float(max(lengths)),
-        "truncated_fraction": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+        "truncated_fraction": sum(branches[0].truncated for branches in every) / len(every),
     }
 
 

@@ -1,6 +1,7 @@
 """A step's samples as `rollouts/` holds them."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,25 +26,28 @@ def step_samples(step: int, experience: Experience, new_logprobs: Tensor | None)
     def of_loss_tokens(flat: Tensor | None) -> Array | None:
         return None if flat is None else of_actions(torch.where(learned, flat.float(), math.nan))
 
+    def of_rollouts(per_episode: list[Any]) -> list[Any]:
+        return [value for value, count in zip(per_episode, experience.branches, strict=True) for _ in range(count)]
+
     logprobs, reference = experience.logprobs, experience.ref_logprobs
     sampler = experience.sampler_logprobs
     return StepSamples(
         step=step,
         lengths=experience.lengths,
-        prompt_tokens=[rollout.turns[0].start for rollout in rollouts],
+        prompt_tokens=[rollout.prompt_length for rollout in rollouts],
         response_tokens=[rollout.response_length for rollout in rollouts],
         turns=[[(turn.start, turn.end, turn.finish_reason) for turn in rollout.turns] for rollout in rollouts],
         tokens=experience.tokens.numpy().astype(np.int32),
         per_sample={
             "prompt_id": [rollout.sample.prompt_id for rollout in rollouts],
             "index": [rollout.sample.index for rollout in rollouts],
-            "prompt": [rollout.prompt.text for rollout in rollouts],
+            "prompt": [rollout.prompt_text for rollout in rollouts],
             "label": [rollout.prompt.label for rollout in rollouts],
             "finish_reason": [rollout.finish_reason for rollout in rollouts],
-            "reward": _numbers(scores.rewards),
-            "failed": scores.failures.tolist(),
+            "reward": of_rollouts(_numbers(scores.rewards)),
+            "failed": of_rollouts(scores.failures.tolist()),
         },
-        scores={name: _numbers(values) for name, values in scores.extra.items()},
+        scores={name: of_rollouts(_numbers(values)) for name, values in scores.extra.items()},
         mask=learned.numpy(),
         weights_versions=action_aligned([rollout.weights_version for rollout in rollouts]).numpy().astype(np.int32),
         per_token={

@@ -34,7 +34,7 @@ from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder, ShapingState
 from nemo_style_rlhf.rollout.producer import Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
-from nemo_style_rlhf.rollout.types import Experience
+from nemo_style_rlhf.rollout.types import Experience, episodes
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 from nemo_style_rlhf.tracking.progress import StepProgress, ppo_status
@@ -206,8 +206,8 @@ class PPOTrainer:
 
     def _check_health(self, step: int, metrics: dict[str, float], experience: Experience) -> None:
         def texts(row: int) -> tuple[str, str]:
-            rollout = experience.rollouts[row]
-            return rollout.prompt.text, str(self._parts.tokenizer.decode(rollout.response_tokens))
+            branches = episodes(experience.rollouts)[row]
+            return branches[0].prompt_text, str(self._parts.tokenizer.decode(branches[-1].response_tokens))
 
         def report(metric: str, sentence: str) -> None:
             if self._parts.metrics is not None:
@@ -326,5 +326,5 @@ def _timer_metrics(timers: Timers, experience: Experience) -> dict[str, float]:
         **{f"timers/{phase}": seconds for phase, seconds in timers.seconds.items()},
         "timers/step": total,
         "timers/tokens_per_second": tokens / total,
-        "timers/samples_per_second": len(experience.rollouts) / total,
+        "timers/samples_per_second": len(experience.branches) / total,
     }

@@ -2,14 +2,15 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nemo_style_rlhf.algorithms.kl import kl_loss
 from nemo_style_rlhf.algorithms.masking import aggregate
 from nemo_style_rlhf.algorithms.policy_loss import policy_loss
-from nemo_style_rlhf.data.ragged import pad
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.steps import TokenMeans, optimizer_steps
@@ -21,17 +22,22 @@ log = logging.getLogger(__name__)
 
 
 def mini_batch_plan(experience: Experience, config: AlgorithmConfig, *, seed: int, step: int) -> list[list[int]]:
-    """The samples of each optimizer step: ``ppo_epochs`` shuffled passes, each cut into ``mini_batches`` parts.
+    """The rollouts of each optimizer step: ``ppo_epochs`` shuffled passes over the episodes, each cut into ``mini_batches``.
 
-    The plan is a pure function of seed, step and mask; actor and critic follow the same plan. Samples without an action are
+    The plan is a pure function of seed, step and mask; actor and critic follow the same plan. Rollouts without an action are
     left out, since an optimizer step on nothing would still move the weights.
     """
-    useful = pad(experience.mask, experience.lengths).any(-1).nonzero().flatten().tolist()
+    learned = [bool(part.any()) for part in experience.mask.split(experience.lengths)]
+    rows: dict[int, list[int]] = {}
+    for row, episode in enumerate(episode_sizes(experience).episode):
+        if learned[row]:
+            rows.setdefault(episode, []).append(row)
+    useful = list(rows.values())
     plan = []
     for epoch in range(config.ppo_epochs):
         order = np.random.default_rng((seed, step, epoch)).permutation(len(useful))
         parts = np.array_split(order, min(config.mini_batches, len(useful)))
-        plan += [[useful[index] for index in part.tolist()] for part in parts]
+        plan += [[row for index in part.tolist() for row in useful[index]] for part in parts]
     return plan
 
 
@@ -68,6 +74,8 @@ def update_actor(
     empty: list[bool] = []
     means, first = TokenMeans(), TokenMeans()
 
+    sizes = episode_sizes(experience)
+
     def micro_batches() -> Iterator[list[MicroBatch]]:
         for rows, samples in zip(plan, samples_per_step(experience, plan), strict=True):
             batches = list(
@@ -82,14 +90,17 @@ def update_actor(
                 )
             )
             normalizers.append(
-                loss_normalizer(batches, config.loss_aggregation, samples=samples, max_length=max_length)
+                loss_normalizer(batches, config.loss_aggregation, sizes.episode, samples=samples, max_length=max_length)
             )
             empty.append(signal is not None and not any(signal[batch.positions].any() for batch in batches))
             yield batches
 
     def loss(number: int, batch: MicroBatch, counts: bool) -> Tensor:
         batch = batch if counts else batch.emptied()
-        value, statistics, computed = micro_batch_loss(engine, experience, batch, config, normalizers[number])
+        whole = sizes.whole(batch)
+        value, statistics, computed = micro_batch_loss(
+            engine, experience, batch, config, normalizers[number], whole=whole
+        )
         if counts:
             if logprobs is not None and number >= last_epoch:
                 logprobs[batch.positions] = computed.to(logprobs)
@@ -142,25 +153,65 @@ def _only_signal(experience: Experience, config: AlgorithmConfig) -> Tensor | No
 
 
 def samples_per_step(experience: Experience, plan: Sequence[Sequence[int]]) -> list[float]:
-    """Number of samples that each optimizer step of ``plan`` represents: its own, and an even share of those without a loss
+    """Number of episodes that each optimizer step of ``plan`` represents: its own, and an even share of those without a loss
     token."""
-    planned = {row for rows in plan for row in rows}
-    return [len(rows) * len(experience.lengths) / len(planned) for rows in plan]
+    episode = episode_sizes(experience).episode
+    planned = {episode[row] for rows in plan for row in rows}
+    return [len({episode[row] for row in rows}) * len(experience.branches) / len(planned) for rows in plan]
 
 
-def loss_normalizer(batches: Sequence[MicroBatch], aggregation: str, *, samples: float, max_length: int) -> float:
-    """Divisor of the micro-batch losses of one optimizer step: the number of its loss tokens, or of its sequences with a loss
-    token, or for ``seq_sum_constant`` all its ``samples`` times ``max_length``, which no mask changes."""
+@dataclass(frozen=True)
+class EpisodeSizes:
+    episode: list[int]
+    """[B] number of each rollout's episode."""
+    loss_tokens: Tensor
+    """[B] int64, of each rollout's whole episode."""
+
+    def whole(self, batch: MicroBatch) -> Tensor | None:
+        """``loss_tokens`` [rows] of a micro-batch on its device; None if every episode is a single rollout."""
+        if self.episode[-1] + 1 == len(self.episode):
+            return None
+        padding = len(batch.input_ids) - len(batch.sequences)
+        sizes = self.loss_tokens[batch.sequences]
+        return torch.cat((sizes, sizes.new_zeros(padding))).to(batch.action_mask.device)
+
+
+def episode_sizes(experience: Experience) -> EpisodeSizes:
+    branches = torch.tensor(experience.branches)
+    episode = torch.arange(len(branches)).repeat_interleave(branches)
+    own = torch.stack([part.bool().sum() for part in experience.mask.split(experience.lengths)])
+    return EpisodeSizes(episode.tolist(), torch.zeros_like(branches).index_add(0, episode, own)[episode])
+
+
+def loss_normalizer(
+    batches: Sequence[MicroBatch], aggregation: str, episode: Sequence[int], *, samples: float, max_length: int
+) -> float:
+    """Divisor of the micro-batch losses of one optimizer step: the number of its loss tokens, or of its episodes with a loss
+    token, or for ``seq_sum_constant`` all its ``samples`` times ``max_length``, which no mask changes.
+
+    Args:
+        episode: [B] number of each rollout's episode.
+    """
     if aggregation == "seq_sum_constant":
         return samples * max_length
     if aggregation == "token_mean":
         return float(sum(len(batch.positions) for batch in batches))
-    return float(sum(int(batch.action_mask.bool().any(-1).sum()) for batch in batches))
+    return float(
+        len(
+            {
+                episode[row]
+                for batch in batches
+                for row, learned in zip(batch.sequences, batch.action_mask.bool().any(-1).tolist())
+                if learned
+            }
+        )
+    )
 
 
 def micro_batch_loss(
-    policy: PolicyForward, experience: Experience, batch: MicroBatch, config: AlgorithmConfig, normalizer: float
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    policy: PolicyForward, experience: Experience, batch: MicroBatch, config: AlgorithmConfig, normalizer: float, *,
+    whole: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:  # fmt: skip
     """The part that this micro-batch adds to the optimizer step's loss, means over its tokens, and their log-probabilities."""
     mask, rows = batch.action_mask, batch.rows
     with_entropy = config.entropy_bonus != 0
@@ -178,11 +229,12 @@ def micro_batch_loss(
         aggregation=config.loss_aggregation,
         normalizer=normalizer,
         weights=None if experience.correction is None else rows(experience.correction[batch.positions]),
+        whole=whole,
     )
     loss = surrogate.loss
 
     def aggregated(per_action: Tensor) -> Tensor:
-        return aggregate(rows(per_action), mask, mode=config.loss_aggregation, normalizer=normalizer)
+        return aggregate(rows(per_action), mask, mode=config.loss_aggregation, normalizer=normalizer, whole=whole)
 
     if with_entropy:
         loss = loss - config.entropy_bonus * aggregated(result.entropy)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from torch import Tensor
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.generation.interface import SampleId
 from nemo_style_rlhf.generation.weight_store import StoredWeights, WeightStore
-from nemo_style_rlhf.rollout.producer import KnownScores
-from nemo_style_rlhf.rollout.types import Batch, Rollout, ScoresToCome, Turn
+from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout, ScoresToCome, Turn
 from nemo_style_rlhf.scoring.interface import Scores
 
 VALIDATIONS = "validations.json"
@@ -27,25 +26,44 @@ Packed = tuple[dict[str, Tensor], dict[str, Any]]
 
 def pack(batch: Batch) -> Packed:
     """A batch without its scores and the texts of its prompts."""
-    rollouts = batch.rollouts
-    tensors = {
-        "tokens": torch.cat([rollout.tokens for rollout in rollouts]),
-        "response_mask": torch.cat([rollout.response_mask for rollout in rollouts]),
-        "sampler_logprobs": torch.cat([rollout.sampler_logprobs for rollout in rollouts]),
-        "weights_version": torch.cat([rollout.weights_version for rollout in rollouts]),
-    }
-    described = {
+    tensors, described = pack_rollouts(batch.rollouts)
+    described |= {
         "step": batch.step,
         "data_end": batch.data_end,
         "counts": batch.counts,
         "probe_gap": batch.probe_gap,
+    }
+    return tensors, described
+
+
+def unpack(packed: Packed, scores: ScoresToCome, prompts: Mapping[int, Prompt]) -> Batch:
+    described, rollouts = packed[1], unpack_rollouts(packed, prompts)
+    return Batch(
+        described["step"], rollouts, scores, described["data_end"], described["counts"], described["probe_gap"]
+    )
+
+
+def pack_rollouts(rollouts: Sequence[Rollout]) -> Packed:
+    def of_all(per_rollout: list[Tensor]) -> Tensor:
+        return torch.cat(per_rollout) if per_rollout else torch.empty(0)
+
+    tensors = {
+        "tokens": of_all([rollout.tokens for rollout in rollouts]),
+        "response_mask": of_all([rollout.response_mask for rollout in rollouts]),
+        "sampler_logprobs": of_all([rollout.sampler_logprobs for rollout in rollouts]),
+        "weights_version": of_all([rollout.weights_version for rollout in rollouts]),
+    }
+    described = {
         "rollouts": [
             {
                 "sample": [rollout.sample.step, rollout.sample.prompt_id, rollout.sample.index],
                 "seed": rollout.seed,
                 "length": len(rollout.tokens),
-                "turns": [[turn.start, turn.end, turn.finish_reason] for turn in rollout.turns],
+                "turns": [[turn.start, turn.end, turn.finish_reason, turn.reward] for turn in rollout.turns],
                 "max_length": rollout.max_length,
+                "status": rollout.status,
+                "branch": rollout.branch,
+                "began_with": rollout.began_with,
             }
             for rollout in rollouts
         ],
@@ -53,7 +71,7 @@ def pack(batch: Batch) -> Packed:
     return tensors, described
 
 
-def unpack(packed: Packed, scores: ScoresToCome, prompts: Mapping[int, Prompt]) -> Batch:
+def unpack_rollouts(packed: Packed, prompts: Mapping[int, Prompt]) -> list[Rollout]:
     tensors, described = packed
     lengths = [each["length"] for each in described["rollouts"]]
     parts = (
@@ -73,11 +91,12 @@ def unpack(packed: Packed, scores: ScoresToCome, prompts: Mapping[int, Prompt]) 
                 weights_version=version,
                 turns=tuple(Turn(*turn) for turn in each["turns"]),
                 max_length=each["max_length"],
+                status=each["status"],
+                branch=each["branch"],
+                began_with=each["began_with"],
             )
         )
-    return Batch(
-        described["step"], rollouts, scores, described["data_end"], described["counts"], described["probe_gap"]
-    )
+    return rollouts
 
 
 @dataclass

@@ -18,7 +18,7 @@ from nemo_style_rlhf.rollout.logprobs import PolicyForward, action_aligned, acti
 from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers
 from nemo_style_rlhf.rollout.reference import Reference
 from nemo_style_rlhf.rollout.training_signal import Signal, estimate, shape_scores
-from nemo_style_rlhf.rollout.types import Batch, Experience, Rollout
+from nemo_style_rlhf.rollout.types import Batch, Experience, Rollout, branch_counts, sums
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig
 from nemo_style_rlhf.scoring.interface import Scores
@@ -109,17 +109,19 @@ class ExperienceBuilder:
             valued = self.ranks.on_first(lambda: late_values.result())  # type: ignore[union-attr]
             scores = replace(scores, values=valued.values, critic_steps=valued.critic_steps)
         timers.lap("wait_for_scores")
-        scored = (~scores.failures).float().repeat_interleave(torch.tensor(lengths))
+        branches = branch_counts(rollouts)
+        of_episodes = sums(lengths, branches)
+        scored = (~scores.failures).float().repeat_interleave(torch.tensor(of_episodes))
         mask = untruncated * scored
         if not mask.any():
             raise NothingToLearnError(
-                f"every sample of this step was truncated or has no reward ({int(scores.failures.sum())} of "
-                f"{len(lengths)} failed, reward.on_error=mask): nothing would be learned"
+                f"every sample of this step was truncated, failed or has no reward ({int(scores.failures.sum())} of "
+                f"{len(branches)} failed): nothing would be learned"
             )
         if algorithm.uses_critic:
             require_one_critic_step(scores.critic_steps)
             require_finite_values(scores.values, mask, lengths)
-        signal = self._signal(rollouts, scores, kl, lengths, compared=actions * scored, learned=mask)
+        signal = self._signal(rollouts, scores, kl, branches, of_episodes, compared=actions * scored, learned=mask)
         equal = {} if signal.equal_groups is None else {"frac_reward_zero_std": signal.equal_groups}
         experience = Experience(
             rollouts=rollouts,
@@ -133,15 +135,15 @@ class ExperienceBuilder:
             scores=scores,
             kl=kl,
             kl_coef=self._kl.coef,
-            rewards=unpad(signal.rewards, lengths),
-            advantages=unpad(signal.advantages, lengths),
-            returns=None if signal.returns is None else unpad(signal.returns, lengths),
-            correction=self._correction(logprobs, sampler_logprobs, mask, lengths),
+            rewards=unpad(signal.rewards, of_episodes),
+            advantages=unpad(signal.advantages, of_episodes),
+            returns=None if signal.returns is None else unpad(signal.returns, of_episodes),
+            correction=self._correction(logprobs, sampler_logprobs, mask, of_episodes),
             counts=batch.counts | equal,
             stale=algorithm.staleness > 0,
         )
         if batch.step > algorithm.critic_warmup_steps:  # until then the policy stands still, whatever its KL
-            self._kl.update(float(masked_mean(experience.present_kl, mask)), len(rollouts))
+            self._kl.update(float(masked_mean(experience.present_kl, mask)), len(branches))
         timers.lap("advantages")
         return experience
 
@@ -166,22 +168,29 @@ class ExperienceBuilder:
         return mask
 
     def _signal(
-        self, rollouts: Sequence[Rollout], scores: Scores, kl: Tensor, lengths: Sequence[int], *, compared: Tensor,
-        learned: Tensor,
+        self, rollouts: Sequence[Rollout], scores: Scores, kl: Tensor, branches: Sequence[int], lengths: Sequence[int], *,
+        compared: Tensor, learned: Tensor,
     ) -> Signal:  # fmt: skip
+        """The signal of whole episodes: the rollouts of one are taken as one sequence.
+
+        Args:
+            branches: [E] rollouts per episode.
+            lengths: [E] tokens per episode.
+        """
+        first = [rollout for rollout in rollouts if rollout.branch == 0]
         shaped = shape_scores(
             scores.rewards,
             scores.failures,
-            torch.tensor([rollout.response_length for rollout in rollouts]),
-            torch.tensor([rollout.truncated for rollout in rollouts]),
+            torch.tensor(sums([rollout.response_length for rollout in rollouts], branches)),
+            torch.tensor([rollout.truncated for rollout in first]),
             self.algorithm,
-            max_length=torch.tensor([rollout.max_length for rollout in rollouts]),
+            max_length=torch.tensor([rollout.max_length for rollout in first]),
             normalizer=self._normalizer,
         )
         values = None if scores.values is None else pad(scores.values, lengths)
         return estimate(
             shaped, pad(kl, lengths), values, pad(compared, lengths), self.algorithm, kl_coef=self._kl.coef,
-            learned=pad(learned, lengths),
+            learned=pad(learned, lengths), early=early_rewards(rollouts, lengths),
         )  # fmt: skip
 
     def _correction(
@@ -194,6 +203,24 @@ class ExperienceBuilder:
         padded = (pad(flat, lengths) for flat in (trainer, sampler, mask))
         weights = importance_weights(*padded, kind=correction.kind, low=correction.low, high=correction.high)
         return unpad(weights, lengths)
+
+
+def early_rewards(rollouts: Sequence[Rollout], lengths: Sequence[int]) -> Tensor | None:
+    """[E, T] float32: the environment's reward for each turn but the episode's last, at its last action; None if all are 0.
+
+    Args:
+        lengths: [E] tokens per episode.
+    """
+    rewarded, offset = [], 0
+    for number, rollout in enumerate(rollouts):
+        ends_episode = number + 1 == len(rollouts) or rollouts[number + 1].branch == 0
+        turns = rollout.turns[:-1] if ends_episode else rollout.turns
+        rewarded += [(offset + turn.end - 2, turn.reward) for turn in turns if turn.reward]
+        offset += len(rollout.tokens)
+    if not rewarded:
+        return None
+    places, rewards = zip(*rewarded)
+    return pad(torch.zeros(offset).index_put((torch.tensor(places),), torch.tensor(rewards)), lengths)
 
 
 def require_one_critic_step(steps: frozenset[int]) -> None:

@@ -36,6 +36,8 @@ class MicroBatch:
     """[rows, T] on the device."""
     temperature: Tensor | None
     """[rows] on the device; None if no prompt has its own."""
+    sequences: list[int]
+    """Numbers of the sequences in the batch, without the rows of padding."""
 
     def rows(self, flat: Tensor) -> Tensor:
         """Scatter [n] values of the selected actions into [rows, T] on the device; 0 elsewhere."""
@@ -76,7 +78,7 @@ def micro_batch_iterator(
             temperature = torch.ones(padded)
             temperature[: len(chosen)] = temperatures[chosen]
             temperature = temperature.to(device)
-        yield MicroBatch(positions, input_ids.to(device), action_mask.to(device), temperature)
+        yield MicroBatch(positions, input_ids.to(device), action_mask.to(device), temperature, chosen)
 
 
 @torch.no_grad()

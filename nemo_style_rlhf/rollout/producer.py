@@ -13,7 +13,7 @@ from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, Generator, SampleId, sample_seed
-from nemo_style_rlhf.rollout.types import Batch, Rollout, Sampled
+from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout, Sampled
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.scoring.interface import Message, Scorer, Scores, ScoringSample
 
@@ -79,19 +79,6 @@ class PendingScores:
         places = {number: place for place, number in enumerate(dealt)}
         order = [places[number] for number in range(len(dealt))]
         return scores.select(order, [self.lengths[number] for number in dealt])
-
-
-@dataclass
-class KnownScores:
-    """Scores that have already arrived."""
-
-    scores: Scores
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> Scores:
-        return self.scores
 
 
 @dataclass

@@ -19,9 +19,9 @@ from nemo_style_rlhf.generation.engine_pool import Abandoned, EnginePool
 from nemo_style_rlhf.generation.interface import Generator, WeightUpdate
 from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.rollout.ahead import Ahead, Packed, pack, unpack
-from nemo_style_rlhf.rollout.producer import KnownScores, Producer, Timers
+from nemo_style_rlhf.rollout.producer import Producer, Timers
 from nemo_style_rlhf.rollout.schedule import Schedule
-from nemo_style_rlhf.rollout.types import Batch, ScoresToCome
+from nemo_style_rlhf.rollout.types import Batch, KnownScores, ScoresToCome
 from nemo_style_rlhf.scoring.interface import Scores
 
 Metrics = dict[str, float]

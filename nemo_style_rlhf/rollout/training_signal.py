@@ -60,7 +60,7 @@ def shape_scores(
 
 def estimate(
     scores: Tensor, kl: Tensor, values: Tensor | None, mask: Tensor, config: AlgorithmConfig, *, kl_coef: float,
-    learned: Tensor | None = None,
+    learned: Tensor | None = None, early: Tensor | None = None,
 ) -> Signal:  # fmt: skip
     """Advantages of every token, by ``config.advantage_estimator``.
 
@@ -74,10 +74,15 @@ def estimate(
         mask: [B, T], all actions of the samples that have a score; a sequence without actions is left out of its group.
         learned: [B, T], the loss tokens among the actions of ``mask`` (default all). The others count in comparisons of a
             group, but get 0 and are left out of whitening.
+        early: [B, T], the parts of the scores that belong to earlier actions than the last (default none). Estimators that
+            compare whole responses do not look at them.
     """
     learned = mask if learned is None else learned
     penalty = kl_coef if config.kl_in == "reward" else 0.0
-    rewards = place_rewards(scores, kl if penalty else torch.zeros_like(kl), mask, kl_coef=penalty)
+    early = None if early is None else zero_masked(early, mask)
+    last = scores if early is None else scores - early.sum(-1).to(scores.dtype)
+    rewards = place_rewards(last, kl if penalty else torch.zeros_like(kl), mask, kl_coef=penalty)
+    rewards = rewards if early is None else rewards + early
     group_size = config.samples_per_prompt
     if group_size > 1:
         kept = mask.bool().any(-1)

@@ -1,7 +1,10 @@
 """Data types of a rollout: a sample, the samples of a step, and a batch ready to train on."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -22,11 +25,17 @@ class Turn:
     """Position after its last token."""
     finish_reason: str
     """``stop`` or ``length``."""
+    reward: float = 0.0
+    """Of the environment for this turn."""
 
 
 @dataclass
 class Rollout:
-    """One sample: a prompt and the policy's response. L is the length of the whole sequence in tokens."""
+    """One sample: a prompt and the policy's response. L is the length of the whole sequence in tokens.
+
+    An episode whose conversation was begun again, or continued in several ways, has a rollout for each branch, one after the
+    other. A token is learned in one of them, and is in the others as if the environment had written it.
+    """
 
     sample: SampleId
     seed: int
@@ -42,20 +51,36 @@ class Rollout:
     turns: tuple[Turn, ...]
     max_length: int
     """Limit on response tokens: generation.max_length, or the prompt's own."""
+    status: str = "completed"
+    """Of the whole episode: ``completed``; ``truncated``, for lack of room or turns; or ``failed``, with nothing to learn."""
+    branch: int = 0
+    """Number among the rollouts of the episode, from 0."""
+    began_with: str | None = None
+    """The text with which the environment began the episode, if it is not that of ``prompt``."""
 
     @property
     def finish_reason(self) -> str:
-        return self.turns[-1].finish_reason
+        """``stop``, ``length`` or ``failed``."""
+        return {"completed": "stop", "truncated": "length"}.get(self.status, self.status)
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason == "length"
+        return self.status == "truncated"
+
+    @property
+    def prompt_text(self) -> str:
+        return self.prompt.text if self.began_with is None else self.began_with
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first turn."""
+        return self.turns[0].start if self.turns else len(self.tokens)
 
     @property
     def response_tokens(self) -> Tensor:
         """int64 [response_length], the tokens that the policy produced."""
         parts = [self.tokens[turn.start : turn.end] for turn in self.turns]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat([*parts, self.tokens[:0]])
 
     @property
     def response_length(self) -> int:
@@ -82,19 +107,40 @@ class Rollout:
             weights_version=weights_version,
             turns=(Turn(start, end, completion.finish_reason),),
             max_length=request.max_tokens,
+            status="truncated" if completion.finish_reason == "length" else "completed",
         )
+
+
+def branch_counts(rollouts: Sequence[Rollout]) -> list[int]:
+    """Number of the consecutive rollouts of each episode."""
+    begins = [number for number, rollout in enumerate(rollouts) if rollout.branch == 0]
+    return [end - begin for begin, end in zip(begins, [*begins[1:], len(rollouts)])]
+
+
+def sums(numbers: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """The sums of consecutive ``numbers``, ``counts`` of them each."""
+    ends = [0, *accumulate(counts)]
+    return [sum(numbers[begin:end]) for begin, end in pairwise(ends)]
+
+
+def episodes(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """The branches of each episode."""
+    counts = branch_counts(rollouts)
+    return [list(rollouts[end - count : end]) for count, end in zip(counts, accumulate(counts))]
 
 
 @dataclass
 class Sampled:
-    """Samples in the order of their requests, and their scores."""
+    """Samples in the order of their requests, with all branches of an episode, and a score for each."""
 
     rollouts: list[Rollout]
     scores: Scores
 
     def select(self, rows: list[int]) -> "Sampled":
-        lengths = [len(rollout.tokens) for rollout in self.rollouts]
-        return Sampled([self.rollouts[row] for row in rows], self.scores.select(rows, lengths))
+        """The episodes ``rows``."""
+        every = episodes(self.rollouts)
+        lengths = [sum(len(rollout.tokens) for rollout in branches) for branches in every]
+        return Sampled([rollout for row in rows for rollout in every[row]], self.scores.select(rows, lengths))
 
 
 class ScoresToCome(Protocol):
@@ -110,12 +156,25 @@ class ScoresToCome(Protocol):
 
 
 @dataclass
+class KnownScores:
+    """Scores that have already arrived."""
+
+    scores: Scores
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Scores:
+        return self.scores
+
+
+@dataclass
 class Batch:
     """All that a step needs from outside the trainer."""
 
     step: int
     rollouts: list[Rollout]
-    """``samples_per_prompt`` consecutive rollouts for each prompt."""
+    """``samples_per_prompt`` consecutive samples for each prompt, with all branches of an episode."""
     scores: ScoresToCome
     data_end: int
     """Number of prompts taken from the sampler, including this batch's."""
@@ -127,7 +186,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Experience:
-    """A batch of B rollouts laid end to end, N tokens in all, aligned to actions.
+    """A batch of B rollouts of E episodes laid end to end, N tokens in all, aligned to actions. Without branches, E is B.
 
     Entry t of a sequence is the state after tokens 0..t, whose action is token t+1; its last entry has no action.
     Per-token tensors are [N] float32 and undefined where ``mask`` is 0.
@@ -149,7 +208,7 @@ class Experience:
     ref_logprobs: Tensor | None
     """Nats, under the frozen reference; None if no KL term is used."""
     scores: Scores
-    """Scores of the whole sequences, as their sources gave them, and the critic's values before its update."""
+    """Scores [E] of the whole episodes, as their sources gave them, and the critic's values [N] before its update."""
     kl: Tensor
     """Per-token estimate of KL(policy || reference), nats; 0 without a reference."""
     kl_coef: float
@@ -165,6 +224,11 @@ class Experience:
     """As in :class:`Batch`, and the share of groups whose scores are all equal."""
     stale: bool = False
     """Whether an older policy than the one before the update has sampled."""
+
+    @cached_property
+    def branches(self) -> list[int]:
+        """[E] rollouts per episode."""
+        return branch_counts(self.rollouts)
 
     @property
     def present_kl(self) -> Tensor:

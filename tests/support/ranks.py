@@ -66,7 +66,9 @@ def loss_without_deepspeed(
         micro_batch_iterator(seen.tokens, seen.lengths, seen.mask, engine_config, torch.device("cpu"), PLAN[0])
     )
     samples = samples_per_step(seen, PLAN)[0]
-    normalizer = loss_normalizer(batches, config.loss_aggregation, samples=samples, max_length=MAX_LENGTH)
+    normalizer = loss_normalizer(
+        batches, config.loss_aggregation, range(len(seen.lengths)), samples=samples, max_length=MAX_LENGTH
+    )
     losses = [
         float(micro_batch_loss(model, seen, batch, config, normalizer)[0])
         for batch, counts in ranks.shard(batches)

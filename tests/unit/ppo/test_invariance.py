@@ -28,7 +28,9 @@ def gradient(
 ) -> tuple[float, list[torch.Tensor]]:
     model, batch = policy(attention), experience(config)
     parts = list(micro_batch_iterator(batch.tokens, batch.lengths, batch.mask, engine, CPU, rows, batch.temperatures))
-    normalizer = loss_normalizer(parts, config.loss_aggregation, samples=len(rows), max_length=MAX_LENGTH)
+    normalizer = loss_normalizer(
+        parts, config.loss_aggregation, range(len(batch.lengths)), samples=len(rows), max_length=MAX_LENGTH
+    )
     total = 0.0
     for part in parts:
         loss, *_ = micro_batch_loss(model, batch, part, config, normalizer)

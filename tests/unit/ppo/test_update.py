@@ -86,7 +86,7 @@ def test_dr_grpos_constant_is_one_that_no_mask_changes():
         ([[0, 1, 2], [4]], [6, 2]),
     ):
         assert samples_per_step(seen, plan) == expected
-    assert loss_normalizer([], "seq_sum_constant", samples=4, max_length=10) == 40
+    assert loss_normalizer([], "seq_sum_constant", [], samples=4, max_length=10) == 40
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

@@ -12,10 +12,10 @@ from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, 
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.rollout.ahead import Ahead, pack, unpack
-from nemo_style_rlhf.rollout.producer import KnownScores, NothingToLearnError, Timers
+from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.schedule import Schedule
-from nemo_style_rlhf.rollout.types import Batch, Rollout
+from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout
 from nemo_style_rlhf.scoring.interface import Scores
 
 PROMPTS = {index: Prompt(index, [index + 1] * (1 + index % 3), f"prompt {index}") for index in range(100)}
