@@ -57,7 +57,7 @@ class Observation:
     sampling: Mapping[str, Any] | None = None
     """Settings of the next response that differ from those of generation: `max_length` and `stop`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that are logged as train_rollouts/agent/NAME; the last one of a name counts."""
+    """Numbers that are logged as environment/NAME, the mean over the episodes; the last one of a name counts."""
 
 
 class Policy(Protocol):

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Literal
 
 from nemo_style_rlhf.generation.engine_fleet import LOST, Abandoned, Fleet
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError, WeightUpdate
@@ -99,7 +100,7 @@ class PoolStream:
     def __init__(self, pool: EnginePool, version: int) -> None:
         self._pool, self._version = pool, version
         self._calls: set[Future[list[Completion]]] = set()
-        self._done: queue.SimpleQueue[Future[list[Completion]] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Future[list[Completion]] | Literal["closed", "woken"]] = queue.SimpleQueue()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for start in range(0, len(requests), GROUP):
@@ -113,14 +114,26 @@ class PoolStream:
             Abandoned: the stream was closed meanwhile.
         """
         while self._calls:
-            call = self._done.get()
-            if call is None:
-                raise Abandoned
-            self._calls.remove(call)
-            yield from call.result()
+            yield from self.wait()
+
+    def wait(self) -> list[Completion]:
+        """
+        Raises:
+            Abandoned: the stream was closed meanwhile.
+        """
+        call = self._done.get()
+        if call == "closed":
+            raise Abandoned
+        if call == "woken":
+            return []
+        self._calls.remove(call)
+        return call.result()
+
+    def wake(self) -> None:
+        self._done.put("woken")
 
     def close(self) -> None:
         """Forget unfinished calls. The engines drop them with the next weights, whose lease is another."""
         for call in list(self._calls):
             call.cancel()
-        self._done.put(None)
+        self._done.put("closed")

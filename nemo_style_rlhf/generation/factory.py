@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import GenerationConfig as HFGenerationConfig
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.engine_client import CALLS
 from nemo_style_rlhf.generation.engine_fleet import Fleet
 from nemo_style_rlhf.generation.engine_pool import GROUP, EnginePool
 from nemo_style_rlhf.generation.engine_programs import describe, devices_beside
@@ -88,9 +89,13 @@ def weights_for_generator(
 
 def make_engine_pool(
     model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, *, device: torch.device, max_model_len: int,
-    weight_shapes: dict[str, tuple[int, ...]], stop_strings: bool,
+    weight_shapes: dict[str, tuple[int, ...]], stop_strings: bool, one_by_one: bool = False,
 ) -> EnginePool:  # fmt: skip
-    """A generator that asks engines, which start at once."""
+    """A generator that asks engines, which start at once.
+
+    Args:
+        one_by_one: whether requests come one at a time, as those of episodes do.
+    """
     folder = Path(run.output_dir).resolve() / "engines"
     if config.engines.weights == "nccl" and not (device.type == "cuda" and torch.distributed.is_nccl_available()):
         raise UserError("generation.engines.weights=nccl needs GPUs: give gloo, or auto")
@@ -99,8 +104,8 @@ def make_engine_pool(
     fleet = Fleet(config.engines, folder, devices=_devices(config) if device.type == "cuda" else ())
     describe(folder, model, config, run, max_length=max_model_len, stop_strings=stop_strings)
     fleet.start()
-    calls = config.engines.count * max(1, CALLS_AHEAD * config.max_num_seqs // GROUP)
-    return EnginePool(fleet, weight_shapes=weight_shapes, calls=calls)
+    calls = CALLS_AHEAD * config.max_num_seqs // (1 if one_by_one else GROUP)
+    return EnginePool(fleet, weight_shapes=weight_shapes, calls=config.engines.count * min(max(1, calls), CALLS))
 
 
 def _devices(config: TrainingGenerationConfig) -> list[str]:

@@ -1,5 +1,6 @@
 """Common base of the generators inside the trainer's process: streams over one engine, and the loading of new weights."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -114,6 +115,7 @@ class InProcessStream:
     _version: int
     _running: dict[str, GenerationRequest] = field(default_factory=dict)
     _done: list[Completion] = field(default_factory=list)
+    _woken: threading.Event = field(default_factory=threading.Event)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
@@ -124,6 +126,18 @@ class InProcessStream:
             if not self._done:
                 self._generator.step()
             yield from self.finished()
+
+    def wait(self) -> list[Completion]:
+        """Run an engine step; without requests, wait until :meth:`wake` is called."""
+        if self.unfinished:
+            self._generator.step()
+        elif not self._done:
+            self._woken.wait()
+        self._woken.clear()
+        return self.finished()
+
+    def wake(self) -> None:
+        self._woken.set()
 
     @property
     def unfinished(self) -> bool:

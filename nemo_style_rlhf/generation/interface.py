@@ -108,6 +108,12 @@ class Stream(Protocol):
     def completed(self) -> Iterator[Completion]:
         """Yield samples as they finish, in no particular order, until none is left."""
 
+    def wait(self) -> list[Completion]:
+        """Wait for finished samples, or until :meth:`wake` is called; it may return early, with none."""
+
+    def wake(self) -> None:
+        """Have :meth:`wait` return, in whichever thread it waits, or the next time."""
+
     def close(self) -> None:
         """Abort unfinished requests; when this returns, the generator holds none of them."""
 

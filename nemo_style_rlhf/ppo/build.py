@@ -41,6 +41,7 @@ from nemo_style_rlhf.models.digests import model_fingerprint, rows_fingerprint, 
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import START, add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
+from nemo_style_rlhf.ppo.agents import longest_episode, make_runner
 from nemo_style_rlhf.ppo.export import PolicyCopy
 from nemo_style_rlhf.ppo.metrics import validation_metrics
 from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_checkpoint, wait_together
@@ -116,6 +117,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     reference = _reference(config, engine, device, ranks) if config.needs_reference else None
     shapes = shapes_of(weights_for_generator(engine.hf_weights(), policy, config.generation))
     stop_strings = any(prompt.sampling.stop for prompt in [*prompts, *val_prompts])
+    stop_strings |= config.agent.in_use and config.generation.backend == "vllm"  # environments may bring some
     generator: Generator | None = None
     if not engines:
         generator = make_generator(
@@ -125,7 +127,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     elif ranks.is_first:  # the other ranks receive what the first one makes
         generator = make_engine_pool(
             config.model, config.generation, config.run, device=device, max_model_len=max_length, weight_shapes=shapes,
-            stop_strings=stop_strings,
+            stop_strings=stop_strings, one_by_one=config.agent.in_use,
         )  # fmt: skip
     require_all_ranks()
     if ranks.is_first:
@@ -135,6 +137,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     rollouts = _rollout_writer(config, tokenizer) if ranks.is_first else None
     producer = None
     if generator is not None:
+        runner = make_runner(config, tokenizer, prompts, max_tokens=max_length) if config.agent.in_use else None
         producer = Producer(
             generator,
             scorer,
@@ -144,6 +147,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
             max_length=config.generation.max_length,
             run_seed=config.run.seed,
             ranks=Ranks(alone=True) if engines else ranks,
+            episodes=runner,
         )
     else:
         scorer.close()
@@ -169,7 +173,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
             config.generation.temperature,
             ranks,
             ask_values=RemoteCriticScorer(critic, want="values").ask
-            if critic is not None and config.algorithm.uses_critic and staleness
+            if critic is not None and config.values_late
             else None,
         ),
         critic=critic,
@@ -284,6 +288,8 @@ def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     needed = longest + config.generation.max_length
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)  # ALiBi models have none
+    if config.agent.in_use:
+        return longest_episode(config.agent, longest, limit, config.model.path)
     if limit is not None and needed > limit:
         raise UserError(
             f"a prompt of {longest} tokens and generation.max_length={config.generation.max_length} make {needed}, more than the "
@@ -311,8 +317,7 @@ def _scorer(
     reward = config.reward
     sources: dict[str, tuple[Scorer, float]] = {}
     weight = reward.critic.weight
-    # The critic values a stale sample when its step begins: until then it is another critic.
-    values = config.algorithm.uses_critic and not config.algorithm.staleness
+    values = config.algorithm.uses_critic and not config.values_late
     if critic is not None and (values or weight != 0):
         want: Want = "rewards" if not values else "both" if weight != 0 else "values"
         sources["critic"] = RemoteCriticScorer(critic, want=want), weight

@@ -1,5 +1,6 @@
 """The stateless part of a rollout: turns prompts into samples whose scores are pending."""
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,11 +13,14 @@ import torch
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, Generator, SampleId, sample_seed
-from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout, Sampled
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, Generator, SampleId, Stream, sample_seed
+from nemo_style_rlhf.rollout.ahead import pack_rollouts, unpack_rollouts
+from nemo_style_rlhf.rollout.episodes import Counts, EpisodeRunner, Outcome, with_episodes
+from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout, Sampled, episodes
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.scoring.interface import Message, Scorer, Scores, ScoringSample
 
+log = logging.getLogger(__name__)
 SCORING_GROUP = 32
 """Samples per scoring request: small enough that scoring starts early, large enough that the server's batches are full."""
 
@@ -95,6 +99,10 @@ class Producer:
     run_seed: int
     ranks: Ranks
     """Each tensor-parallel group shares a generator and makes a part of the samples; all ranks get the whole batch."""
+    episodes: EpisodeRunner | None = None
+    """Makes samples of several turns with an environment; None for single responses."""
+    clock_metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last batch's episodes that the clock alone decides."""
 
     def batch(self, step: int, position: int, version: int, timers: Timers) -> Batch:
         """The samples of step ``step``. A filter may need several rounds of generation.
@@ -112,6 +120,7 @@ class Producer:
         kept: list[Sampled] = []
         first_round = math.ceil(wanted * algorithm.filter.oversample)
         found = dropped = rounds = 0
+        counts: Counter[str] = Counter()
         while found < wanted and rounds < algorithm.filter.max_rounds:
             rounds += 1
             prompts = self.take(position, first_round if rounds == 1 else wanted - found)
@@ -120,10 +129,11 @@ class Producer:
                 prompts, step=step, samples_per_prompt=algorithm.samples_per_prompt, max_tokens=self.max_length,
                 run_seed=self.run_seed, seen=seen,
             )  # fmt: skip
-            rollouts, pending = self._generate(requests, prompts, version)
+            rollouts, pending, counted = self._generate(requests, prompts, version)
+            counts.update(counted)
             timers.lap("generate")
             if not algorithm.filter.enabled:
-                return Batch(step, rollouts, pending, position, {})
+                return Batch(step, rollouts, pending, position, dict(counts))
             sampled = Sampled(rollouts, pending.result())
             timers.lap("wait_for_scores")
             rows = self._rows_that_teach(sampled.scores)[: (wanted - found) * algorithm.samples_per_prompt]
@@ -138,17 +148,20 @@ class Producer:
             )
         rollouts = [rollout for part in kept for rollout in part.rollouts]
         scores = KnownScores(Scores.joined([part.scores for part in kept]))
-        return Batch(step, rollouts, scores, position, {"filtered_prompts": float(dropped), "rounds": float(rounds)})
+        filtered = {"filtered_prompts": float(dropped), "rounds": float(rounds)}
+        return Batch(step, rollouts, scores, position, {**counts, **filtered})
 
     def sample(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, run_seed: int, version: int) -> Sampled:
         """Generate and score, for validation."""
         requests = make_requests(
             prompts, step=0, samples_per_prompt=samples_per_prompt, max_tokens=self.max_length, run_seed=run_seed
         )
-        rollouts, pending = self._generate(requests, prompts, version)
+        rollouts, pending, _ = self._generate(requests, prompts, version)
         return Sampled(rollouts, pending.result())
 
     def close(self) -> None:
+        if self.episodes is not None:
+            self.episodes.close()
         self.scorer.close()
 
     def _rows_that_teach(self, scores: Scores) -> list[int]:
@@ -164,35 +177,84 @@ class Producer:
 
     def _generate(
         self, requests: Sequence[GenerationRequest], prompts: Sequence[Prompt], version: int
-    ) -> tuple[list[Rollout], PendingScores]:
+    ) -> tuple[list[Rollout], PendingScores, dict[str, float]]:
         """Generate every request; scoring of a group of consecutive samples starts as soon as the group is complete.
 
         Requests are dealt to the generators in turn, which spreads the similar samples of a prompt; groups are cut by
         position. Neither depends on which sample finishes first, so all batches are the same in every run.
 
         Returns:
-            Rollouts of all ranks in the order of ``requests``, and their pending scores.
+            Rollouts of all ranks in the order of ``requests``, their pending scores, and what happened to their episodes.
         """
         ranks, by_id = self.ranks, {prompt.prompt_id: prompt for prompt in prompts}
         own = [requests[number] for number in ranks.deal(len(requests))[ranks.generator]]
+        stream = self.generator.stream(version)
+        if self.episodes is not None:
+            return self._run_episodes(requests, own, by_id, stream)
         places = {request.sample: place for place, request in enumerate(own)}
         rollouts: dict[int, Rollout] = {}
-        missing = Counter(place // SCORING_GROUP for place in range(len(own)))
-        pending: dict[int, Future[Scores]] = {}
-        stream = self.generator.stream(version)
+        groups = ScoringGroups(
+            len(own), lambda rows: self.scorer.score([scoring_sample(rollouts[row], self.decode) for row in rows])
+        )
         stream.submit(own)
         for completion in stream.completed():
             if not ranks.leads:
                 continue
             place = places[completion.request.sample]
             rollouts[place] = Rollout.from_completion(completion, by_id[completion.request.sample.prompt_id])
-            group = place // SCORING_GROUP
-            missing[group] -= 1
-            if not missing[group]:
-                rows = range(group * SCORING_GROUP, min((group + 1) * SCORING_GROUP, len(own)))
-                pending[group] = self.scorer.score([scoring_sample(rollouts[row], self.decode) for row in rows])
+            groups.add(place)
         whole = gather_rollouts(ranks, list(rollouts.values()), requests, by_id)
-        return whole, PendingScores(pending, [len(rollout.tokens) for rollout in whole], ranks)
+        return whole, PendingScores(groups.scores, [len(rollout.tokens) for rollout in whole], ranks), {}
+
+    def _run_episodes(
+        self, requests: Sequence[GenerationRequest], own: Sequence[GenerationRequest], by_id: dict[int, Prompt], stream: Stream
+    ) -> tuple[list[Rollout], PendingScores, dict[str, float]]:  # fmt: skip
+        """:meth:`_generate`, for samples of several turns."""
+        assert self.episodes is not None
+        outcomes: dict[int, Outcome] = {}
+
+        def score(rows: range) -> "Future[Scores]":
+            group = [outcomes[row] for row in rows]
+            alive = [each.rollouts[-1] for each in group if not each.failed]
+            asked = [scoring_sample(rollout, self.decode) for rollout in alive]
+            return with_episodes(group, self.scorer.score(asked) if asked else None)
+
+        groups = ScoringGroups(len(own), score)
+
+        def finished(place: int, outcome: Outcome) -> None:
+            outcomes[place] = outcome
+            groups.add(place)
+
+        prompts = [by_id[request.sample.prompt_id] for request in own]
+        counts = Counts.summed(self.ranks.all_gather(self.episodes.run(own, prompts, stream, finished)))
+        if counts.reasons and self.ranks.is_first:
+            log.warning(
+                "%d attempts at episodes failed, and %d episodes for good: %s", len(counts.reasons), counts.failed,
+                counts.reasons[0],
+            )  # fmt: skip
+        self.clock_metrics = counts.of_clock
+        made = [rollout for place in sorted(outcomes) for rollout in outcomes[place].rollouts]
+        whole = gather_episodes(self.ranks, made, requests, by_id)
+        lengths = [sum(len(rollout.tokens) for rollout in branches) for branches in episodes(whole)]
+        return whole, PendingScores(groups.scores, lengths, self.ranks), counts.of_episodes
+
+
+class ScoringGroups:
+    """Starts to score groups of consecutive samples as soon as they are complete."""
+
+    def __init__(self, samples: int, score: "Callable[[range], Future[Scores]]") -> None:
+        self.scores: dict[int, Future[Scores]] = {}
+        """By group number."""
+        self._samples, self._score = samples, score
+        self._missing = Counter(place // SCORING_GROUP for place in range(samples))
+
+    def add(self, place: int) -> None:
+        """A sample is there."""
+        group = place // SCORING_GROUP
+        self._missing[group] -= 1
+        if not self._missing[group]:
+            rows = range(group * SCORING_GROUP, min((group + 1) * SCORING_GROUP, self._samples))
+            self.scores[group] = self._score(rows)
 
 
 def gather_rollouts(
@@ -221,11 +283,28 @@ def gather_rollouts(
     return [rollouts[request.sample] for request in requests]
 
 
+def gather_episodes(
+    ranks: Ranks, own: Sequence[Rollout], requests: Sequence[GenerationRequest], prompts: dict[int, Prompt]
+) -> list[Rollout]:
+    """The rollouts of all ranks in the order of ``requests``, the branches of each episode in theirs."""
+    shards = [own] if ranks.size == 1 else [unpack_rollouts(p, prompts) for p in ranks.all_gather(pack_rollouts(own))]
+    by_sample: dict[SampleId, list[Rollout]] = {}
+    for rollout in (rollout for shard in shards for rollout in shard):
+        by_sample.setdefault(rollout.sample, []).append(rollout)
+    return [rollout for request in requests for rollout in by_sample[request.sample]]
+
+
 def scoring_sample(rollout: Rollout, decode: Decode) -> ScoringSample:
     def messages() -> list[Message]:
-        prompt = rollout.tokens[~rollout.response_mask].tolist()
-        response = decode(prompt, rollout.response_tokens.tolist())
-        return [Message("prompt", rollout.prompt.text), Message("response", response)]
+        tokens, end = rollout.tokens.tolist(), rollout.prompt_length
+        prompt = decode([], tokens[:end]) if rollout.branch else rollout.prompt_text
+        read = [Message("prompt", prompt)]
+        for turn in rollout.turns:
+            if turn.start > end:
+                read.append(Message("environment", decode(tokens[:end], tokens[end : turn.start])))
+            read.append(Message("response", decode(tokens[: turn.start], tokens[turn.start : turn.end])))
+            end = turn.end
+        return read
 
     prompt = rollout.prompt
     return ScoringSample(rollout.tokens, prompt.label, messages, prompt.metadata, prompt.chat)

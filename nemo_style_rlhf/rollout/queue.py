@@ -137,8 +137,10 @@ class BatchQueue:
 
     def clock_metrics(self) -> dict[str, float]:
         """Metrics that the clock alone decides, on the first rank. `timers/beside_*` are the seconds that the last batch took to
-        sample, and those for which the engines had waited for work before it; `engines/*` describe the engines."""
+        sample, and those for which the engines had waited for work before it; `engines/*` describe the engines, and `agent/*` the
+        episodes of the last batch."""
         engines = {} if self._engines is None else self._engines.metrics
+        engines |= {} if self._producer is None else self._producer.clock_metrics
         return engines | {f"timers/beside_{phase}": seconds for phase, seconds in self._beside.items()}
 
     def owes_validation(self, version: int) -> bool:

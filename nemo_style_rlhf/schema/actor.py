@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.agent import AgentConfig
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.common import EngineConfig, LoRAConfig, ModelConfig, TrainerRunConfig
@@ -150,6 +151,7 @@ class PPOActorConfig:
     model: PolicyConfig = field(default_factory=PolicyConfig)
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     remote_critic_rm: RemoteCriticConfig = field(default_factory=RemoteCriticConfig)
     generation: TrainingGenerationConfig = field(default_factory=TrainingGenerationConfig)
@@ -168,12 +170,22 @@ class PPOActorConfig:
         return self.algorithm.uses_critic or self.reward.critic.weight != 0
 
     @property
+    def values_late(self) -> bool:
+        """Whether the critic's values are asked for when a step begins, and not with the rewards: until then a stale sample would
+        be valued by another critic; and an episode may have several rollouts, but has one reward."""
+        return self.algorithm.uses_critic and (self.algorithm.staleness > 0 or self.agent.in_use)
+
+    @property
     def unread(self) -> tuple[str, ...]:
         """Sections whose files this process does not read."""
         return self.reward.unread if self.uses_critic_process else (*self.reward.unread, "remote_critic_rm")
 
     def validate(self) -> None:
         self.engine.validate_with(self.model)
+        if self.agent.in_use:
+            self._validate_agent()
+        else:
+            self.reward.require_source()
         if self.model.reference_path and not self.needs_reference:
             raise UserError(
                 f"model.reference_path={self.model.reference_path} but nothing measures KL: set "
@@ -200,6 +212,18 @@ class PPOActorConfig:
             self._validate_sampler_logprobs()
         if self.algorithm.staleness:
             self._validate_stale_metrics()
+
+    def _validate_agent(self) -> None:
+        """
+        Raises:
+            UserError: a setting is not possible with episodes of several turns.
+        """
+        generation = self.generation
+        if generation.tensor_parallel_size > 1 and not generation.engines.count:
+            raise UserError(
+                f"generation.tensor_parallel_size={generation.tensor_parallel_size} with agent.path needs engines: set "
+                "generation.engines.count, or tensor_parallel_size=1"
+            )
 
     def _validate_stale_metrics(self) -> None:
         """

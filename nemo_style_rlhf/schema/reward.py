@@ -111,12 +111,18 @@ class RewardConfig:
         """Sources that are not in use, as sections of a configuration whose files nobody reads."""
         return tuple(f"reward.{name}" for name in ("server", "function", "judge") if name not in self.weights)
 
-    def validate(self) -> None:
-        require_choice("reward.on_error", self.on_error, ("stop", "mask"))
+    def require_source(self) -> None:
+        """
+        Raises:
+            UserError: no source is in use.
+        """
         if not self.weights:
             raise UserError(
                 "no reward source is in use: give one of reward.critic, server, function, endpoints or judge a weight other "
                 "than 0"
             )
+
+    def validate(self) -> None:
+        require_choice("reward.on_error", self.on_error, ("stop", "mask"))
         for name, weight in self.weights.items():
             require(math.isfinite(weight), f"reward.{name}.weight", weight, "a finite number")

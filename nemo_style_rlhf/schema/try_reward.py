@@ -44,6 +44,7 @@ class TryRewardConfig:
         return self.reward.unread
 
     def validate(self) -> None:
+        self.reward.require_source()
         for name in ("critic", "server"):
             if name in self.reward.weights:
                 raise UserError(

@@ -20,13 +20,17 @@ class CombinedScorer:
     def __init__(self, sources: Mapping[str, tuple[Scorer, float]], *, on_error: str) -> None:
         """
         Args:
-            sources: name to (source, weight); with weight 0 only the source's values count.
+            sources: name to (source, weight); with weight 0 only the source's values count. Without any, rewards are 0.
             on_error: ``stop`` raises a source's error; ``mask`` marks the samples as failed and logs the reason.
         """
         self._sources = dict(sources)
         self._on_error = on_error
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
+        if not self._sources:
+            nothing: Future[Scores] = Future()
+            nothing.set_result(Scores(torch.zeros(len(samples))))
+            return nothing
         parts = [self._guarded(name, samples) for name in self._sources]
         return gathered(parts, self._sum)
 

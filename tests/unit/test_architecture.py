@@ -31,15 +31,16 @@ ALLOWED = {
     "checkpoint": BASE,
     "models": BASE | {"checkpoint"},  # samples of files
     "data": BASE,
-    "agents": BASE | {"data"},
+    "agents": BASE | {"data", "launch"},
     "engine": BASE | {"models", "distributed", "checkpoint"},
     "transport": BASE | {"launch"},
     "generation": BASE | {"engine", "models", "transport", "launch", "checkpoint", "distributed"},
     "critic_service": BASE
     | {"engine", "models", "distributed", "algorithms", "checkpoint", "data", "launch", "transport"},
     "scoring": BASE | {"critic_service", "transport", "launch"},
-    "rollout": BASE | {"generation", "scoring", "models", "algorithms", "data", "distributed"},
+    "rollout": BASE | {"agents", "generation", "scoring", "models", "algorithms", "data", "distributed"},
     "ppo": BASE
+    | {"agents"}
     | {"rollout", "engine", "checkpoint", "tracking", "algorithms", "models", "data", "generation", "scoring"}
     | {"critic_service", "transport", "launch", "distributed"},
     "planning": BASE | {"models", "data", "generation", "rollout", "distributed"},  # numbers of what it plans

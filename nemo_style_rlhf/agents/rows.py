@@ -1,0 +1,33 @@
+"""What an episode leaves to train on. It imports no torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A stretch of a row that the policy sampled and that this row trains."""
+
+    start: int
+    """Position of its first token in the row."""
+    end: int
+    """Position after its last token."""
+    finish_reason: str
+    """``stop`` or ``length``."""
+    reward: float = 0.0
+    """Of the environment."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A branch of an episode, from the first token of its first prompt to the last token of its last answer; L tokens."""
+
+    tokens: tuple[int, ...]
+    """[L] token ids."""
+    mask: tuple[bool, ...]
+    """[L]: True on sampled tokens that this row trains. Sampled tokens that an earlier row trains are False."""
+    logprobs: tuple[float, ...]
+    """[L] nats: log-probability of each token under ``mask`` when it was sampled; 0 elsewhere."""
+    versions: tuple[int, ...]
+    """[L]: version of the weights that sampled each token under ``mask``; -1 elsewhere."""
+    turns: tuple[Turn, ...]
+    """The stretches under ``mask``, in order."""

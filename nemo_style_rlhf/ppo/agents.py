@@ -1,0 +1,73 @@
+"""Builds what runs the episodes of a policy with an environment."""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_style_rlhf.agents.history import classify
+from nemo_style_rlhf.agents.workers import EpisodeWorkers
+from nemo_style_rlhf.data.encoding import Encoder
+from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.tool_calls import tool_call_reader
+from nemo_style_rlhf.rollout.episodes import EpisodeRunner
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.agent import AgentConfig
+
+log = logging.getLogger(__name__)
+HISTORY = {
+    "keep": "the policy goes on reading what it has read and sampled (agent.history=keep)",
+    "template": "each rewrite begins a row of its own (agent.history=template)",
+}
+
+
+def make_runner(
+    config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_tokens: int
+) -> EpisodeRunner:
+    """Start the episode workers.
+
+    Args:
+        max_tokens: limit on all tokens of an episode.
+
+    Raises:
+        UserError: the environment's file cannot be used, the chat template refuses conversations of several turns, or vLLM knows
+            no such parser of tool calls.
+    """
+    agent, encoder = config.agent, Encoder(tokenizer, chat_template=config.data.chat_template)
+    chats = [prompt.chat for prompt in prompts if prompt.chat is not None]
+    tools = next((chat.tools for chat in chats if chat.tools), None)
+    if chats:
+        found = classify(encoder, tools)
+        if found.kind == "refuses":
+            raise UserError(f"{found.reason} Set data.chat_template to one that can.")
+        kept = f": {HISTORY[agent.history]}" if found.kind == "rewrites" else ""
+        log.info("%s%s", found.reason.removesuffix("."), kept)
+    reader = None if agent.tool_parser is None else tool_call_reader(agent.tool_parser, tokenizer, tools)
+    return EpisodeRunner(
+        partial(EpisodeWorkers, agent), encoder, agent, max_length=config.generation.max_length, max_tokens=max_tokens,
+        read_message=reader, takes_stop=config.generation.backend == "vllm",
+    )  # fmt: skip
+
+
+def longest_episode(agent: AgentConfig, longest_prompt: int, positions: int | None, path: str) -> int:
+    """Limit on the tokens of an episode.
+
+    Args:
+        positions: of the model, which is in ``path``; None if it has no limit.
+
+    Raises:
+        UserError: the model has fewer positions, or a prompt leaves no room.
+    """
+    limit = agent.max_tokens or positions
+    if limit is None:
+        raise UserError(f"{path} has no limit on positions: set agent.max_tokens to the longest episode in tokens")
+    if positions is not None and limit > positions:
+        raise UserError(f"agent.max_tokens={limit} is more than the {positions} positions of {path}: lower it")
+    if longest_prompt >= limit:
+        raise UserError(
+            f"a prompt of {longest_prompt} tokens leaves no room in episodes of at most {limit}: lower data.max_prompt_length, "
+            "or raise agent.max_tokens"
+        )
+    return limit

@@ -1,0 +1,49 @@
+"""Episodes of several turns between the policy and an environment."""
+
+from dataclasses import dataclass, field
+
+from nemo_style_rlhf.schema.base import require, require_choice
+
+
+@dataclass
+class AgentConfig:
+    """An environment, a class `Environment` in a Python file, that answers the policy's responses over several turns."""
+
+    path: str | None = field(default=None)
+    """Python file with the environment's class; null trains on single responses."""
+    name: str = "Environment"
+    """Name of the class in the file."""
+    workers: int = 2
+    """Number of processes in which episodes run."""
+    episodes_per_worker: int = 64
+    """Maximum number of episodes that run side by side in one process; further ones wait."""
+    max_turns: int = 16
+    """Maximum number of the policy's responses in an episode."""
+    max_tokens: int | None = None
+    """Maximum length of a whole episode, the environment's tokens included; null is the number of the model's positions."""
+    step_timeout_s: float = 60.0
+    """Longest time that an environment may take for one answer; then the attempt has failed."""
+    episode_timeout_s: float = 600.0
+    """Longest time that an environment may take in a whole episode, without the policy's part."""
+    attempts: int = 3
+    """Number of times that an episode is tried in all. If the last attempt fails, the sample is left out of training."""
+    tool_parser: str | None = None
+    """Name of the vLLM parser that finds tool calls in responses; null looks for none."""
+    history: str = "keep"
+    """What the policy reads if the chat template rewrites past turns. keep: the tokens as they were sampled. template: the
+    conversation as the template renders it, in a row of its own after each rewrite."""
+
+    @property
+    def in_use(self) -> bool:
+        return self.path is not None
+
+    def validate(self) -> None:
+        require(self.workers > 0, "agent.workers", self.workers, "a number above 0")
+        require(self.episodes_per_worker > 0, "agent.episodes_per_worker", self.episodes_per_worker, "a number above 0")
+        require(self.max_turns > 0, "agent.max_turns", self.max_turns, "a number above 0")
+        tokens = self.max_tokens
+        require(tokens is None or tokens > 0, "agent.max_tokens", tokens, "a number above 0, or null")
+        require(self.step_timeout_s > 0, "agent.step_timeout_s", self.step_timeout_s, "seconds above 0")
+        require(self.episode_timeout_s > 0, "agent.episode_timeout_s", self.episode_timeout_s, "seconds above 0")
+        require(self.attempts > 0, "agent.attempts", self.attempts, "a number above 0")
+        require_choice("agent.history", self.history, ("keep", "template"))

@@ -1,0 +1,145 @@
+"""An episode with several rollouts is learned as if it were one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_style_rlhf.data.ragged import pad
+from nemo_style_rlhf.ppo.update import (
+    episode_sizes,
+    loss_normalizer,
+    micro_batch_loss,
+    mini_batch_plan,
+    samples_per_step,
+)
+from nemo_style_rlhf.rollout.experience import early_rewards
+from nemo_style_rlhf.rollout.logprobs import micro_batch_iterator
+from nemo_style_rlhf.rollout.training_signal import estimate
+from nemo_style_rlhf.rollout.types import Experience, Turn, episodes, sums
+from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
+from nemo_style_rlhf.schema.common import EngineConfig
+from tests.support.experience import MAX_LENGTH, experience, policy
+from tests.support.rollouts import CPU, rollout
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant")
+SPLIT = {2: 3, 5: 4, 7: 6}
+"""Samples of the experience, and the number of the action before which each is split."""
+
+
+def branched(whole: Experience) -> Experience:
+    """The same experience, whose samples of ``SPLIT`` have two rollouts: both hold the tokens up to the split, the first learns
+    them, and the second one learns the rest."""
+    ends = torch.tensor([0, *whole.lengths]).cumsum(0).tolist()
+    rollouts, places, hidden = [], [], []
+    for number, sample in enumerate(whole.rollouts):
+        own = torch.arange(ends[number], ends[number + 1])
+        cut = SPLIT.get(number)
+        if cut is None:
+            parts, learned = [own], [torch.ones(len(own))]
+        else:
+            begin = sample.prompt_length - 1 + cut  # the position of the first action of the second part
+            parts = [own[: begin + 1], own]
+            learned = [(torch.arange(begin + 1) < begin).float(), (torch.arange(len(own)) >= begin).float()]
+        for branch, part in enumerate(parts):
+            rollouts.append(replace(sample, tokens=whole.tokens[part], branch=branch))
+        places += parts
+        hidden += learned
+    order = torch.cat(places)
+    moved = {
+        name: getattr(whole, name)[order]
+        for name in ("tokens", "sampler_logprobs", "logprobs", "ref_logprobs", "kl", "advantages", "correction")
+    }
+    temperatures = torch.cat(
+        [whole.temperatures[number].repeat(2 if number in SPLIT else 1) for number in range(len(whole.rollouts))]
+    )
+    return replace(
+        whole, rollouts=rollouts, lengths=[len(part) for part in places], mask=whole.mask[order] * torch.cat(hidden),
+        temperatures=temperatures, **moved,
+    )  # fmt: skip
+
+
+def test_the_split_experience_learns_the_same_tokens():
+    whole = experience(AlgorithmConfig())
+    split = branched(whole)
+    assert len(split.lengths) == len(whole.lengths) + len(SPLIT)
+    assert split.branches == [2 if number in SPLIT else 1 for number in range(8)]
+    assert split.advantages[split.mask.bool()].tolist() == whole.advantages[whole.mask.bool()].tolist()
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [40, 10_000])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_losses_and_gradients_are_those_of_whole_episodes(aggregation, micro_batch_tokens):
+    config = AlgorithmConfig(loss_aggregation=aggregation, entropy_bonus=0.01, kl_in="loss")
+    whole = experience(config)
+    expected = gradient(config, whole, 10_000)
+    actual = gradient(config, branched(whole), micro_batch_tokens)
+    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+    assert float(expected[1].norm()) > 0
+    assert float((actual[1] - expected[1]).norm()) <= 1e-6 * float(expected[1].norm())
+
+
+def gradient(config: AlgorithmConfig, batch: Experience, micro_batch_tokens: int) -> tuple[float, torch.Tensor]:
+    model, sizes = policy("eager"), episode_sizes(batch)
+    engine = EngineConfig(micro_batch_tokens=micro_batch_tokens, row_multiple=2)
+    [plan] = [mini_batch_plan(batch, replace(config, ppo_epochs=1, mini_batches=1), seed=3, step=1)]
+    (samples,) = samples_per_step(batch, plan)
+    parts = list(
+        micro_batch_iterator(batch.tokens, batch.lengths, batch.mask, engine, CPU, plan[0], batch.temperatures)
+    )
+    normalizer = loss_normalizer(parts, config.loss_aggregation, sizes.episode, samples=samples, max_length=MAX_LENGTH)
+    total = 0.0
+    for part in parts:
+        loss, *_ = micro_batch_loss(model, batch, part, config, normalizer, whole=sizes.whole(part))
+        loss.backward()
+        total += float(loss.detach())
+    return total, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def test_mini_batches_are_cut_between_episodes_and_keep_their_sizes():
+    config = AlgorithmConfig(mini_batches=3, ppo_epochs=2)
+    whole = experience(config)
+    split = branched(whole)
+    by_episode = [[number for number in range(8) for _ in range(split.branches[number])][row] for row in range(11)]
+    expected, plan = (mini_batch_plan(each, config, seed=3, step=5) for each in (whole, split))
+    assert [list(dict.fromkeys(by_episode[row] for row in rows)) for rows in plan] == expected
+    assert sorted(row for rows in plan[:3] for row in rows) == [row for row in range(11) if by_episode[row] != 0]
+    assert samples_per_step(split, plan) == samples_per_step(whole, expected)
+
+
+def test_rewards_of_turns_stand_at_their_last_actions_and_the_rest_at_the_episodes_last():
+    """Two episodes: one of two turns in one rollout and a third turn in another, and one of a single turn."""
+    first = replace(rollout(2, 7), turns=(Turn(2, 4, "stop", 0.5), Turn(6, 9, "stop", -1.0)))
+    second = replace(rollout(5, 3), turns=(Turn(5, 8, "stop", 2.0),), branch=1)
+    single = replace(rollout(3, 2), turns=(Turn(3, 5, "stop", 4.0),))
+    rows = [first, second, single]
+    lengths = sums([len(row.tokens) for row in rows], [2, 1])
+    assert [len(each) for each in episodes(rows)] == [2, 1]
+    early = early_rewards(rows, lengths)
+    assert early.shape == (2, 17)
+    assert {tuple(place): float(early[tuple(place)]) for place in early.nonzero().tolist()} == {
+        (0, 2): 0.5, (0, 7): -1.0,
+    }  # fmt: skip
+    assert early_rewards([single], [5]) is None
+
+    mask = torch.zeros(2, 17)
+    mask[0, [1, 2, 5, 6, 7, 13, 14, 15]] = 1
+    mask[1, [2, 3]] = 1
+    scores, nothing = torch.tensor([1.5, 4.0]), torch.zeros(2, 17)
+    config = AlgorithmConfig(discount_factor=1.0, gae_lambda=1.0, normalize_advantages=False)
+    signal = estimate(scores, nothing, nothing, mask, config, kl_coef=0.0, early=early)
+    assert signal.rewards[0, [2, 7, 15]].tolist() == [0.5, -1.0, 2.0]
+    assert signal.rewards.sum(-1).tolist() == [1.5, 4.0]
+    # Without discount, the return of an action is the sum of the rewards from there on, through all rollouts of the episode.
+    assert signal.returns[0, [1, 2, 5, 7, 13, 15]].tolist() == [1.5, 1.5, 1.0, 1.0, 2.0, 2.0]
+    grouped = replace(config, advantage_estimator="dr_grpo", samples_per_prompt=2)
+    compared = estimate(scores, nothing, None, mask, grouped, kl_coef=0.0, early=early)
+    assert compared.advantages[0, [1, 15]].tolist() == pytest.approx([-1.25, -1.25])
+
+
+def test_padding_is_no_part_of_an_episodes_size():
+    split = branched(experience(AlgorithmConfig()))
+    sizes = episode_sizes(split)
+    per_row = pad(split.mask, split.lengths).sum(-1)
+    expected = [float(per_row[[row for row in range(11) if sizes.episode[row] == own]].sum()) for own in range(8)]
+    assert sizes.loss_tokens.tolist() == [expected[own] for own in sizes.episode]
