@@ -24,7 +24,8 @@ class Called:
     attempt: int
     call: int
     """Names the call among those of the episode."""
-    prompt: Sequence[dict[str, Any]] | str
+    prompt: Sequence[dict[str, Any]] | Sequence[int] | str
+    """The conversation, token ids, or text; not empty unless it is a text."""
     tools: Sequence[dict[str, Any]] | None = None
     sampling: Mapping[str, Any] | None = None
     """`max_length` and `stop`, as in :class:`Observation`."""

@@ -1,0 +1,306 @@
+"""The tokens of one sample whose program talks to the policy through an API: a tree of calls, and the rows to train on.
+
+A call brings a whole conversation. If it begins with one that ended with an answer of this session, the tokens that the policy
+read and sampled there stay as they are, and only what the program added is tokenized (agents/tokens.py). Any other beginning,
+such as a history that the program has edited, is rendered from scratch and is a new branch of the tree.
+
+Programs make calls side by side, so nothing here may depend on the order in which calls arrive: the seed of a call is a function
+of its content, and rows are found from the tokens of all answers alone.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_style_rlhf.agents.environment import Action
+from nemo_style_rlhf.agents.events import Called
+from nemo_style_rlhf.agents.tokens import continuation
+from nemo_style_rlhf.data.encoding import Encoder
+from nemo_style_rlhf.data.records import Dropped
+from nemo_style_rlhf.data.turns import said
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.chat import Message, is_parts, plain_text
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A stretch of a row that the policy sampled and that this row trains."""
+
+    start: int
+    """Position of its first token in the row."""
+    end: int
+    """Position after its last token."""
+    finish_reason: str
+    """``stop`` or ``length``."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A leaf of the tree, from the first token of its first prompt to the last token of its last answer; L tokens."""
+
+    tokens: tuple[int, ...]
+    """[L] token ids."""
+    mask: tuple[bool, ...]
+    """[L]: True on sampled tokens that this row trains. Sampled tokens that an earlier row trains are False."""
+    logprobs: tuple[float, ...]
+    """[L] nats: log-probability of each token under ``mask`` when it was sampled; 0 elsewhere."""
+    versions: tuple[int, ...]
+    """[L]: version of the weights that sampled each token under ``mask``; -1 elsewhere."""
+    turns: tuple[Turn, ...]
+    """The stretches under ``mask``, in order."""
+
+
+@dataclass(frozen=True, order=True)
+class _Answer:
+    """An answered call. The order compares content alone."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+    finish_reason: str
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + self.completion
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A conversation, or a text, that ends with an answer."""
+
+    answer: _Answer
+    messages: list[Message]
+    """The conversation as the chat template reads it; for a text, the answer alone."""
+
+
+class Session:
+    """The calls of one attempt at a sample."""
+
+    def __init__(self, seed: int) -> None:
+        """
+        Args:
+            seed: of the sample, the same in every attempt.
+        """
+        self._seed = seed
+        self._asked: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._answers: list[_Answer] = []
+        self._conversations: dict[str, list[_Node]] = {}
+        self._texts: dict[str, list[_Node]] = {}
+
+    def prompt_for(self, call: Called, encoder: Encoder) -> list[int]:
+        """The token ids that the policy reads for a call. They change nothing here.
+
+        Raises:
+            UserError: the chat template cannot render the conversation, or it ends with the assistant's message.
+        """
+        if isinstance(call.prompt, str):
+            return self._prompt_of_text(call.prompt, encoder)
+        if isinstance(call.prompt[0], int):
+            return [token for token in call.prompt if isinstance(token, int)]
+        messages, tools = _messages(call), _tools(call)
+        if messages[-1]["role"] == "assistant":
+            raise UserError("the conversation ends with the assistant's message: add one that the policy answers")
+        for length, key in reversed([*enumerate(_keys(call), start=1)]):
+            if key in self._conversations:
+                node = _first(self._conversations[key])
+                new = [_readable(message) for message in messages[length:]]
+                return _continued(encoder, node, new, tools)
+        try:
+            text = encoder.chat([_readable(each) for each in messages], add_generation_prompt=True, tools=tools)
+        except Dropped as reason:
+            raise UserError(f"the chat template cannot render the conversation: it is {reason}") from reason
+        return encoder.rendered(text)
+
+    def seed_for(self, call: Called, token_ids: Sequence[int]) -> int:
+        """The seed with which the policy answers a call, once for each call.
+
+        Args:
+            token_ids: what :meth:`prompt_for` returned.
+        """
+        request = _request(call)
+        asked = self._asked[request, tuple(token_ids)]
+        self._asked[request, tuple(token_ids)] += 1
+        return request_seed(self._seed, token_ids, asked, request)
+
+    def record(self, call: Called, token_ids: Sequence[int], action: Action, version: int) -> None:
+        """Note the answer to a call, before the program reads it.
+
+        Args:
+            token_ids: what :meth:`prompt_for` returned.
+            action: the answer, with at least one token.
+            version: of the weights that sampled it.
+
+        Raises:
+            ValueError: the answer has no tokens, or not as many log-probabilities.
+        """
+        if not action.token_ids or len(action.token_ids) != len(action.logprobs):
+            raise ValueError(
+                f"an answer of {len(action.token_ids)} tokens has {len(action.logprobs)} log-probabilities: expected as many, at "
+                "least one"
+            )
+        finish_reason = "length" if action.truncated else "stop"
+        answer = _Answer(tuple(token_ids), action.token_ids, action.logprobs, version, finish_reason)
+        self._answers.append(answer)
+        if isinstance(call.prompt, str):
+            node = _Node(answer, [said("assistant", action.text)])
+            self._texts.setdefault(call.prompt + action.text, []).append(node)
+        elif not isinstance(call.prompt[0], int):
+            messages = [*_messages(call), action.message]
+            node = _Node(answer, [_readable(message) for message in messages])
+            self._conversations.setdefault([*_chain(messages, call.tools)][-1], []).append(node)
+
+    def rows(self) -> list[Row]:
+        """What the answers so far teach: a row for each answer that no later call continued. Their order, and which of them
+        trains a token that several share, follow from the tokens alone."""
+        answers = sorted(self._answers)
+        by_tokens: dict[tuple[int, ...], int] = {}
+        for number, answer in enumerate(answers):
+            by_tokens.setdefault(answer.tokens, number)
+        lengths = sorted({len(tokens) for tokens in by_tokens}, reverse=True)
+
+        def parent(answer: _Answer) -> int | None:
+            before = (answer.prompt[:length] for length in lengths if length <= len(answer.prompt))
+            return next((by_tokens[tokens] for tokens in before if tokens in by_tokens), None)
+
+        parents = [parent(answer) for answer in answers]
+        leaves = sorted(set(range(len(answers))) - set(parents), key=lambda leaf: (answers[leaf].tokens, leaf))
+        learned: set[int] = set()
+        rows = []
+        for leaf in leaves:
+            path, number = [], leaf
+            while number not in learned:
+                path.append(number)
+                learned.add(number)
+                if (above := parents[number]) is None:
+                    break
+                number = above
+            rows.append(_row(answers[leaf].tokens, [answers[number] for number in reversed(path)]))
+        return rows
+
+    def _prompt_of_text(self, text: str, encoder: Encoder) -> list[int]:
+        known = [before for before in self._texts if text.startswith(before)]
+        if not known:
+            return encoder.prompt(text)
+        longest = max(known, key=len)
+        return _continued(encoder, _first(self._texts[longest]), text.removeprefix(longest), None)
+
+
+def request_seed(sample_seed: int, token_ids: Sequence[int], asked: int, request: str = "") -> int:
+    """A 31-bit seed, a pure function of the sample's seed and of what was asked.
+
+    Args:
+        token_ids: the prompt's.
+        asked: how often the same was asked before in the session. Of several equal calls side by side, any may be the first:
+            nothing tells them apart.
+        request: all else that tells two calls apart, such as the limit on the answer's length.
+    """
+    key = json.dumps([sample_seed, [*token_ids], asked, request]).encode()
+    return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
+
+
+def _continued(
+    encoder: Encoder, node: _Node, new: list[Message] | str, tools: list[dict[str, Any]] | None
+) -> list[int]:
+    tokens = node.answer.tokens
+    return [*tokens, *continuation(encoder, node.messages, node.answer.completion, new, tools=tools)]
+
+
+def _row(tokens: tuple[int, ...], learned: list[_Answer]) -> Row:
+    """
+    Args:
+        learned: the answers within ``tokens`` that this row trains, in order.
+    """
+    length = len(tokens)
+    mask, logprobs, versions = [False] * length, [0.0] * length, [-1] * length
+    turns = []
+    for answer in learned:
+        start, end = len(answer.prompt), len(answer.tokens)
+        mask[start:end] = [True] * (end - start)
+        logprobs[start:end] = answer.logprobs
+        versions[start:end] = [answer.version] * (end - start)
+        turns.append(Turn(start, end, answer.finish_reason))
+    return Row(tokens, tuple(mask), tuple(logprobs), tuple(versions), tuple(turns))
+
+
+def _first(nodes: list[_Node]) -> _Node:
+    """The node that a call continues if several have the same text but other tokens: a choice by content."""
+    return min(nodes, key=lambda node: node.answer)
+
+
+def _messages(call: Called) -> list[Message]:
+    return [message for message in call.prompt if isinstance(message, dict)]
+
+
+def _tools(call: Called) -> list[dict[str, Any]] | None:
+    return [*call.tools] if call.tools else None
+
+
+def _request(call: Called) -> str:
+    """Everything about a call that the policy's answer may depend on, in one form."""
+    sampling = dict(call.sampling or {})
+    if isinstance(call.prompt, str) or isinstance(call.prompt[0], int):
+        return _json([call.prompt, sampling])
+    return _json([[*_keys(call)][-1], sampling])
+
+
+def _keys(call: Called) -> Iterator[str]:
+    return _chain(_messages(call), call.tools)
+
+
+def _chain(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> Iterator[str]:
+    """For each message, a digest of the conversation up to it, in one form, with the tools that its beginning describes."""
+    key = _json([*tools] if tools else None)
+    for message in messages:
+        key = hashlib.sha256(_json([key, _canonical(message)]).encode()).hexdigest()
+        yield key
+
+
+def _canonical(message: Message) -> Message:
+    """One form of all messages that mean the same.
+
+    Client libraries send an answer back without fields that they do not know, with null for an empty content, and with parsed
+    arguments of tool calls. Of an answer, the text and the calls count, but not the ids of the calls.
+    """
+    content = message.get("content")
+    content = plain_text(message) if content is None or is_parts(content) else content
+    if message["role"] != "assistant":
+        return {**{name: value for name, value in message.items() if value is not None}, "content": content}
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        calls.append([function.get("name"), _parsed(function.get("arguments"))])
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _readable(message: Message) -> Message:
+    """The form in which chat templates expect a message: no nulls, and arguments of tool calls as an object."""
+    known = {name: value for name, value in message.items() if value is not None}
+    known.setdefault("content", "")
+    if "tool_calls" in known:
+        known["tool_calls"] = [_with_parsed_arguments(call) for call in known["tool_calls"]]
+    return known
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _with_parsed_arguments(call["function"])}
+    return {**call, "arguments": _parsed(call.get("arguments"))}
+
+
+def _parsed(arguments: Any) -> Any:
+    """The object that a call's arguments hold, which may be JSON as a text; anything else stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
