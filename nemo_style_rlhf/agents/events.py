@@ -74,6 +74,9 @@ class EpisodeSource(Protocol):
     def finish(self, asked: Asked | Called) -> None:
         """Tell the episode that a limit is reached: it ends with the observation that asked."""
 
+    def refuse(self, called: Called, reason: str) -> None:
+        """Answer a call with an error of the program's, in one sentence."""
+
     def forget(self) -> None:
         """Abandon all episodes; no event of theirs comes after this returns."""
 

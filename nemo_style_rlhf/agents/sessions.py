@@ -17,40 +17,13 @@ from typing import Any
 
 from nemo_style_rlhf.agents.environment import Action
 from nemo_style_rlhf.agents.events import Called
+from nemo_style_rlhf.agents.rows import Row, Turn
 from nemo_style_rlhf.agents.tokens import continuation
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.records import Dropped
 from nemo_style_rlhf.data.turns import said
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Message, is_parts, plain_text
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A stretch of a row that the policy sampled and that this row trains."""
-
-    start: int
-    """Position of its first token in the row."""
-    end: int
-    """Position after its last token."""
-    finish_reason: str
-    """``stop`` or ``length``."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A leaf of the tree, from the first token of its first prompt to the last token of its last answer; L tokens."""
-
-    tokens: tuple[int, ...]
-    """[L] token ids."""
-    mask: tuple[bool, ...]
-    """[L]: True on sampled tokens that this row trains. Sampled tokens that an earlier row trains are False."""
-    logprobs: tuple[float, ...]
-    """[L] nats: log-probability of each token under ``mask`` when it was sampled; 0 elsewhere."""
-    versions: tuple[int, ...]
-    """[L]: version of the weights that sampled each token under ``mask``; -1 elsewhere."""
-    turns: tuple[Turn, ...]
-    """The stretches under ``mask``, in order."""
 
 
 @dataclass(frozen=True, order=True)

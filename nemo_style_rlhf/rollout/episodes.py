@@ -4,128 +4,30 @@ Episodes go on side by side, each at its own pace. Which one goes on when change
 follows from the sample and from what the policy has read.
 """
 
-import hashlib
-import json
 import queue
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nemo_style_rlhf.agents.environment import Action, Observation, Task
 from nemo_style_rlhf.agents.episode import Episode
 from nemo_style_rlhf.agents.events import Asked, Called, Emit, Ended, EpisodeSource, Event, Failed
 from nemo_style_rlhf.agents.rows import Row
+from nemo_style_rlhf.agents.sessions import Session, request_seed
 from nemo_style_rlhf.data.encoding import Encoder, decode_response
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.turns import said
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, Stream
+from nemo_style_rlhf.rollout.outcomes import Counts, Outcome
 from nemo_style_rlhf.rollout.types import Rollout, Turn
 from nemo_style_rlhf.schema.agent import AgentConfig
 from nemo_style_rlhf.schema.generation import SamplingOverrides
-from nemo_style_rlhf.scoring.futures import mapped
-from nemo_style_rlhf.scoring.interface import Scores
-
-
-def request_seed(sample_seed: int, token_ids: Sequence[int]) -> int:
-    key = json.dumps([sample_seed, [*token_ids], 0, ""]).encode()
-    return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
-
 
 ReadMessage = Callable[[str, Sequence[int]], dict[str, Any]]
 """Makes the assistant's message of a response's text and token ids, with its tool calls."""
-
-
-@dataclass
-class Counts:
-    """What happened to the episodes of a batch."""
-
-    retried: int = 0
-    """Attempts that failed, and were followed by another one."""
-    failed: int = 0
-    """Episodes that failed for good."""
-    timed_out: int = 0
-    """Attempts that the clock ended."""
-    restarted: int = 0
-    """Episodes that began again because another one took their worker with it. It is the only count that the clock decides."""
-    seconds: float = 0.0
-    """That environments took, summed over episodes."""
-    reasons: list[str] = field(default_factory=list)
-    """Why attempts failed."""
-
-    @staticmethod
-    def summed(parts: "Sequence[Counts]") -> "Counts":
-        def total(name: str) -> Any:
-            values = [getattr(part, name) for part in parts]
-            return sum(values[1:], values[0])
-
-        return Counts(**{each.name: total(each.name) for each in fields(Counts)})
-
-    @property
-    def of_episodes(self) -> dict[str, float]:
-        return {
-            "agent/retried_episodes": float(self.retried),
-            "agent/failed_episodes": float(self.failed),
-            "agent/timeouts": float(self.timed_out),
-        }
-
-    @property
-    def of_clock(self) -> dict[str, float]:
-        return {"agent/restarted_episodes": float(self.restarted), "agent/environment_seconds": self.seconds}
-
-
-@dataclass
-class Outcome:
-    """A finished episode."""
-
-    rollouts: list[Rollout]
-    reward: float
-    """Sum over its turns."""
-    score: float | None
-    metrics: dict[str, float]
-    """Its number of turns, and those of its environment."""
-    failed: bool = False
-
-
-def with_episodes(outcomes: Sequence[Outcome], asked: "Future[Scores] | None") -> "Future[Scores]":
-    """The scores of a group of episodes.
-
-    Args:
-        asked: of the reward sources, for those that have not failed; None if all have. They are added to the rewards of the
-            environment.
-    """
-    scored: Future[Scores] = Future()
-    if asked is None:
-        scored.set_result(_joined(outcomes, None))
-    return scored if asked is None else mapped(asked, lambda scores: _joined(outcomes, scores))
-
-
-def _joined(outcomes: Sequence[Outcome], asked: Scores | None) -> Scores:
-    alive = torch.tensor([not outcome.failed for outcome in outcomes])
-
-    def spread(values: Tensor) -> Tensor:
-        """Values of the living episodes [n], and NaN for the others."""
-        return torch.full((len(outcomes),), torch.nan).masked_scatter(alive, values)
-
-    rewards = torch.tensor([outcome.reward for outcome in outcomes], dtype=torch.float32)
-    names = sorted({name for outcome in outcomes for name in outcome.metrics})
-    extra = {name: torch.tensor([outcome.metrics.get(name, torch.nan) for outcome in outcomes]) for name in names}
-    failed, filter_scores = ~alive, None
-    if asked is not None:
-        rewards = rewards + spread(asked.rewards)
-        failed = failed | spread(asked.failures.float()).nan_to_num(1).bool()
-        extra |= {name: spread(values) for name, values in asked.extra.items()}
-        filter_scores = None if asked.filter_scores is None else spread(asked.filter_scores)
-    if any(outcome.score is not None for outcome in outcomes):
-        own = [
-            reward if outcome.score is None else outcome.score for outcome, reward in zip(outcomes, rewards.tolist())
-        ]
-        filter_scores = torch.tensor(own).masked_fill(failed, torch.nan)
-    return Scores(rewards.masked_fill(failed, torch.nan), filter_scores, extra=extra, failed=failed)
 
 
 @dataclass
@@ -134,7 +36,9 @@ class _Running:
     prompt: Prompt
     attempt: int = 1
     episode: Episode | None = None
-    asked: Asked | None = None
+    """Of an environment."""
+    session: Session | None = None
+    """Of a program."""
     over: bool = False
     """Whether the environment was told to end, which it does with the observation that is already noted."""
     truncated: bool = False
@@ -178,8 +82,8 @@ class EpisodeRunner:
         self._stream, counts = stream, Counts()
         first, self._numbers = self._numbers, self._numbers + len(requests)
         running: dict[int, _Running] = {}
-        by_request: dict[int, tuple[int, int]] = {}
-        """By the identity of a request, the episode and its attempt."""
+        asked: dict[int, Asked | Called] = {}
+        """By the identity of a request, who waits for the answer."""
         try:
             for number, (request, prompt) in enumerate(zip(requests, prompts, strict=True), start=first):
                 running[number] = _Running(request, prompt)
@@ -198,8 +102,9 @@ class EpisodeRunner:
                         outcome = self._ended(each, event.observation, counts)
                     else:
                         outcome = None
-                        if (turn := self._next_request(each, event)) is not None:
-                            by_request[id(turn)] = event.episode, each.attempt
+                        turn = self._turn(each, event) if isinstance(event, Asked) else self._call(each, event)
+                        if turn is not None:
+                            asked[id(turn)] = event
                             stream.submit([turn])
                     if outcome is not None:
                         finished(event.episode - first, outcome)
@@ -207,9 +112,9 @@ class EpisodeRunner:
                 if not running:
                     break
                 for completion in stream.wait():
-                    number, attempt = by_request.pop(id(completion.request))
-                    if number in running and running[number].attempt == attempt:
-                        self._sampled(running[number], completion)
+                    event = asked.pop(id(completion.request))
+                    if event.episode in running and running[event.episode].attempt == event.attempt:
+                        self._sampled(running[event.episode], event, completion)
         except BaseException:
             self._source.forget()
             raise
@@ -233,11 +138,9 @@ class EpisodeRunner:
             events.append(self._events.get())
         return events
 
-    def _next_request(self, each: _Running, event: Asked | Called) -> GenerationRequest | None:
-        """What the policy samples next, or None if a limit is reached."""
-        assert isinstance(event, Asked)
+    def _turn(self, each: _Running, event: Asked) -> GenerationRequest | None:
+        """What the policy samples next for an environment, or None if a limit is reached."""
         episode, observation = self._episode(each), event.observation
-        each.asked = event
         try:
             if episode.turns:
                 self._note(each, observation)
@@ -245,37 +148,56 @@ class EpisodeRunner:
             else:
                 episode.reward(observation.reward)
                 episode.begin(observation.messages)
-            sampling, limit = self._sampling(each.prompt.sampling, observation)
+            sampling, limit = self._sampling(each.prompt.sampling, observation.sampling)
         except UserError as error:
             each.broken, each.over = str(error), True
             self._source.finish(event)
             return None
-        room = min(limit, each.request.max_tokens - episode.sampled_tokens, self._max_tokens - len(episode.tokens))
+        prompt = tuple(episode.tokens)
+        room = min(limit, each.request.max_tokens - episode.sampled_tokens, self._max_tokens - len(prompt))
         if room < 1 or episode.turns >= self._config.max_turns:
             each.truncated = each.over = True
             self._source.finish(event)
             return None
-        prompt = tuple(episode.tokens)
-        seed = request_seed(each.request.seed, prompt)
+        seed = request_seed(each.request.seed, prompt, asked=0)
         return GenerationRequest(each.request.sample, prompt, seed, room, sampling=sampling)
 
-    def _sampled(self, each: _Running, completion: Completion) -> None:
-        """Give the environment the policy's answer."""
-        episode, asked = self._episode(each), each.asked
-        assert asked is not None
-        ids = completion.token_ids.tolist()
-        text = decode_response(self._encoder.tokenizer, completion.request.prompt, ids)
+    def _call(self, each: _Running, event: Called) -> GenerationRequest | None:
+        """What the policy samples next for a program. All limits are those of a single call, as calls may come side by side."""
+        each.session = each.session or Session(each.request.seed)
+        try:
+            prompt = tuple(each.session.prompt_for(event, self._encoder))
+            sampling, limit = self._sampling(each.prompt.sampling, event.sampling)
+        except UserError as error:
+            self._source.refuse(event, str(error))
+            return None
+        room = min(limit, each.request.max_tokens, self._max_tokens - len(prompt))
+        if room < 1:
+            self._source.finish(event)
+            return None
+        seed = each.session.seed_for(event, prompt)
+        return GenerationRequest(each.request.sample, prompt, seed, room, sampling=sampling)
+
+    def _sampled(self, each: _Running, event: Asked | Called, completion: Completion) -> None:
+        """Give the environment or the program the policy's answer."""
+        ids, prompt = completion.token_ids.tolist(), completion.request.prompt
+        text = decode_response(self._encoder.tokenizer, prompt, ids)
         action = Action(
             text, self._read_message(text, ids), tuple(ids), tuple(completion.logprobs.tolist()),
-            completion.finish_reason == "length", episode.turns,
+            completion.finish_reason == "length", 0 if each.episode is None else each.episode.turns,
         )  # fmt: skip
-        episode.record(action, completion.weights_version)
-        self._source.answer(asked, action)
+        if isinstance(event, Called):
+            assert each.session is not None
+            each.session.record(event, prompt, action, completion.weights_version)
+        else:
+            self._episode(each).record(action, completion.weights_version)
+        self._source.answer(event, action)
 
-    def _sampling(self, of_prompt: SamplingOverrides, observation: Observation) -> tuple[SamplingOverrides, int]:
-        given = observation.sampling or {}
+    def _sampling(self, of_prompt: SamplingOverrides, given: Mapping[str, Any] | None) -> tuple[SamplingOverrides, int]:
+        """The settings of one response, and the limit on its tokens."""
+        given = given or {}
         if given.get("stop") and not self._takes_stop:
-            raise UserError("an observation sets stop strings, which generation.backend=hf does not know: use vllm")
+            raise UserError("stop strings, which generation.backend=hf does not know, were asked for: use vllm")
         stop = of_prompt.stop if given.get("stop") is None else tuple(given["stop"])
         return replace(of_prompt, stop=stop), given.get("max_length") or self._max_tokens
 
@@ -295,24 +217,28 @@ class EpisodeRunner:
         each.metrics |= observation.metrics
 
     def _ended(self, each: _Running, last: Observation, counts: Counts) -> Outcome:
-        episode = self._episode(each)
+        episode, session = each.episode, each.session
         try:
-            if not each.over:
+            if session is not None:
+                each.score, each.metrics = last.score, dict(last.metrics)
+            elif not each.over:
                 self._note(each, last)
         except UserError as error:
             each.broken = str(error)
         if each.broken is not None:
             return self._lost(each, each.broken, counts)
-        rows = episode.rows()
+        rows = self._episode(each).rows() if session is None else session.rows() or self._episode(each).rows()
         cut_short = bool(rows[-1].turns) and rows[-1].turns[-1].finish_reason == "length"
         status = "truncated" if each.truncated or cut_short else "completed"
+        began_with = None if episode is None else episode.began_with
         rollouts = [
-            as_rollout(each, row, number, status, episode.began_with if number == 0 else None)
-            for number, row in enumerate(rows)
+            as_rollout(each, row, number, status, None if number else began_with) for number, row in enumerate(rows)
         ]
-        metrics = {"agent/turns": float(episode.turns), "agent/branches": float(len(rows))}
+        turns = sum(len(row.turns) for row in rows)
+        metrics = {"agent/turns": float(turns), "agent/branches": float(len(rows))}
         metrics |= {f"environment/{name}": float(value) for name, value in each.metrics.items()}
-        return Outcome(rollouts, episode.total_reward, each.score, metrics)
+        reward = last.reward if session is not None else self._episode(each).total_reward
+        return Outcome(rollouts, reward, each.score, metrics)
 
     def _failed(self, each: _Running, event: Failed, counts: Counts) -> Outcome | None:
         if event.attempt != each.attempt:

@@ -1,0 +1,101 @@
+"""What came of the episodes of a batch: their rollouts, scores and counts."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_style_rlhf.rollout.types import Rollout
+from nemo_style_rlhf.scoring.futures import mapped
+from nemo_style_rlhf.scoring.interface import Scores
+
+
+@dataclass
+class Counts:
+    """What happened to the episodes of a batch."""
+
+    retried: int = 0
+    """Attempts that failed, and were followed by another one."""
+    failed: int = 0
+    """Episodes that failed for good."""
+    timed_out: int = 0
+    """Attempts that the clock ended."""
+    restarted: int = 0
+    """Episodes that began again because another one took their worker with it. It is the only count that the clock decides."""
+    seconds: float = 0.0
+    """That environments took, summed over episodes."""
+    reasons: list[str] = field(default_factory=list)
+    """Why attempts failed."""
+
+    @staticmethod
+    def summed(parts: "Sequence[Counts]") -> "Counts":
+        def total(name: str) -> Any:
+            values = [getattr(part, name) for part in parts]
+            return sum(values[1:], values[0])
+
+        return Counts(**{each.name: total(each.name) for each in fields(Counts)})
+
+    @property
+    def of_episodes(self) -> dict[str, float]:
+        return {
+            "agent/retried_episodes": float(self.retried),
+            "agent/failed_episodes": float(self.failed),
+            "agent/timeouts": float(self.timed_out),
+        }
+
+    @property
+    def of_clock(self) -> dict[str, float]:
+        return {"agent/restarted_episodes": float(self.restarted), "agent/environment_seconds": self.seconds}
+
+
+@dataclass
+class Outcome:
+    """A finished episode."""
+
+    rollouts: list[Rollout]
+    reward: float
+    """Sum over its turns."""
+    score: float | None
+    metrics: dict[str, float]
+    """Its number of turns, and those of its environment."""
+    failed: bool = False
+
+
+def with_episodes(outcomes: Sequence[Outcome], asked: "Future[Scores] | None") -> "Future[Scores]":
+    """The scores of a group of episodes.
+
+    Args:
+        asked: of the reward sources, for those that have not failed; None if all have. They are added to the rewards of the
+            environment.
+    """
+    scored: Future[Scores] = Future()
+    if asked is None:
+        scored.set_result(_joined(outcomes, None))
+    return scored if asked is None else mapped(asked, lambda scores: _joined(outcomes, scores))
+
+
+def _joined(outcomes: Sequence[Outcome], asked: Scores | None) -> Scores:
+    alive = torch.tensor([not outcome.failed for outcome in outcomes])
+
+    def spread(values: Tensor) -> Tensor:
+        """Values of the living episodes [n], and NaN for the others."""
+        return torch.full((len(outcomes),), torch.nan).masked_scatter(alive, values)
+
+    rewards = torch.tensor([outcome.reward for outcome in outcomes], dtype=torch.float32)
+    names = sorted({name for outcome in outcomes for name in outcome.metrics})
+    extra = {name: torch.tensor([outcome.metrics.get(name, torch.nan) for outcome in outcomes]) for name in names}
+    failed, filter_scores = ~alive, None
+    if asked is not None:
+        rewards = rewards + spread(asked.rewards)
+        failed = failed | spread(asked.failures.float()).nan_to_num(1).bool()
+        extra |= {name: spread(values) for name, values in asked.extra.items()}
+        filter_scores = None if asked.filter_scores is None else spread(asked.filter_scores)
+    if any(outcome.score is not None for outcome in outcomes):
+        own = [
+            reward if outcome.score is None else outcome.score for outcome, reward in zip(outcomes, rewards.tolist())
+        ]
+        filter_scores = torch.tensor(own).masked_fill(failed, torch.nan)
+    return Scores(rewards.masked_fill(failed, torch.nan), filter_scores, extra=extra, failed=failed)
