@@ -36,7 +36,7 @@ class Action:
     logprobs: tuple[float, ...] = ()
     """Of the sampled tokens, in nats."""
     truncated: bool = False
-    """Whether it ended for lack of room."""
+    """Whether it ended for lack of room; one that has the `max_length` of its observation has not."""
     turn: int = 0
     """Number of the response in its episode, from 0."""
 

@@ -179,12 +179,14 @@ class EpisodeRunner:
         return GenerationRequest(each.request.sample, prompt, seed, room, sampling=sampling)
 
     def _sampled(self, each: _Running, event: Asked | Called, completion: Completion) -> None:
-        """Give the environment or the program the policy's answer."""
+        """Give the environment or the program the policy's answer. One that ends where they wanted it to end is not truncated."""
         ids, prompt = completion.token_ids.tolist(), completion.request.prompt
+        given = (event.observation if isinstance(event, Asked) else event).sampling or {}
+        truncated = completion.finish_reason == "length" and given.get("max_length") != completion.request.max_tokens
         text = decode_response(self._encoder.tokenizer, prompt, ids)
         action = Action(
             text, self._read_message(text, ids), tuple(ids), tuple(completion.logprobs.tolist()),
-            completion.finish_reason == "length", 0 if each.episode is None else each.episode.turns,
+            truncated, 0 if each.episode is None else each.episode.turns,
         )  # fmt: skip
         if isinstance(event, Called):
             assert each.session is not None
