@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field
 
 from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.paths import CHECK, environment_file
 
 
 @dataclass
 class AgentConfig:
     """An environment, a class `Environment` in a Python file, that answers the policy's responses over several turns."""
 
-    path: str | None = field(default=None)
+    path: str | None = field(default=None, metadata={CHECK: environment_file})
     """Python file with the environment's class; null trains on single responses."""
     name: str = "Environment"
     """Name of the class in the file."""

@@ -39,7 +39,7 @@ class Chat:
         if not isinstance(given, dict) or given.keys() - {"messages", "tools"}:
             raise ValueError("expected an object of messages and tools")
         turns, tools = given.get("messages"), given.get("tools")
-        if not isinstance(turns, list) or not turns or not all(map(_is_message, turns)):
+        if not isinstance(turns, list) or not turns or not all(map(is_message, turns)):
             raise ValueError(
                 "messages is not a list of objects with a role, and a content that is text or parts of text"
             )
@@ -48,7 +48,8 @@ class Chat:
         return Chat(turns, tools)
 
 
-def _is_message(turn: Any) -> bool:
+def is_message(turn: Any) -> bool:
+    """Whether ``turn`` has a role, and a content that is text or parts of text, or tool calls instead."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         return False
     content = turn.get("content")

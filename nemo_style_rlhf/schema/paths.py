@@ -76,19 +76,24 @@ def existing_file(path: str, _: Any = None) -> str | None:
     return None if Path(path).expanduser().is_file() else "there is no such file"
 
 
-def function_file(path: str, node: Any) -> str | None:
-    """A Python file that binds ``node.name`` somewhere; only the import shows whether that is the function."""
-    if not Path(path).is_file():
-        return "there is no such file, it must be the reward function's Python file"
-    try:
-        tree = ast.parse(Path(path).read_bytes())
-    except SyntaxError as error:
-        return f"it cannot be imported, SyntaxError: {error.msg} (line {error.lineno})"
-    except ValueError as error:  # null bytes
-        return f"it is not a Python file ({error})"
-    if {node.name, "*"} & set(_bound_names(tree)):
-        return None
-    return f"it has no function {node.name}, set reward.function.name to the one it has"
+def _python_file(section: str, what: str, kind: str) -> Check:
+    """A check for the user's Python file, which must bind ``node.name`` somewhere; only the import shows whether that is a
+    ``kind`` of thing."""
+
+    def check(path: str, node: Any) -> str | None:
+        if not Path(path).is_file():
+            return f"there is no such file, it must be the {what}'s Python file"
+        try:
+            tree = ast.parse(Path(path).read_bytes())
+        except SyntaxError as error:
+            return f"it cannot be imported, SyntaxError: {error.msg} (line {error.lineno})"
+        except ValueError as error:  # null bytes
+            return f"it is not a Python file ({error})"
+        if {node.name, "*"} & set(_bound_names(tree)):
+            return None
+        return f"it has no {kind} {node.name}, set {section}.name to the one it has"
+
+    return check
 
 
 def _bound_names(tree: ast.AST) -> Iterator[str]:
@@ -99,3 +104,7 @@ def _bound_names(tree: ast.AST) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.alias):
             yield node.asname or node.name
+
+
+function_file = _python_file("reward.function", "reward function", "function")
+environment_file = _python_file("agent", "environment", "class")

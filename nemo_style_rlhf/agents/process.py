@@ -1,0 +1,120 @@
+"""The trainer's side of one episode worker's process."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nemo_style_rlhf
+from nemo_style_rlhf.agents.wire import MEMORY_BYTES, SharedWords
+from nemo_style_rlhf.agents.worker import Setup
+from nemo_style_rlhf.schema.agent import AgentConfig
+
+_CHUNK = 2**20
+_STOP_S = 5.0
+"""Seconds that a guardian has for killing its worker; then it is killed itself."""
+
+
+class WorkerProcess:
+    """A worker with its guardian, which are sent SIGTERM when the thread that started them ends. Only ``close`` may wait."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        assert config.path is not None
+        memory = os.memfd_create("episodes")
+        os.truncate(memory, MEMORY_BYTES)
+        self._socket, other = socket.socketpair()
+        self._socket.setblocking(False)
+        setup = Setup(
+            config.path, config.name, config.step_timeout_s, config.episode_timeout_s,
+            [os.path.abspath(folder) for folder in sys.path], os.getpid(), other.fileno(), memory,
+        )  # fmt: skip
+        package = str(Path(nemo_style_rlhf.__file__).parent.parent)
+        found = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "nemo_style_rlhf.agents.worker", json.dumps(dataclasses.asdict(setup))],
+                env={**os.environ, "PYTHONPATH": found, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what environments print must not mix with the output of the trainer's caller
+                pass_fds=(other.fileno(), memory),
+                start_new_session=True,
+            )
+            self.words = SharedWords(memory)
+        finally:
+            os.close(memory)
+            other.close()
+        self.started = time.monotonic()
+        self.stopping: float | None = None
+        """When it was told to end."""
+        self.ended = False
+        self._gone: float | None = None
+        self._incoming, self._outgoing = bytearray(), bytearray()
+        self._searched = 0
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def has_output(self) -> bool:
+        """Whether it is waiting for room in the socket."""
+        return bool(self._outgoing)
+
+    def send(self, line: bytes) -> None:
+        self._outgoing += line
+        self.flush()
+
+    def flush(self) -> None:
+        """Write as much as the socket takes."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # an ended worker is noticed by reading
+            while self._outgoing:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have arrived. At the end of the last one, which no process is left to continue, ``ended`` is set."""
+        try:
+            arrived = self._socket.recv(_CHUNK)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            arrived = b""
+        if not arrived:
+            self.ended = True
+        self._incoming += arrived
+        end = self._incoming.rfind(b"\n", self._searched) + 1
+        self._searched = 0 if end else len(self._incoming)
+        lines = bytes(self._incoming[:end]).splitlines()
+        del self._incoming[:end]
+        self._searched = len(self._incoming)
+        return [json.loads(line) for line in lines]
+
+    def stop(self) -> None:
+        """Kill it with all that it started; it has ended when ``receive`` says so."""
+        if self.stopping is None:
+            self.stopping = time.monotonic()
+            self._process.terminate()
+
+    def look(self) -> None:
+        """Notice what the socket does not tell: a guardian that cannot end its worker, or a worker that is gone although some
+        process still holds its end of the socket."""
+        now = time.monotonic()
+        if self.stopping is not None and now - self.stopping > _STOP_S:
+            self._process.kill()
+        if self._process.poll() is not None:
+            self._gone = self._gone or now
+            self.ended = self.ended or now - self._gone > _STOP_S
+
+    def close(self) -> None:
+        """Kill what is left of it, and release it; usually it has ended."""
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._socket.close()

@@ -1,0 +1,95 @@
+"""What trainer and episode worker tell each other: JSON lines over a socket, and words of shared memory. It imports no torch."""
+
+import dataclasses
+import json
+import mmap
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_style_rlhf.agents.environment import Action, Observation, Task
+
+MEMORY_BYTES = 32
+LONGEST_LINE = 64 * 2**20
+"""Bytes of an observation as JSON."""
+LINE_LIMIT = 2**31
+"""Bytes of a line from the trainer, whose rows and responses are its own."""
+
+
+class SharedWords:
+    """Words in memory that trainer and worker share, so that the trainer can read them after the worker's death."""
+
+    def __init__(self, descriptor: int) -> None:
+        memory = mmap.mmap(descriptor, MEMORY_BYTES)
+        self._whole, self._seconds = memoryview(memory).cast("q"), memoryview(memory).cast("d")
+
+    @property
+    def running(self) -> int:
+        """Number of the attempt whose code the event loop executes right now; 0 while it executes none."""
+        return self._whole[0]
+
+    @property
+    def since(self) -> float:
+        """``time.monotonic()`` at the beginning of that; the clock is that of the whole machine."""
+        return self._seconds[1]
+
+    @property
+    def alive(self) -> float:
+        """``time.monotonic()`` when the event loop was last seen to turn; 0 before."""
+        return self._seconds[2]
+
+    @alive.setter
+    def alive(self, seconds: float) -> None:
+        self._seconds[2] = seconds
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of a worker that ended by itself; negative for a signal's number."""
+        return self._whole[3] - 1000 if self._whole[3] else None
+
+    @exit_code.setter
+    def exit_code(self, code: int) -> None:
+        self._whole[3] = code + 1000
+
+    def enter(self, attempt: int, now: float) -> None:
+        """Mark ``attempt`` as running."""
+        self._seconds[1] = now
+        self._whole[0] = attempt
+
+    def leave(self) -> None:
+        """Mark that no attempt runs."""
+        self._whole[0] = 0
+
+
+def line(message: Mapping[str, Any]) -> bytes:
+    """A message of the trainer. A value that JSON has no type for, such as a row's time, becomes a list or its text."""
+    return json.dumps(message, default=_as_json).encode() + b"\n"
+
+
+def _as_json(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def task_fields(task: Task) -> dict[str, Any]:
+    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)} | {"row": dict(task.row)}
+
+
+def read_task(fields: dict[str, Any]) -> Task:
+    return Task(**{**fields, "messages": tuple(fields["messages"])})
+
+
+def action_fields(action: Action) -> dict[str, Any]:
+    return {field.name: getattr(action, field.name) for field in dataclasses.fields(action)}
+
+
+def read_action(fields: dict[str, Any]) -> Action:
+    whole = {**fields, "token_ids": tuple(fields["token_ids"]), "logprobs": tuple(fields["logprobs"])}
+    return Action(**whole)
+
+
+def observation_fields(observation: Observation) -> dict[str, Any]:
+    return {field.name: getattr(observation, field.name) for field in dataclasses.fields(observation)}
+
+
+def read_observation(fields: dict[str, Any]) -> Observation:
+    messages = fields["messages"]
+    return Observation(**{**fields, "messages": messages if isinstance(messages, str) else tuple(messages)})
