@@ -71,11 +71,12 @@ class EpisodeSource(Protocol):
     def answer(self, asked: Asked | Called, action: Action) -> None:
         """Answer the policy's part; an answer to an attempt that has ended is ignored."""
 
-    def finish(self, asked: Asked | Called) -> None:
-        """Tell the episode that a limit is reached: it ends with the observation that asked."""
+    def finish(self, asked: Asked | Called, reason: str = "") -> None:
+        """Give no answer. An environment's episode ends with the observation that asked; a program reads an error.
 
-    def refuse(self, called: Called, reason: str) -> None:
-        """Answer a call with an error of the program's, in one sentence."""
+        Args:
+            reason: one sentence; a limit is reached if it is empty.
+        """
 
     def forget(self) -> None:
         """Abandon all episodes; no event of theirs comes after this returns."""

@@ -124,7 +124,7 @@ class EpisodeWorkers:
     def answer(self, asked: Asked | Called, action: Action) -> None:
         self._reply(asked, {"do": "answer", "action": action_fields(action)})
 
-    def finish(self, asked: Asked | Called) -> None:
+    def finish(self, asked: Asked | Called, reason: str = "") -> None:
         self._reply(asked, {"do": "finish"})
 
     def forget(self) -> None:

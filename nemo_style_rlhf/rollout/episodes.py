@@ -169,7 +169,7 @@ class EpisodeRunner:
             prompt = tuple(each.session.prompt_for(event, self._encoder))
             sampling, limit = self._sampling(each.prompt.sampling, event.sampling)
         except UserError as error:
-            self._source.refuse(event, str(error))
+            self._source.finish(event, str(error))
             return None
         room = min(limit, each.request.max_tokens, self._max_tokens - len(prompt))
         if room < 1:
