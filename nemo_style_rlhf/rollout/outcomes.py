@@ -48,7 +48,7 @@ class Counts:
 
     @property
     def of_clock(self) -> dict[str, float]:
-        return {"agent/restarted_episodes": float(self.restarted), "agent/environment_seconds": self.seconds}
+        return {"clock/restarted_episodes": float(self.restarted), "clock/environment_seconds": self.seconds}
 
 
 @dataclass

@@ -137,7 +137,7 @@ class BatchQueue:
 
     def clock_metrics(self) -> dict[str, float]:
         """Metrics that the clock alone decides, on the first rank. `timers/beside_*` are the seconds that the last batch took to
-        sample, and those for which the engines had waited for work before it; `engines/*` describe the engines, and `agent/*` the
+        sample, and those for which the engines had waited for work before it; `engines/*` describe the engines, and `clock/*` the
         episodes of the last batch."""
         engines = {} if self._engines is None else self._engines.metrics
         engines |= {} if self._producer is None else self._producer.clock_metrics

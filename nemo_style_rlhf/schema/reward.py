@@ -119,7 +119,7 @@ class RewardConfig:
         if not self.weights:
             raise UserError(
                 "no reward source is in use: give one of reward.critic, server, function, endpoints or judge a weight other "
-                "than 0"
+                "than 0, or an environment (agent.path)"
             )
 
     def validate(self) -> None:

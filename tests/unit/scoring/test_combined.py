@@ -157,7 +157,7 @@ def test_a_run_needs_a_source_of_rewards():
     config = RewardConfig()
     config.critic.weight = 0.0
     with pytest.raises(UserError, match="no reward source is in use"):
-        config.validate()
+        config.require_source()
 
 
 def test_scores_of_a_wrong_length_are_refused():

@@ -1,0 +1,52 @@
+"""A policy is trained with an environment: what it learns does not depend on engines, on lag's concurrency or on kills."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_engine_runs import result, wait_for_rollouts
+from tests.support import ppo_runs, troubled_environment
+from tests.support.metrics import metrics, samples
+from tests.support.processes import run_pair, start_actor, start_server
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ppo_runs.save_inputs(tmp_path_factory.mktemp("agents") / "inputs")
+
+
+def overrides(inputs: Path, engines: int) -> list[str]:
+    """Rewards of a reward model and of an environment in which a quarter of the episodes has trouble, values, and lag."""
+    return [
+        *ppo_runs.actor_overrides(inputs), "algorithm.staleness=1", f"generation.engines.count={engines}",
+        "algorithm.correction.kind=tis", "checkpoint.keep_best=false", "algorithm.num_rollout_samples=32",
+        f"agent.path={troubled_environment.__file__}", "agent.name=Troubled", "agent.step_timeout_s=2", "agent.attempts=2",
+        "generation.max_length=16", "agent.max_turns=3", "agent.max_tokens=60", "checkpoint.save_hf=false",
+    ]  # fmt: skip
+
+
+def test_three_engines_and_kills_learn_what_is_learned_one_after_another(inputs, tmp_path) -> None:
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    run_pair(alone, ppo_runs.server_overrides(inputs), overrides(inputs, 0))
+
+    critic, port = start_server(killed / "critic", *ppo_runs.server_overrides(inputs))
+    actor = start_actor(killed / "actor", port, *overrides(inputs, 3))
+    try:
+        wait_for_rollouts(actor, killed / "actor", 3)
+        actor.kill()
+        actor = start_actor(killed / "actor", port, *overrides(inputs, 3))
+        assert actor.wait(240) == 0, actor.output()
+    finally:
+        actor.kill()
+        assert critic.terminate() == 0
+    assert "resumed from step" in actor.output()
+    assert result(killed) == result(alone)
+
+    rows = [row for row in metrics(alone / "actor") if "train_rollouts/rewards" in row]
+    assert sum(row["agent/retried_episodes"] for row in rows) > sum(row["agent/failed_episodes"] for row in rows) > 0
+    assert sum(row["agent/timeouts"] for row in rows) > 0
+    episodes = samples(alone / "actor")
+    assert {len(each["turns"]) for each in episodes} == {0, 1, 2, 3}
+    failed = [each for each in episodes if each["failed"]]
+    assert len(failed) == sum(row["agent/failed_episodes"] for row in rows)
+    assert all(each["learned_tokens"] == 0 for each in failed)
