@@ -96,7 +96,8 @@ class Attempt:
             raise RuntimeError("policy.act was given an observation that is done")
         self._asked, self._action = asked, self._loop.create_future()
         self._pause()
-        self._worker.send({"number": self.number, "asked": observation_fields(asked)})
+        told = {"number": self.number, "asked": observation_fields(asked)}
+        self._loop.call_soon(self._worker.send, told)  # once this slice has ended: what happens later is not its fault
         action = await self._action
         self._action = None
         return action
@@ -160,7 +161,7 @@ class Attempt:
 
     def _go(self) -> None:
         """It is the environment's turn."""
-        self._began, self._others = time.monotonic(), self._worker.stalled - self.stalled
+        self._began, self._others, self._due = time.monotonic(), self._worker.stalled - self.stalled, False
         self._look_at_the_clock()
 
     def _pause(self) -> None:
@@ -182,6 +183,9 @@ class Attempt:
         left = min(step - self._running, episode - self._spent - self._running)
         if left > 0:
             self._timer = self._loop.call_later(left, self._look_at_the_clock)
+        elif not self._due:  # what has come in time may wait for its turn in the event loop
+            self._due = True
+            self._timer = self._loop.call_later(min(0.1, step / 10), self._look_at_the_clock)
         elif self._running >= step:
             self._over = f"gave no answer within {step:g} s (agent.step_timeout_s)"
             self._cancel()

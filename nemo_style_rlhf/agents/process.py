@@ -13,7 +13,7 @@ from typing import Any
 
 import nemo_style_rlhf
 from nemo_style_rlhf.agents.wire import MEMORY_BYTES, SharedWords
-from nemo_style_rlhf.agents.worker import Setup
+from nemo_style_rlhf.agents.worker import DUMP, Setup
 from nemo_style_rlhf.schema.agent import AgentConfig
 
 _CHUNK = 2**20
@@ -31,7 +31,7 @@ class WorkerProcess:
         self._socket, other = socket.socketpair()
         self._socket.setblocking(False)
         setup = Setup(
-            config.path, config.name, config.step_timeout_s, config.episode_timeout_s,
+            config.path, config.name, config.episodes_per_worker, config.step_timeout_s, config.episode_timeout_s,
             [os.path.abspath(folder) for folder in sys.path], os.getpid(), other.fileno(), memory,
         )  # fmt: skip
         package = str(Path(nemo_style_rlhf.__file__).parent.parent)
@@ -49,6 +49,8 @@ class WorkerProcess:
         finally:
             os.close(memory)
             other.close()
+        self.pid: int | None = None
+        """Of the worker itself, once it has told."""
         self.started = time.monotonic()
         self.stopping: float | None = None
         """When it was told to end."""
@@ -92,6 +94,12 @@ class WorkerProcess:
         del self._incoming[:end]
         self._searched = len(self._incoming)
         return [json.loads(line) for line in lines]
+
+    def show(self) -> None:
+        """Have it print where it is, for the user."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, DUMP)
 
     def stop(self) -> None:
         """Kill it with all that it started; it has ended when ``receive`` says so."""

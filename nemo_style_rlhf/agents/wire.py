@@ -9,7 +9,7 @@ from typing import Any
 from nemo_style_rlhf.agents.environment import Action, Observation, Task
 
 MEMORY_BYTES = 32
-LONGEST_LINE = 64 * 2**20
+LONGEST_LINE = 16 * 2**20
 """Bytes of an observation as JSON."""
 LINE_LIMIT = 2**31
 """Bytes of a line from the trainer, whose rows and responses are its own."""

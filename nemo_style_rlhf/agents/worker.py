@@ -10,15 +10,18 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import faulthandler
 import functools
 import inspect
 import json
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ ENVIRONMENT = UserFile("agent_environment", "agent", "environment", "class")
 METHODS = ("reset", "step", "execute")
 TICK_S = 1.0
 """Seconds between two signs of life, at most."""
+DUMP = signal.SIGUSR2
+"""Has a worker print where each of its threads is."""
 QUIT_S = 2.0
 """Seconds for which environments may release what they hold when the run ends."""
 CURRENT: contextvars.ContextVar[int] = contextvars.ContextVar("CURRENT", default=0)
@@ -45,6 +50,7 @@ class Setup:
 
     path: str
     name: str
+    episodes_per_worker: int
     step_timeout_s: float
     episode_timeout_s: float
     search: list[str]
@@ -71,6 +77,8 @@ class Worker:
     async def serve(self, connection: socket.socket) -> None:
         """Do what the trainer says until it says no more."""
         self._loop = asyncio.get_running_loop()
+        self._threads = Threads(4 * self.setup.episodes_per_worker)
+        self._loop.set_default_executor(self._threads)
         self._loop.set_task_factory(self._new_task)  # type: ignore[arg-type]
         reader, self._writer = await asyncio.open_unix_connection(sock=connection, limit=LINE_LIMIT)
         self._tick()
@@ -137,7 +145,7 @@ class Worker:
 
     def _closed(self, number: int, _: "asyncio.Task[None]") -> None:
         del self._attempts[number]
-        self.send({"closed": number})
+        self.send({"closed": number, "threads": self._threads.left_by(number)})
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **given: Any) -> "asyncio.Task[Any]":
         """Tasks that an environment makes are its attempt's code, too."""
@@ -146,6 +154,24 @@ class Worker:
     def _tick(self) -> None:
         self._words.alive = time.monotonic()
         self._loop.call_later(min(TICK_S, self.setup.step_timeout_s / 4), self._tick)
+
+
+class Threads(ThreadPoolExecutor):
+    """Threads of ``asyncio.to_thread``; it knows how many of them an attempt has left behind, since nothing interrupts them."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most, thread_name_prefix="environment")
+        self._jobs: dict[int, list[Future[Any]]] = {}
+
+    def submit(self, part: Callable[..., Any], /, *given: Any, **named: Any) -> "Future[Any]":
+        job = super().submit(part, *given, **named)
+        if number := CURRENT.get():
+            self._jobs.setdefault(number, []).append(job)
+        return job
+
+    def left_by(self, number: int) -> int:
+        """Number of threads that still work for an attempt that has ended."""
+        return sum(job.running() for job in self._jobs.pop(number, []))
 
 
 class _Marked(Coroutine[Any, Any, Any]):
@@ -198,7 +224,10 @@ def main() -> None:
     except UserError as error:
         connection.sendall(json.dumps({"unready": str(error)}).encode() + b"\n")
         os._exit(1)
-    asyncio.run(Worker(setup, make, words).serve(connection))
+    faulthandler.register(DUMP, all_threads=True)
+    loop = asyncio.new_event_loop()  # asyncio.run would wait for threads
+    asyncio.set_event_loop(loop)
+    loop.run_until_complete(Worker(setup, make, words).serve(connection))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

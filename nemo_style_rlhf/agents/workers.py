@@ -1,9 +1,10 @@
 """Runs episodes in worker processes, and tries those again whose environment failed."""
 
+import contextlib
 import itertools
-import os
 import selectors
 import signal
+import socket
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from nemo_style_rlhf.schema.agent import AgentConfig
 
 START_S = 300.0
 """Seconds that the import of an environment's file may take."""
+SILENCE_S = 10.0
+"""Seconds, besides those of a step, for which an event loop may stand still although it executes no attempt's code."""
 STARTS = 3
 """Starts in succession that a worker process may fail."""
 LOSSES = 3
@@ -70,6 +73,8 @@ class _Worker:
     running: dict[int, _Episode | None] = field(default_factory=dict)
     """Attempts that occupy it, by number; None for one that is of no interest any more, and is being closed."""
     blame: _Blame | None = None
+    threads: int = 0
+    """Threads of its process that hang in what attempts have left behind."""
     gone: bool = False
     """Whether it fails every time that it is started."""
 
@@ -93,7 +98,9 @@ class EpisodeWorkers:
         self._generation = 0
         self._emitting = threading.RLock()
         self._notes: deque[Callable[[], None]] = deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell, self._rung = socket.socketpair()
+        for end in (self._bell, self._rung):
+            end.setblocking(False)
         self._closing: float | None = None
         self._first: Future[None] = Future()
         self._fault: BaseException | None = None
@@ -144,7 +151,8 @@ class EpisodeWorkers:
         if self._fault is not None:
             raise RuntimeError("the thread of the episode workers has ended") from self._fault
         self._notes.append(note)
-        os.eventfd_write(self._bell, 1)
+        with contextlib.suppress(BlockingIOError):  # it rings already
+            self._bell.send(b"!")
 
     def _reply(self, asked: Asked | Called, message: dict[str, Any]) -> None:
         def reply() -> None:
@@ -178,7 +186,7 @@ class EpisodeWorkers:
 
     def _serve(self) -> None:
         try:
-            self._selector.register(self._bell, selectors.EVENT_READ)
+            self._selector.register(self._rung, selectors.EVENT_READ)
             for _ in range(self._config.workers):
                 self._workers.append(worker := _Worker(WorkerProcess(self._config)))
                 self._selector.register(worker.process, selectors.EVENT_READ, worker)
@@ -207,7 +215,7 @@ class EpisodeWorkers:
         ready = self._selector.select(min(TICK_S, self._limit_s / 4) if busy else None)
         for key, events in ready:
             if key.data is None:
-                os.eventfd_read(self._bell)
+                self._rung.recv(4096)
                 while self._notes:
                     self._notes.popleft()()
             else:
@@ -232,7 +240,10 @@ class EpisodeWorkers:
             room = [
                 worker
                 for worker in self._workers
-                if worker.ready and worker.blame is None and len(worker.running) < self._config.episodes_per_worker
+                if worker.ready
+                and worker.blame is None
+                and not self._is_worn(worker)
+                and len(worker.running) < self._config.episodes_per_worker
             ]
             if not room:
                 return
@@ -243,9 +254,14 @@ class EpisodeWorkers:
             task = task_fields(replace(state.task, attempt=state.attempt))
             worker.process.send(line({"do": "start", "number": state.number, "task": task}))
 
+    def _is_worn(self, worker: _Worker) -> bool:
+        """Whether it is to be replaced as soon as its episodes have ended, for too few threads are left to it."""
+        return worker.threads > 2 * self._config.episodes_per_worker
+
     def _hear(self, worker: _Worker, message: dict[str, Any]) -> None:
         if "ready" in message:
             worker.ready, worker.failed_starts = True, 0
+            worker.process.pid = message["ready"]
             if not self._first.done():
                 self._first.set_result(None)
             return
@@ -256,6 +272,7 @@ class EpisodeWorkers:
         state = worker.running.get(number)
         if "closed" in message:
             worker.running.pop(number, None)
+            worker.threads += message["threads"]
             if state is not None:
                 failure = state.failure or {"failed": f"{self._called} was given up", "timed_out": False}
                 self._fail(state, failure["failed"], failure["timed_out"])
@@ -279,7 +296,7 @@ class EpisodeWorkers:
         """End a worker whose event loop does not turn."""
         process, now = worker.process, time.monotonic()
         process.look()
-        words, limit = process.words, self._limit_s + GRACE_S
+        words, limit = process.words, self._limit_s + min(GRACE_S, self._limit_s)
         if process.stopping is not None or process.ended:
             return
         if self._closing is not None and now - self._closing > QUIT_S + GRACE_S:
@@ -291,9 +308,12 @@ class EpisodeWorkers:
         elif number := words.running:
             if now - words.since > limit and words.running == number:
                 what = f"kept its process busy for more than {self._config.step_timeout_s:g} s (agent.step_timeout_s)"
+                process.show()
                 self._end(worker, _Blame(number, f"{self._called} {what}: await what takes long"))
-        elif now - words.alive > limit + TICK_S:
-            self._end(worker, _Blame(0, "its worker process did not react"))
+        elif now - words.alive > limit + SILENCE_S:
+            self._end(worker, _Blame(0, f"a worker process of {self._called} did not react"))
+        elif not worker.running and self._is_worn(worker):
+            process.stop()
 
     def _end(self, worker: _Worker, blame: _Blame) -> None:
         if worker.blame is None:
@@ -305,7 +325,8 @@ class EpisodeWorkers:
         self._selector.unregister(worker.process)
         worker.process.close()
         blame = worker.blame or self._cause(worker)
-        running, worker.running, worker.blame = worker.running, {}, None
+        running = worker.running
+        worker.running, worker.blame, worker.threads = {}, None, 0
         for number, state in reversed(running.items()):  # they go on in the order of their start
             if state is None:
                 continue

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
+
 from nemo_style_rlhf.agents.environment import Action, Observation, Task
 from nemo_style_rlhf.agents.events import Asked, Ended, Event, Failed
 from nemo_style_rlhf.agents.workers import EpisodeWorkers
@@ -28,8 +30,32 @@ from nemo_style_rlhf.agents.environment import Observation
 LIFE = 600.0
 
 
-class Odd(Base):
-    """Not what step may return."""
+class Own(Base):
+    """Has an order of calls of its own."""
+
+    async def execute(self, task, policy):
+        texts = []
+        for number in range(3):
+            asked = Observation(f"{task.prompt} {number}", metrics={"answers": len(texts)})
+            try:
+                texts.append((await policy.act(asked)).text)
+            finally:
+                self.unwound = True
+        if task.prompt == "done":
+            await policy.act(Observation("x", done=True))
+        if task.prompt == "wrong":
+            return texts
+        return Observation(" ".join(texts), 1.0, True)
+
+
+class Duck:
+    """Has just what it needs, and answers without delay."""
+
+    def reset(self, task):
+        return Observation(task.prompt)
+
+    def step(self, action):
+        return Observation(action.text, done=True)
 
 
 def child():
@@ -50,7 +76,7 @@ async def stubborn():
 
 
 async def wait_for_a_thread():
-    threading.Thread(target=os._exit, args=[7]).start()
+    threading.Timer(0.1, os._exit, [7]).start()
     await asyncio.sleep(LIFE)
 
 
@@ -132,6 +158,26 @@ class Environment(Base):
             print(child(), os.getpid(), file=notes)
         time.sleep(LIFE)
 
+    async def thread(self):
+        await asyncio.to_thread(time.sleep, LIFE)
+
+    def slow(self):
+        """Keep the event loop busy for less than is allowed."""
+        time.sleep(0.4)
+        return Observation("slow", done=True)
+
+    async def wait(self):
+        await asyncio.sleep(0.3)
+        return Observation("waited", done=True)
+
+    async def many_steps(self):
+        await asyncio.sleep(0.2)
+        return Observation("more")
+
+    def say(self):
+        print("said by the environment")
+        return Observation("said", done=True)
+
     async def close(self):
         if self.kind == "close_badly":
             raise OSError("the door is stuck")
@@ -183,6 +229,12 @@ class Run:
         """The next event, unanswered."""
         return self._events.get(timeout=WAIT_S)
 
+    def drop(self) -> None:
+        """Take no notice of what has come, or was to come."""
+        self._open.clear()
+        while not self._events.empty():
+            self._events.get()
+
     def silent(self) -> bool:
         return self._events.empty()
 
@@ -229,6 +281,15 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def descendants() -> set[int]:
+    """Process ids of all that this process and its children have started."""
+    return {each.pid for each in psutil.Process().children(recursive=True)}
 
 
 def group_is_empty(pid: int) -> bool:
