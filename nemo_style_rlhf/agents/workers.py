@@ -196,6 +196,9 @@ class EpisodeWorkers:
             self._fault = error
             if not self._first.done():
                 self._first.set_exception(error)
+            reason = f"the thread of the episode workers ended with {type(error).__name__}: {error}"
+            for state in self._open.values():  # or their trainer would wait for ever
+                self._say(state, Failed(state.episode, state.attempt, reason, timed_out=False, last=True))
             raise
         finally:
             for worker in self._workers:
@@ -211,7 +214,9 @@ class EpisodeWorkers:
             if not worker.gone:
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.process.has_output else 0)
                 self._selector.modify(worker.process, wanted, worker)
-        busy = self._closing is not None or any(not worker.ready or worker.running for worker in self._workers)
+        busy = self._closing is not None or any(
+            not worker.ready or worker.running or worker.process.stopping is not None for worker in self._workers
+        )
         ready = self._selector.select(min(TICK_S, self._limit_s / 4) if busy else None)
         for key, events in ready:
             if key.data is None:
@@ -307,7 +312,8 @@ class EpisodeWorkers:
                 self._end(worker, _Blame(0, what))
         elif number := words.running:
             if now - words.since > limit and words.running == number:
-                what = f"kept its process busy for more than {self._config.step_timeout_s:g} s (agent.step_timeout_s)"
+                key = "step_timeout_s" if self._limit_s == self._config.step_timeout_s else "episode_timeout_s"
+                what = f"kept its process busy for more than {self._limit_s:g} s (agent.{key})"
                 process.show()
                 self._end(worker, _Blame(number, f"{self._called} {what}: await what takes long"))
         elif now - words.alive > limit + SILENCE_S:

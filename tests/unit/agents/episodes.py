@@ -5,6 +5,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -191,6 +192,12 @@ def environment(folder: Path, source: str = ENVIRONMENT) -> Path:
     path = folder / "my_env.py"
     path.write_text(source)
     return path
+
+
+def config(folder: Path, **given: Any) -> AgentConfig:
+    """One worker that runs the environment, with little patience."""
+    path = str(environment(folder))
+    return AgentConfig(**{"path": path, "workers": 1, "step_timeout_s": 0.5, "attempts": 2, **given})
 
 
 def line_of(text: str) -> int:

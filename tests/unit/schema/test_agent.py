@@ -1,0 +1,36 @@
+"""The keys of environments."""
+
+import pytest
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.agent import AgentConfig
+from nemo_style_rlhf.schema.paths import require_paths
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("workers", 0),
+        ("episodes_per_worker", 0),
+        ("max_turns", 0),
+        ("max_tokens", 0),
+        ("step_timeout_s", 0.0),
+        ("episode_timeout_s", -1.0),
+        ("attempts", 0),
+        ("history", "forget"),
+    ],
+)
+def test_a_value_that_is_not_possible_is_named(key: str, value: object) -> None:
+    AgentConfig().validate()
+    with pytest.raises(UserError, match=f"^agent.{key}={value} is not possible: expected "):
+        AgentConfig(**{key: value}).validate()  # type: ignore[arg-type]
+
+
+def test_the_file_must_have_the_class(tmp_path) -> None:
+    path = tmp_path / "my_env.py"
+    with pytest.raises(UserError, match="there is no such file, it must be the environment's Python file"):
+        require_paths(AgentConfig(path=str(path)))
+    path.write_text("class Mine: ...")
+    require_paths(AgentConfig(path=str(path), name="Mine"))
+    with pytest.raises(UserError, match=r"it has no class Environment, set agent\.name to the one it has"):
+        require_paths(AgentConfig(path=str(path)))
