@@ -330,3 +330,9 @@ def test_of_a_thousand_episodes_none_is_lost(tmp_path):
     attempts = [[each.attempt for each in events] for events in run.failed.values()]
     assert attempts == [list(range(1, len(numbers) + 1)) for numbers in attempts]
     assert during and not any(map(alive, during | run.pids)) and all(map(group_is_empty, during | run.pids))
+
+
+def test_a_worker_loads_no_heavy_library():
+    code = "import sys, nemo_style_rlhf.agents.worker; print({'torch', 'numpy', 'omegaconf', 'psutil'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
