@@ -32,7 +32,7 @@ class WorkerProcess:
         self._socket.setblocking(False)
         setup = Setup(
             config.path, config.name, config.episodes_per_worker, config.step_timeout_s, config.episode_timeout_s,
-            [os.path.abspath(folder) for folder in sys.path], os.getpid(), other.fileno(), memory,
+            [folder or os.getcwd() for folder in sys.path], os.getpid(), other.fileno(), memory,
         )  # fmt: skip
         package = str(Path(nemo_style_rlhf.__file__).parent.parent)
         found = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
