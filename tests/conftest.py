@@ -7,6 +7,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+# Before torch is imported: the workers share the cores, and threads that wait for one another would spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from filelock import FileLock
 from hypothesis import settings

@@ -96,8 +96,10 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For Slurm's commands: this cluster, whatever else is configured, and nothing of a job around us."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        """For Slurm's commands: this cluster, whatever else is configured, and nothing of a job around us; a job finds out by
+        itself how many threads its ranks may have."""
+        others = ("SLURM", "SBATCH", "OMP_NUM_THREADS")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         return inherited | {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *command: str) -> str:

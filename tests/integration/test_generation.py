@@ -32,9 +32,11 @@ from tests.support.sampler_pair import EOS, Pair
 
 @pytest.fixture(scope="module")
 def device():
-    device = setup(RunConfig(output_dir="unused", device="cpu"))
+    """Two threads, whatever the other tests have: a sample's bits may not depend on how they share the work."""
+    device = setup(RunConfig(output_dir="unused", device="cpu", num_threads=2))
     init_distributed(device)
-    return device
+    yield device
+    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
