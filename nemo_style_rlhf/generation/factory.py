@@ -18,7 +18,6 @@ from nemo_style_rlhf.generation.engine_pool import GROUP, EnginePool
 from nemo_style_rlhf.generation.engine_programs import describe, devices_beside
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Generator
-from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
@@ -55,6 +54,9 @@ def make_generator(
         # No packing: batches of the hf backend are padded on the left and grow token by token.
         whole = load_causal_lm(replace(model, packing=False))
         return HFGenerator(whole, config, device=device, eos_token_ids=eos, weight_shapes=shapes)
+    # Not at the top: vLLM takes seconds, which who needs none should not wait.
+    from nemo_style_rlhf.generation.vllm import VLLMGenerator
+
     dtype = matmul_dtype(torch.empty(0, dtype=getattr(torch, model.dtype), device=device))
     return VLLMGenerator(
         model.path, config, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_model_len,
