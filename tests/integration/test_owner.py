@@ -41,7 +41,7 @@ def program(inputs: Path, kind: str, folder: Path) -> Program:
         return trainer(
             "train_ppo_actor", folder, *common, *policy, f"data.train_path={inputs / 'prompts.jsonl'}", "algorithm=grpo",
             "algorithm.samples_per_prompt=4", "algorithm.num_rollout_samples=8", f"algorithm.max_steps={STEPS}",
-            "generation.max_length=8", "generation.kv_cache_gib=0.1", "engine.optim.lr=1e-3", "reward=function",
+            "generation=hf", "generation.max_length=8", "engine.optim.lr=1e-3", "reward=function",
             f"reward.function.path={inputs / 'reward.py'}", "checkpoint.save_interval=1",
         )  # fmt: skip
     if kind == "stage":
@@ -52,7 +52,7 @@ def program(inputs: Path, kind: str, folder: Path) -> Program:
     if kind == "evaluation":
         return trainer(
             "evaluate", folder, *common, "model=fp32", f"data.path={inputs / 'prompts.jsonl'}",
-            f"checkpoints=[{inputs / 'policy'}]", "generation.max_length=8", "generation.kv_cache_gib=0.1",
+            f"checkpoints=[{inputs / 'policy'}]", "generation=hf", "generation.max_length=8",
         )  # fmt: skip
     critic = server("serve_ppo_critic", folder, *common, "model.dtype=float32", f"model.path={inputs / 'reward'}")
     return replace(critic, ready_file=None)  # a second start must not remove the first one's
