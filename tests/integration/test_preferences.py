@@ -133,9 +133,9 @@ def transcripts(split: str, count: int) -> list[dict[str, str]]:
         return [json.loads(next(lines)) for _ in range(count)]
 
 
-def write_transcripts(folder: Path, train: int = 1300) -> None:
+def write_transcripts(folder: Path, train: int = 1300, test: int = 500) -> None:
     write(folder / "train.jsonl", transcripts("train", train))
-    write(folder / "test.jsonl", transcripts("test", 500))
+    write(folder / "test.jsonl", transcripts("test", test))
 
 
 def hh_overrides(folder: Path) -> list[str]:
@@ -149,7 +149,7 @@ def hh_overrides(folder: Path) -> list[str]:
 
 @needs_hh
 def test_sft_on_hh_transcripts(tmp_path):
-    write_transcripts(tmp_path)
+    write_transcripts(tmp_path, test=150)
     done = train("train_sft", *hh_overrides(tmp_path), "data.format=text", "data.text_key=chosen")
     assert done.returncode == 0, done.stderr
     assert "longer than 160 tokens" in done.stderr
@@ -178,7 +178,7 @@ def test_reward_model_on_hh_transcripts(tmp_path):
 
 @needs_hh
 def test_a_reward_model_learns_hh_pairs_by_heart(tmp_path):
-    write_transcripts(tmp_path)
+    write_transcripts(tmp_path, test=20)
     done = train("train_reward_model", *hh_overrides(tmp_path), "trainer.max_steps=48", "trainer.val_interval=48")
     assert done.returncode == 0, done.stderr
     losses = [line["train/loss"] for line in metrics(tmp_path / "run") if "train/loss" in line]
