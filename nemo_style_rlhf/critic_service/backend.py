@@ -38,7 +38,7 @@ EXIT_TIMEOUT_S = 12
 """Seconds for which a stopping tritonserver waits for running calls, unless it is killed."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """For the processes of Triton's Python backend, two per endpoint: they copy arrays and multiply none, but NumPy's import starts
-threads for every core, which took two fifths of the processor time of a server's start."""
+threads for every core, which took a quarter of the processor time of a server's start."""
 
 _APPENDIX = f'''
 
