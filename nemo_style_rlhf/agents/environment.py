@@ -21,7 +21,7 @@ class Task:
     """Of this sample, the same in every attempt and every run. An environment that draws all of its random numbers from it keeps
     runs repeatable."""
     attempt: int = 1
-    """Number of this attempt, from 1; the ones before it failed."""
+    """Number of this attempt, from 1; the ones before it failed, by their own fault."""
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ class EpisodeWorkers:
             state = self._waiting.popleft()
             state.number, state.asked, state.failure = next(self._numbers), None, None
             worker.running[state.number] = state
-            task = task_fields(replace(state.task, attempt=state.attempt))
+            task = task_fields(replace(state.task, attempt=state.failures + 1))
             worker.process.send(line({"do": "start", "number": state.number, "task": task}))
 
     def _is_worn(self, worker: _Worker) -> bool:
