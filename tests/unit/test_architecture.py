@@ -31,7 +31,7 @@ ALLOWED = {
     "checkpoint": BASE,
     "models": BASE | {"checkpoint"},  # samples of files
     "data": BASE,
-    "agents": BASE | {"data", "launch"},
+    "agents": BASE | {"data", "launch", "transport"},
     "engine": BASE | {"models", "distributed", "checkpoint"},
     "transport": BASE | {"launch"},
     "generation": BASE | {"engine", "models", "transport", "launch", "checkpoint", "distributed"},
@@ -59,7 +59,7 @@ OWNERS = {
     "pytriton": {"critic_service"},
     "deepspeed": {"engine"},
     "requests": {"transport", "scoring"},
-    "tornado": {"transport", "watch"},
+    "tornado": {"transport", "watch", "agents"},
     "duckdb": {"watch"},
     "pytorch_lightning": {"supervised", "tracking"},
     "datasets": {"data"},

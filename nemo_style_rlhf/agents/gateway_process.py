@@ -1,0 +1,305 @@
+"""The process of the gateway: the OpenAI endpoint of programs whose policy is in training.
+
+It is a child of the trainer, and both speak JSON lines over a socket pair, which is the child's standard input: orders one way,
+events the other. The trainer samples; this process parses requests, starts the user's programs and ends them, so that none of
+that takes the trainer's interpreter lock. It ends with the trainer, however that ends, and all programs with it.
+
+    python -m nemo_style_rlhf.agents.gateway_process    # only as a child of the trainer
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from tornado.httpserver import HTTPServer
+from tornado.iostream import StreamClosedError
+from tornado.web import Application, HTTPError, RequestHandler, stream_request_body
+
+from nemo_style_rlhf.agents import programs
+from nemo_style_rlhf.agents.api_answers import Answer, models
+from nemo_style_rlhf.agents.api_requests import Refused, Request, read_chat, read_json, read_text
+from nemo_style_rlhf.agents.reception import Reception, Settings, Visit
+
+HEAD_BYTES = 16 * 2**10
+IDLE_S, BODY_S = 120.0, 60.0
+"""Seconds for which a connection may rest, and in which a body must arrive."""
+LINE_BYTES = 2**30
+LONGEST_WAIT_S = 60.0
+"""Seconds for which /sessions/next may wait."""
+END_S = 2.0
+"""Longest wait for programs to end, after which their keeper kills them."""
+PARENT_S = 0.5
+"""Seconds between two looks whether the trainer lives: a process that it forked may hold the link open."""
+log = logging.getLogger(__name__)
+
+
+@stream_request_body
+class Handler(RequestHandler):
+    """Answers only who has a key. It is compared before the body is read."""
+
+    methods: tuple[str, ...] = ("POST",)
+
+    @property
+    def reception(self) -> Reception:
+        reception: Reception = self.settings["reception"]
+        return reception
+
+    def initialize(self) -> None:
+        self._body = bytearray()
+
+    def set_default_headers(self) -> None:
+        self.set_header("Content-Type", "application/json")
+        self.clear_header("Server")
+
+    def prepare(self) -> None:
+        self.admit(self._key())
+        if self.request.method not in self.methods:
+            raise Refused(405, f"{self.request.method} is not possible here: use {self.methods[0]}")
+        length = self.request.headers.get("Content-Length", "0")
+        if length.isdigit() and int(length) > self.reception.settings.max_request_bytes:
+            raise self._too_large()
+
+    def admit(self, key: str) -> None:
+        """
+        Raises:
+            Refused: the key opens nothing here.
+        """
+        self.visit: Visit = self.reception.visit(key)
+
+    def data_received(self, chunk: bytes) -> None:
+        if self._finished:
+            return
+        self._body += chunk
+        if len(self._body) > self.reception.settings.max_request_bytes:
+            self._body.clear()
+            error = self._too_large()
+            self.send_error(error.status, exc_info=(type(error), error, None))
+
+    def _too_large(self) -> Refused:
+        return Refused(413, f"a request may have {self.reception.settings.max_request_bytes} bytes: send fewer")
+
+    def _key(self) -> str:
+        scheme, _, key = self.request.headers.get("Authorization", "").partition(" ")
+        return key.strip() if scheme.lower() == "bearer" else ""
+
+    def content(self) -> dict[str, Any]:
+        """The object in the body.
+
+        Raises:
+            Refused: there is none.
+        """
+        return read_json(bytes(self._body))
+
+    def reply(self, content: object) -> None:
+        self.finish(json.dumps(content))
+
+    def write_error(self, status_code: int, **details: Any) -> None:
+        error = details.get("exc_info", (None, None, None))[1]
+        if isinstance(error, HTTPError):
+            error = Refused(status_code, "the request cannot be read")
+        if not isinstance(error, Refused):
+            error = Refused(500, "the gateway failed: its log says why")
+        self.set_status(error.status)
+        self.reply(error.body())
+
+    def log_exception(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Refused | HTTPError | StreamClosedError):
+            log.error("%s %s\n%s", self.request.method, self.request.path, "".join(traceback.format_exception(error)))
+
+
+class Chat(Handler):
+    async def post(self) -> None:
+        request = read_chat(self.content(), self.reception.settings.offer)
+        answer = await self.asked(request)
+        if request.stream:
+            self.stream(answer.chat_stream())
+        else:
+            self.reply(answer.chat())
+
+    async def asked(self, request: Request) -> Answer:
+        action, prompt_tokens = await self.reception.call(self.visit, request)
+        return Answer(request, action, secrets.token_hex(12), prompt_tokens)
+
+    def stream(self, chunks: Iterable[dict[str, Any]]) -> None:
+        """The answer is whole, so that an error still was an error, and no half of it is ever read."""
+        self.set_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.set_header("Cache-Control", "no-cache")
+        self.finish("".join(f"data: {each}\n\n" for each in [*map(json.dumps, chunks), "[DONE]"]))
+
+
+class Text(Chat):
+    async def post(self) -> None:
+        request = read_text(self.content(), self.reception.settings.offer)
+        answer = await self.asked(request)
+        if request.stream:
+            self.stream(answer.text_stream())
+        else:
+            self.reply(answer.text())
+
+
+class Models(Handler):
+    methods = ("GET",)
+
+    def get(self, name: str | None = None) -> None:
+        listed = models(self.reception.settings.offer)
+        if name is None:
+            self.reply(listed)
+        elif name == self.reception.settings.offer.model:
+            self.reply(listed["data"][0])
+        else:
+            raise Refused(404, "there is no model of this name", param="model", code="model_not_found")
+
+
+class Next(Handler):
+    """Gives a service its next task."""
+
+    _waits: "asyncio.Task[Visit | None] | None" = None
+
+    def admit(self, key: str) -> None:
+        if not hmac.compare_digest(key.encode(), self.reception.settings.token.encode()):
+            raise Refused(401, "this needs the token of the run (agent.token)", code="invalid_api_key")
+
+    async def post(self) -> None:
+        wait_s = self.content().get("wait_s", 20.0) if self._body else 20.0
+        if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or not 0 <= wait_s <= LONGEST_WAIT_S:
+            raise Refused(400, f"wait_s must be a number of seconds from 0 to {LONGEST_WAIT_S:g}", param="wait_s")
+        self._waits = asyncio.ensure_future(self.reception.next(wait_s))
+        try:
+            visit = await self._waits
+        except asyncio.CancelledError:  # the service has hung up
+            return
+        if visit is None:
+            self.set_status(204)
+            self.clear_header("Content-Type")
+            self.finish()
+            return
+        self.set_header("Cache-Control", "no-store")
+        content = {"api_key": visit.key, "base_url": self.reception.settings.url, "task": visit.task}
+        try:
+            await self.finish(programs.as_json(content))
+        except StreamClosedError:
+            self.reception.give_back(visit)
+
+    def on_connection_close(self) -> None:
+        super().on_connection_close()
+        if self._waits is not None:
+            self._waits.cancel()
+
+
+class Verdict(Handler):
+    """The end of an attempt that a service has fetched."""
+
+    def admit(self, key: str) -> None:
+        super().admit(key)
+        if self.reception.settings.command:
+            raise Refused(404, "the last line of the program is its reward (agent.command)")
+
+
+class Reward(Verdict):
+    def post(self) -> None:
+        try:
+            last = programs.observation(self.content())
+        except programs.BadReward as error:
+            raise Refused(400, str(error), param="reward") from error
+        self.reception.end(self.visit, last)
+        self.reply({})
+
+
+class Fail(Verdict):
+    def post(self) -> None:
+        reason = self.content().get("reason", "no reason given") if self._body else "no reason given"
+        if not isinstance(reason, str):
+            raise Refused(400, "reason must be a text", param="reason")
+        self.reception.fail(self.visit, f"the service failed: {reason[: programs.SHOWN]}")
+        self.reply({})
+
+
+class Health(Handler):
+    methods = ("GET",)
+
+    def admit(self, key: str) -> None:
+        pass
+
+    def get(self) -> None:
+        self.reply({"status": "ok"})
+
+
+class Nothing(Handler):
+    def admit(self, key: str) -> None:
+        raise Refused(404, "there is nothing at this address")
+
+
+ROUTES = [
+    ("/v1/chat/completions", Chat), ("/v1/completions", Text), ("/v1/models", Models), ("/v1/models/(.+)", Models),
+    ("/sessions/next", Next), ("/sessions/reward", Reward), ("/sessions/fail", Fail), ("/health", Health),
+]  # fmt: skip
+
+
+async def serve(link: socket.socket, parent: int, keeper: programs.Keeper, settings: Settings, rest: bytes) -> None:
+    """Serve until the trainer closes the link or has ended."""
+    reader, writer = await asyncio.open_connection(sock=link, limit=LINE_BYTES)
+    reader.feed_data(rest)
+
+    def send(event: dict[str, Any]) -> None:
+        writer.write(json.dumps(event).encode() + b"\n")
+
+    reception = Reception(settings, send, keeper)
+    application = Application(ROUTES, default_handler_class=Nothing, reception=reception)
+    server = HTTPServer(
+        application, max_header_size=HEAD_BYTES, max_body_size=2**62, max_buffer_size=2**62,
+        idle_connection_timeout=IDLE_S, body_timeout=BODY_S,
+    )  # fmt: skip
+    listener = socket.socket(fileno=settings.listener)
+    listener.setblocking(False)
+    server.add_socket(listener)
+
+    async def obey() -> None:
+        while line := await reader.readline():
+            reception.obey(json.loads(line))
+
+    async def while_it_lives() -> None:
+        while os.getppid() == parent:
+            await asyncio.sleep(PARENT_S)
+
+    ends = [asyncio.ensure_future(each) for each in (obey(), while_it_lives())]
+    done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    reception.forget()
+    if left := asyncio.all_tasks() - {asyncio.current_task(), *ends}:
+        await asyncio.wait(left, timeout=END_S)
+    for each in done:
+        each.result()
+
+
+def main() -> None:
+    parent = os.getppid()
+    for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a batch system; the trainer decides when to end
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(asctime)s gateway: %(message)s")
+    logging.getLogger("tornado").setLevel(logging.ERROR)
+    link = socket.socket(fileno=os.dup(0))
+    first = b""
+    while b"\n" not in first:
+        received = link.recv(2**16)
+        if not received:
+            return
+        first += received
+    line, _, rest = first.partition(b"\n")
+    settings = Settings.of(json.loads(line))
+    os.set_inheritable(settings.listener, False)
+    keeper = programs.Keeper(link.fileno(), settings.listener, 0)
+    os.close(0)
+    os.open(os.devnull, os.O_RDONLY)
+    asyncio.run(serve(link, parent, keeper, settings, rest))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The user's program of one episode: a process group that reads its task, and whose last line is its reward.
+
+The group ends with the program. If the gateway is killed, the keeper, a process of its own, kills all groups; it knows of the
+gateway's end by the end of a pipe.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_style_rlhf.agents.environment import Observation
+from nemo_style_rlhf.transport.confine import end_with_parent
+
+KEPT_BYTES = 2**20
+"""Bytes at the end of a program's output that are kept."""
+SHOWN = 300
+"""Characters of a program's error in a sentence."""
+
+
+class BadReward(Exception):
+    """A sentence about what is no reward."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of a program."""
+
+    code: int | None
+    """Exit code, negative for a signal; None if its time was over."""
+    output: str
+    errors: str
+
+    @property
+    def last_error(self) -> str:
+        """What it said last on standard error, or nothing."""
+        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
+        return lines[-1][:SHOWN] if lines else ""
+
+
+class Keeper:
+    """A forked process that kills the groups of all running programs once this process has ended, however it ended."""
+
+    def __init__(self, *close: int) -> None:
+        """Fork; no thread may run yet.
+
+        Args:
+            close: descriptors that the keeper must not hold open.
+        """
+        reader, self._writer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                for each in (*close, self._writer):
+                    os.close(each)
+                _keep(reader)
+            finally:
+                os._exit(0)
+        os.close(reader)
+
+    def began(self, group: int) -> None:
+        os.write(self._writer, f"+{group}\n".encode())
+
+    def ended(self, group: int) -> None:
+        os.write(self._writer, f"-{group}\n".encode())
+
+
+def _keep(reader: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    with open(reader) as lines:
+        for line in lines:
+            change = groups.add if line[0] == "+" else groups.discard
+            change(int(line[1:]))
+    for group in groups:
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+
+
+class _Tail:
+    """Reads a pipe to its end and keeps the last bytes."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.content = bytearray()
+        os.set_blocking(descriptor, False)
+        asyncio.get_running_loop().add_reader(descriptor, self.read)
+
+    def read(self) -> bool:
+        """Whether there may be more."""
+        try:
+            data = os.read(self._descriptor, 2**16)
+        except BlockingIOError:
+            return False
+        self.content += data
+        del self.content[:-KEPT_BYTES]
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+        return bool(data)
+
+    def rest(self) -> str:
+        """The text, with all that is there by now; nothing is read afterwards."""
+        while self.read():
+            pass
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        return self.content.decode(errors="replace")
+
+
+async def run(
+    command: Sequence[str], task: str, variables: Mapping[str, str], timeout_s: float, keeper: Keeper, folder: Path
+) -> Exit:
+    """Run a program to its end, or for ``timeout_s`` seconds. Its process group has ended when this returns or is cancelled.
+
+    Args:
+        task: what it reads on standard input.
+        variables: added to this process's environment.
+        folder: in which it runs.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    loop = asyncio.get_running_loop()
+    stdin = os.memfd_create("task")
+    try:
+        os.write(stdin, task.encode())
+        os.lseek(stdin, 0, os.SEEK_SET)
+        program = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **variables},
+            cwd=folder,
+            start_new_session=True,
+            preexec_fn=lambda: end_with_parent(signal.SIGKILL),
+        )
+    finally:
+        os.close(stdin)
+    assert program.stdout is not None and program.stderr is not None
+    ended = asyncio.Event()
+    watched = os.pidfd_open(program.pid)
+    with program.stdout, program.stderr:
+        keeper.began(program.pid)
+        try:
+            loop.add_reader(watched, ended.set)
+            tails = _Tail(program.stdout.fileno()), _Tail(program.stderr.fileno())
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(ended.wait(), timeout_s)
+        finally:
+            loop.remove_reader(watched)
+            os.close(watched)
+            with contextlib.suppress(OSError):
+                os.killpg(program.pid, signal.SIGKILL)  # before it is waited for: the number is still its own
+            code = program.wait()
+            keeper.ended(program.pid)
+            output, errors = (tail.rest() for tail in tails)
+    return Exit(code if ended.is_set() else None, output, errors)
+
+
+def observation(given: Any) -> Observation:
+    """The end of an episode, from a JSON number, or an object of reward, score and metrics.
+
+    Raises:
+        BadReward: it is neither.
+    """
+    if _is_number(given):
+        return Observation(reward=float(given), done=True)
+    if not isinstance(given, dict) or given.keys() - {"reward", "score", "metrics"}:
+        raise BadReward("expected a number, or an object with reward, score and metrics")
+    reward, score, metrics = given.get("reward", 0.0), given.get("score"), given.get("metrics") or {}
+    if not _is_number(reward) or not (score is None or _is_number(score)):
+        raise BadReward("expected finite numbers for reward and score")
+    if not isinstance(metrics, dict) or not all(map(_is_number, metrics.values())):
+        raise BadReward("expected an object of finite numbers for metrics")
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return Observation(reward=float(reward), done=True, score=None if score is None else float(score), metrics=numbers)
+
+
+def last_line(output: str) -> Observation:
+    """The end of an episode, from the last line that a program wrote; 0 if it wrote none.
+
+    Raises:
+        BadReward: the line is no reward.
+    """
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if not lines:
+        return Observation(done=True)
+    try:
+        return observation(json.loads(lines[-1]))
+    except (ValueError, RecursionError):
+        reason = "expected a JSON number, or an object with reward, score and metrics"
+    except BadReward as error:
+        reason = str(error)
+    raise BadReward(f"its last line {lines[-1][:60]!r} is no reward: {reason}")
+
+
+def as_json(value: object) -> str:
+    """JSON; a value that it has no type for, such as a row's time, becomes its text."""
+    return json.dumps(value, default=str)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False

@@ -1,0 +1,288 @@
+"""The gateway's episodes: which attempt holds which key, which program runs, which call waits for the policy."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nemo_style_rlhf.agents import programs
+from nemo_style_rlhf.agents.api_requests import Offer, Refused, Request
+from nemo_style_rlhf.agents.environment import Action, Observation
+from nemo_style_rlhf.agents.programs import BadReward, Exit, Keeper
+
+GONE = "the API key is not that of a running episode"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the trainer tells its gateway at the start."""
+
+    listener: int
+    """Descriptor of the socket that listens."""
+    url: str
+    """Of the endpoint, for programs on this host: OPENAI_BASE_URL."""
+    token: str = field(repr=False)
+    """Opens /sessions/next."""
+    command: tuple[str, ...]
+    folder: str
+    programs: int
+    calls_per_program: int
+    max_request_bytes: int
+    episode_timeout_s: float
+    offer: Offer
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "Settings":
+        return cls(**{**content, "command": tuple(content["command"]), "offer": Offer(**content["offer"])})
+
+
+@dataclass(frozen=True)
+class Place:
+    """An attempt at an episode that waits for its turn."""
+
+    episode: int
+    attempt: int
+    left: int
+    """Attempts that may still fail, with this one."""
+    task: dict[str, Any]
+
+
+@dataclass(eq=False)
+class Visit:
+    """A running attempt, known by its key."""
+
+    place: Place
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    began: float = field(default_factory=time.monotonic)
+    calls: dict[int, "asyncio.Future[tuple[Action, int]]"] = field(default_factory=dict)
+    """Those that wait for the policy."""
+    made: int = 0
+    """Number of calls so far."""
+    waited_s: float = 0.0
+    """Seconds in which at least one call waited."""
+    waits_since: float = 0.0
+    limited: bool = False
+    """Whether the episode has reached a limit of the run: its program gets no more answers, and may end as it likes."""
+    ended: bool = False
+    ends: Callable[[], object] = lambda: None
+    """Stops the program, or the clock of an attempt that a service has fetched."""
+
+    @property
+    def task(self) -> dict[str, Any]:
+        return {**self.place.task, "attempt": self.place.attempt}
+
+
+class Reception:
+    """Everything of the gateway but HTTP. It runs in one event loop."""
+
+    def __init__(self, settings: Settings, send: Callable[[dict[str, Any]], None], keeper: Keeper) -> None:
+        """
+        Args:
+            send: takes an event to the trainer.
+        """
+        self.settings = settings
+        self._send, self._keeper = send, keeper
+        self._epoch = 0
+        self._waiting: deque[Place] = deque()
+        self._services: deque[asyncio.Future[Visit]] = deque()
+        self._visits: dict[bytes, Visit] = {}
+        self._running: dict[tuple[int, int], Visit] = {}
+
+    # --- the trainer's side -------------------------------------------------------------------------------------------
+
+    def obey(self, order: Mapping[str, Any]) -> None:
+        """Take a message of the trainer; one about an attempt that has ended is ignored."""
+        kind = order["kind"]
+        if kind == "start":
+            self._waiting.append(Place(order["episode"], order["attempt"], order["left"], order["task"]))
+            self._fill()
+        elif kind == "forget":
+            self._epoch = order["epoch"]
+            self.forget()
+        elif visit := self._running.get((order["episode"], order["attempt"])):
+            visit.limited |= kind == "finish"
+            waits = visit.calls.get(order["call"])
+            if waits is None or waits.done():
+                return
+            if kind == "answer":
+                action = order["action"]
+                tokens = {name: tuple(action[name]) for name in ("token_ids", "logprobs")}
+                waits.set_result((Action(**{**action, **tokens}), order["prompt_tokens"]))
+            elif kind == "refuse":
+                waits.set_exception(Refused(400, order["sentence"], param="messages"))
+            else:
+                waits.set_exception(_at_its_limit())
+
+    def forget(self) -> None:
+        """Abandon all episodes; their programs are ended."""
+        self._waiting.clear()
+        for visit in [*self._running.values()]:
+            self._close(visit)
+
+    def _tell(self, kind: str, visit: Visit, **content: Any) -> None:
+        place = visit.place
+        self._send({"kind": kind, "epoch": self._epoch, "episode": place.episode, "attempt": place.attempt, **content})
+
+    # --- the programs' side -------------------------------------------------------------------------------------------
+
+    def visit(self, key: str) -> Visit:
+        """The attempt that ``key`` belongs to. It is looked up by its digest, which tells nothing about other keys.
+
+        Raises:
+            Refused: none.
+        """
+        visit = self._visits.get(_digest(key))
+        if visit is None:
+            raise Refused(401, GONE, code="invalid_api_key")
+        return visit
+
+    async def call(self, visit: Visit, request: Request) -> tuple[Action, int]:
+        """The policy's answer, and the number of tokens that it read.
+
+        Raises:
+            Refused: too many calls wait, the trainer refuses this one, or the episode has ended or reached a limit.
+        """
+        if visit.ended:
+            raise Refused(401, GONE, code="invalid_api_key")
+        if visit.limited:
+            raise _at_its_limit()
+        if len(visit.calls) >= self.settings.calls_per_program:
+            raise Refused(429, f"{len(visit.calls)} calls of this key wait for answers: wait for one of them")
+        number, visit.made = visit.made, visit.made + 1
+        waits: asyncio.Future[tuple[Action, int]] = asyncio.get_running_loop().create_future()
+        if not visit.calls:
+            visit.waits_since = time.monotonic()
+        visit.calls[number] = waits
+        asked = {"prompt": request.prompt, "tools": request.tools, "sampling": request.sampling or None}
+        self._tell("called", visit, call=number, **asked)
+        try:
+            return await waits
+        finally:
+            del visit.calls[number]
+            if not visit.calls:
+                visit.waited_s += time.monotonic() - visit.waits_since
+
+    async def next(self, wait_s: float) -> Visit | None:
+        """The next attempt, for a service; None if there is none within ``wait_s`` seconds.
+
+        Raises:
+            Refused: the run starts its programs itself.
+        """
+        if self.settings.command:
+            raise Refused(404, "this run starts a program for each task (agent.command): there is nothing to fetch")
+        found: asyncio.Future[Visit] = asyncio.get_running_loop().create_future()
+        self._services.append(found)
+        self._fill()
+        try:
+            return await asyncio.wait_for(found, wait_s)
+        except (TimeoutError, asyncio.TimeoutError):
+            return None
+        finally:
+            with contextlib.suppress(ValueError):
+                self._services.remove(found)
+
+    def give_back(self, visit: Visit) -> None:
+        """Queue an attempt again that a service fetched and did not receive."""
+        if not visit.ended:
+            self._close(visit)
+            self._waiting.appendleft(visit.place)
+            self._fill()
+
+    def end(self, visit: Visit, last: Observation) -> None:
+        if visit.ended:
+            return
+        self._close(visit)
+        numbers = {"reward": last.reward, "score": last.score, "metrics": dict(last.metrics)}
+        self._tell("ended", visit, observation=numbers, seconds=time.monotonic() - visit.began - visit.waited_s)
+        self._fill()
+
+    def fail(self, visit: Visit, reason: str, *, timed_out: bool = False) -> None:
+        """Fail an attempt; the next one is queued if there is one left."""
+        if visit.ended:
+            return
+        self._close(visit)
+        place = visit.place
+        last = place.left <= 1
+        self._tell("failed", visit, reason=reason, timed_out=timed_out, last=last)
+        if not last:
+            self._waiting.appendleft(Place(place.episode, place.attempt + 1, place.left - 1, place.task))
+        self._fill()
+
+    # --- attempts -----------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Begin as many attempts as may run and as somebody can take."""
+        self._services = deque(each for each in self._services if not each.done())
+        while (
+            self._waiting and len(self._running) < self.settings.programs and (self.settings.command or self._services)
+        ):
+            visit = Visit(self._waiting.popleft())
+            self._visits[_digest(visit.key)] = visit
+            self._running[visit.place.episode, visit.place.attempt] = visit
+            loop = asyncio.get_running_loop()
+            if self.settings.command:
+                visit.ends = loop.create_task(self._run(visit)).cancel
+            else:
+                seconds = self.settings.episode_timeout_s
+                reason = f"the service gave no reward within agent.episode_timeout_s={seconds:g} seconds"
+                visit.ends = loop.call_later(seconds, partial(self.fail, visit, reason, timed_out=True)).cancel
+                self._services.popleft().set_result(visit)
+
+    async def _run(self, visit: Visit) -> None:
+        settings = self.settings
+        here = ",".join(
+            filter(None, (os.environ.get("NO_PROXY", os.environ.get("no_proxy")), "127.0.0.1,localhost,::1"))
+        )
+        variables = {
+            "OPENAI_BASE_URL": settings.url, "OPENAI_API_KEY": visit.key, "NO_PROXY": here, "no_proxy": here,
+        }  # fmt: skip
+        task, seconds = programs.as_json(visit.task), settings.episode_timeout_s
+        try:
+            done = await programs.run(settings.command, task, variables, seconds, self._keeper, Path(settings.folder))
+        except OSError as error:
+            self.fail(visit, f"the program cannot be started ({error}): correct agent.command")
+            return
+        if done.code is None:
+            self.fail(visit, f"the program ran longer than agent.episode_timeout_s={seconds:g} seconds", timed_out=True)
+        elif done.code and not visit.limited:
+            self.fail(visit, f"the program ended with {_ended_with(done)}")
+        else:
+            try:
+                self.end(visit, programs.last_line("" if done.code else done.output))
+            except BadReward as error:
+                self.fail(visit, f"the program gave no reward: {error}")
+
+    def _close(self, visit: Visit) -> None:
+        """Take the attempt's key, program and calls from it."""
+        visit.ended = True
+        del self._visits[_digest(visit.key)]
+        del self._running[visit.place.episode, visit.place.attempt]
+        for waits in visit.calls.values():
+            if not waits.done():
+                waits.set_exception(Refused(401, GONE, code="invalid_api_key"))
+        visit.ends()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _at_its_limit() -> Refused:
+    sentence = (
+        "the episode has reached a limit of the run (agent.max_turns, agent.max_tokens): there are no more answers"
+    )
+    return Refused(400, sentence, code="context_length_exceeded")
+
+
+def _ended_with(done: Exit) -> str:
+    code = done.code or 0
+    how = f"exit code {code}" if code > 0 else f"signal {-code}"
+    return f"{how}: {done.last_error}" if done.last_error else how

@@ -1,0 +1,39 @@
+"""Configuration of the endpoint at which programs of the user talk to the policy in training."""
+
+from dataclasses import dataclass, field
+
+from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.common import TokenConfig
+
+AGENT_TOKEN_ENV = "NSR_AGENT_TOKEN"
+
+
+@dataclass
+class GatewayConfig:
+    """Programs that know an OpenAI endpoint and nothing of training."""
+
+    command: list[str] = field(default_factory=list)
+    """A program and its arguments, started once for each sample; its last line is the reward. Empty: services fetch their
+    tasks at /sessions/next."""
+    listen: str = "127.0.0.1:0"
+    """HOST:PORT; port 0 takes a free one. Any host but loopback needs a token."""
+    programs: int = 16
+    """Maximum number of samples whose programs run at the same time."""
+    calls_per_program: int = 64
+    """Maximum number of calls of one program that wait for answers at the same time."""
+    max_request_bytes: int = 16 * 2**20
+    """Largest body of a request."""
+    token: TokenConfig = field(default_factory=lambda: TokenConfig(token_env=AGENT_TOKEN_ENV))
+    """The secret that opens /sessions/next. Every sample has a secret of its own, which is its program's API key."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def validate(self) -> None:
+        host, _, port = self.listen.rpartition(":")
+        right = bool(host) and port.isascii() and port.isdigit() and int(port) < 2**16
+        require(right, "agent.listen", self.listen, "HOST:PORT, such as 127.0.0.1:0")
+        for name in ("programs", "calls_per_program", "max_request_bytes"):
+            require(getattr(self, name) > 0, f"agent.{name}", getattr(self, name), "a number above 0")

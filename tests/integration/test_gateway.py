@@ -1,0 +1,596 @@
+"""Programs that know an OpenAI endpoint and nothing of training get the policy's answers, and their tokens can be trained."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from nemo_style_rlhf.agents.environment import Action, Task
+from nemo_style_rlhf.agents.events import Called, Ended, Failed
+from nemo_style_rlhf.agents.gateway import Gateway
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.common import TokenConfig
+from nemo_style_rlhf.schema.gateway import GatewayConfig
+from tests.support.agents import OFFER, Trainer, program, until
+from tests.support.paths import ROOT
+from tests.unit.agents.chat_templates import CHATML, MISTRAL, encoder
+
+READER = encoder(CHATML)
+TOKEN = "the-token-of-the-run"
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+
+
+def trainer(command: list[str], reader=READER, *, programs: int = 16, **settings) -> Trainer:
+    return Trainer(reader, GatewayConfig(command=command, programs=programs), **settings)
+
+
+@pytest.fixture
+def written(tmp_path: Path):
+    """Writes a program, and returns its command."""
+    return lambda text: program(tmp_path / "my_agent.py", text, python=sys.executable)
+
+
+def learned(trainer: Trainer, episode: int) -> list[str]:
+    """Of each row of an episode, the text that it trains."""
+    rows = trainer.rows(episode)
+    pairs = [zip(row.tokens, row.mask, strict=True) for row in rows]
+    return [str(READER.tokenizer.decode([token for token, trained in row if trained])) for row in pairs]
+
+
+# --- programs that the gateway starts ---------------------------------------------------------------------------------
+
+CONVERSATION = """
+answer = ask(user(TASK["prompt"]))
+again = ask(user(TASK["prompt"]), assistant(answer), user(TASK["label"]), max_tokens=20)
+print("thinking...")
+print(json.dumps({"reward": len(again), "score": 0.5, "metrics": {"attempt": TASK["attempt"], "seed": TASK["seed"]}}))
+"""
+
+
+def test_a_program_reads_its_task_and_gives_its_reward(written):
+    with trainer(written(CONVERSATION)) as ours:
+        ours.run(*[Task(f"q{number}", label="more", row={"n": number}, seed=number) for number in range(8)])
+        for episode in range(8):
+            last = ours.ended[episode].observation
+            (row,) = ours.rows(episode)
+            assert len(row.turns) == 2 and last.done and last.score == 0.5
+            assert last.metrics == {"attempt": 1.0, "seed": float(episode)}
+            assert row.tokens[: row.turns[0].start] == tuple(
+                READER.rendered(READER.chat([{"role": "user", "content": f"q{episode}"}], add_generation_prompt=True))
+            )
+            (second,) = (
+                event for event in ours.seen if isinstance(event, Called) and event.episode == episode and event.call
+            )
+            assert second.sampling == {"max_length": 20}
+        assert not ours.failed
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("", 0.0),
+        ("print(' 3 ')", 3.0),
+        ("print('x'); print(-1.5); print()", -1.5),
+        ("print(json.dumps({'reward': 2}))", 2.0),
+        ("print('{}')", 0.0),
+        ("print('y' * 3_000_000); sys.stderr.write('z' * 3_000_000); print(7)", 7.0),
+    ],
+)
+def test_rewards_of_programs(written, text, reward):
+    with trainer(written(text)) as ours:
+        assert ours.run(Task("q")).ended[0].observation.reward == reward
+        assert ours.rows(0) == []
+
+
+FAILURES = {
+    "exit": ("sys.exit(3)", "the program ended with exit code 3"),
+    "exception": ("raise RuntimeError('no luck')", "exit code 1: RuntimeError: no luck"),
+    "signal": ("os.kill(os.getpid(), 9)", "the program ended with signal 9"),
+    "no JSON": ("print('done')", "its last line 'done' is no reward"),
+    "NaN": ("print('NaN')", "its last line 'NaN' is no reward"),
+    "truth": ("print('true')", "its last line 'true' is no reward"),
+    "huge": ("print('1' + '0' * 400)", "is no reward"),
+    "surplus": ("print(json.dumps({'reward': 1, 'rewards': 2}))", "expected a number, or an object with"),
+    "text": ("print(json.dumps({'reward': 'a'}))", "expected finite numbers"),
+    "metrics": ("print(json.dumps({'metrics': {'a': None}}))", "expected an object of finite numbers"),
+}
+
+
+def test_a_failed_attempt_is_one_of_its_episode_alone(written):
+    """Each episode that fails does so with its own sentence, three times; the others among them end well."""
+    parts = "".join(f"if TASK['prompt'] == {name!r}:\n    {text}\n" for name, (text, _) in FAILURES.items())
+    command = written("ask(user('hello'))\n" + parts + "if TASK['prompt'] == 'well':\n    print(1)\n")
+    tasks = [Task(prompt) for name in FAILURES for prompt in (name, "well")]
+    with trainer(command, programs=4) as ours:
+        ours.run(*tasks)
+        for episode, task in enumerate(tasks):
+            if task.prompt == "well":
+                assert ours.ended[episode].observation.reward == 1.0 and episode not in ours.failed
+                continue
+            failures = ours.failed[episode]
+            assert [(each.attempt, each.last, each.timed_out) for each in failures] == [
+                (1, False, False), (2, False, False), (3, True, False),
+            ]  # fmt: skip
+            assert all(FAILURES[task.prompt][1] in each.reason for each in failures), failures
+            assert episode not in ours.ended
+
+
+def test_a_later_attempt_may_end_well_and_samples_the_same(written):
+    command = written("text = ask(user('hello'))\nif TASK['attempt'] < 3:\n    sys.exit(1)\nprint(1)")
+    with trainer(command) as ours:
+        ours.run(Task("q", seed=4))
+        assert ours.ended[0].attempt == 3 and [each.last for each in ours.failed[0]] == [False, False]
+        rows = [ours.sessions[0, attempt].rows() for attempt in (1, 2, 3)]
+        assert rows[0] == rows[1] == rows[2] and len(rows[0]) == 1
+
+
+def test_a_program_that_hangs_is_ended(written):
+    command = written("if TASK['prompt'] == 'hang':\n    ask(user('a'))\n    import time; time.sleep(600)\nprint(1)")
+    with trainer(command, attempts=2, episode_timeout_s=2.0) as ours:
+        ours.run(Task("hang"), Task("well"))
+        assert [(each.timed_out, each.last) for each in ours.failed[0]] == [(True, False), (True, True)]
+        assert "agent.episode_timeout_s=2" in ours.failed[0][0].reason
+        assert ours.ended[1].observation.reward == 1.0
+
+
+def test_a_program_that_cannot_be_started_is_a_sentence():
+    with trainer(["/no/such/program"], attempts=2) as ours:
+        ours.run(Task("q"))
+        assert "cannot be started" in ours.failed[0][1].reason and ours.failed[0][1].last
+
+
+@pytest.mark.parametrize("end", ["", "print(5)", "sys.exit(1)"])
+def test_an_episode_at_its_limit_ends_as_its_program_likes(written, end):
+    """A program may ask on and on; an exit because of the refusal is no failure."""
+    text = """
+answers = []
+while len(answers) < 9:
+    try:
+        answers.append(ask(*[user(str(len(answers)))]))
+    except urllib.error.HTTPError as error:
+        assert error.code == 400 and json.load(error)["error"]["code"] == "context_length_exceeded"
+        answers += [None] * 9
+"""
+    with trainer(written(text + end), most_calls=3) as ours:
+        ours.run(Task("q"))
+        assert ours.ended[0].observation.reward == (5.0 if "5" in end else 0.0)
+        assert len(ours.rows(0)) == 3 and not ours.failed
+
+
+def test_what_the_template_cannot_render_is_an_error_of_the_call_alone(written):
+    text = """
+try:
+    ask(user("one"), user("two"))
+except urllib.error.HTTPError as error:
+    print(ask(user("one")) and "the chat template cannot render" in json.load(error)["error"]["message"] and error.code)
+"""
+    reader = encoder(MISTRAL + "<|im_end|>")
+    with trainer(written(text), reader) as ours:
+        assert ours.run(Task("q")).ended[0].observation.reward == 400.0
+
+
+# --- the order of calls changes nothing -------------------------------------------------------------------------------
+
+CONCURRENT = """
+import threading
+def thread(number):
+    messages = [user(TASK["prompt"] + str(number % 3))]
+    for turn in range(3):
+        answer = ask(*messages, **({"max_tokens": 9} if number == 5 else {}))
+        messages += [assistant(answer), user(f"and {answer}?")]
+threads = [threading.Thread(target=thread, args=(number,)) for number in range(6)]
+for each in threads: each.start()
+for each in threads: each.join()
+print(1)
+"""
+
+
+def test_calls_side_by_side_have_the_same_tokens_in_any_order(written):
+    command, tasks = written(CONCURRENT), [Task(f"q{number} ", seed=number % 2) for number in range(3)]
+    found = []
+    for order in (None, random.Random(1), random.Random(2)):
+        with trainer(command, order=order) as ours:
+            ours.run(*tasks)
+            found.append([ours.rows(episode) for episode in range(3)])
+    assert found[0] == found[1] == found[2]
+    assert [len(rows) for rows in found[0]] == [6, 6, 6]
+    assert all(sum(len(row.turns) for row in rows) == 18 for rows in found[0])
+
+
+# --- the unmodified client of OpenAI ----------------------------------------------------------------------------------
+
+OPENAI_PROGRAM = """
+import json, sys
+from openai import BadRequestError, OpenAI
+
+client, task = OpenAI(), json.load(sys.stdin)
+messages = [{"role": "user", "content": task["prompt"]}]
+tools = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+first = client.chat.completions.create(model="gpt-4o", messages=messages, tools=tools)
+assert first.choices[0].finish_reason == "tool_calls" and first.model == "gpt-4o"
+(call,) = first.choices[0].message.tool_calls
+assert json.loads(call.function.arguments) == {"word": "cat"}
+messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "an animal"}]
+second = client.chat.completions.create(model="gpt-4o", messages=messages, tools=tools, logprobs=True, temperature=1.0)
+logprobs = second.choices[0].logprobs.content
+assert len(logprobs) == second.usage.completion_tokens and all(each.logprob < 0 for each in logprobs)
+assert second.usage.total_tokens == second.usage.prompt_tokens + len(logprobs) > len(logprobs)
+messages += [{"role": "assistant", "content": second.choices[0].message.content}, {"role": "user", "content": "And now?"}]
+parts, usage = [], None
+for chunk in client.chat.completions.create(
+    model="gpt-4o", messages=messages, tools=tools, stream=True, stream_options={"include_usage": True}
+):
+    usage = chunk.usage or usage
+    parts += [choice.delta.content or "" for choice in chunk.choices]
+assert usage.completion_tokens and "".join(parts)
+text = client.completions.create(model="gpt-4o", prompt="Once upon", max_tokens=5)
+assert text.choices[0].text and text.usage.completion_tokens
+streamed = [each.choices[0].text for each in client.completions.create(model="gpt-4o", prompt=[5, 6, 7], stream=True)]
+assert "".join(streamed)
+assert [each.id for each in client.models.list()] == ["policy"]
+try:
+    client.chat.completions.create(model="gpt-4o", messages=messages, temperature=0.2)
+except BadRequestError as error:
+    assert error.param == "temperature" and error.code == "unsupported_value", error
+    print(json.dumps({"reward": 1, "metrics": {"words": len("".join(parts).split())}}))
+"""
+
+
+def test_an_unmodified_openai_program_is_trained(tmp_path):
+    """With tools, log-probabilities, streams, texts and token ids; all calls of its conversation are one row."""
+    (tmp_path / "my_agent.py").write_text(OPENAI_PROGRAM)
+
+    def policy(call: Called, ids, seed) -> Action:
+        action = ours.sample(call, ids, seed)
+        if call.tools and call.call == 0:
+            function = {"name": "look_up", "arguments": {"word": "cat"}}
+            return replace(
+                action, text="", message={"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+            )
+        return action
+
+    with trainer([sys.executable, str(tmp_path / "my_agent.py")], policy=policy) as ours:
+        ours.run(Task("What is a cat?"))
+        assert ours.ended[0].observation.reward == 1.0, ours.failed
+        lengths = sorted(len(row.turns) for row in ours.rows(0))
+        assert lengths == [1, 1, 3]
+        calls = [event for event in ours.seen if isinstance(event, Called)]
+        assert calls[0].tools == [TOOL] and calls[3].prompt == "Once upon" and calls[4].prompt == [5, 6, 7]
+        assert calls[3].sampling == {"max_length": 5}
+
+
+# --- services that fetch their tasks ----------------------------------------------------------------------------------
+
+
+def post(url: str, key: str, body: object = None, *, raw: bytes | None = None) -> tuple[int, dict | None]:
+    """Status and content of an answer."""
+    data = raw if raw is not None else json.dumps(body).encode() if body is not None else b""
+    request = urllib.request.Request(url, data, {"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read()
+            return answer.status, json.loads(text) if text else None
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    return str(path)
+
+
+@contextlib.contextmanager
+def pulled(token_file: str, **settings) -> Iterator[tuple[Trainer, str]]:
+    """A gateway of services, whose calls a thread answers, and its address."""
+    config = GatewayConfig(token=TokenConfig(token_file=token_file), programs=settings.pop("programs", 16))
+    with Trainer(READER, config, **settings) as ours:
+        yield ours, ours.gateway.url.removesuffix("/v1")
+
+
+def in_background(ours: Trainer, *tasks: Task) -> threading.Thread:
+    thread = threading.Thread(target=ours.run, args=tasks)
+    thread.start()
+    return thread
+
+
+def test_services_fetch_tasks_and_give_rewards(token_file):
+    with pulled(token_file) as (ours, url):
+        tasks = [Task(f"q{number}", seed=number) for number in range(12)]
+        running = in_background(ours, *tasks)
+        served = []
+
+        def service() -> None:
+            while (found := post(f"{url}/sessions/next", TOKEN, {"wait_s": 0.5}))[0] == 200:
+                given = found[1]
+                client = openai.OpenAI(base_url=given["base_url"], api_key=given["api_key"])
+                asked = [{"role": "user", "content": given["task"]["prompt"]}]
+                answer = client.chat.completions.create(model="any", messages=asked)
+                reward = {"reward": len(answer.choices[0].message.content), "metrics": {"seed": given["task"]["seed"]}}
+                assert post(f"{url}/sessions/reward", given["api_key"], reward) == (200, {})
+                assert post(f"{url}/sessions/reward", given["api_key"], reward)[0] == 401
+                served.append(given["api_key"])
+
+        services = [threading.Thread(target=service) for _ in range(3)]
+        for each in services:
+            each.start()
+        for each in (*services, running):
+            each.join(60)
+        assert len({*served}) == 12 and not ours.left
+        for episode in range(12):
+            assert ours.ended[episode].observation.metrics == {"seed": float(episode)}
+            (text,) = learned(ours, episode)
+            assert ours.ended[episode].observation.reward == len(text.removesuffix("<|im_end|>"))
+
+
+def test_a_service_may_fail_and_gets_the_next_attempt(token_file):
+    with pulled(token_file, attempts=3, episode_timeout_s=1.5) as (ours, url):
+        running = in_background(ours, Task("q"))
+        first = post(f"{url}/sessions/next", TOKEN)[1]
+        assert post(f"{url}/sessions/fail", first["api_key"], {"reason": "no luck"}) == (200, {})
+        second = post(f"{url}/sessions/next", TOKEN)[1]
+        third = post(f"{url}/sessions/next", TOKEN)[1]  # the second has run out of time by then
+        assert post(f"{url}/sessions/reward", second["api_key"], {"reward": 1})[0] == 401
+        assert post(f"{url}/sessions/reward", third["api_key"], {"reward": 2}) == (200, {})
+        running.join(30)
+        assert [each["task"]["attempt"] for each in (first, second, third)] == [1, 2, 3]
+        assert [each.reason for each in ours.failed[0]] == [
+            "the service failed: no luck", "the service gave no reward within agent.episode_timeout_s=1.5 seconds",
+        ]  # fmt: skip
+        assert ours.ended[0].observation.reward == 2.0
+
+
+def test_a_service_that_hangs_up_while_it_waits_takes_no_task(token_file):
+    with pulled(token_file, attempts=1) as (ours, url):
+        request = urllib.request.Request(f"{url}/sessions/next", b"{}", {"Authorization": f"Bearer {TOKEN}"})
+        with pytest.raises(TimeoutError):
+            urllib.request.urlopen(request, timeout=0.5)
+        running = in_background(ours, Task("q"))
+        found = post(f"{url}/sessions/next", TOKEN)[1]
+        assert post(f"{url}/sessions/reward", found["api_key"], {"reward": 2}) == (200, {})
+        running.join(30)
+        assert ours.ended[0].attempt == 1
+
+
+def test_at_most_so_many_tasks_are_out(token_file):
+    with pulled(token_file, programs=2) as (ours, url):
+        running = in_background(ours, *[Task("q") for _ in range(3)])
+        found = [post(f"{url}/sessions/next", TOKEN, {"wait_s": 0.3}) for _ in range(3)]
+        assert [status for status, _ in found] == [200, 200, 204]
+        keys = [content["api_key"] for _, content in found[:2]]
+        assert post(f"{url}/sessions/reward", keys[0], {"reward": 1})[0] == 200
+        last = post(f"{url}/sessions/next", TOKEN)[1]["api_key"]
+        for key in (keys[1], last):
+            assert post(f"{url}/sessions/reward", key, {"reward": 1})[0] == 200
+        running.join(30)
+        assert not ours.left
+
+
+# --- who gets in ------------------------------------------------------------------------------------------------------
+
+
+def test_only_keys_open_and_each_its_own_door(token_file):
+    with pulled(token_file) as (ours, url):
+        running = in_background(ours, Task("q"))
+        key = post(f"{url}/sessions/next", TOKEN)[1]["api_key"]
+        asked = {"messages": [{"role": "user", "content": "hello"}]}
+        for wrong in ("", TOKEN, key[:-1], key + "x", "ß"):
+            status, answer = post(f"{url}/v1/chat/completions", wrong.encode().decode("latin1"), asked)
+            assert (status, answer["error"]["type"]) == (401, "authentication_error")
+        for wrong in ("", key, TOKEN[:-1]):
+            assert post(f"{url}/sessions/next", wrong)[0] == 401
+        assert post(f"{url}/v1/chat/completions", key, asked)[0] == 200
+        assert post(f"{url}/sessions/reward", key, {"reward": 1})[0] == 200
+        assert post(f"{url}/v1/chat/completions", key, asked)[0] == 401
+        running.join(30)
+
+
+WRONG = [
+    (400, b"", "cannot be read as JSON"),
+    (400, b"[]", "must be a JSON object"),
+    (400, b"\xff", "not UTF-8"),
+    (400, b"[" * 9000, "cannot be read as JSON"),
+    (400, b'{"messages": ' + b"[" * 70 + b"]" * 70 + b"}", "nested more than"),
+    (400, b'{"messages": "\\ud800"}', "half of a surrogate pair"),
+    (400, b'{"temperature": 1e999}', "not finite"),
+    (413, b" " * 70_000, "may have 65536 bytes"),
+]
+
+
+def test_refusals_are_errors_of_the_api(token_file):
+    config = GatewayConfig(token=TokenConfig(token_file=token_file), max_request_bytes=65536, calls_per_program=1)
+    with Trainer(READER, config) as ours:
+        url = ours.gateway.url
+        ours.start(Task("q"))
+        key = post(f"{url.removesuffix('/v1')}/sessions/next", TOKEN)[1]["api_key"]
+        for status, body, sentence in WRONG:
+            found = post(f"{url}/chat/completions", key, raw=body)
+            assert found[0] == status and sentence in found[1]["error"]["message"], found
+        for method, path, status in (("GET", "/chat/completions", 405), ("POST", "/models", 405), ("POST", "/x", 404)):
+            request = urllib.request.Request(url + path, method=method, headers={"Authorization": f"Bearer {key}"})
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request)
+            assert refused.value.code == status and "message" in json.load(refused.value)["error"]
+        asked = {"messages": [{"role": "user", "content": "hello"}]}
+        waits = threading.Thread(target=post, args=(f"{url}/chat/completions", key, asked))
+        waits.start()
+        assert isinstance(ours.events.get(timeout=30), Called)
+        status, answer = post(f"{url}/chat/completions", key, asked)
+        assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+    waits.join(30)
+    assert not waits.is_alive()
+
+
+def test_the_network_needs_a_token(token_file, monkeypatch):
+    monkeypatch.setenv("NO_SUCH_TOKEN", "")
+    monkeypatch.delenv("NO_SUCH_TOKEN")
+    settings = {"offer": OFFER, "attempts": 1, "episode_timeout_s": 1.0}
+    open_to_all = GatewayConfig(listen="0.0.0.0:0", token=TokenConfig(token_env="NO_SUCH_TOKEN"))
+    with pytest.raises(UserError, match=r"agent.listen=0.0.0.0:0 would open the policy to the network without a token"):
+        Gateway(open_to_all, lambda event: None, **settings)
+    gateway = Gateway(replace(open_to_all, token=TokenConfig(token_file=token_file)), lambda event: None, **settings)
+    try:
+        assert gateway.url.startswith("http://127.0.0.1:")
+        assert until(lambda: post(f"{gateway.url}/chat/completions", TOKEN)[0] == 401)
+    finally:
+        gateway.close()
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+FAMILY = """
+import subprocess, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open(TASK["row"]["folder"] + f"/{TASK['seed']}.{TASK['attempt']}", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+ask(user("hello"))
+if TASK["prompt"] == "stay":
+    time.sleep(600)
+print(1)
+"""
+OWNER = """
+import sys, time
+from pathlib import Path
+from nemo_style_rlhf.agents.environment import Task
+from tests.support.agents import Trainer
+from nemo_style_rlhf.schema.gateway import GatewayConfig
+from tests.unit.agents.chat_templates import CHATML, encoder
+
+ours = Trainer(encoder(CHATML), GatewayConfig(command=sys.argv[2:]))
+ours.run(*[Task("stay", row={"folder": sys.argv[1]}, seed=number) for number in range(3)])
+"""
+
+
+def pids(folder: Path) -> set[int]:
+    """Every process that a program of FAMILY has written down."""
+    return {int(pid) for path in folder.iterdir() for pid in path.read_text().split()}
+
+
+def alive(numbers: set[int]) -> set[int]:
+    return {pid for pid in numbers if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE}
+
+
+def test_no_program_outlives_its_episode(written, tmp_path):
+    """Neither one that ended well and left a child behind, nor those of a source that forgets its episodes, or that closes."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    command = written(FAMILY)
+    with trainer(command) as ours:
+        ours.run(*[Task("go", row={"folder": str(folder)}, seed=number) for number in range(3)])
+        assert len(pids(folder)) == 6 and until(lambda: not alive(pids(folder)))
+        ours.start(*[Task("stay", row={"folder": str(folder)}, seed=number) for number in (3, 4)])
+        while len(ours.sessions) < 5:
+            ours.serve_once()
+        assert len(alive(pids(folder))) == 4
+        ours.gateway.forget()
+        assert until(lambda: not alive(pids(folder)))
+        ours.start(Task("stay", row={"folder": str(folder)}, seed=5))
+        while len(ours.sessions) < 6:
+            ours.serve_once()
+        assert len(alive(pids(folder))) == 2
+    assert not alive(pids(folder))
+
+
+@pytest.mark.parametrize("whom", ["the trainer", "the gateway and its trainer"])
+def test_programs_end_with_a_trainer_that_is_killed(written, tmp_path, whom):
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder), *written(FAMILY)], cwd=ROOT)
+    try:
+        assert until(
+            lambda: len(list(folder.iterdir())) == 3 and all(path.read_text() for path in folder.iterdir()), 60
+        )
+        below = psutil.Process(owner.pid).children(recursive=True)
+        assert len(below) >= 8  # the gateway, its keeper, three programs and their children
+        if whom != "the trainer":
+            (gateway,) = psutil.Process(owner.pid).children()
+            gateway.suspend()  # or it would see its trainer end
+            owner.kill()
+            gateway.kill()
+        owner.kill()
+        owner.wait()
+        assert until(lambda: not alive({each.pid for each in below} | pids(folder)))
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+def test_a_gateway_that_is_killed_begins_its_episodes_again(written, tmp_path):
+    """At no charge, with the same samples."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    command = written(FAMILY.replace('TASK["prompt"] == "stay"', 'TASK["attempt"] == 1'))
+    with trainer(command, attempts=1) as ours:
+        url = ours.gateway.url
+        ours.start(*[Task("q", row={"folder": str(folder)}, seed=number) for number in range(3)])
+        while len(ours.sessions) < 3:
+            ours.serve_once()
+        (process,) = (each for each in psutil.Process().children() if "gateway_process" in " ".join(each.cmdline()))
+        process.kill()
+        while ours.left:
+            ours.serve_once()
+        assert [(each.attempt, each.last, each.charged) for each in ours.failed[0]] == [(1, False, False)]
+        assert "the gateway's process ended with exit code -9" in ours.failed[0][0].reason
+        for episode in range(3):
+            assert isinstance(ours.ended[episode], Ended) and ours.ended[episode].attempt == 2
+            assert ours.rows(episode) == ours.sessions[episode, 1].rows()
+        assert ours.gateway.url == url
+    assert until(lambda: not alive(pids(folder)))
+
+
+def test_a_gateway_that_always_dies_fails_its_episodes(written, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    events = []
+    gateway = Gateway(GatewayConfig(command=["true"]), events.append, offer=OFFER, attempts=1, episode_timeout_s=1.0)
+    try:
+        gateway.start(0, Task("q"))
+        assert until(lambda: any(isinstance(event, Failed) and event.last for event in events))
+        assert "the gateway's process died 6 times, last with exit code 1" in events[-1].reason
+        gateway.start(1, Task("q"))
+        assert events[-1].episode == 1 and events[-1].last
+    finally:
+        gateway.close()
+
+
+def test_no_event_comes_after_forget(written):
+    with trainer(written("ask(user('hello'))\nprint(1)")) as ours:
+        ours.start(*[Task("q", seed=number) for number in range(4)])
+        ours.serve_once()
+        ours.gateway.forget()
+        seen = ours.events.qsize()
+        late = [event for event in ours.seen if isinstance(event, Called)]
+        for event in late:
+            ours.gateway.answer(event, ours.sample(event, [1], 1))
+        ours.gateway.start(9, Task("q"))
+        while not isinstance(event := ours.events.get(timeout=60), Called) or event.episode != 9:
+            seen -= 1
+        assert seen == 0
+
+
+def test_signals_of_the_terminal_are_the_trainers(written):
+    """Ctrl-C reaches the whole process group; the trainer decides what becomes of its episodes."""
+    with trainer(written("ask(user('hello'))\nprint(1)")) as ours:
+        ours.run(Task("q"))
+        (process,) = (each for each in psutil.Process().children() if "gateway_process" in " ".join(each.cmdline()))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(process.pid, number)
+        time.sleep(0.2)
+        ours.run(Task("q"))
+        assert len(ours.ended) == 2 and not ours.failed
