@@ -31,6 +31,8 @@ from nemo_style_rlhf.agents.reception import Reception, Settings, Visit
 HEAD_BYTES = 16 * 2**10
 IDLE_S, BODY_S = 120.0, 60.0
 """Seconds for which a connection may rest, and in which a body must arrive."""
+UNREAD_BYTES = 2**20
+"""Largest body that is read although it is refused."""
 LINE_BYTES = 2**30
 LONGEST_WAIT_S = 60.0
 """Seconds for which /sessions/next may wait."""
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @stream_request_body
 class Handler(RequestHandler):
-    """Answers only who has a key. It is compared before the body is read."""
+    """Answers only who has a key. It is compared before the body is kept."""
 
     methods: tuple[str, ...] = ("POST",)
 
@@ -54,18 +56,45 @@ class Handler(RequestHandler):
 
     def initialize(self) -> None:
         self._body = bytearray()
+        self._read = 0
+        self._refused: Refused | None = None
 
     def set_default_headers(self) -> None:
         self.set_header("Content-Type", "application/json")
         self.clear_header("Server")
 
     def prepare(self) -> None:
-        self.admit(self._key())
-        if self.request.method not in self.methods:
-            raise Refused(405, f"{self.request.method} is not possible here: use {self.methods[0]}")
+        """Look at the head. A refused body is read and dropped unless it is large: else the client would lose the answer."""
         length = self.request.headers.get("Content-Length", "0")
-        if length.isdigit() and int(length) > self.reception.settings.max_request_bytes:
-            raise self._too_large()
+        size = int(length) if length.isdigit() else 0
+        try:
+            self.admit(self._key())
+            if self.request.method not in self.methods:
+                raise Refused(405, f"{self.request.method} is not possible here: use {self.methods[0]}")
+            if size > self.reception.settings.max_request_bytes:
+                raise self._too_large()
+        except Refused as error:
+            if size > UNREAD_BYTES:
+                raise
+            self._refused = error
+
+    async def _answer(self, *words: str) -> None:
+        if self._refused is not None:
+            raise self._refused
+        await self.serve(*words)
+
+    get = head = post = put = patch = delete = options = _answer
+
+    async def serve(self, *words: str) -> None:
+        """Answer a request whose body has been read.
+
+        Args:
+            words: groups of the address.
+
+        Raises:
+            Refused: the request is wrong.
+        """
+        raise NotImplementedError
 
     def admit(self, key: str) -> None:
         """
@@ -75,13 +104,17 @@ class Handler(RequestHandler):
         self.visit: Visit = self.reception.visit(key)
 
     def data_received(self, chunk: bytes) -> None:
+        self._read += len(chunk)
         if self._finished:
             return
-        self._body += chunk
-        if len(self._body) > self.reception.settings.max_request_bytes:
-            self._body.clear()
-            error = self._too_large()
-            self.send_error(error.status, exc_info=(type(error), error, None))
+        if self._refused is None and self._read > self.reception.settings.max_request_bytes:
+            self._refused = self._too_large()
+        if self._refused is None:
+            self._body += chunk
+            return
+        self._body.clear()
+        if self._read > UNREAD_BYTES:
+            self.send_error(self._refused.status, exc_info=(Refused, self._refused, None))
 
     def _too_large(self) -> Refused:
         return Refused(413, f"a request may have {self.reception.settings.max_request_bytes} bytes: send fewer")
@@ -116,7 +149,7 @@ class Handler(RequestHandler):
 
 
 class Chat(Handler):
-    async def post(self) -> None:
+    async def serve(self, *words: str) -> None:
         request = read_chat(self.content(), self.reception.settings.offer)
         answer = await self.asked(request)
         if request.stream:
@@ -136,7 +169,7 @@ class Chat(Handler):
 
 
 class Text(Chat):
-    async def post(self) -> None:
+    async def serve(self, *words: str) -> None:
         request = read_text(self.content(), self.reception.settings.offer)
         answer = await self.asked(request)
         if request.stream:
@@ -148,11 +181,11 @@ class Text(Chat):
 class Models(Handler):
     methods = ("GET",)
 
-    def get(self, name: str | None = None) -> None:
+    async def serve(self, *words: str) -> None:
         listed = models(self.reception.settings.offer)
-        if name is None:
+        if not words:
             self.reply(listed)
-        elif name == self.reception.settings.offer.model:
+        elif words[0] == self.reception.settings.offer.model:
             self.reply(listed["data"][0])
         else:
             raise Refused(404, "there is no model of this name", param="model", code="model_not_found")
@@ -167,7 +200,7 @@ class Next(Handler):
         if not hmac.compare_digest(key.encode(), self.reception.settings.token.encode()):
             raise Refused(401, "this needs the token of the run (agent.token)", code="invalid_api_key")
 
-    async def post(self) -> None:
+    async def serve(self, *words: str) -> None:
         wait_s = self.content().get("wait_s", 20.0) if self._body else 20.0
         if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or not 0 <= wait_s <= LONGEST_WAIT_S:
             raise Refused(400, f"wait_s must be a number of seconds from 0 to {LONGEST_WAIT_S:g}", param="wait_s")
@@ -204,7 +237,7 @@ class Verdict(Handler):
 
 
 class Reward(Verdict):
-    def post(self) -> None:
+    async def serve(self, *words: str) -> None:
         try:
             last = programs.observation(self.content())
         except programs.BadReward as error:
@@ -214,7 +247,7 @@ class Reward(Verdict):
 
 
 class Fail(Verdict):
-    def post(self) -> None:
+    async def serve(self, *words: str) -> None:
         reason = self.content().get("reason", "no reason given") if self._body else "no reason given"
         if not isinstance(reason, str):
             raise Refused(400, "reason must be a text", param="reason")
@@ -228,7 +261,7 @@ class Health(Handler):
     def admit(self, key: str) -> None:
         pass
 
-    def get(self) -> None:
+    async def serve(self, *words: str) -> None:
         self.reply({"status": "ok"})
 
 

@@ -1,10 +1,11 @@
-"""Thousands of malformed requests to a critic server and an engine, some with a certificate; `make fuzz` has more."""
+"""Thousands of malformed requests to a critic server, an engine and a gateway, some with a certificate; `make fuzz` has more."""
 
 import secrets
 from pathlib import Path
 
 import pytest
 
+from tests.fuzz import gateway
 from tests.fuzz.run import fuzz
 
 
@@ -22,3 +23,11 @@ def test_malformed_requests_leave_an_engine_its_weights_and_samples(tmp_path: Pa
     seed = secrets.randbelow(2**31)
     print(f"make fuzz N=600 SEED={seed} TARGET=engine")
     assert sum(fuzz(tmp_path, seed=seed, numbers=range(600), kind="engine").values()) >= 600
+
+
+def test_malformed_requests_to_the_gateway_reach_no_other_session(tmp_path: Path) -> None:
+    """Every impossible one is refused with an error of the API; every session reads its own answers afterwards, and nobody any
+    other's."""
+    seed = secrets.randbelow(2**31)
+    print(f"python -m tests.fuzz.gateway --requests 600 --seed {seed}")
+    assert sum(gateway.fuzz(tmp_path, seed=seed, numbers=range(600)).values()) >= 600
