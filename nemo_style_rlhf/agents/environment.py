@@ -37,6 +37,8 @@ class Action:
     """Of the sampled tokens, in nats."""
     truncated: bool = False
     """Whether it ended for lack of room; one that has the `max_length` of its observation has not."""
+    prompt_tokens: int = 0
+    """Tokens that the policy had read before it."""
     turn: int = 0
     """Number of the response in its episode, from 0."""
 

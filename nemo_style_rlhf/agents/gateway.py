@@ -115,22 +115,14 @@ class Gateway:
             else:
                 self._order_start(episode)
 
-    def answer(self, asked: Asked | Called, action: Action, *, prompt_tokens: int = 0) -> None:
-        """
-        Args:
-            prompt_tokens: number of tokens that the policy read, for the program's statistics.
-        """
-        self._order("answer", asked, action=asdict(action), prompt_tokens=prompt_tokens)
+    def answer(self, asked: Asked | Called, action: Action) -> None:
+        self._order("answer", asked, action=asdict(action), prompt_tokens=action.prompt_tokens)
 
-    def refuse(self, asked: Called, sentence: str) -> None:
-        """Answer a call with an error of the caller, such as a conversation that the chat template cannot render. The episode
-        goes on."""
-        self._order("refuse", asked, sentence=sentence)
-
-    def finish(self, asked: Asked | Called) -> None:
-        """Answer this and all further calls of the episode with an error. It ends when its program ends, which may do so with any
-        exit code and without a reward."""
-        self._order("finish", asked)
+    def finish(self, asked: Asked | Called, reason: str = "") -> None:
+        """Answer the call with an error of the caller, in the sentence ``reason``, such as a conversation that the chat template
+        cannot render. Without one, all further calls get an error, too; the episode ends when its program ends, which may do so
+        with any exit code and without a reward."""
+        self._order("refuse", asked, sentence=reason) if reason else self._order("finish", asked)
 
     def forget(self) -> None:
         with self._lock:

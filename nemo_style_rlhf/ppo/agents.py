@@ -1,11 +1,14 @@
 """Builds what runs the episodes of a policy with an environment."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_style_rlhf.agents.api_requests import Offer
+from nemo_style_rlhf.agents.events import Emit, EpisodeSource
+from nemo_style_rlhf.agents.gateway import Gateway
 from nemo_style_rlhf.agents.history import classify
 from nemo_style_rlhf.agents.workers import EpisodeWorkers
 from nemo_style_rlhf.data.encoding import Encoder
@@ -26,7 +29,7 @@ HISTORY = {
 def make_runner(
     config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_tokens: int
 ) -> EpisodeRunner:
-    """Start the episode workers.
+    """Start what makes episodes: workers with an environment, or the gateway to programs.
 
     Args:
         max_tokens: limit on all tokens of an episode.
@@ -44,9 +47,19 @@ def make_runner(
             raise UserError(f"{found.reason} Set data.chat_template to one that can.")
         kept = f": {HISTORY[agent.history]}" if found.kind == "rewrites" else ""
         log.info("%s%s", found.reason.removesuffix("."), kept)
+    generation = config.generation
+    offer = Offer(
+        temperature=generation.temperature, top_p=generation.top_p,
+        max_length=min(generation.max_length, max_tokens),
+    )  # fmt: skip
+    source: Callable[[Emit], EpisodeSource] = partial(EpisodeWorkers, agent)
+    if agent.serves_programs:
+        source = partial(
+            Gateway, agent, offer=offer, attempts=agent.attempts, episode_timeout_s=agent.episode_timeout_s
+        )
     reader = None if agent.tool_parser is None else tool_call_reader(agent.tool_parser, tokenizer, tools)
     return EpisodeRunner(
-        partial(EpisodeWorkers, agent), encoder, agent, max_length=config.generation.max_length, max_tokens=max_tokens,
+        source, encoder, agent, max_length=config.generation.max_length, max_tokens=max_tokens,
         read_message=reader, takes_stop=config.generation.backend == "vllm",
     )  # fmt: skip
 

@@ -186,7 +186,7 @@ class EpisodeRunner:
         text = decode_response(self._encoder.tokenizer, prompt, ids)
         action = Action(
             text, self._read_message(text, ids), tuple(ids), tuple(completion.logprobs.tolist()),
-            truncated, 0 if each.episode is None else each.episode.turns,
+            truncated, len(prompt), 0 if each.episode is None else each.episode.turns,
         )  # fmt: skip
         if isinstance(event, Called):
             assert each.session is not None

@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass, field
 
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.gateway import GatewayConfig
 from nemo_style_rlhf.schema.paths import CHECK, environment_file
 
 
 @dataclass
-class AgentConfig:
-    """An environment, a class `Environment` in a Python file, that answers the policy's responses over several turns."""
+class AgentConfig(GatewayConfig):
+    """Episodes of several turns: with an environment, a class in a Python file; or of programs that know an OpenAI endpoint."""
 
     path: str | None = field(default=None, metadata={CHECK: environment_file})
-    """Python file with the environment's class; null trains on single responses."""
+    """Python file with the environment's class. Without path, command and listen, samples are single responses."""
     name: str = "Environment"
     """Name of the class in the file."""
     workers: int = 2
@@ -36,9 +38,18 @@ class AgentConfig:
 
     @property
     def in_use(self) -> bool:
-        return self.path is not None
+        return self.path is not None or self.serves_programs
+
+    @property
+    def serves_programs(self) -> bool:
+        return bool(self.command) or self.listen is not None
 
     def validate(self) -> None:
+        super().validate()
+        if self.path is not None and self.serves_programs:
+            raise UserError(
+                f"agent.path={self.path} names an environment, and agent.command or agent.listen programs: give one of them"
+            )
         require(self.workers > 0, "agent.workers", self.workers, "a number above 0")
         require(self.episodes_per_worker > 0, "agent.episodes_per_worker", self.episodes_per_worker, "a number above 0")
         require(self.max_turns > 0, "agent.max_turns", self.max_turns, "a number above 0")

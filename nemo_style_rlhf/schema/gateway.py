@@ -6,6 +6,7 @@ from nemo_style_rlhf.schema.base import require
 from nemo_style_rlhf.schema.common import TokenConfig
 
 AGENT_TOKEN_ENV = "NSR_AGENT_TOKEN"
+LISTEN = "127.0.0.1:0"
 
 
 @dataclass
@@ -13,10 +14,10 @@ class GatewayConfig:
     """Programs that know an OpenAI endpoint and nothing of training."""
 
     command: list[str] = field(default_factory=list)
-    """A program and its arguments, started once for each sample; its last line is the reward. Empty: services fetch their
-    tasks at /sessions/next."""
-    listen: str = "127.0.0.1:0"
-    """HOST:PORT; port 0 takes a free one. Any host but loopback needs a token."""
+    """A program and its arguments, started once for each sample; its last line is the reward."""
+    listen: str | None = None
+    """HOST:PORT of the endpoint; port 0 takes a free one, and null is 127.0.0.1:0. Without a command, services fetch their tasks
+    there, at /sessions/next. Any host but loopback needs a token."""
     programs: int = 16
     """Maximum number of samples whose programs run at the same time."""
     calls_per_program: int = 64
@@ -28,11 +29,11 @@ class GatewayConfig:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, _, port = self.listen.rpartition(":")
+        host, _, port = (self.listen or LISTEN).rpartition(":")
         return host.strip("[]"), int(port)
 
     def validate(self) -> None:
-        host, _, port = self.listen.rpartition(":")
+        host, _, port = (self.listen or LISTEN).rpartition(":")
         right = bool(host) and port.isascii() and port.isdigit() and int(port) < 2**16
         require(right, "agent.listen", self.listen, "HOST:PORT, such as 127.0.0.1:0")
         for name in ("programs", "calls_per_program", "max_request_bytes"):

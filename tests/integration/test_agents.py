@@ -49,4 +49,4 @@ def test_three_engines_and_kills_learn_what_is_learned_one_after_another(inputs,
     assert {len(each["turns"]) for each in episodes} == {0, 1, 2, 3}
     failed = [each for each in episodes if each["failed"]]
     assert len(failed) == sum(row["agent/failed_episodes"] for row in rows)
-    assert all(each["learned_tokens"] == 0 for each in failed)
+    assert not any(each["learned_tokens"] for each in failed)

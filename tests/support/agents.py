@@ -146,7 +146,7 @@ class Trainer:
         try:
             ids = session.prompt_for(call, self._encoder)
         except UserError as error:
-            self.gateway.refuse(call, str(error))
+            self.gateway.finish(call, str(error))
             return
         action = self._policy(call, ids, session.seed_for(call, ids))
         session.record(call, ids, action, version=3)
