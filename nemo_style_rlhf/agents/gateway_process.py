@@ -31,6 +31,8 @@ from nemo_style_rlhf.agents.reception import Reception, Settings, Visit
 HEAD_BYTES = 16 * 2**10
 IDLE_S, BODY_S = 120.0, 60.0
 """Seconds for which a connection may rest, and in which a body must arrive."""
+MOST_DIGITS = 18
+"""Digits of a length that are looked at: with as many, any body is too large."""
 UNREAD_BYTES = 2**20
 """Largest body that is read although it is refused."""
 LINE_BYTES = 2**30
@@ -66,7 +68,7 @@ class Handler(RequestHandler):
     def prepare(self) -> None:
         """Look at the head. A refused body is read and dropped unless it is large: else the client would lose the answer."""
         length = self.request.headers.get("Content-Length", "0")
-        size = int(length) if length.isdigit() else 0
+        size = int(length[:MOST_DIGITS]) if length.isascii() and length.isdigit() else 0
         try:
             self.admit(self._key())
             if self.request.method not in self.methods:

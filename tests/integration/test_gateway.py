@@ -111,11 +111,11 @@ FAILURES = {
 
 
 def test_a_failed_attempt_is_one_of_its_episode_alone(written):
-    """Each episode that fails does so with its own sentence, three times; the others among them end well."""
+    """Each episode that fails does so with its own sentence, twice; the others among them end well."""
     parts = "".join(f"if TASK['prompt'] == {name!r}:\n    {text}\n" for name, (text, _) in FAILURES.items())
-    command = written("ask(user('hello'))\n" + parts + "if TASK['prompt'] == 'well':\n    print(1)\n")
-    tasks = [Task(prompt) for name in FAILURES for prompt in (name, "well")]
-    with trainer(command, programs=4) as ours:
+    command = written(parts + "if TASK['prompt'] == 'well':\n    print(len(ask(user('hello'))) > 0 and 1)\n")
+    tasks = [Task(prompt) for prompt in ("well", *FAILURES, "well")]
+    with trainer(command, programs=4, attempts=2) as ours:
         ours.run(*tasks)
         for episode, task in enumerate(tasks):
             if task.prompt == "well":
@@ -123,7 +123,7 @@ def test_a_failed_attempt_is_one_of_its_episode_alone(written):
                 continue
             failures = ours.failed[episode]
             assert [(each.attempt, each.last, each.timed_out) for each in failures] == [
-                (1, False, False), (2, False, False), (3, True, False),
+                (1, False, False), (2, True, False),
             ]  # fmt: skip
             assert all(FAILURES[task.prompt][1] in each.reason for each in failures), failures
             assert episode not in ours.ended
@@ -157,6 +157,7 @@ def test_a_program_that_cannot_be_started_is_a_sentence():
 def test_an_episode_at_its_limit_ends_as_its_program_likes(written, end):
     """A program may ask on and on; an exit because of the refusal is no failure."""
     text = """
+import urllib.error
 answers = []
 while len(answers) < 9:
     try:
@@ -173,6 +174,7 @@ while len(answers) < 9:
 
 def test_what_the_template_cannot_render_is_an_error_of_the_call_alone(written):
     text = """
+import urllib.error
 try:
     ask(user("one"), user("two"))
 except urllib.error.HTTPError as error:

@@ -22,11 +22,12 @@ WORDS = ("yes", "no", "a cat", "a mat", "perhaps", "the question", "an answer")
 LONGEST_S = 120.0
 OFFER = Offer(model="policy", temperature=1.0, top_p=1.0, max_length=32)
 PYTHON_CLIENT = """
-import json, os, sys, urllib.error, urllib.request
+import json, os, sys
 
 TASK = json.loads(sys.stdin.read())
 
 def post(path, **body):
+    import urllib.request
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(),
         {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
@@ -49,7 +50,7 @@ def assistant(content):
 def program(path: Path, text: str, *, python: str) -> list[str]:
     """The command of a program of PYTHON_CLIENT and ``text``."""
     path.write_text(PYTHON_CLIENT + text)
-    return [python, str(path)]
+    return [python, "-S", str(path)]  # without the packages of the environment, it starts several times as fast
 
 
 class Trainer:
