@@ -17,6 +17,7 @@ import signal
 import socket
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from tornado.httpserver import HTTPServer
@@ -59,6 +60,7 @@ class Handler(RequestHandler):
     def initialize(self) -> None:
         self._body = bytearray()
         self._read = 0
+        self._answered = False
         self._refused: Refused | None = None
 
     def set_default_headers(self) -> None:
@@ -107,7 +109,7 @@ class Handler(RequestHandler):
 
     def data_received(self, chunk: bytes) -> None:
         self._read += len(chunk)
-        if self._finished:
+        if self._answered:
             return
         if self._refused is None and self._read > self.reception.settings.max_request_bytes:
             self._refused = self._too_large()
@@ -117,6 +119,9 @@ class Handler(RequestHandler):
         self._body.clear()
         if self._read > UNREAD_BYTES:
             self.send_error(self._refused.status, exc_info=(Refused, self._refused, None))
+
+    def on_finish(self) -> None:
+        self._answered = True
 
     def _too_large(self) -> Refused:
         return Refused(413, f"a request may have {self.reception.settings.max_request_bytes} bytes: send fewer")
@@ -297,8 +302,9 @@ async def serve(link: socket.socket, parent: int, keeper: programs.Keeper, setti
     server.add_socket(listener)
 
     async def obey() -> None:
-        while line := await reader.readline():
-            reception.obey(json.loads(line))
+        with suppress(ConnectionError):  # a trainer that was killed, with events that it has not read
+            while line := await reader.readline():
+                reception.obey(json.loads(line))
 
     async def while_it_lives() -> None:
         while os.getppid() == parent:
