@@ -468,15 +468,18 @@ if TASK["prompt"] == "stay":
 print(1)
 """
 OWNER = """
-import sys, time
-from pathlib import Path
-from nemo_style_rlhf.agents.environment import Task
-from tests.support.agents import Trainer
+import queue, sys
+from nemo_style_rlhf.agents.api_requests import Offer
+from nemo_style_rlhf.agents.environment import Action, Task
+from nemo_style_rlhf.agents.gateway import Gateway
 from nemo_style_rlhf.schema.gateway import GatewayConfig
-from tests.unit.agents.chat_templates import CHATML, encoder
 
-ours = Trainer(encoder(CHATML), GatewayConfig(command=sys.argv[2:]))
-ours.run(*[Task("stay", row={"folder": sys.argv[1]}, seed=number) for number in range(3)])
+events = queue.Queue()
+gateway = Gateway(GatewayConfig(command=sys.argv[2:]), events.put, offer=Offer(), attempts=1, episode_timeout_s=600.0)
+for number in range(3):
+    gateway.start(number, Task("stay", row={"folder": sys.argv[1]}, seed=number))
+while True:
+    gateway.answer(events.get(), Action("a", {"role": "assistant", "content": "a"}, (1,), (-1.0,)))
 """
 
 
