@@ -168,7 +168,7 @@ class Trainer:
         self.close()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+def until(condition: Callable[[], bool], timeout_s: float = LONGEST_S) -> bool:
     """Whether the condition comes to hold."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
