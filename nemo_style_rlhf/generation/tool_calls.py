@@ -1,5 +1,6 @@
 """Tool calls in a response, found by the parsers that vLLM has for the formats of public models."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ def tool_call_reader(
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
+    known: dict[str, Any] = {"tools": tools, "tool_choice": "auto"} if tools else {}  # vLLM refuses an empty list
     try:
-        request = ChatCompletionRequest(messages=[], model="policy", tools=tools or [], tool_choice="auto")
+        request = ChatCompletionRequest(messages=[], model="policy", **known)
         parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
     except KeyError as error:
         raise UserError(
@@ -35,6 +37,9 @@ def tool_call_reader(
         raise UserError(
             f"agent.tool_parser={name} does not fit the model's tokenizer ({error}): choose another parser"
         ) from error
+
+    # They log a traceback for every call that they cannot read, and a policy in training writes many.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 
     def read(text: str, token_ids: Sequence[int]) -> dict[str, Any]:
         marked = str(tokenizer.decode(list(token_ids)))  # some formats mark a call by special tokens
