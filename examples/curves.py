@@ -30,10 +30,13 @@ def last_metric(run_dir: Path, name: str) -> float:
     return next(line[name] for line in reversed(read_metrics(run_dir / "metrics.jsonl")) if name in line)
 
 
-def plot_curves(runs: Mapping[str, Sequence[Rows]], target: Path, *, title: str) -> None:
-    """Write reward and KL over PPO steps as a PNG: a line for each name, the mean of its runs, which differ in their seeds."""
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(10, 3.6), layout="constrained")
-    for axis, (name, label) in zip(axes, PANELS.items(), strict=True):
+def plot_curves(
+    runs: Mapping[str, Sequence[Rows]], target: Path, *, title: str, panels: Mapping[str, str] = PANELS
+) -> None:
+    """Write ``panels``, title by metric, over PPO steps as a PNG: a line for each name of ``runs``, the mean of its runs, which
+    differ in their seeds."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(10, 3.6), layout="constrained")
+    for axis, (name, label) in zip(axes, panels.items(), strict=True):
         for (run, seeds), color in zip(runs.items(), COLORS, strict=False):
             points: dict[float, list[float]] = defaultdict(list)
             for line in (line for rows in seeds for line in rows if name in line):
