@@ -43,7 +43,7 @@ def tiny(folder: Path) -> Overrides:
 
 def of_quickstart(outputs: Path, *, steps: int) -> Overrides:
     """Its settings, for the first ``steps`` of its PPO."""
-    common = ["model.dtype=float32", "engine.zero_stage=0", "run.seed=3", "run.num_threads=1"]
+    common = ["model.dtype=float32", "engine.zero_stage=0", "run.seed=3"]
     return Overrides(
         [*common, "engine.optim.lr=5e-4", f"model.path={outputs / 'reward_model/export'}"],
         [
