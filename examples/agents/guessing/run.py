@@ -16,18 +16,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "quickstart"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from curves import last_metric, plot_curves, read_metrics
 from environment import NUMBERS
-from make_data import model_config, train_tokenizer, write_jsonl
+from make_data import train_tokenizer, write_jsonl
 from pipeline import ROOT, Pipeline, overrides, run_example, say
+from small_model import model_config
 from stages import train
 
 from nemo_style_rlhf.launch.program import trainer
 
 PROMPT = "Guess:"
-GAMES = 4_000
-CARELESS = 0.3
+GAMES = 16_000
+CARELESS = 0.2
 """Share of the guesses in the games of SFT that ignore what was said."""
 SFT = {
     "model.init": "random",
@@ -39,7 +41,7 @@ SFT = {
 ACTOR = {
     "model.dtype": "float32",
     "engine.zero_stage": 0,
-    "engine.optim.lr": 3e-4,
+    "engine.optim.lr": 1e-3,
     "algorithm": "reinforce_pp",
     "algorithm.num_rollout_samples": 256,
     "algorithm.mini_batches": 2,
