@@ -2,7 +2,7 @@
 
     .venv-actor/bin/python examples/agents/python_tool/run.py --seed 1
 
-It first reads attempts at problems (SFT), whose programs are well written but seldom the right ones, and then solves problems by
+It first reads attempts at problems (SFT), whose programs are well written but mostly wrong, and then solves problems by
 itself, with the Python of examples/agents/python_tool/environment.py. Everything is made here, nothing is downloaded. Results:
 outputs/python_tool/summary.json and curves.png. Needs bubblewrap.
 """
@@ -28,18 +28,23 @@ QUESTIONS = {
     "How many more on the best day than on the worst?": "max(n) - min(n)",
 }
 """And the expression of which the value is right."""
-EXPRESSIONS = [*QUESTIONS.values(), "len(n)"]
+EXPRESSIONS = {*QUESTIONS.values(), "len(n)"}
+RIGHT = 0.4
+"""Share of the attempts with the right program; the others have one of the other programs."""
 
 
 def problem(rng: random.Random) -> Problem:
-    numbers, thing = rng.sample(range(2, 100), rng.choice((3, 4))), rng.choice(("apples", "books", "cups", "pens"))
+    numbers, thing = rng.sample(range(11, 100), 3), rng.choice(("apples", "books", "cups", "pens"))
     question, expression = rng.choice([*QUESTIONS.items()])
     listed = ", ".join(map(str, numbers[:-1]))
     return Problem(f"A shop sold {listed} and {numbers[-1]} {thing}. {question}", value(expression, numbers))
 
 
 def solution(rng: random.Random, given: Problem) -> list[Message]:
-    numbers, expression = [int(each) for each in re.findall(r"\d+", given.question)], rng.choice(EXPRESSIONS)
+    numbers = [int(each) for each in re.findall(r"\d+", given.question)]
+    expression = next(right for question, right in QUESTIONS.items() if given.question.endswith(question))
+    if rng.random() > RIGHT:
+        expression = rng.choice(sorted(EXPRESSIONS - {expression}))
     result = value(expression, numbers)
     return [
         tool_call("python", code=f"n = {numbers}; print({expression})"),
@@ -57,10 +62,10 @@ EXAMPLE = Example(
     description=__doc__.splitlines()[0],
     problem=problem,
     solution=solution,
-    conversations=16_000,
+    conversations=20_000,
     environment=Path(__file__).parent / "environment.py",
-    steps=20,
-    actor={"algorithm.num_rollout_samples": 64},
+    steps=24,
+    actor={"algorithm.num_rollout_samples": 96, "engine.optim.lr": 5e-4},
 )
 
 if __name__ == "__main__":
