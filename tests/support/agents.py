@@ -6,6 +6,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ class Trainer:
             return
         action = self._policy(call, ids, session.seed_for(call, ids))
         session.record(call, ids, action, version=3)
-        self.gateway.answer(call, action, prompt_tokens=len(ids))
+        self.gateway.answer(call, replace(action, prompt_tokens=len(ids)))
 
     def rows(self, episode: int) -> list[Row]:
         """The rows of an episode that has ended."""
