@@ -105,7 +105,9 @@ def table(samples: StepSamples, responses: Sequence[str]) -> pa.Table:
         "response": pa.array(responses, pa.string()),
         "prompt_tokens": pa.array(prompt_tokens, pa.int32()),
         "response_tokens": pa.array(samples.response_tokens, pa.int32()),
-        "weights_version": pa.array(samples.weights_versions[ends - 2], pa.int32()),
+        "weights_version": pa.array(
+            np.where(np.array(samples.response_tokens) > 0, samples.weights_versions[ends - 2], -1), pa.int32()
+        ),
         "turns": pa.array(
             [[dict(zip(("start", "end", "finish_reason"), turn)) for turn in turns] for turns in samples.turns], TURNS
         ),
@@ -125,8 +127,11 @@ def _summaries(per_token: Mapping[str, Array | None], mask: Array, offsets: Arra
     """Columns by which to sort samples: sums, means and extremes over the loss tokens; null for samples without one."""
 
     def reduced(reduce: np.ufunc, flat: Array) -> Array:
-        """[B]; no response is empty."""
-        return reduce.reduceat(flat.astype(np.float64), offsets[:-1])
+        """[B]; 0 for a sample without a response."""
+        values, some = np.zeros(len(offsets) - 1), np.diff(offsets) > 0
+        if some.any():  # reduceat takes an empty part for the element after it
+            values[some] = reduce.reduceat(flat.astype(np.float64), offsets[:-1][some])
+        return values
 
     counts = reduced(np.add, mask)
 

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -47,6 +48,33 @@ def test_what_a_failed_sample_lacks_is_null_on_disk(tmp_path):
     assert [row["response"] for row in rows] == [tokenizer.decode(r.response_tokens) for r in experience.rollouts]
     assert [row["response_tokens"] for row in rows] == [len(r.response_tokens) for r in experience.rollouts]
     assert json.loads((folder / "tokenizer.json").read_text()) == json.loads(tokenizer.backend_tokenizer.to_str())
+
+
+@pytest.mark.parametrize("lacking", [[0], [3, 4], [39], [0, 1, 38, 39], list(range(40))])
+def test_a_sample_without_a_response_counts_for_nothing(tmp_path, lacking):
+    """As a failed episode is; those beside it keep their numbers."""
+    experience = collect()
+    parts = experience.mask.split(experience.lengths)
+    for row in lacking:
+        whole = experience.rollouts[row]
+        experience.rollouts[row] = replace(whole, turns=(), status="failed", response_mask=whole.response_mask & False)
+        parts[row].zero_()
+    samples = step_samples(3, experience, None)
+    rows = list(read_rows_of(tmp_path, samples))
+    assert [row["learned_tokens"] for row in rows] == [int(part.sum()) for part in parts]
+    for number, row in enumerate(rows):
+        if number in lacking:
+            assert row["kl_sum"] is row["advantage_mean"] is None
+            assert (row["turns"], row["mask"], row["finish_reason"]) == ([], [], "failed")
+            assert (row["response_tokens"], row["weights_version"]) == (0, -1)
+        else:
+            assert row["learned_tokens"] == len(row["mask"]) == row["response_tokens"]
+            assert row["weights_version"] == 0
+
+
+def read_rows_of(folder, samples):
+    write_step(folder, samples, ["text"] * len(samples.lengths))
+    return read_rows(folder)
 
 
 def test_every_number_stands_at_its_token(tmp_path):
