@@ -1,4 +1,4 @@
-"""What the examples with tools share: SFT on conversations, training with the environment, and a report."""
+"""The examples with tools share this: SFT on conversations, training with the environment, and a report."""
 
 import argparse
 import json

@@ -18,8 +18,8 @@ class Task:
     row: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the row."""
     seed: int = 0
-    """Of this sample, the same in every attempt and every run. An environment that draws all of its random numbers from it keeps
-    runs repeatable."""
+    """It is this sample's own, the same in every attempt and run. An environment that draws all of its random numbers from it
+    keeps runs repeatable."""
     attempt: int = 1
     """Number of this attempt, from 1; the ones before it failed, by their own fault."""
 
@@ -34,7 +34,7 @@ class Action:
     """The assistant's message: its content, and its tool_calls where agent.tool_parser is set and found some."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Of the sampled tokens, in nats."""
+    """[len(token_ids)] nats: the log-probability of each token when it was sampled."""
     truncated: bool = False
     """Whether it ended for lack of room; one that has the `max_length` of its observation has not."""
     prompt_tokens: int = 0
@@ -51,7 +51,7 @@ class Observation:
     """The policy reads this next: messages for the chat template, a text, or token ids. At the beginning, they are the whole
     prompt; if there are none, it is that of the row."""
     reward: float = 0.0
-    """Of the action before it."""
+    """It is that of the action before this observation."""
     done: bool = False
     """Whether the episode ends here; the policy does not read the messages then."""
     score: float | None = None

@@ -1,4 +1,4 @@
-"""What passes between the trainer, which samples, and the sources of episodes: the workers, and the gateway."""
+"""Events and answers that pass between the trainer, which samples, and the sources of episodes: workers and gateway."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

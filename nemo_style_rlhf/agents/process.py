@@ -50,7 +50,7 @@ class WorkerProcess:
             os.close(memory)
             other.close()
         self.pid: int | None = None
-        """Of the worker itself, once it has told."""
+        """The worker's own, once it has told."""
         self.started = time.monotonic()
         self.stopping: float | None = None
         """When it was told to end."""

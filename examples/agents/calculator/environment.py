@@ -26,7 +26,7 @@ class Environment(Base):
 
 
 def result_of(call: dict[str, Any]) -> str:
-    """What the policy reads after a tool call."""
+    """The text that the policy reads after a tool call."""
     try:
         return str(calculate(json.loads(call["function"]["arguments"])["expression"]))
     except (KeyError, TypeError, ValueError, SyntaxError, RecursionError):

@@ -37,7 +37,7 @@ class Environment(Base):
 
 
 def result_of(call: dict[str, Any]) -> str:
-    """What the policy reads after a tool call: the beginning of what its program prints."""
+    """The text that the policy reads after a tool call: the beginning of what its program prints."""
     try:
         return run_python(json.loads(call["function"]["arguments"])["code"].encode())
     except (AttributeError, KeyError, TypeError, ValueError):
