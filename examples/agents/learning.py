@@ -5,7 +5,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from pipeline import ROOT, Pipeline, console, overrides, run_example, say
 from small_model import Message, make_model, said
 from stages import train
 
-from nemo_style_rlhf.launch.program import trainer
+from nemo_style_rlhf.launch.program import Program, trainer
 from nemo_style_rlhf.tracking.sample_files import sample_files
 
 HELD_OUT = 256
@@ -76,10 +76,11 @@ class Example:
     """An attempt at a problem, often a bad one, which SFT learns: the messages that follow the question."""
     conversations: int
     """Number of attempts that SFT reads."""
-    environment: Path
     steps: int
     actor: dict[str, Any]
-    """Settings that differ from `ACTOR`."""
+    """Settings beside `ACTOR`: what the policy talks with, and the size of a step."""
+    beside: Sequence[Program] = ()
+    """Programs that run while it trains."""
 
 
 def main(example: Example) -> None:
@@ -102,8 +103,9 @@ def learn(pipeline: Pipeline, example: Example, output_dir: Path, seed: int, ste
     files = {"data.train_path": data / "attempts.jsonl", "run.output_dir": sft, "model.path": data / "base"}
     say(f"  {train(pipeline, 'sft', {**SFT, 'run.seed': seed, **files}):.0f} s")
     say("training with the environment")
+    pipeline.start(*example.beside)
     settings = {
-        **ACTOR, **example.actor, "run.seed": seed, "model.path": sft / "export", "agent.path": example.environment,
+        **ACTOR, **example.actor, "run.seed": seed, "model.path": sft / "export",
         "data.train_path": data / "problems.jsonl", "data.val_path": data / "held_out.jsonl",
         "algorithm.max_steps": steps, "algorithm.val_check_interval": steps, "checkpoint.save_interval": steps,
     }  # fmt: skip

@@ -312,7 +312,7 @@ async def serve(link: socket.socket, parent: int, keeper: programs.Keeper, setti
 
     ends = [asyncio.ensure_future(each) for each in (obey(), while_it_lives())]
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    reception.forget()
+    reception.close()
     if left := asyncio.all_tasks() - {asyncio.current_task(), *ends}:
         await asyncio.wait(left, timeout=END_S)
     for each in done:

@@ -90,7 +90,7 @@ class Reception:
         """
         self.settings = settings
         self._send, self._keeper = send, keeper
-        self._epoch = 0
+        self._epoch, self._closed = 0, False
         self._waiting: deque[Place] = deque()
         self._services: deque[asyncio.Future[Visit]] = deque()
         self._visits: dict[bytes, Visit] = {}
@@ -126,6 +126,14 @@ class Reception:
         self._waiting.clear()
         for visit in [*self._running.values()]:
             self._close(visit)
+
+    def close(self) -> None:
+        """Abandon all episodes, and tell services, those that wait and those that come, that there is no next one."""
+        self._closed = True
+        self.forget()
+        for found in self._services:
+            if not found.done():
+                found.set_exception(TimeoutError)
 
     def _tell(self, kind: str, visit: Visit, **content: Any) -> None:
         place = visit.place
@@ -178,6 +186,8 @@ class Reception:
         """
         if self.settings.command:
             raise Refused(404, "this run starts a program for each task (agent.command): there is nothing to fetch")
+        if self._closed:
+            return None
         found: asyncio.Future[Visit] = asyncio.get_running_loop().create_future()
         self._services.append(found)
         self._fill()

@@ -2,6 +2,10 @@
 
 import contextlib
 import json
+import os
+import random
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -10,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 
-from nemo_style_rlhf.agents.environment import Task
+from nemo_style_rlhf.agents.environment import Action, Task
 from nemo_style_rlhf.agents.events import Called
 from nemo_style_rlhf.agents.gateway import Gateway
 from nemo_style_rlhf.errors import UserError
@@ -20,6 +25,7 @@ from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.gateway import GatewayConfig
 from tests.integration.test_gateway import learned
 from tests.support.agents import OFFER, Trainer, until
+from tests.support.paths import ROOT
 from tests.unit.agents.chat_templates import CHATML, encoder
 
 READER = encoder(CHATML)
@@ -117,6 +123,42 @@ def test_a_service_that_hangs_up_while_it_waits_takes_no_task(token_file):
         assert post(f"{url}/sessions/reward", found["api_key"], {"reward": 2}) == (200, {})
         running.join(30)
         assert ours.ended[0].attempt == 1
+
+
+def test_the_example_serves_a_program_of_the_openai_package(token_file):
+    """It looks the price up that the model asks for, and judges what the model says last."""
+
+    def policy(call: Called, ids, seed) -> Action:
+        *_, last = call.prompt
+        if last["role"] == "user" and "lazy" not in last["content"]:
+            calls = [{"type": "function", "function": {"name": "look_up", "arguments": '{"part": "3841"}'}}]
+            return Action("", {"role": "assistant", "content": "", "tool_calls": calls}, ids, (-1.0,) * len(ids))
+        said = last["content"] if last["role"] == "tool" else "7"
+        return Action(said, {"role": "assistant", "content": said}, ids, (-1.0,) * len(ids))
+
+    questions = ["What does part 3841 cost?", "What does part 1000 cost?", "lazy"]
+    price = str(random.Random("3841").randint(1000, 9999))
+    tasks = [Task(each, messages=[{"role": "user", "content": each}], label=price) for each in questions]
+    tasks[1] = replace(tasks[1], label="another")
+    with pulled(token_file, policy=policy) as (ours, url):
+        command = [sys.executable, str(ROOT / "examples" / "agents" / "openai_program" / "service.py"), url]
+        with subprocess.Popen(command, env={**os.environ, "NSR_AGENT_TOKEN": TOKEN}) as service:
+            ours.run(*tasks)
+            found = [ours.ended[each].observation for each in range(3)]
+            assert [each.reward for each in found] == [1.0, 0.0, 0.0]
+            assert [each.metrics for each in found] == [{"tool_calls": 1.0}, {"tool_calls": 1.0}, {"tool_calls": 0.0}]
+            assert service.poll() is None
+            service.kill()
+
+
+def test_a_service_that_waits_hears_of_the_end_of_the_run(token_file):
+    heard = []
+    with pulled(token_file) as (_, url):
+        waits = threading.Thread(target=lambda: heard.append(post(f"{url}/sessions/next", TOKEN)))
+        waits.start()
+        until(lambda: any(each.status == "ESTABLISHED" for each in psutil.Process().net_connections("tcp")))
+    waits.join(30)
+    assert heard == [(204, None)]
 
 
 def test_at_most_so_many_tasks_are_out(token_file):

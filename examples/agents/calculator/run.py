@@ -44,9 +44,8 @@ EXAMPLE = Example(
     problem=problem,
     solution=solution,
     conversations=20_000,
-    environment=Path(__file__).parent / "environment.py",
     steps=50,
-    actor={"algorithm.num_rollout_samples": 128},
+    actor={"agent.path": Path(__file__).parent / "environment.py", "algorithm.num_rollout_samples": 128},
 )
 
 if __name__ == "__main__":

@@ -63,9 +63,12 @@ EXAMPLE = Example(
     problem=problem,
     solution=solution,
     conversations=20_000,
-    environment=Path(__file__).parent / "environment.py",
     steps=24,
-    actor={"algorithm.num_rollout_samples": 96, "engine.optim.lr": 5e-4},
+    actor={
+        "agent.path": Path(__file__).parent / "environment.py",
+        "algorithm.num_rollout_samples": 96,
+        "engine.optim.lr": 5e-4,
+    },
 )
 
 if __name__ == "__main__":
