@@ -4,7 +4,8 @@
 
 The policy is the one that the example has trained (it is run first if its results are not there), which calls the calculator in
 nearly every episode. A step is a rollout of 128 episodes and two optimizer steps. Runs alternate with TRL's GRPOTrainer and its
-`environment_factory` (`make bench-peer-env` first) on the same policy, problems and sizes; the ratio is that of the medians.
+`environment_factory` (`make bench-peer-env` first) on the same policy, problems and sizes. The rate is that of all counted steps
+together: how long a step lasts depends on its longest episode.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def main() -> None:
     print(report.table(*report.phase_rows(ours, None)))
     print()
     sides = {"nemo_style_rlhf": ours, **({"TRL": peer} if peer else {})}
-    seconds = [report.median(side.step_seconds) for side in sides.values()]
+    seconds = [statistics.mean(side.step_seconds) for side in sides.values()]
     rows = [
         ["episodes/s", *(f"{arguments.samples / each:.1f}" for each in seconds)],
         ["medians of the rounds, seconds per step"]
@@ -94,7 +95,7 @@ def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:
     ]
     child, lines = run_actor(run_dir / "actor", overrides)
     counted = lines[-arguments.steps :]
-    CALLS.setdefault("nemo_style_rlhf", []).extend(line["train_rollouts/environment/tool_calls"] for line in counted)
+    CALLS.setdefault("nemo_style_rlhf", []).extend(line["environment/tool_calls"] for line in counted)
     result.add_round(*phases_of(counted), {"actor": child.peak_rss_bytes})
 
 

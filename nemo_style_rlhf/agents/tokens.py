@@ -52,7 +52,7 @@ def continuation(
     if not messages or messages[-1].get("role") != "assistant":
         raise ValueError("the last message before an observation must be the assistant's")
     if isinstance(observed, str):
-        return _following(encoder, "a", observed)
+        return _following(encoder, observed)
     ids = [token for token in observed if isinstance(token, int)]
     new = [message for message in observed if not isinstance(message, int)]
     if ids and new:
@@ -137,7 +137,7 @@ def _tail(encoder: Encoder, chat: Chat, answer: int, instead: Message, sentinel:
         )
     if len(text) == 1:
         return None
-    ids, other_ids = (_following(encoder, sentinel, parts[-1]) for parts in (text, other))
+    ids, other_ids = (_following(encoder, parts[-1]) for parts in (text, other))
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids))
     return _Tail(text[1], ids, [token for token, _ in shared])
 
@@ -152,8 +152,9 @@ def _sampled_of(opening: list[int], sampled: Sequence[int], special: Collection[
     return next((length for length in lengths if list(sampled[-length:]) == opening[:length]), 0)
 
 
-def _following(encoder: Encoder, before: str, text: str) -> list[int]:
+def _following(encoder: Encoder, text: str) -> list[int]:
     """Token ids of ``text`` in the middle of a conversation: at the beginning, many tokenizers put a space before it."""
+    before = "a"
     ids = encoder.rendered(before)
     if encoder.tokenizer.unk_token_id in ids:  # one unknown token may hold a part of the text too
         return encoder.rendered(text)
