@@ -132,9 +132,9 @@ def test_the_example_serves_a_program_of_the_openai_package(token_file):
         *_, last = call.prompt
         if last["role"] == "user" and "lazy" not in last["content"]:
             calls = [{"type": "function", "function": {"name": "look_up", "arguments": '{"part": "3841"}'}}]
-            return Action("", {"role": "assistant", "content": "", "tool_calls": calls}, ids, (-1.0,) * len(ids))
+            return Action("", {"role": "assistant", "content": "", "tool_calls": calls}, (1,), (-1.0,))
         said = last["content"] if last["role"] == "tool" else "7"
-        return Action(said, {"role": "assistant", "content": said}, ids, (-1.0,) * len(ids))
+        return Action(said, {"role": "assistant", "content": said}, (1,), (-1.0,))
 
     questions = ["What does part 3841 cost?", "What does part 1000 cost?", "lazy"]
     price = str(random.Random("3841").randint(1000, 9999))
@@ -142,13 +142,16 @@ def test_the_example_serves_a_program_of_the_openai_package(token_file):
     tasks[1] = replace(tasks[1], label="another")
     with pulled(token_file, policy=policy) as (ours, url):
         command = [sys.executable, str(ROOT / "examples" / "agents" / "openai_program" / "service.py"), url]
-        with subprocess.Popen(command, env={**os.environ, "NSR_AGENT_TOKEN": TOKEN}) as service:
+        service = subprocess.Popen(command, env={**os.environ, "NSR_AGENT_TOKEN": TOKEN})
+        try:
             ours.run(*tasks)
-            found = [ours.ended[each].observation for each in range(3)]
-            assert [each.reward for each in found] == [1.0, 0.0, 0.0]
-            assert [each.metrics for each in found] == [{"tool_calls": 1.0}, {"tool_calls": 1.0}, {"tool_calls": 0.0}]
             assert service.poll() is None
+        finally:
             service.kill()
+            service.wait()
+        found = [ours.ended[each].observation for each in range(3)]
+        assert [each.reward for each in found] == [1.0, 0.0, 0.0]
+        assert [each.metrics for each in found] == [{"tool_calls": 1.0}, {"tool_calls": 1.0}, {"tool_calls": 0.0}]
 
 
 def test_a_service_that_waits_hears_of_the_end_of_the_run(token_file):

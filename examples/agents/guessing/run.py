@@ -42,9 +42,10 @@ ACTOR = {
     "model.dtype": "float32",
     "engine.zero_stage": 0,
     "engine.optim.lr": 1e-3,
+    "engine.scheduler.name": "linear",
     "algorithm": "reinforce_pp",
-    "algorithm.num_rollout_samples": 256,
-    "algorithm.mini_batches": 2,
+    "algorithm.num_rollout_samples": 512,
+    "algorithm.mini_batches": 8,
     "algorithm.initial_policy_kl_penalty": 0,
     "algorithm.num_val_samples": 512,
     "reward": "environment",
@@ -58,7 +59,7 @@ ACTOR = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=60, help="steps of training with the environment")
+    parser.add_argument("--steps", type=int, default=140, help="steps of training with the environment")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "guessing")
     arguments = parser.parse_args()
     output_dir = arguments.output_dir.resolve()
