@@ -127,9 +127,9 @@ def read_chat(body: Mapping[str, Any], offer: Offer) -> Request:
         body,
         "tool_choice",
         lambda value: value == "auto" or (value == "none" and not tools),
-        "the policy chooses by itself",
+        "the policy chooses by itself: leave it out",
     )
-    _only(body, "parallel_tool_calls", lambda value: value is True, "the policy chooses by itself")
+    _only(body, "parallel_tool_calls", lambda value: value is True, "the policy chooses by itself: leave it out")
     limits = [_limit(body, name, offer) for name in ("max_completion_tokens", "max_tokens")]
     return _request(
         body, messages, tools, _flag(body, "logprobs"), min((each for each in limits if each), default=None)
