@@ -7,12 +7,18 @@ import socket
 import ssl
 import struct
 import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from tests.fuzz.fuzzer import TOKEN
 from tests.fuzz.http_faults import CLOSED, REFUSED, Attack
 from tests.support.paths import ROOT
 
+AT_ONCE = 24
+"""Number of connections; the door reserves room for 32 of the largest calls, so that no good request finds it full."""
+PROBLEMS = 5
+"""Number of problems after which a run ends."""
 ANSWER_S, SILENCE_S = 60.0, 0.25
 """Longest waits for an answer that must come, and for one that may or may not come."""
 LOST_ANSWER_BYTES = 2**19
@@ -186,3 +192,35 @@ def unclear(status: int, body: bytes) -> str | None:
     if status not in REFUSED | {401} or leaks or not SENTENCE.fullmatch(sentence):
         return f"status {status} with the sentence {sentence[:1000]!r}"
     return None
+
+
+async def attack_all(
+    numbers: range, attack: Callable[[int], Awaitable[tuple[Attack, Outcome, str | None]]], again: str
+) -> Counter[str]:
+    """Send requests, many at a time, and count the answers.
+
+    Args:
+        attack: sends the request of a number; returns it, what came back, and what is wrong with that.
+        again: the command that sends one of them again, up to its number.
+
+    Raises:
+        AssertionError: a request got a wrong answer, or none.
+    """
+    left, seen, problems = iter(numbers), Counter[str](), list[str]()
+
+    async def worker() -> None:
+        for number in left:
+            sent, outcome, problem = await attack(number)
+            if problem is not None:
+                problems.append(
+                    f"{sent.name}: {problem}\n  {again}{number}\n  sent: {b''.join(sent.pieces)[:1500]!r}\n"
+                    f"  received: {outcome.raw[:500]!r}"
+                )
+            if len(problems) >= PROBLEMS:
+                return
+            seen.update(str(status) for status, _ in outcome.answers)
+            seen["none"] += not outcome.answers
+
+    await asyncio.gather(*[worker() for _ in range(AT_ONCE)])
+    assert not problems, "\n".join(problems)
+    return seen

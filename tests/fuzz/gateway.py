@@ -30,7 +30,7 @@ from nemo_style_rlhf.agents.events import Called, Event
 from nemo_style_rlhf.agents.gateway import Gateway
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.gateway import GatewayConfig
-from tests.fuzz.connection import LOST_ANSWER_BYTES, Outcome, send
+from tests.fuzz.connection import LOST_ANSWER_BYTES, Outcome, attack_all, send
 from tests.fuzz.fuzzer import MAX_REQUEST_BYTES, TOKEN, Random
 from tests.fuzz.http_faults import (
     Attack,
@@ -60,7 +60,7 @@ from tests.support.agents import OFFER
 from tests.support.paths import ROOT
 
 SESSIONS = 4
-BATCH, AT_ONCE, PROBLEMS = 1000, 24, 5
+BATCH = 1000
 STATUSES = {200, 204, 400, 401, 404, 405, 413, 429}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MARK = re.compile(rb"mark-(\d+)-of-a-session")
@@ -286,31 +286,15 @@ def errors_to(path: Path) -> Iterator[None]:
         os.close(kept)
 
 
-async def attack_all(target: Target, seed: int, numbers: range) -> Counter[str]:
-    """Send requests, many at a time, and count the answers.
+async def attack_with(target: Target, seed: int, numbers: range) -> Counter[str]:
+    """:func:`attack_all` with the requests ``numbers`` of a seed."""
 
-    Raises:
-        AssertionError: a request got a wrong answer, or none.
-    """
-    left, seen, problems = iter(numbers), Counter[str](), list[str]()
+    async def attack(number: int) -> tuple[Attack, Outcome, str | None]:
+        shot = make(target.keys, seed, number)
+        outcome = await send(target.port, shot.attack)
+        return shot.attack, outcome, judge(shot, outcome)
 
-    async def worker() -> None:
-        for number in left:
-            shot = make(target.keys, seed, number)
-            outcome = await send(target.port, shot.attack)
-            if (problem := judge(shot, outcome)) is not None:
-                sent = b"".join(shot.attack.pieces)[:1500]
-                problems.append(
-                    f"{number} {shot.attack.name}: {problem}\n  sent: {sent!r}\n  received: {outcome.raw[:500]!r}"
-                )
-            if len(problems) >= PROBLEMS:
-                return
-            seen.update(str(status) for status, _ in outcome.answers)
-            seen["none"] += not outcome.answers
-
-    await asyncio.gather(*[worker() for _ in range(AT_ONCE)])
-    assert not problems, "\n".join(problems)
-    return seen
+    return await attack_all(numbers, attack, f"python -m tests.fuzz.gateway --seed {seed} --only ")
 
 
 def fuzz(folder: Path, *, seed: int, numbers: range) -> Counter[str]:
@@ -324,7 +308,7 @@ def fuzz(folder: Path, *, seed: int, numbers: range) -> Counter[str]:
         for start in range(numbers.start, numbers.stop, BATCH):
             batch = range(start, min(start + BATCH, numbers.stop))
             print(f"seed {seed}, requests {batch.start}..{batch.stop - 1}", flush=True)
-            seen += asyncio.run(attack_all(target, seed, batch))
+            seen += asyncio.run(attack_with(target, seed, batch))
             assert target.process.is_running() and target.answers() == before
             log = target.log.read_text()
             assert "Traceback" not in log and "ended with exit code" not in log, log[:4000]

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import psutil
 
-from tests.fuzz.connection import judge, send
+from tests.fuzz.connection import Outcome, attack_all, judge, send
 from tests.fuzz.critic import CriticCalls, CriticTarget
 from tests.fuzz.engine import EngineCalls, EngineTarget
 from tests.fuzz.fuzzer import MAX_REQUEST_BYTES, TOKEN, Random
@@ -29,13 +29,9 @@ from tests.fuzz.tls_faults import TLS_FAULTS, client_context
 from tests.support.certificates import certificate
 
 BATCH = 1000
-AT_ONCE = 24
-"""Number of connections; the door reserves room for 32 of the largest calls, so that no good request finds it full."""
 GOOD_ANSWER_S = 1.0
 TLS_SHARE = 0.25
 """Share of the requests to a server with a certificate that break TLS itself."""
-PROBLEMS = 5
-"""Number of problems after which a run ends."""
 
 
 class Calls(Protocol):
@@ -133,34 +129,16 @@ class Watch:
         print(f"{more / 2**20:.1f} MiB kept", flush=True)
 
 
-async def attack_all(target: Target, kind: str, seed: int, numbers: range, ca: str | None = None) -> Counter[str]:
-    """Send the requests ``numbers``, many at a time, and count the answers.
-
-    Raises:
-        AssertionError: a request got a wrong answer, or none.
-    """
-    left, seen, problems = iter(numbers), Counter[str](), list[str]()
+async def attack_with(target: Target, kind: str, seed: int, numbers: range, ca: str | None = None) -> Counter[str]:
+    """:func:`attack_all` with the requests ``numbers`` of a seed."""
     tls = client_context(ca) if ca else None
-    again = f"make fuzz SEED={seed}{' TLS=1' if ca else ''} TARGET={kind} ONLY="
 
-    async def worker() -> None:
-        for number in left:
-            attack = make(target.calls, seed, number, tls=ca is not None)
-            outcome = await send(target.port, attack, tls)
-            problem = judge(attack, outcome, tls=ca is not None)
-            if problem is not None:
-                sent = b"".join(attack.pieces)[:1500]
-                problems.append(
-                    f"{attack.name}: {problem}\n  {again}{number}\n  sent: {sent!r}\n  received: {outcome.raw[:500]!r}"
-                )
-            if len(problems) >= PROBLEMS:
-                return
-            seen.update(str(status) for status, _ in outcome.answers)
-            seen["none"] += not outcome.answers
+    async def attack(number: int) -> tuple[Attack, Outcome, str | None]:
+        made = make(target.calls, seed, number, tls=ca is not None)
+        outcome = await send(target.port, made, tls)
+        return made, outcome, judge(made, outcome, tls=ca is not None)
 
-    await asyncio.gather(*[worker() for _ in range(AT_ONCE)])
-    assert not problems, "\n".join(problems)
-    return seen
+    return await attack_all(numbers, attack, f"make fuzz SEED={seed}{' TLS=1' if ca else ''} TARGET={kind} ONLY=")
 
 
 def fuzz(folder: Path, *, seed: int, numbers: range, tls: bool = False, kind: str = "critic") -> Counter[str]:
@@ -180,7 +158,7 @@ def fuzz(folder: Path, *, seed: int, numbers: range, tls: bool = False, kind: st
         for start in range(numbers.start, numbers.stop, BATCH):
             batch = range(start, min(start + BATCH, numbers.stop))
             print(f"seed {seed}, requests {batch.start}..{batch.stop - 1}: ", end="", flush=True)
-            seen += asyncio.run(attack_all(target, kind, seed, batch, ca))
+            seen += asyncio.run(attack_with(target, kind, seed, batch, ca))
             watch.check()
         target.check_at_end()
     finally:
