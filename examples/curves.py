@@ -33,7 +33,7 @@ def last_metric(run_dir: Path, name: str) -> float:
 def plot_curves(
     runs: Mapping[str, Sequence[Rows]], target: Path, *, title: str, panels: Mapping[str, str] = PANELS
 ) -> None:
-    """Write ``panels``, title by metric, over PPO steps as a PNG: a line for each name of ``runs``, the mean of its runs, which
+    """Write ``panels``, title by metric, over steps as a PNG: a line for each name of ``runs``, the mean of its runs, which
     differ in their seeds."""
     figure, axes = plt.subplots(1, len(panels), figsize=(10, 3.6), layout="constrained")
     for axis, (name, label) in zip(axes, panels.items(), strict=True):
@@ -44,7 +44,7 @@ def plot_curves(
             axis.plot(
                 list(points), [fmean(values) for values in points.values()], color=color, linewidth=1.8, label=run
             )
-        axis.set(xlabel="PPO step", title=label)
+        axis.set(xlabel="step", title=label)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     if len(runs) > 1:

@@ -12,7 +12,7 @@ from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.templates import rubric_text
 
 LABEL = "{label}"
-RUBRIC_PLACEHOLDERS = ("{prompt}", "{response}", LABEL)
+RUBRIC_PLACEHOLDERS = ("{prompt}", "{response}", "{turns}", LABEL)
 ROUTE = "/chat/completions"
 OWN_KEYS = ("model", "messages", "temperature", "max_tokens", "seed", "stream", "n")
 """Keys of a request that extra_body may not set."""
@@ -125,7 +125,8 @@ class JudgeRewardConfig(HttpSourceConfig):
     model: str | None = None
     """The model's name at the endpoint."""
     rubric: str | None = None
-    """The question, a text or @file, in which {prompt}, {response} and {label} are replaced; it must hold {response}."""
+    """The question, a text or @file, in which {prompt}, {response}, {turns} and {label} are replaced; it must hold {response}, or
+    {turns}, which are an episode's responses with what the environment said in between."""
     verdict: VerdictConfig = field(default_factory=VerdictConfig)
     temperature: float | None = 0.0
     """null leaves it to the endpoint, as for max_tokens and seed."""
@@ -174,8 +175,10 @@ class JudgeRewardConfig(HttpSourceConfig):
 
     @staticmethod
     def _validate_rubric(rubric: str) -> None:
-        if "{response}" not in rubric:
-            raise UserError("reward.judge.rubric holds no {response}: put it where the judge is to read the response")
+        if "{response}" not in rubric and "{turns}" not in rubric:
+            raise UserError(
+                "reward.judge.rubric holds neither {response} nor {turns}: put one where the judge is to read the response"
+            )
         for word in re.findall(r"\{\w+\}", rubric):
             meant = difflib.get_close_matches(word, RUBRIC_PLACEHOLDERS, n=1, cutoff=0.8)
             if meant and word not in RUBRIC_PLACEHOLDERS:

@@ -13,13 +13,14 @@ from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
 OPENRLHF = ("queries", "prompts", "labels")
 """The arguments of OpenRLHF's contract."""
-ARGUMENTS: dict[str, Callable[[ScoringSample], str | None]] = {
+ARGUMENTS: dict[str, Callable[[ScoringSample], Any]] = {
     "queries": lambda sample: sample.prompt + sample.response,
     "prompts": lambda sample: sample.prompt,
     "completions": lambda sample: sample.response,
     "labels": lambda sample: sample.label,
+    "turns": lambda sample: sample.turns,
 }
-"""OpenRLHF's arguments, and `completions`, TRL's name for the responses."""
+"""OpenRLHF's arguments; `completions`, TRL's name for the responses; and the turns of an episode."""
 
 
 def arguments(samples: Sequence[ScoringSample], names: Sequence[str] = OPENRLHF) -> dict[str, list[Any]]:

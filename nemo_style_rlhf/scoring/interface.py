@@ -64,6 +64,11 @@ class ScoringSample:
         """All text that the policy wrote."""
         return "".join(message.text for message in self.messages if message.role == "response")
 
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """What follows the prompt: ``role`` and ``content`` of each response, and of what the environment said in between."""
+        return [{"role": message.role, "content": message.text} for message in self.messages[1:]]
+
 
 @dataclass
 class Scores:

@@ -104,7 +104,10 @@ class JudgeScorer:
 def request(config: JudgeRewardConfig, sample: ScoringSample) -> dict[str, Any]:
     """The body of the request for one verdict. Placeholders within the inserted texts stay as they are."""
     assert config.rubric is not None  # JudgeRewardConfig.validate
-    texts = {"{prompt}": sample.prompt, "{response}": sample.response, LABEL: sample.label or ""}
+    turns = "\n\n".join(f"[{turn['role']}]\n{turn['content']}" for turn in sample.turns)
+    texts = {
+        "{prompt}": sample.prompt, "{response}": sample.response, "{turns}": turns, LABEL: sample.label or "",
+    }  # fmt: skip
     question = PLACEHOLDER.sub(lambda found: texts[found.group()], config.rubric)
     settings = {"temperature": config.temperature, "max_tokens": config.max_tokens, "seed": config.seed}
     return {

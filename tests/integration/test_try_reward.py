@@ -110,7 +110,7 @@ def test_scores_for_filtering_come_beside_rewards(tmp_path: Path) -> None:
 
 BY_NAME = """
 async def reward_func(completions, difficulty, label, weight=2.0, **others):
-    assert sorted(others) == ["labels", "prompts", "queries", "source"], others
+    assert sorted(others) == ["labels", "prompts", "queries", "source", "turns"], others
     assert others["source"] == [None, "book"] and others["labels"] == ["3", None]
     assert label == [3, None]
     return [weight * len(text) * hard for text, hard in zip(completions, difficulty)]

@@ -55,11 +55,13 @@ ACTOR = {
     "generation.max_length": 12,
 }
 
+PANELS = {"agent/turns": "guesses in a game", "environment/found": "share of games that end within 12 guesses"}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=140, help="steps of training with the environment")
+    parser.add_argument("--steps", type=int, default=120, help="steps of training with the environment")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "guessing")
     arguments = parser.parse_args()
     output_dir = arguments.output_dir.resolve()
@@ -104,7 +106,9 @@ def learn(pipeline: Pipeline, output_dir: Path, seed: int, steps: int) -> None:
         "seconds": time.monotonic() - started,
     }
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_curves({"": [rows]}, output_dir / "curves.png", title="Guessing")
+    plot_curves(
+        {"": [rows]}, output_dir / "curves.png", title="Guessing: REINFORCE++ with an environment", panels=PANELS
+    )
     say(
         f"guesses in a game: {summary['turns_before']:.2f} before, {summary['turns_after']:.2f} after; halving takes "
         f"{summary['turns_of_bisection']:.2f}"

@@ -17,7 +17,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import FunctionRewardConfig
 from nemo_style_rlhf.scoring.contract import arguments, requested
 from nemo_style_rlhf.scoring.function import FunctionScorer
-from nemo_style_rlhf.scoring.interface import RewardError, ScoringSample
+from nemo_style_rlhf.scoring.interface import Message, RewardError, ScoringSample
 from tests.support.paths import ROOT
 from tests.unit.scoring.sources import TENSORS, WAIT_S, alive, all_failed, masked, result, samples, stopped, wait_until
 
@@ -44,6 +44,21 @@ def test_a_function_may_ask_for_responses_and_for_fields_of_the_rows():
     }
 
 
+def test_a_function_may_ask_for_the_turns_of_episodes():
+    said = [Message("prompt", "p"), Message("response", "a"), Message("environment", "b"), Message("response", "c")]
+    group = [ScoringSample(torch.tensor([1]), None, lambda: said), *samples("x")]
+    assert arguments(group, ["turns"]) == {
+        "turns": [
+            [
+                {"role": "response", "content": "a"},
+                {"role": "environment", "content": "b"},
+                {"role": "response", "content": "c"},
+            ],
+            [{"role": "response", "content": "response 0"}],
+        ]
+    }
+
+
 def trl(prompts, completions, level, /, **kwargs): ...
 def plain(queries, prompts, labels): ...
 def by_name(completions, *, tags, unknown=1, level=None): ...
@@ -56,7 +71,7 @@ def wrong(queries, answers, solution): ...
     [
         (plain, ["queries", "prompts", "labels"]),
         (by_name, ["completions", "tags", "level"]),
-        (everything, ["queries", "prompts", "completions", "labels", "level", "tags"]),
+        (everything, ["queries", "prompts", "completions", "labels", "turns", "level", "tags"]),
         (functools.partial(by_name, tags=[]), ["completions", "tags", "level"]),
         (functools.wraps(by_name)(lambda *args, **kwargs: by_name(*args, **kwargs)), ["completions", "tags", "level"]),
         (dict, ["queries", "prompts", "labels"]),  # it tells no signature
@@ -71,7 +86,8 @@ def test_its_signature_tells_what_it_is_given(function, names):
     [
         (
             wrong,
-            "it asks for answers, solution, which no row has: it may ask for queries, prompts, completions, labels, level;",
+            "it asks for answers, solution, which no row has: it may ask for queries, prompts, completions, labels, turns, "
+            "level;",
         ),
         (trl, "it takes prompts by position, but arguments are given by name: remove the / after it"),
     ],

@@ -19,7 +19,7 @@ from nemo_style_rlhf.schema.base import validate
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.judge import JudgeRewardConfig, VerdictConfig
 from nemo_style_rlhf.schema.reward import RewardConfig
-from nemo_style_rlhf.scoring.interface import ScoringSample
+from nemo_style_rlhf.scoring.interface import Message, ScoringSample
 from nemo_style_rlhf.scoring.judge import JudgeScorer
 from tests.unit.scoring.judges import Judge, said
 from tests.unit.scoring.sources import masked, result, samples, stopped, wait_until
@@ -73,6 +73,14 @@ def test_it_is_asked_the_rubric_with_its_settings(judge: Judge, scorer_of: Make)
     ]  # fmt: skip
     assert judge.paths == ["/v1/chat/completions"] and judge.keys == [None]
     assert scores.rewards.tolist() == [float(len(question))] and not scores.failures.any()
+
+
+def test_the_turns_of_an_episode_are_told_apart(judge: Judge, scorer_of: Make) -> None:
+    said = [Message("prompt", "p"), Message("response", "a"), Message("environment", "b"), Message("response", "c")]
+    scorer = scorer_of(judge, rubric="{prompt}: {turns} ({response})")
+    result(scorer.score([ScoringSample(torch.tensor([1]), None, lambda: said)]))
+    asked = judge.bodies[0]["messages"][0]["content"]
+    assert asked == "p: [response]\na\n\n[environment]\nb\n\n[response]\nc (ac)"
 
 
 def test_equal_questions_are_asked_once_also_at_the_same_time_and_later(judge: Judge, scorer_of: Make) -> None:
@@ -282,7 +290,7 @@ def test_closing_ends_what_waits(judge: Judge, scorer_of: Make) -> None:
         ({"model": None}, "needs a model: set reward.judge.model"),
         ({"rubric": None}, "needs a rubric: set reward.judge.rubric"),
         ({"rubric": "@none.txt"}, "reward.judge.rubric=none.txt cannot be read (No such file or directory)"),
-        ({"rubric": "Good?"}, "reward.judge.rubric holds no {response}: "),
+        ({"rubric": "Good?"}, "reward.judge.rubric holds neither {response} nor {turns}: "),
         ({"rubric": "{response} {lable}"}, "reward.judge.rubric holds {lable}, did you mean {label}? Rename it"),
         (
             {"extra_body": {"messages": []}},
