@@ -129,14 +129,14 @@ def test_the_example_serves_a_program_of_the_openai_package(token_file):
     """It looks the price up that the model asks for, and judges what the model says last."""
 
     def policy(call: Called, ids, seed) -> Action:
-        *_, last = call.prompt
-        if last["role"] == "user" and "lazy" not in last["content"]:
+        first, last = call.prompt[0], call.prompt[-1]
+        if "again" in first["content"] or (last["role"] == "user" and "lazy" not in last["content"]):
             calls = [{"type": "function", "function": {"name": "look_up", "arguments": '{"part": "3841"}'}}]
             return Action("", {"role": "assistant", "content": "", "tool_calls": calls}, (1,), (-1.0,))
         said = last["content"] if last["role"] == "tool" else "7"
         return Action(said, {"role": "assistant", "content": said}, (1,), (-1.0,))
 
-    questions = ["What does part 3841 cost?", "What does part 1000 cost?", "lazy"]
+    questions = ["What does part 3841 cost?", "What does part 1000 cost?", "lazy", "again and again"]
     price = str(random.Random("3841").randint(1000, 9999))
     tasks = [Task(each, messages=[{"role": "user", "content": each}], label=price) for each in questions]
     tasks[1] = replace(tasks[1], label="another")
@@ -149,9 +149,9 @@ def test_the_example_serves_a_program_of_the_openai_package(token_file):
         finally:
             service.kill()
             service.wait()
-        found = [ours.ended[each].observation for each in range(3)]
-        assert [each.reward for each in found] == [1.0, 0.0, 0.0]
-        assert [each.metrics for each in found] == [{"tool_calls": 1.0}, {"tool_calls": 1.0}, {"tool_calls": 0.0}]
+        found = [ours.ended[each].observation for each in range(4)]
+        assert [each.reward for each in found] == [1.0, 0.0, 0.0, 0.0]
+        assert [each.metrics["tool_calls"] for each in found] == [1.0, 1.0, 0.0, 3.0]
 
 
 def test_a_service_that_waits_hears_of_the_end_of_the_run(token_file):

@@ -35,10 +35,10 @@ def price(part: str) -> str:
 def converse(client: OpenAI, question: str) -> list[Any]:
     """The messages of a conversation of at most `TURNS` answers; the last one is the assistant's."""
     messages: list[Any] = [{"role": "user", "content": question}]
-    for _ in range(TURNS):
+    for left in reversed(range(TURNS)):
         message = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
         messages.append(message)
-        if not message.tool_calls:
+        if not message.tool_calls or not left:
             break
         for call in message.tool_calls:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": look_up(call.function.arguments)})

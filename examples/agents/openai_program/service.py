@@ -20,7 +20,7 @@ from program import converse
 SIDE_BY_SIDE = 16
 """Conversations at the same time, as many as agent.programs."""
 WAIT_S = 0.5
-"""Seconds between two tries to reach a run that has not begun."""
+"""Seconds between two tries to reach a run."""
 
 
 def main() -> None:
@@ -35,19 +35,23 @@ def serve(url: str, token: str) -> None:
     client, http = OpenAI(base_url=f"{url}/v1", api_key=token), requests.Session()
     while True:
         try:
-            given = http.post(f"{url}/sessions/next", headers=bearer(token), json={"wait_s": 20})
-        except requests.ConnectionError:
+            serve_one(http, client, url, token)
+        except requests.ConnectionError:  # the run has not begun, or is over
             time.sleep(WAIT_S)
-            continue
-        given.raise_for_status()
-        if given.status_code == requests.codes.no_content:
-            continue
-        key, task = given.json()["api_key"], given.json()["task"]
-        try:
-            verdict, content = "reward", judged(client.with_options(api_key=key), task)
-        except Exception as error:  # noqa: BLE001 of the program, and it ends one sample alone
-            verdict, content = "fail", {"reason": repr(error)}
-        http.post(f"{url}/sessions/{verdict}", headers=bearer(key), json=content)
+
+
+def serve_one(http: requests.Session, client: OpenAI, url: str, token: str) -> None:
+    """Fetch a task if there is one soon, work on it, and say what it earned, or why it failed."""
+    given = http.post(f"{url}/sessions/next", headers=bearer(token), json={"wait_s": 20})
+    given.raise_for_status()
+    if given.status_code == requests.codes.no_content:
+        return
+    key, task = given.json()["api_key"], given.json()["task"]
+    try:
+        verdict, content = "reward", judged(client.with_options(api_key=key), task)
+    except Exception as error:  # noqa: BLE001 of the program, and it ends one sample alone
+        verdict, content = "fail", {"reason": repr(error)}
+    http.post(f"{url}/sessions/{verdict}", headers=bearer(key), json=content)
 
 
 def judged(client: OpenAI, task: Mapping[str, Any]) -> dict[str, Any]:
