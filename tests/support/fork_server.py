@@ -17,12 +17,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
 GRACE_S = 30
 """Seconds from SIGTERM to SIGKILL."""
+NOTICE_S = 0.5
+"""Seconds until a rank's failure is noticed, as torchrun, too, only looks from time to time: the others can still say why."""
 
 
 def main() -> None:
@@ -95,6 +98,7 @@ def become_ranks(count: int) -> None:
         ranks.remove(pid)
         if status and not failed:
             failed = True
+            time.sleep(NOTICE_S)
             end_them()
     os._exit(failed)
 
