@@ -167,7 +167,7 @@ def require_content(answer: Message) -> None:
 
 
 class Unprompted(enum.Enum):
-    """How to read two texts without a prompt's column; the other rows of their source decide."""
+    """How to read two texts without a prompt's column; most rows of their source decide."""
 
     FAULTY = "without the prompt that other rows have"
     TRANSCRIPTS = "Anthropic-HH transcripts"
@@ -175,12 +175,12 @@ class Unprompted(enum.Enum):
 
     @staticmethod
     def of(records: Iterable[Record], config: PairDataConfig) -> "Unprompted":
-        transcripts = False
+        lead = 0  # of transcripts over other texts
         for record in records:
             if prompt_column(record, config) in record.fields:
                 return Unprompted.FAULTY
-            transcripts = transcripts or hh.is_transcript(str(record.fields.get(config.chosen_key)))
-        return Unprompted.TRANSCRIPTS if transcripts else Unprompted.SHARED_BEGINNING
+            lead += 1 if hh.is_transcript(str(record.fields.get(config.chosen_key))) else -1
+        return Unprompted.TRANSCRIPTS if lead > 0 else Unprompted.SHARED_BEGINNING
 
 
 def read_pair(record: Record, config: PairDataConfig, unprompted: Unprompted) -> tuple[Answered, Answered]:

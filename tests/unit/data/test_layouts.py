@@ -349,6 +349,16 @@ def test_whatever_a_column_holds_the_row_is_kept_or_counted(tmp_path, tokenizer,
     assert read[: len(layout.read)] == layout.read == read[-len(layout.read) :]
 
 
+@pytest.mark.parametrize(("few", "most", "kept"), [("x x", HH, 2), (HH, "x x", 3)], ids=["transcripts", "texts"])
+def test_most_rows_decide_how_pairs_without_a_prompt_are_read(tmp_path, tokenizer, few, most, kept):
+    """A few others do not turn the rest into faulty rows; a transcript among texts is read as one."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"chosen": f"{text} y", "rejected": f"{text} z"} for text in (most, few, most)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, report = pairs(str(path), {}, tokenizer)
+    assert (report.kept, report.dropped.total()) == (kept, 3 - kept)
+
+
 def test_the_documented_layouts_are_those_tried_here():
     assert len(LAYOUTS) >= 30
     documented = [(name, row) for name, row, *_ in table_rows(ROOT / "docs" / "data.md", "layout")]
