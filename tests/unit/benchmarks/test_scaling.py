@@ -57,5 +57,5 @@ def test_samples_are_complete_after_their_tokens_have_been_decoded(world):
 def test_more_ranks_than_micro_batches_do_not_help_unless_they_are_made_smaller(world):
     few, many = (scaling.passes(world, 128, ranks, 3, 3) for ranks in (64, 512))
     assert few == many
-    spread = replace(world, spread=True)
+    spread = replace(world, spread=True, within_nodes=True)
     assert scaling.passes(spread, 128, 512, 3, 3) < scaling.passes(spread, 128, 64, 3, 3) < few
