@@ -68,6 +68,7 @@ EXAMPLE = Example(
         "agent.path": Path(__file__).parent / "environment.py",
         "algorithm.num_rollout_samples": 96,
         "engine.optim.lr": 5e-4,
+        "engine.scheduler.name": "linear",
     },
 )
 
