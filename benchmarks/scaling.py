@@ -25,16 +25,16 @@ INPUTS: dict[str, tuple[float, str, str]] = {
     "gpus": (8, "GPUs of a node", "DGX H100 data sheet"),
     "parameters": (70.6e9, "parameters", "Llama 3 70B"),
     "kv": (80 * 2 * 8 * 128 * 2, "bytes of a token in the KV cache", "Llama 3 70B: 80 layers, 8 heads of 128, bf16"),
-    "tensors": (723, "tensors of the model", "Llama 3 70B, its safetensors index"),
     "compute_share": (0.40, "share of the peak that forward and backward reach", "the Llama 3 paper: 0.38 to 0.43"),
     "decode_share": (0.60, "share of the memory's bandwidth that decoding reaches", "assumed"),
     "network_share": (0.70, "share of the network's bandwidth that collectives reach", "assumed"),
-    "samples": (1024, "rollouts of a step", "NeMo-Aligner, arXiv 2405.01481"),
-    "batch": (128, "samples of an optimizer step", "NeMo-Aligner's tutorial"),
+    "samples": (1024, "rollouts of a step", "NeMo-Aligner's user guide, RLHF"),
+    "batch": (128, "samples of an optimizer step", "NeMo-Aligner's user guide, RLHF"),
     "prompt": (300, "tokens of a prompt", "assumed"),
-    "mean": (0.5, "mean response, as a share of the longest", "assumed"),
+    "response": (335, "tokens of a response, mean", "NeMo-Aligner's user guide, RLHF: 323 to 351"),
     "aligner_decode": (2.5e-3, "seconds of a decoding step beside the memory's, TensorRT-LLM", "assumed"),
-    "aligner_batch": (8, "samples that are decoded together, each batch to its end", "NeMo-Aligner's default"),
+    "aligner_batch": (8, "samples that are decoded together, each batch to its end", "NeMo-Aligner's user guide, RLHF"),
+    "aligner_64": (16, "the same on 64 nodes", "NeMo-Aligner's user guide, RLHF"),
     "aligner_stages": (4, "pipeline stages, beside tensor parallelism within a node", "assumed: the critic fits 4 nodes"),
     "our_decode": (11e-3, "seconds of a decoding step beside the memory's, vLLM", "benchmarks.md, One GPU: with CUDA graphs"),
     "our_transfer": (4.2e9, "bytes/s of a verified transfer", "benchmarks.md, One GPU: 0.72 GB in 0.17 s"),
@@ -49,8 +49,9 @@ UNSURE = {
     "decode_share": 0.25,
     "network_share": 0.3,
     "prompt": 0.5,
-    "mean": 0.3,
+    "aligner_decode": 0.5,
     "our_decode": 0.4,
+    "our_transfer": 0.5,
 }
 """Standard deviation of the logarithm of those that are assumed, or measured on something else."""
 PUBLISHED = {(8, 4): 366.7, (16, 8): 190.4, (32, 16): 108.0, (64, 32): 56.9}
@@ -83,12 +84,12 @@ class World:
 
     @property
     def tokens(self) -> float:
-        """Of all samples, prompts included."""
-        return self.samples * (self.prompt + self.mean * self.longest)
+        """Tokens of all samples, prompts included."""
+        return self.samples * (self.prompt + self.response)
 
     @property
     def bytes(self) -> float:
-        """Of the weights in bf16."""
+        """Bytes of the weights in bf16."""
         return 2 * self.parameters
 
     def compute(self, passes: float, tokens: float, gpus: float) -> float:
@@ -108,8 +109,9 @@ class World:
 
 def aligner(world: World, actor: int, critic: int) -> dict[str, float]:
     """Seconds of NeMo-Aligner's step, by part: batches of samples one after the other, pipelines, critic beside the actor."""
-    batches = math.ceil(world.samples / actor / world.aligner_batch)
-    step = world.decode(world.aligner_batch, world.prompt + world.longest / 2, world.aligner_decode)
+    together = world.aligner_64 if actor == 64 else world.aligner_batch
+    batches = math.ceil(world.samples / actor / together)
+    step = world.decode(together, world.prompt + world.longest / 2, world.aligner_decode)
 
     def pipelined(nodes: int, passes: float, batch: float) -> float:
         replicas = nodes / world.aligner_stages
@@ -144,16 +146,12 @@ def fitted(world: World, published: Mapping[tuple[int, int], float]) -> World:
 
 
 def lengths(world: World, seed: int = 0) -> np.ndarray:
-    """Of all responses: log-normal, cut at the longest."""
+    """Tokens of each response, drawn from a log-normal distribution that is cut at the longest."""
     drawn = np.random.default_rng(seed).lognormal(0.0, 0.8, int(world.samples))
-    low, high = 0.0, world.longest
+    low, high = 0.0, 10 * world.longest
     for _ in range(40):
         scale = (low + high) / 2
-        low, high = (
-            (scale, high)
-            if np.minimum(drawn * scale, world.longest).mean() < world.mean * world.longest
-            else (low, scale)
-        )
+        low, high = (scale, high) if np.minimum(drawn * scale, world.longest).mean() < world.response else (low, scale)
     return np.minimum(drawn * scale, world.longest)
 
 
@@ -274,7 +272,7 @@ def drawn(plain: World, seed: int) -> World:
     """A world in which what is unsure is another."""
     rng = np.random.default_rng(seed)
     values = {name: plain.values[name] * math.exp(rng.normal(0, spread)) for name, spread in UNSURE.items()}
-    for name in ("compute_share", "decode_share", "network_share", "mean"):
+    for name in ("compute_share", "decode_share", "network_share"):
         values[name] = min(0.95, values[name])
     return replace(plain, values={**plain.values, **values})
 

@@ -66,7 +66,7 @@ class ScoringSample:
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """What follows the prompt: ``role`` and ``content`` of each response, and of what the environment said in between."""
+        """The ``role`` and ``content`` of each message after the prompt: responses, and what the environment said in between."""
         return [{"role": message.role, "content": message.text} for message in self.messages[1:]]
 
 

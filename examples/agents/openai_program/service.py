@@ -55,7 +55,7 @@ def serve_one(http: requests.Session, client: OpenAI, url: str, token: str) -> N
 
 
 def judged(client: OpenAI, task: Mapping[str, Any]) -> dict[str, Any]:
-    """What a conversation about the task's question earned: 1 for the right answer."""
+    """Converse about the task's question, and return the reward of it: 1 for the right answer."""
     _, *said, last = converse(client, task["messages"][0]["content"])
     calls = sum(isinstance(message, dict) for message in said)
     return {"reward": float((last.content or "").strip() == task["label"]), "metrics": {"tool_calls": calls}}
