@@ -132,7 +132,7 @@ def kernels(models: Path, folder: Path) -> Row:
             logprobs = nsr.batch_logprobs(engine, tokens, lengths, mask, config, device, nsr.Ranks())
             torch.cuda.synchronize()
             seconds = time.monotonic() - started
-        for batch in nsr.micro_batch_iterator(tokens, lengths, mask, config, device):
+        for batch, _ in nsr.micro_batch_iterator(tokens, lengths, mask, config, device, nsr.Ranks()):
             engine.backward(engine(batch.input_ids, batch.action_mask).logprobs.sum() / len(tokens))
         peak = torch.cuda.max_memory_allocated() / 2**30
         weights = dict(engine.hf_weights())[SEEN].float().cpu()

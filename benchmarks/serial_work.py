@@ -88,7 +88,7 @@ def one_step(
     timers.lap("critic's batch")
     for rows in plan:
         for _ in micro_batch_iterator(
-            experience.tokens, experience.lengths, experience.mask, builder.engine, builder.device, rows
+            experience.tokens, experience.lengths, experience.mask, builder.engine, builder.device, builder.ranks, rows
         ):
             pass
     timers.lap("micro-batches of the update")

@@ -75,7 +75,8 @@ class Checkpoints:
             self._group.run(BeginFiles(directory))
         self._worker.wait_for_files()
         with self._gate.model_lock:
-            if error := self._group.run(EndFiles()):
+            failures = self._group.run_each([EndFiles()] * self._group.size)
+            if error := next(filter(None, failures), None):
                 raise error
 
     def commit(self, request: protocol.CommitRequest) -> dict[str, Any]:

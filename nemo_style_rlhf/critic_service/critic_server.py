@@ -16,11 +16,10 @@ from nemo_style_rlhf.critic_service.gate import Gate
 from nemo_style_rlhf.critic_service.ledger import Ledger
 from nemo_style_rlhf.critic_service.once import once
 from nemo_style_rlhf.critic_service.protocol import InferRequest, TrainPart
-from nemo_style_rlhf.critic_service.reward_model import Score
 from nemo_style_rlhf.critic_service.reward_server import reward_handler
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors, response
 from nemo_style_rlhf.critic_service.store import START_WEIGHTS, CriticCheckpointStore
-from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker, Infer, Train
+from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.engine.engine import NonFiniteError
 from nemo_style_rlhf.engine.process_group import init_distributed
@@ -35,7 +34,6 @@ class Critic:
 
     def __init__(self, worker: CriticWorker, ledger: Ledger, limits: protocol.Limits, gate: Gate) -> None:
         self._worker = worker
-        self._group = worker.group
         self._ledger = ledger
         self._limits = limits
         self._gate = gate
@@ -55,9 +53,9 @@ class Critic:
                 )
             answer = {protocol.CRITIC_STEP.name: np.array([self._ledger.step], dtype=np.int64)}
             if wanted.values:
-                answer[protocol.VALUES.name] = self._group.run(Infer(request))
-            if wanted.rewards:
-                answer[protocol.REWARDS.name] = self._group.run(Score(request))
+                answer[protocol.VALUES.name] = self._worker.values(request)
+            if wanted.rewards and self._worker.reward is not None:
+                answer[protocol.REWARDS.name] = self._worker.reward.rewards(request)
         return answer
 
     def train(self, inputs: Mapping[str, Array]) -> Tensors:
@@ -86,7 +84,7 @@ class Critic:
             self._ledger.drop()
             raise
         try:
-            metrics = self._group.run(Train(InferRequest(tokens, lengths), returns, old_values, mask, plan, step))
+            metrics = self._worker.train(InferRequest(tokens, lengths), returns, old_values, mask, plan, step)
         except NonFiniteError as error:
             raise ProtocolError(
                 Code.NON_FINITE,
@@ -163,7 +161,7 @@ def _composed(config: PPOCriticConfig, worker: CriticWorker, store: CriticCheckp
         protocol.SHUTDOWN: critic.shutdown,
     }
     if worker.reward is not None:
-        handlers[protocol.REWARD_INFER] = reward_handler(worker.reward.text, worker.group, limits, gate)
+        handlers[protocol.REWARD_INFER] = reward_handler(worker.reward, limits, gate)
     return Service(
         worker.identity,
         limits,

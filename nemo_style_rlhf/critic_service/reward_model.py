@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from nemo_style_rlhf.critic_service.batches import Batches
@@ -15,13 +16,15 @@ from nemo_style_rlhf.transport.messages import Array
 
 @dataclass(frozen=True)
 class Score(Message[Array]):
-    """Compute rewards float32 [B]."""
+    """Compute rewards float32 [B] of the sequences that a rank answers for; 0 for others."""
 
     request: InferRequest
+    micro_batches: list[tuple[list[int], bool]]
+    """As in :class:`Share`."""
 
 
 class RewardModel:
-    """Handles :class:`Score`. Not thread-safe: one message at a time."""
+    """Answers :meth:`rewards` and handles :class:`Score`. Not thread-safe: one message at a time."""
 
     def __init__(
         self, model: ScalarModel | PooledModel, text: RewardText, batches: Batches, group: WorkerGroup, *,
@@ -42,19 +45,27 @@ class RewardModel:
         if self._host_copy is None:
             self._model.to(batches.device)
 
+    def rewards(self, request: InferRequest) -> Array:
+        """On the first rank: rewards float32 [B]."""
+        shares = self._batches.shares(request.lengths)
+        answers = self._group.run_each([Score(share.of(request), share.steps[0]) for share in shares])
+        rewards = np.zeros(len(request.lengths), dtype=np.float32)
+        for share, answer in zip(shares, answers, strict=True):
+            counted = share.counted
+            rewards[[share.rows[place] for place in counted]] = answer[counted]
+        return rewards
+
     @torch.no_grad()
     def _score(self, message: Score) -> Array:
         request = message.request
-        lengths = request.lengths.tolist()
-        rewards = torch.zeros(len(lengths))
+        rewards = torch.zeros(len(request.lengths))
         if self._host_copy is not None:
             self._host_copy.load()
-        for rows, counts in self._group.shard(self._batches.split(lengths)):
-            if not counts:
-                continue
-            token_ids, attention_mask = self._batches.inputs(request, rows)
-            rewards[rows] = self._model.rewards(token_ids, attention_mask)[: len(rows)].cpu()
-        return self._group.sum(rewards).numpy()
+        for rows, counts in message.micro_batches:
+            if counts:
+                token_ids, attention_mask = self._batches.inputs(request, rows)
+                rewards[rows] = self._model.rewards(token_ids, attention_mask)[: len(rows)].cpu()
+        return rewards.numpy()
 
     def rest(self) -> None:
         """Free the device's memory if weights are offloaded."""

@@ -11,7 +11,7 @@ from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.gate import Gate
 from nemo_style_rlhf.critic_service.identity import Identity
-from nemo_style_rlhf.critic_service.reward_model import RewardModel, Score
+from nemo_style_rlhf.critic_service.reward_model import RewardModel
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.data.reward_text import RewardText
@@ -21,20 +21,21 @@ from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.scalar import PooledModel, pad_token
 from nemo_style_rlhf.models.scalar_loading import load_reward_model
 from nemo_style_rlhf.schema.chat import Chat
+from nemo_style_rlhf.schema.common import row_multiple
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
 
 
-def reward_handler(text: RewardText, group: WorkerGroup, limits: protocol.Limits, gate: Gate) -> Handler:
-    """``reward_infer`` of a group that has a reward model, whose sequences ``text`` forms."""
+def reward_handler(reward: RewardModel, limits: protocol.Limits, gate: Gate) -> Handler:
+    """``reward_infer`` of a reward model."""
 
     def infer(inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_reward(inputs, limits)
         texts = zip(request.prompts, request.responses, strict=True)
-        sequences = [_token_ids(text, row, *pair) for row, pair in enumerate(texts)]
+        sequences = [_token_ids(reward.text, row, *pair) for row, pair in enumerate(texts)]
         tokenised = validation.read_tokenised(sequences, limits)
         with gate.models(f"scoring of {len(sequences)} texts"):
-            return {protocol.REWARDS.name: group.run(Score(tokenised))}
+            return {protocol.REWARDS.name: reward.rewards(tokenised)}
 
     return infer
 
@@ -74,11 +75,11 @@ def load_reward_server(config: RewardServerProcessConfig, device: torch.device, 
     )
     batches = Batches(
         micro_batch_tokens=config.reward.micro_batch_tokens,
-        row_multiple=config.reward.row_multiple,
+        row_multiple=row_multiple(config.reward.row_multiple, device.type),
         pad_token_id=pad_token(model.hf),
         device=device,
     )
-    group, gate, limits = WorkerGroup(), Gate(), identity.limits(config.server.max_request_bytes)
-    reward = RewardModel(model, text, batches, group)
-    handlers = {protocol.REWARD_INFER: reward_handler(reward.text, group, limits, gate)}
+    gate, limits = Gate(), identity.limits(config.server.max_request_bytes)
+    reward = RewardModel(model, text, batches, WorkerGroup())
+    handlers = {protocol.REWARD_INFER: reward_handler(reward, limits, gate)}
     return Service(identity, limits, handlers, gate)

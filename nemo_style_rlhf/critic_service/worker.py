@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,37 +33,34 @@ from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel, pad_token
 from nemo_style_rlhf.models.scalar_loading import load_reward_model, starting_critic
+from nemo_style_rlhf.schema.common import row_multiple
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
-from nemo_style_rlhf.transport.messages import Array
+from nemo_style_rlhf.transport.messages import Array, unragged
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Infer(Message[Array]):
-    """Compute values float32 [N] per state."""
+    """Compute values float32 [N] per state of the sequences that a rank answers for; 0 for others."""
 
     request: InferRequest
+    micro_batches: list[tuple[list[int], bool]]
+    """As in :class:`Share`."""
 
 
 @dataclass(frozen=True)
-class Train(Message[dict[str, float]]):
-    """Take one train step: an optimizer step with the clipped value loss for every mini-batch of ``plan``.
-
-    The result is metrics, means over the optimizer steps; ``tokens`` counts unmasked tokens, ``explained_variance`` is that of
-    the values each token had just before the optimizer step that used it.
-
-    Raises:
-        NonFiniteError: the loss or gradient is NaN or infinite: the weights in memory are lost, checkpoints are not.
-        Abandoned: ``should_stop`` of the first rank said so.
-    """
+class Train(Message["_Totals"]):
+    """Take the optimizer steps of a train step on this rank's micro-batches. Raises as :meth:`CriticWorker.train`."""
 
     request: InferRequest
     returns: Array
     """float32 [N], aligned with ``request.tokens``, as are the next two."""
     old_values: Array
     mask: Array
-    plan: TrainPlan
+    steps: list[list[tuple[list[int], bool]]]
+    """As in :class:`Share`."""
+    normalizers: list[float]
     step: int
     """Its number; dropout is a function of it, so that a critic that was restored needs no generator's state."""
 
@@ -82,7 +80,7 @@ class BeginFiles(Message[None]):
 
 @dataclass(frozen=True)
 class EndFiles(Message[BaseException | None]):
-    """Wait until every rank has written; the result says why the first that could not has not."""
+    """Wait until the rank has written; the result says why it could not."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Abandoned(Exception):
 class CriticWorker:
     """The trained critic, and the frozen reward model beside it. Not thread-safe: one message at a time.
 
-    All ranks of :attr:`group` share the micro-batches, which are those of one rank.
+    The ranks of :attr:`group` share the micro-batches.
     """
 
     def __init__(self, config: PPOCriticConfig, device: torch.device, *, should_stop: Callable[[], bool]) -> None:
@@ -147,9 +145,10 @@ class CriticWorker:
         """SHA-256 over the weights from which the critic starts."""
         self.batches = Batches(
             micro_batch_tokens=config.engine.micro_batch_tokens,
-            row_multiple=config.engine.row_multiple,
+            row_multiple=row_multiple(config.engine.row_multiple, device.type),
             pad_token_id=pad_token(critic.hf),
             device=device,
+            ranks=self.group.size,
         )
         if served is not None and text is not None:
             offload = config.critic.offload_reward_model
@@ -195,27 +194,69 @@ class CriticWorker:
             )
         return model, RewardText(path, tokenizer, append_eos=config.append_eos)
 
+    def values(self, request: InferRequest) -> Array:
+        """On the first rank: values float32 [N] per state."""
+        shares = self.batches.shares(request.lengths)
+        answers = self.group.run_each([Infer(share.of(request), share.steps[0]) for share in shares])
+        offsets, values = request.offsets, np.zeros(len(request.tokens), dtype=np.float32)
+        for share, answer in zip(shares, answers, strict=True):
+            of_rows = unragged(answer, request.lengths[share.rows])
+            for place in share.counted:
+                row = share.rows[place]
+                values[offsets[row] : offsets[row + 1]] = of_rows[place]
+        return values
+
+    def train(
+        self, request: InferRequest, returns: Array, old_values: Array, mask: Array, plan: TrainPlan, step: int
+    ) -> dict[str, float]:
+        """On the first rank: take one train step, an optimizer step with the clipped value loss for every mini-batch of ``plan``.
+
+        Args:
+            returns, old_values, mask: float32 [N], aligned with ``request.tokens``.
+            step: its number.
+
+        Returns:
+            Metrics, means over the optimizer steps; ``tokens`` counts unmasked tokens, ``explained_variance`` is that of the
+            values each token had just before the optimizer step that used it.
+
+        Raises:
+            NonFiniteError: the loss or gradient is NaN or infinite: the weights in memory are lost, checkpoints are not.
+            Abandoned: ``should_stop`` of the first rank said so.
+        """
+        started = time.monotonic()
+        messages = [
+            Train(
+                share.of(request), share.pick(returns, request), share.pick(old_values, request), share.pick(mask, request),
+                share.steps, plan.normalizers, step,
+            )
+            for share in self.batches.shares(request.lengths, plan.mini_batches)
+        ]  # fmt: skip
+        totals = _Totals.of(self.group.run_each(messages))
+        metrics = totals.metrics(seconds=time.monotonic() - started)
+        log.info(
+            "train step %d: %d sequences in %.3g s, loss %.4g, explained variance %.3g", step, len(request.lengths),
+            metrics["seconds"], metrics["loss"], metrics["explained_variance"],
+        )  # fmt: skip
+        return metrics
+
     @torch.no_grad()
     def _infer(self, message: Infer) -> Array:
         request = message.request
         self.engine.eval()
-        lengths = request.lengths.tolist()
-        offsets = request.offsets
+        lengths, offsets = request.lengths.tolist(), request.offsets
         values = torch.zeros(len(request.tokens))
-        for rows, counts in self.group.shard(self.batches.split(lengths)):
+        for rows, counts in message.micro_batches:
             token_values = self.engine(*self.batches.inputs(request, rows)).cpu()
             if counts:
                 places = [torch.arange(offsets[row], offsets[row + 1]) for row in rows]
                 values[torch.cat(places)] = unpad(token_values, [lengths[row] for row in rows])
-        return self.group.sum(values).numpy()
+        return values.numpy()
 
-    def _train(self, message: Train) -> dict[str, float]:
-        started = time.monotonic()
+    def _train(self, message: Train) -> "_Totals":
         if self.reward is not None:
             self.reward.rest()
-        request, plan = message.request, message.plan
+        request = message.request
         arrays = message.old_values, message.returns, message.mask
-        lengths = request.lengths.tolist()
         totals = _Totals()
 
         def loss(number: int, rows: list[int], counts: bool) -> Tensor:
@@ -225,25 +266,15 @@ class CriticWorker:
             old, target, weight = (self.batches.padded(array, request, rows) for array in arrays)
             if not counts:
                 weight = torch.zeros_like(weight)
-            result = value_loss(
-                values, old, target, weight, clip=self.config.critic.loss_clip_val, normalizer=plan.normalizers[number]
-            )
+            clip, normalizer = self.config.critic.loss_clip_val, message.normalizers[number]
+            result = value_loss(values, old, target, weight, clip=clip, normalizer=normalizer)
             if counts:
                 totals.add(result, values.detach(), target, weight)
             return result.loss
 
-        micro_batches = (
-            [[rows[pick] for pick in picks] for picks in self.batches.split([lengths[row] for row in rows])]
-            for rows in plan.mini_batches
-        )
         seed = mixed_seed(self.config.run.seed, message.step, self.group.rank)
-        totals.steps = optimizer_steps(self.engine, self.group, micro_batches, loss, seed=seed)
-        metrics = _Totals.of(self.group.all_gather(totals)).metrics(seconds=time.monotonic() - started)
-        log.info(
-            "train step %d: %d sequences in %.3g s, loss %.4g, explained variance %.3g", message.step, len(lengths),
-            metrics["seconds"], metrics["loss"], metrics["explained_variance"],
-        )  # fmt: skip
-        return metrics
+        totals.steps = optimizer_steps(self.engine, message.steps, loss, seed=seed)
+        return totals
 
     def _take_snapshot(self, _: TakeSnapshot) -> None:
         self._snapshot = Snapshot()  # of a save that never came to its files
@@ -258,7 +289,7 @@ class CriticWorker:
         wait([self._files])
 
     def _end_files(self, _: EndFiles) -> BaseException | None:
-        return next(filter(None, self.group.all_gather(self._files.exception())), None)
+        return self._files.exception()
 
     def _load(self, message: Load) -> None:
         self.engine.load(message.directory)

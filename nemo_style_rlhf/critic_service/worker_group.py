@@ -1,10 +1,10 @@
 """One service over several ranks: the first answers requests, and every rank handles the messages that it sends.
 
-A message is a frozen dataclass that holds everything the other ranks need; nothing else reaches them.
+A message is a frozen dataclass that holds everything its rank needs; nothing else reaches it.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from nemo_style_rlhf.checkpoint.files import STORAGE_ERRORS, storage_failure
@@ -21,7 +21,7 @@ class OutOfStep(Exception):
 
 
 class Message(Generic[Result]):
-    """Base of the messages; ``Result`` is the type that a handler returns on the first rank."""
+    """Base of the messages; ``Result`` is the type that a handler returns."""
 
 
 class WorkerGroup(Ranks):
@@ -36,17 +36,25 @@ class WorkerGroup(Ranks):
         self._handlers |= handlers
 
     def run(self, message: Message[Result]) -> Result:
-        """On the first rank: have every rank handle ``message``; returns the result of this rank.
+        """On the first rank: have every rank handle ``message``; returns the result of this rank. Raises as :meth:`run_each`."""
+        return self._send([message] * self.size, gathers=False)
+
+    def run_each(self, messages: Sequence[Message[Result]]) -> list[Result]:
+        """On the first rank: have each rank handle its own of ``messages``, all of one type; returns the results in order.
 
         Raises:
             TypeError: no member handles such a message; it was not sent.
             OutOfStep: the disk refused while other ranks handle the message, too.
         """
-        if type(message) not in self._handlers:
-            raise TypeError(f"no member of the worker group handles {type(message).__name__}")
-        self.from_first(message)
+        return self.gather(self._send(messages, gathers=True))
+
+    def _send(self, messages: Sequence[Message[Result]], *, gathers: bool) -> Result:
+        handled = type(messages[0])
+        if handled not in self._handlers:
+            raise TypeError(f"no member of the worker group handles {handled.__name__}")
+        own, _ = self.scatter([(message, gathers) for message in messages])
         try:
-            result: Result = self._handlers[type(message)](message)
+            result: Result = self._handlers[handled](own)
         except STORAGE_ERRORS as error:
             if self.size > 1 and (reason := storage_failure(error)):
                 raise OutOfStep(f"the disk refused ({reason}) in the middle of a call of {self.size} ranks") from error
@@ -55,7 +63,7 @@ class WorkerGroup(Ranks):
 
     def dismiss(self) -> None:
         """On the first rank: let :meth:`follow` return."""
-        self.from_first(None)
+        self.scatter([None] * self.size)
 
     def follow(self) -> None:
         """On the others: handle what the first rank sends, until it dismisses them.
@@ -63,8 +71,11 @@ class WorkerGroup(Ranks):
         Raises:
             RuntimeError: the first rank is gone.
         """
-        while (message := self.from_first(None)) is not None:
+        while (sent := self.scatter(None)) is not None:
+            message, gathers = sent
             try:
-                self._handlers[type(message)](message)
+                result = self._handlers[type(message)](message)
+                if gathers:
+                    self.gather(result)
             except NonFiniteError as error:  # the first rank has it, too: it answers, and ends all
                 LOGGER.error("%s", error)

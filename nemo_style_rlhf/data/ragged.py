@@ -3,6 +3,7 @@
 `flat` tensors have shape [N, ...] with ``N == sum(lengths)``; padding is on the right.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -37,21 +38,37 @@ def padded_rows(rows: int, longest: int, *, multiple: int, token_budget: int) ->
     return max(rows, min(round_up(rows, multiple), token_budget // longest))
 
 
-def micro_batches(lengths: Sequence[int], *, token_budget: int) -> list[list[int]]:
+def micro_batches(
+    lengths: Sequence[int], *, token_budget: int, ranks: int = 1, row_multiple: int = 1
+) -> list[list[int]]:
     """Split sequences into micro-batches of at most ``token_budget`` padded tokens (rows x longest row).
 
-    The split is a pure function of ``lengths``: longest first, ties by index, so that sequences in a micro-batch have similar
-    lengths and little padding. A sequence longer than the budget is alone in its micro-batch.
+    The split is a pure function of the arguments: longest first, ties by index, so that sequences in a micro-batch have similar
+    lengths and little padding. A sequence longer than the budget is alone in its micro-batch. For several ranks, which take one
+    micro-batch each at a time, the budget is lowered as far as that takes no further round, so that the last round has work for
+    all of them, and all micro-batches of a round take about as long.
+
+    Args:
+        row_multiple: rows of a micro-batch are padded to a multiple of this; fewer would save no time.
 
     Returns:
         Lists of indices into ``lengths``; each index occurs once.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    batches: list[list[int]] = []
-    for index in order:
-        longest = lengths[batches[-1][0]] if batches else 0
-        if batches and (len(batches[-1]) + 1) * longest <= token_budget:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
+
+    def cut(budget: int) -> list[list[int]]:
+        batches, first = [], 0
+        while first < len(order):
+            longest = lengths[order[first]]
+            rows = max(1, budget // longest)
+            if ranks > 1:
+                rows = max(rows - rows % row_multiple, min(row_multiple, token_budget // longest), 1)
+            batches.append(order[first : first + rows])
+            first += rows
+        return batches
+
+    if ranks == 1:
+        return cut(token_budget)
+    most = round_up(len(cut(token_budget)), ranks)
+    smallest = bisect_left(range(token_budget), True, key=lambda budget: len(cut(budget)) <= most)
+    return cut(smallest)

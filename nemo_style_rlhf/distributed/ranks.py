@@ -1,6 +1,7 @@
 """Divides work over ranks, and exchanges the results."""
 
 import itertools
+import pickle
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -69,12 +71,10 @@ class Ranks:
     def shard(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
         """The parts that this rank computes, each with a flag that says whether it counts.
 
-        Every rank gets the same number of parts; extra ones do not count. Without them, collectives inside a forward or backward
-        pass would wait for ranks that have run out of parts.
+        Every rank gets the same number of parts; extra ones, copies of the last, do not count. Without them, collectives inside a
+        forward or backward pass would wait for ranks that have run out of parts.
         """
-        for first in range(0, len(parts), self.size):
-            own = first + self.rank
-            yield (parts[own], True) if own < len(parts) else (parts[0], False)
+        return shard(parts, self.rank, self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The elementwise sum over ranks of CPU tensors of one shape, in place; exact where all but one rank have 0."""
@@ -107,12 +107,41 @@ class Ranks:
         self.all_gather(None)
 
     def from_first(self, value: Any) -> Any:
-        """The value that the first rank passes."""
+        """The value that the first rank passes.
+
+        Each rank gets one part of it from the first and the others from each other, so that the first one does not send it as
+        often as there are ranks.
+        """
         if self.size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if self.is_first else None
+        length = torch.tensor(0 if content is None else len(content))
+        dist.broadcast(length, src=0, group=self._group)
+        own = torch.empty(-(-int(length) // self.size), dtype=torch.uint8)
+        parts = None
+        if content is not None:
+            parts = list(torch.nn.functional.pad(content, (0, self.size * len(own) - len(content))).chunk(self.size))
+        dist.scatter(own, parts, src=0, group=self._group)
+        whole = own.new_empty(self.size * len(own))
+        dist.all_gather_into_tensor(whole, own, group=self._group)
+        return value if self.is_first else pickle.loads(memoryview(whole.numpy())[: int(length)])
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """The value that the first rank passes for this rank; the other ranks pass None."""
+        if self.size == 1:
+            assert values is not None
+            return values[0]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, None if values is None else list(values), src=0, group=self._group)
         return box[0]
+
+    def gather(self, result: Result) -> list[Result]:
+        """On the first rank the results of all ranks, in order; empty on the others."""
+        if self.size == 1:
+            return [result]
+        gathered: list[Any] = [None] * self.size if self.is_first else []
+        dist.gather_object(result, gathered if self.is_first else None, dst=0, group=self._group)
+        return gathered
 
     def on_first(self, compute: Callable[[], Result]) -> Result:
         """Call ``compute`` on the first rank only, and return its result, or raise its error, on all."""
@@ -157,6 +186,13 @@ class Flag:
     def raised(self, now: bool) -> bool:
         """Whether the flag is raised; with ``now``, raise it first."""
         return now if self._store is None else self._store.add("raised", now) > 0
+
+
+def shard(parts: Sequence[Part], rank: int, ranks: int) -> Iterator[tuple[Part, bool]]:
+    """:meth:`Ranks.shard` of any rank."""
+    for first in range(0, len(parts), ranks):
+        own = first + rank
+        yield parts[min(own, len(parts) - 1)], own < len(parts)
 
 
 @dataclass

@@ -1,13 +1,12 @@
 """The loop of optimizer steps, shared by actor and critic."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 
 MicroBatch = TypeVar("MicroBatch")
@@ -24,16 +23,16 @@ class OptimizerStep:
 
 def optimizer_steps(
     engine: Engine,
-    ranks: Ranks,
-    plan: Iterable[Sequence[MicroBatch]],
+    plan: Iterable[Iterable[tuple[MicroBatch, bool]]],
     loss: Callable[[int, MicroBatch, bool], Tensor],
     *,
     seed: int,
     skipped: Callable[[int], bool] = lambda number: False,
 ) -> list[OptimizerStep]:
-    """Take an optimizer step for each entry of ``plan``, which lists the micro-batches of that step; ranks share them.
+    """Take an optimizer step for each entry of ``plan``, which lists this rank's micro-batches of that step.
 
     Args:
+        plan: each micro-batch has a flag that says whether it counts. Every rank has as many, see :meth:`Ranks.shard`.
         loss: computes the loss of a micro-batch of step ``number``, a part of the whole step's loss. If its last argument is
             False, the loss must be 0, but from the same forward.
         seed: dropout seed, so that a restored model needs no saved state of a random generator. Each rank gives its own.
@@ -49,7 +48,7 @@ def optimizer_steps(
         losses = []
         learns = not skipped(number)
         with torch.set_grad_enabled(learns):
-            for micro_batch, counts in ranks.shard(micro_batches):
+            for micro_batch, counts in micro_batches:
                 part = loss(number, micro_batch, counts)
                 if learns:
                     engine.backward(part)
@@ -71,7 +70,7 @@ class TokenMeans:
     def add(self, tokens: float, **means: Tensor) -> None:
         self.tokens += tokens
         for name, mean in means.items():
-            self.totals[name] = self.totals.get(name, 0.0) + float(mean) * tokens
+            self.totals[name] = self.totals.get(name, 0.0) + (float(mean) * tokens if tokens else 0.0)  # no mean of nothing
 
     @staticmethod
     def of(shards: "Collection[TokenMeans]") -> "TokenMeans":

@@ -88,7 +88,7 @@ def _batch(config: PlanConfig, samples: int, prompt: int, response: int) -> Batc
     engine, length = config.engine, prompt + response
     rows = max(1, min(samples, engine.micro_batch_tokens // length))
     if not config.model.packing:
-        rows = padded_rows(rows, length, multiple=engine.row_multiple, token_budget=engine.micro_batch_tokens)
+        rows = padded_rows(rows, length, multiple=engine.row_multiple or 8, token_budget=engine.micro_batch_tokens)
     return Batch(rows=rows, length=round_up(length, 8), actions=min(rows, samples) * response)
 
 

@@ -46,5 +46,5 @@ def _batch(config: PlanConfig, samples: int, length: int) -> Batch:
     engine = config.critic.engine
     rows = max(1, min(samples, engine.micro_batch_tokens // length))
     if not config.critic.model.packing:
-        rows = padded_rows(rows, length, multiple=engine.row_multiple, token_budget=engine.micro_batch_tokens)
+        rows = padded_rows(rows, length, multiple=engine.row_multiple or 8, token_budget=engine.micro_batch_tokens)
     return Batch(rows=rows, length=length, actions=0)

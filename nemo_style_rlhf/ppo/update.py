@@ -1,7 +1,7 @@
 """The actor's update on one rollout."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,31 +69,27 @@ def update_actor(
         NonFiniteError: a loss or gradient is not finite.
     """
     last_epoch = len(plan) - len(plan) // config.ppo_epochs
-    signal = _only_signal(experience, config)
-    normalizers: list[float] = []
-    empty: list[bool] = []
     means, first = TokenMeans(), TokenMeans()
-
     sizes = episode_sizes(experience)
-
-    def micro_batches() -> Iterator[list[MicroBatch]]:
-        for rows, samples in zip(plan, samples_per_step(experience, plan), strict=True):
-            batches = list(
-                micro_batch_iterator(
-                    experience.tokens,
-                    experience.lengths,
-                    experience.mask,
-                    engine.config,
-                    engine.device,
-                    rows,
-                    experience.temperatures,
-                )
-            )
-            normalizers.append(
-                loss_normalizer(batches, config.loss_aggregation, sizes.episode, samples=samples, max_length=max_length)
-            )
-            empty.append(signal is not None and not any(signal[batch.positions].any() for batch in batches))
-            yield batches
+    normalizers = [
+        loss_normalizer(sizes, rows, config.loss_aggregation, samples=samples, max_length=max_length)
+        for rows, samples in zip(plan, samples_per_step(experience, plan), strict=True)
+    ]
+    teaching = _teaching_rows(experience, config)
+    empty = [teaching is not None and not any(teaching[row] for row in rows) for rows in plan]
+    micro_batches = (
+        micro_batch_iterator(
+            experience.tokens,
+            experience.lengths,
+            experience.mask,
+            engine.config,
+            engine.device,
+            ranks,
+            rows,
+            experience.temperatures,
+        )
+        for rows in plan
+    )
 
     def loss(number: int, batch: MicroBatch, counts: bool) -> Tensor:
         batch = batch if counts else batch.emptied()
@@ -111,8 +107,7 @@ def update_actor(
 
     steps = optimizer_steps(
         engine,
-        ranks,
-        micro_batches(),
+        micro_batches,
         loss,
         seed=seed,
         skipped=lambda number: config.skip_empty_steps and empty[number],
@@ -140,16 +135,18 @@ def update_actor(
         **({"train_optim/kl_loss": means.mean("kl_loss")} if "kl_loss" in means.totals else {}),
         "train_optim/lr": steps[-1].lr,
         "train_optim/optimizer_steps": len(plan) - skipped_steps,
-        **({} if signal is None else {"train_optim/empty_steps": empty_steps}),
+        **({} if teaching is None else {"train_optim/empty_steps": empty_steps}),
     }
 
 
-def _only_signal(experience: Experience, config: AlgorithmConfig) -> Tensor | None:
-    """[N] factor of each token's policy loss, if no other term of the loss has a gradient; else None."""
+def _teaching_rows(experience: Experience, config: AlgorithmConfig) -> list[bool] | None:
+    """[B] whether the factor of a token's policy loss is other than 0, if no other term of the loss has a gradient; else None."""
     kl_term = config.kl_in == "loss" and experience.ref_logprobs is not None and experience.kl_coef != 0
     if kl_term or config.entropy_bonus != 0:
         return None
-    return experience.advantages if experience.correction is None else experience.advantages * experience.correction
+    factor = experience.advantages * experience.mask
+    factor = factor if experience.correction is None else factor * experience.correction
+    return [bool(part.any()) for part in factor.split(experience.lengths)]
 
 
 def samples_per_step(experience: Experience, plan: Sequence[Sequence[int]]) -> list[float]:
@@ -164,6 +161,8 @@ def samples_per_step(experience: Experience, plan: Sequence[Sequence[int]]) -> l
 class EpisodeSizes:
     episode: list[int]
     """[B] number of each rollout's episode."""
+    own: Tensor
+    """[B] int64 loss tokens of each rollout."""
     loss_tokens: Tensor
     """[B] int64, of each rollout's whole episode."""
 
@@ -180,32 +179,21 @@ def episode_sizes(experience: Experience) -> EpisodeSizes:
     branches = torch.tensor(experience.branches)
     episode = torch.arange(len(branches)).repeat_interleave(branches)
     own = torch.stack([part.bool().sum() for part in experience.mask.split(experience.lengths)])
-    return EpisodeSizes(episode.tolist(), torch.zeros_like(branches).index_add(0, episode, own)[episode])
+    return EpisodeSizes(episode.tolist(), own, torch.zeros_like(branches).index_add(0, episode, own)[episode])
 
 
 def loss_normalizer(
-    batches: Sequence[MicroBatch], aggregation: str, episode: Sequence[int], *, samples: float, max_length: int
+    sizes: EpisodeSizes, rows: Sequence[int], aggregation: str, *, samples: float, max_length: int
 ) -> float:
-    """Divisor of the micro-batch losses of one optimizer step: the number of its loss tokens, or of its episodes with a loss
-    token, or for ``seq_sum_constant`` all its ``samples`` times ``max_length``, which no mask changes.
-
-    Args:
-        episode: [B] number of each rollout's episode.
+    """Divisor of the micro-batch losses of an optimizer step on ``rows``: the number of its loss tokens, or of its episodes with
+    a loss token, or for ``seq_sum_constant`` all its ``samples`` times ``max_length``, which no mask changes.
     """
     if aggregation == "seq_sum_constant":
         return samples * max_length
+    own = sizes.own[list(rows)].tolist()
     if aggregation == "token_mean":
-        return float(sum(len(batch.positions) for batch in batches))
-    return float(
-        len(
-            {
-                episode[row]
-                for batch in batches
-                for row, learned in zip(batch.sequences, batch.action_mask.bool().any(-1).tolist())
-                if learned
-            }
-        )
-    )
+        return float(sum(own))
+    return float(len({sizes.episode[row] for row, learned in zip(rows, own, strict=True) if learned}))
 
 
 def micro_batch_loss(

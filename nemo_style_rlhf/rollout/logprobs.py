@@ -11,7 +11,7 @@ from nemo_style_rlhf.data.ragged import micro_batches, pad_rows, padded_rows
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.models.policy import ActionLogprobs
 from nemo_style_rlhf.rollout.types import Rollout
-from nemo_style_rlhf.schema.common import EngineConfig
+from nemo_style_rlhf.schema.common import EngineConfig, row_multiple
 
 
 class PolicyForward(Protocol):
@@ -50,12 +50,12 @@ class MicroBatch:
 
 
 def micro_batch_iterator(
-    tokens: Tensor, lengths: Sequence[int], mask: Tensor, config: EngineConfig, device: torch.device,
+    tokens: Tensor, lengths: Sequence[int], mask: Tensor, config: EngineConfig, device: torch.device, ranks: Ranks,
     rows: Sequence[int] | None = None, temperatures: Tensor | None = None,
-) -> Iterator[MicroBatch]:  # fmt: skip
-    """Split the sequences ``rows`` (default all) of a flat batch under the engine's token budget.
+) -> Iterator[tuple[MicroBatch, bool]]:  # fmt: skip
+    """The micro-batches of this rank, as :meth:`Ranks.shard`, of the sequences ``rows`` (default all) of a flat batch.
 
-    The split is a pure function of lengths and row order. The number of rows is padded to a multiple of
+    The split is a pure function of lengths, row order and number of ranks. The number of rows is padded to a multiple of
     ``config.row_multiple`` if the budget has room, time to a multiple of 8; padding selects no action and so adds nothing to
     any sum.
 
@@ -65,11 +65,11 @@ def micro_batch_iterator(
     rows = range(len(lengths)) if rows is None else rows
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
     token_parts, mask_parts = tokens.split(list(lengths)), mask.split(list(lengths))
-    for indices in micro_batches([lengths[row] for row in rows], token_budget=config.micro_batch_tokens):
+    budget, multiple = config.micro_batch_tokens, row_multiple(config.row_multiple, device.type)
+    split = micro_batches([lengths[row] for row in rows], token_budget=budget, ranks=ranks.size, row_multiple=multiple)
+    for indices, counts in ranks.shard(split):
         chosen = [rows[index] for index in indices]
-        padded = padded_rows(
-            len(chosen), lengths[chosen[0]], multiple=config.row_multiple, token_budget=config.micro_batch_tokens
-        )
+        padded = padded_rows(len(chosen), lengths[chosen[0]], multiple=multiple, token_budget=budget)
         input_ids = pad_rows([token_parts[row] for row in chosen], rows=padded, multiple=8)
         action_mask = pad_rows([mask_parts[row] for row in chosen], rows=padded, multiple=8)
         positions = torch.cat([mask_parts[row].nonzero().flatten() + offsets[row] for row in chosen])
@@ -78,7 +78,7 @@ def micro_batch_iterator(
             temperature = torch.ones(padded)
             temperature[: len(chosen)] = temperatures[chosen]
             temperature = temperature.to(device)
-        yield MicroBatch(positions, input_ids.to(device), action_mask.to(device), temperature, chosen)
+        yield MicroBatch(positions, input_ids.to(device), action_mask.to(device), temperature, chosen), counts
 
 
 @torch.no_grad()
@@ -97,9 +97,7 @@ def batch_logprobs(
     Policy and reference see the same micro-batches, so their KL is exactly 0 while their weights are equal.
     """
     logprobs = torch.zeros(len(tokens))
-    for batch, counts in ranks.shard(
-        list(micro_batch_iterator(tokens, lengths, mask, config, device, temperatures=temperatures))
-    ):
+    for batch, counts in micro_batch_iterator(tokens, lengths, mask, config, device, ranks, temperatures=temperatures):
         result = forward(batch.input_ids, batch.action_mask, temperature=batch.temperature)
         if counts:
             logprobs[batch.positions] = result.logprobs.cpu()

@@ -150,6 +150,11 @@ class SchedulerConfig:
         )
 
 
+def row_multiple(given: int | None, device_type: str) -> int:
+    """The multiple of rows to which micro-batches are padded on a device, where ``given`` may leave the choice."""
+    return given or (8 if device_type == "cpu" else 1)
+
+
 BUCKET_ELEMENTS = 5 * 10**8
 """Maximum number of gradient elements that DeepSpeed reduces at a time; those of a smaller model fit one bucket."""
 
@@ -166,9 +171,9 @@ class EngineConfig:
     """Global L2 norm to which the gradient is clipped; 0 turns clipping off."""
     micro_batch_tokens: int = 16384
     """Maximum padded tokens (rows x longest row) of one forward and backward; a longer single sequence is computed alone."""
-    row_multiple: int = 8
-    """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows: small odd batches would use
-    other matrix kernels, with other bits."""
+    row_multiple: int | None = None
+    """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows; null: 8 on a CPU, where small
+    odd batches would use other matrix kernels, with other bits, and 1 on CUDA."""
     offload_optimizer_states: bool = False
     """Move optimizer states to host memory while the model is not training: zero_stage 1 and 2 (no effect on a CPU)."""
     offload_optimizer: bool = False
@@ -206,7 +211,12 @@ class EngineConfig:
             self.micro_batch_tokens,
             "a number of tokens above 0",
         )
-        require(self.row_multiple > 0, "engine.row_multiple", self.row_multiple, "a number of rows above 0")
+        require(
+            self.row_multiple is None or self.row_multiple > 0,
+            "engine.row_multiple",
+            self.row_multiple,
+            "a number of rows above 0, or null",
+        )
         require(
             self.gradient_clip_val >= 0,
             "engine.gradient_clip_val",

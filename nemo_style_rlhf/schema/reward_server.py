@@ -29,9 +29,8 @@ class RewardModelConfig:
     """One weight for each label of a model with several. The reward is the weighted sum of the labels."""
     micro_batch_tokens: int = 16384
     """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence is computed alone."""
-    row_multiple: int = 8
-    """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows: small odd batches would use
-    other matrix kernels, with other bits."""
+    row_multiple: int | None = None
+    """As engine.row_multiple."""
 
     def validate(self) -> None:
         require_label_weights("reward.label_weights", self.label_weights)
@@ -44,7 +43,12 @@ class RewardModelConfig:
             self.micro_batch_tokens,
             "a number of tokens above 0",
         )
-        require(self.row_multiple > 0, "reward.row_multiple", self.row_multiple, "a number of rows above 0")
+        require(
+            self.row_multiple is None or self.row_multiple > 0,
+            "reward.row_multiple",
+            self.row_multiple,
+            "a number of rows above 0, or null",
+        )
 
 
 @dataclass

@@ -21,7 +21,7 @@ from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.models.scalar import ScalarModel
-from nemo_style_rlhf.ppo.update import loss_normalizer, micro_batch_loss, samples_per_step, update_actor
+from nemo_style_rlhf.ppo.update import episode_sizes, loss_normalizer, micro_batch_loss, samples_per_step, update_actor
 from nemo_style_rlhf.rollout.logprobs import micro_batch_iterator
 from nemo_style_rlhf.rollout.types import Experience
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
@@ -62,18 +62,14 @@ def main(preset: str, zero_stage: int, output: Path) -> None:
 def loss_without_deepspeed(
     model: PolicyModel, seen: Experience, config: AlgorithmConfig, engine_config: EngineConfig, ranks: Ranks
 ) -> float:
-    batches = list(
-        micro_batch_iterator(seen.tokens, seen.lengths, seen.mask, engine_config, torch.device("cpu"), PLAN[0])
+    batches = micro_batch_iterator(
+        seen.tokens, seen.lengths, seen.mask, engine_config, torch.device("cpu"), ranks, PLAN[0]
     )
     samples = samples_per_step(seen, PLAN)[0]
     normalizer = loss_normalizer(
-        batches, config.loss_aggregation, range(len(seen.lengths)), samples=samples, max_length=MAX_LENGTH
+        episode_sizes(seen), PLAN[0], config.loss_aggregation, samples=samples, max_length=MAX_LENGTH
     )
-    losses = [
-        float(micro_batch_loss(model, seen, batch, config, normalizer)[0])
-        for batch, counts in ranks.shard(batches)
-        if counts
-    ]
+    losses = [float(micro_batch_loss(model, seen, batch, config, normalizer)[0]) for batch, counts in batches if counts]
     return sum(ranks.all_gather(sum(losses)))
 
 
@@ -86,11 +82,15 @@ def critic_loss_without_deepspeed() -> float:
     model = ScalarModel(LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1))).double()
     request = InferRequest(draw.integers(1, 60, sum(lengths)).astype(np.int32), np.array(lengths, dtype=np.int32))
     arrays = [draw.normal(size=sum(lengths)), draw.normal(size=sum(lengths)), draw.integers(0, 2, sum(lengths)) * 1.0]
-    batches = Batches(micro_batch_tokens=48, row_multiple=1, pad_token_id=0, device=torch.device("cpu"))
     group, loss = WorkerGroup(), 0.0
-    for rows, counts in group.shard(batches.split(lengths)):
-        old_values, returns, mask = (batches.padded(array, request, rows) for array in arrays)
-        values = model(*batches.inputs(request, rows)).double()
+    batches = Batches(
+        micro_batch_tokens=48, row_multiple=1, pad_token_id=0, device=torch.device("cpu"), ranks=group.size
+    )
+    share = batches.shares(request.lengths)[group.rank]
+    own = share.of(request)
+    for rows, counts in share.steps[0]:
+        old_values, returns, mask = (batches.padded(share.pick(array, request), own, rows) for array in arrays)
+        values = model(*batches.inputs(own, rows)).double()
         result = value_loss(values, old_values, returns, mask, clip=0.2, normalizer=float(arrays[2].sum()))
         loss += float(result.loss) * counts
     return sum(group.all_gather(loss))

@@ -7,23 +7,20 @@ import pytest
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.gate import Gate
-from nemo_style_rlhf.critic_service.protocol import Limits
-from nemo_style_rlhf.critic_service.reward_model import Score
+from nemo_style_rlhf.critic_service.protocol import InferRequest, Limits
 from nemo_style_rlhf.critic_service.reward_server import reward_handler
-from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.transport.messages import ProtocolError
 
 
 def test_after_a_fault_nothing_more_is_computed() -> None:
     """The process ends a second later; meanwhile a repeated train step would apply its first mini-batches twice."""
 
-    def broken(_: Score) -> NoReturn:
+    def broken(_: InferRequest) -> NoReturn:
         raise RuntimeError("out of memory")
 
-    group = WorkerGroup()
-    group.join({Score: broken})
     text = SimpleNamespace(token_ids=lambda prompt, response: [1, 2])
-    infer = reward_handler(text, group, Limits(100, 64, 2**20), Gate())  # type: ignore[arg-type]
+    reward = SimpleNamespace(text=text, rewards=broken)
+    infer = reward_handler(reward, Limits(100, 64, 2**20), Gate())  # type: ignore[arg-type]
     texts = protocol.reward_tensors(["a"], ["a"])
     with pytest.raises(RuntimeError):
         infer(texts)

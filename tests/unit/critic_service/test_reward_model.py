@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.protocol import InferRequest
-from nemo_style_rlhf.critic_service.reward_model import RewardModel, Score
+from nemo_style_rlhf.critic_service.reward_model import RewardModel
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.models.scalar import ScalarModel
 from tests.support.addresses import addresses, addresses_in_use
@@ -22,12 +22,11 @@ def test_an_offloaded_reward_model_is_on_the_device_until_it_rests():
     model = ScalarModel(LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1)))
     host, used = addresses(model), addresses_in_use(model)
     batches = Batches(micro_batch_tokens=64, row_multiple=1, pad_token_id=None, device=CPU)
-    group = WorkerGroup()
-    reward = RewardModel(model, None, batches, group, offload=True)
+    reward = RewardModel(model, None, batches, WorkerGroup(), offload=True)
     assert addresses(model) == host
     request = InferRequest(TOKENS.numpy(), np.array(LENGTHS))
-    first = group.run(Score(request))
+    first = reward.rewards(request)
     assert not set(used[0]) & set(host)
     reward.rest()
     assert addresses(model) == host
-    assert np.array_equal(group.run(Score(request)), first)
+    assert np.array_equal(reward.rewards(request), first)

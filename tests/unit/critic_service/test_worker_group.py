@@ -20,6 +20,11 @@ class Gather(Message[list[int]]):
 
 
 @dataclass(frozen=True)
+class Double(Message[int]):
+    number: int
+
+
+@dataclass(frozen=True)
 class Overflow(Message[None]):
     """Raises NonFiniteError on all ranks."""
 
@@ -53,7 +58,7 @@ def serve(
         if group.is_first:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    group.join({Gather: gather, Overflow: overflow})
+    group.join({Gather: gather, Overflow: overflow, Double: lambda message: 2 * message.number})
     group.join({FillDisk: fill_disk})
     if group.is_first:
         answers.append(group.run(Gather(10)))
@@ -64,6 +69,7 @@ def serve(
         with pytest.raises(OutOfStep if size > 1 else OSError):
             group.run(FillDisk())
         answers.append(group.run(Gather(20)))
+        answers.append(group.run_each([Double(10 + number) for number in range(size)]))
         group.dismiss()
     else:
         group.follow()
@@ -88,4 +94,4 @@ def test_each_message_is_handled_on_every_rank_and_an_unknown_one_is_not_sent(si
     messages = [Gather(10), Overflow(), FillDisk(), Gather(20)]
     outcomes = sorted(outcome.get() for _ in ranks)
     assert [(rank, seen) for rank, seen, _ in outcomes] == [(rank, messages) for rank in range(size)]
-    assert outcomes[0][2] == [[10 + rank for rank in range(size)], [20 + rank for rank in range(size)]]
+    assert outcomes[0][2] == [[start + rank for rank in range(size)] for start in (10, 20)] + [[20, 22][:size]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nemo_style_rlhf.data.ragged import pad
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.ppo.update import (
     episode_sizes,
     loss_normalizer,
@@ -84,12 +85,12 @@ def gradient(config: AlgorithmConfig, batch: Experience, micro_batch_tokens: int
     engine = EngineConfig(micro_batch_tokens=micro_batch_tokens, row_multiple=2)
     [plan] = [mini_batch_plan(batch, replace(config, ppo_epochs=1, mini_batches=1), seed=3, step=1)]
     (samples,) = samples_per_step(batch, plan)
-    parts = list(
-        micro_batch_iterator(batch.tokens, batch.lengths, batch.mask, engine, CPU, plan[0], batch.temperatures)
+    parts = micro_batch_iterator(
+        batch.tokens, batch.lengths, batch.mask, engine, CPU, Ranks(alone=True), plan[0], batch.temperatures
     )
-    normalizer = loss_normalizer(parts, config.loss_aggregation, sizes.episode, samples=samples, max_length=MAX_LENGTH)
+    normalizer = loss_normalizer(sizes, plan[0], config.loss_aggregation, samples=samples, max_length=MAX_LENGTH)
     total = 0.0
-    for part in parts:
+    for part, _ in parts:
         loss, *_ = micro_batch_loss(model, batch, part, config, normalizer, whole=sizes.whole(part))
         loss.backward()
         total += float(loss.detach())

@@ -4,9 +4,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION
-from nemo_style_rlhf.ppo.update import loss_normalizer, micro_batch_loss
+from nemo_style_rlhf.ppo.update import episode_sizes, loss_normalizer, micro_batch_loss
 from nemo_style_rlhf.rollout.logprobs import micro_batch_iterator
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import build
@@ -27,12 +28,14 @@ def gradient(
     config: AlgorithmConfig, engine: EngineConfig, rows: list[int], attention: str = "eager"
 ) -> tuple[float, list[torch.Tensor]]:
     model, batch = policy(attention), experience(config)
-    parts = list(micro_batch_iterator(batch.tokens, batch.lengths, batch.mask, engine, CPU, rows, batch.temperatures))
+    parts = micro_batch_iterator(
+        batch.tokens, batch.lengths, batch.mask, engine, CPU, Ranks(alone=True), rows, batch.temperatures
+    )
     normalizer = loss_normalizer(
-        parts, config.loss_aggregation, range(len(batch.lengths)), samples=len(rows), max_length=MAX_LENGTH
+        episode_sizes(batch), rows, config.loss_aggregation, samples=len(rows), max_length=MAX_LENGTH
     )
     total = 0.0
-    for part in parts:
+    for part, _ in parts:
         loss, *_ = micro_batch_loss(model, batch, part, config, normalizer)
         loss.backward()
         total += float(loss.detach())

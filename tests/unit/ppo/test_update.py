@@ -9,7 +9,7 @@ import torch
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.process_group import init_distributed
-from nemo_style_rlhf.ppo.update import loss_normalizer, mini_batch_plan, samples_per_step, update_actor
+from nemo_style_rlhf.ppo.update import episode_sizes, loss_normalizer, mini_batch_plan, samples_per_step, update_actor
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, SchedulerConfig
 from tests.support.digests import digest_of_state
@@ -86,7 +86,7 @@ def test_dr_grpos_constant_is_one_that_no_mask_changes():
         ([[0, 1, 2], [4]], [6, 2]),
     ):
         assert samples_per_step(seen, plan) == expected
-    assert loss_normalizer([], "seq_sum_constant", [], samples=4, max_length=10) == 40
+    assert loss_normalizer(episode_sizes(seen), [], "seq_sum_constant", samples=4, max_length=10) == 40
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

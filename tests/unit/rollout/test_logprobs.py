@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.rollout.logprobs import action_mask, micro_batch_iterator
 from nemo_style_rlhf.schema.common import EngineConfig
 from tests.support.rollouts import CPU, rollout
@@ -20,7 +21,7 @@ def test_micro_batches_select_every_action_once_and_in_its_place(shapes, budget)
     tokens, mask = torch.cat([sample.tokens for sample in samples]), action_mask(samples)
     config = EngineConfig(micro_batch_tokens=budget, row_multiple=4)
     seen = []
-    for batch in micro_batch_iterator(tokens, lengths, mask, config, CPU):
+    for batch, _ in micro_batch_iterator(tokens, lengths, mask, config, CPU, Ranks(alone=True)):
         rows, time = batch.input_ids.shape
         longest = max(int(row.nonzero().max()) + 2 for row in batch.action_mask if row.any())
         assert rows * longest <= budget or rows == 1
