@@ -173,6 +173,7 @@ def _composed(config: PPOCriticConfig, worker: CriticWorker, store: CriticCheckp
             critic_step=ledger.step,
             last_committed=store.last_committed,
             lease_holder=ledger.holder,
+            ranks=worker.group.size,
         ),
         dismiss=worker.group.dismiss,
     )

@@ -28,7 +28,7 @@ from nemo_style_rlhf.transport.messages import (
     text_tensor,
 )
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 # --- models and tensors -----------------------------------------------------------------------------------------------
 
@@ -117,6 +117,8 @@ class Status:
     """The run id that holds the lease."""
     busy: str | None
     """What the server computes at this moment, and for how long; None when idle."""
+    ranks: int
+    """Ranks that share the sequences of a request."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()

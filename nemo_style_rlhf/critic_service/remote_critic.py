@@ -60,6 +60,8 @@ class RemoteCritic(ServerClient):
     def __init__(self, config: RemoteCriticConfig) -> None:
         super().__init__(config)
         self._agreement: dict[str, Any] | None = None
+        self.ranks = 1
+        """The server's, as of the last handshake: a request keeps them busy if it has work for all of them."""
         self._lease: str | None = None
         self._max_request_bytes = config.max_request_bytes
         self._max_staged_bytes = 0
@@ -104,7 +106,7 @@ class RemoteCritic(ServerClient):
             )
         if needs_rewards:
             self.require_rewards(status)
-        self._connection.boot_id = status.boot_id
+        self._connection.boot_id, self.ranks = status.boot_id, status.ranks
         self._max_request_bytes = min(self._config.max_request_bytes, status.max_request_bytes)
         self._max_staged_bytes = status.max_staged_bytes
         return status

@@ -67,6 +67,7 @@ class Service:
                 last_committed=None,
                 lease_holder=None,
                 busy=self.gate.busy,
+                ranks=1,
             )
         )
 

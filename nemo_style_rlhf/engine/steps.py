@@ -70,7 +70,9 @@ class TokenMeans:
     def add(self, tokens: float, **means: Tensor) -> None:
         self.tokens += tokens
         for name, mean in means.items():
-            self.totals[name] = self.totals.get(name, 0.0) + (float(mean) * tokens if tokens else 0.0)  # no mean of nothing
+            self.totals[name] = self.totals.get(name, 0.0) + (
+                float(mean) * tokens if tokens else 0.0
+            )  # no mean of nothing
 
     @staticmethod
     def of(shards: "Collection[TokenMeans]") -> "TokenMeans":

@@ -108,7 +108,10 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     engines, staleness = config.generation.engines.count, config.algorithm.staleness
     ranks = Ranks(tensor_parallel=config.generation.sharing_ranks)
     critic = _meet_critic(config, tokenizer, policy, max_length, ranks, store) if config.uses_critic_process else None
-    scorer = _scorer(config, [*prompts, *val_prompts], critic, tokenizer, ranks, store)
+    critic_ranks = ranks.from_first(1 if critic is None else critic.ranks)
+    values_alone = config.algorithm.uses_critic and config.reward.critic.weight == 0
+    values_late = config.values_late or (critic_ranks > 1 and values_alone)  # one request has work for all of the ranks
+    scorer = _scorer(config, [*prompts, *val_prompts], critic, tokenizer, ranks, store, values_late=values_late)
     run_id = ranks.from_first(uuid.uuid4().hex[:12] if found is None or whole is not config else found.run_id)
     add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
@@ -147,6 +150,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
             max_length=config.generation.max_length,
             run_seed=config.run.seed,
             ranks=Ranks(alone=True) if engines else ranks,
+            scoring_ranks=critic_ranks if config.reward.critic.weight != 0 else 1,
             episodes=runner,
         )
     else:
@@ -172,9 +176,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
             device,
             config.generation.temperature,
             ranks,
-            ask_values=RemoteCriticScorer(critic, want="values").ask
-            if critic is not None and config.values_late
-            else None,
+            ask_values=RemoteCriticScorer(critic, want="values").ask if critic is not None and values_late else None,
         ),
         critic=critic,
         sampler=sampler,
@@ -311,13 +313,13 @@ def _validate(config: PPOActorConfig, prompts: list[Prompt], producer: Producer,
 
 def _scorer(
     config: PPOActorConfig, prompts: Sequence[Prompt], critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks, store: CheckpointStore,
+    ranks: Ranks, store: CheckpointStore, *, values_late: bool,
 ) -> Scorer:  # fmt: skip
-    """The reward sources in use, and the critic's values."""
+    """The reward sources in use, and the critic's values unless they come ``values_late``."""
     reward = config.reward
     sources: dict[str, tuple[Scorer, float]] = {}
     weight = reward.critic.weight
-    values = config.algorithm.uses_critic and not config.values_late
+    values = config.algorithm.uses_critic and not values_late
     if critic is not None and (values or weight != 0):
         want: Want = "rewards" if not values else "both" if weight != 0 else "values"
         sources["critic"] = RemoteCriticScorer(critic, want=want), weight

@@ -23,7 +23,8 @@ from nemo_style_rlhf.scoring.interface import Message, Scorer, Scores, ScoringSa
 
 log = logging.getLogger(__name__)
 SCORING_GROUP = 32
-"""Samples per scoring request: small enough that scoring starts early, large enough that the server's batches are full."""
+"""Samples of a scoring request for each rank that answers it: small enough that scoring starts early, large enough that the
+server's batches are full."""
 
 Decode = Callable[[list[int], list[int]], str]
 """Decodes token ids of prompt and response to the response's text, without special tokens."""
@@ -66,13 +67,15 @@ def make_requests(
 
 @dataclass
 class PendingScores:
-    """Pending scores of samples that were dealt to the generators in turn."""
+    """Pending scores of a batch's samples, some of which each rank asked for."""
 
     groups: dict[int, "Future[Scores]"]
-    """Futures of groups of consecutive samples of this rank's generator, by group number."""
+    """Futures of groups of consecutive samples of this rank's own, by group number."""
     lengths: list[int]
     """Number of tokens of each sample of the batch."""
     ranks: Ranks
+    order: list[int]
+    """Numbers of the samples in the order of ranks and groups."""
 
     def done(self) -> bool:
         return all(group.done() and group.exception() is None for group in self.groups.values())
@@ -80,10 +83,9 @@ class PendingScores:
     def result(self) -> Scores:
         shards = self.ranks.everyone(lambda: [self.groups[group].result() for group in sorted(self.groups)])
         scores = Scores.joined([group for shard in shards for group in shard])
-        dealt = [number for own in self.ranks.deal(len(self.lengths)) for number in own]
-        places = {number: place for place, number in enumerate(dealt)}
-        order = [places[number] for number in range(len(dealt))]
-        return scores.select(order, [self.lengths[number] for number in dealt])
+        places = {number: place for place, number in enumerate(self.order)}
+        order = [places[number] for number in range(len(self.order))]
+        return scores.select(order, [self.lengths[number] for number in self.order])
 
 
 @dataclass
@@ -100,6 +102,8 @@ class Producer:
     run_seed: int
     ranks: Ranks
     """Each tensor-parallel group shares a generator and makes a part of the samples; all ranks get the whole batch."""
+    scoring_ranks: int = 1
+    """Number of ranks that answer a scoring request."""
     episodes: EpisodeRunner | None = None
     """Makes samples of several turns with an environment; None for single responses."""
     clock_metrics: dict[str, float] = field(default_factory=dict)
@@ -182,7 +186,8 @@ class Producer:
         """Generate every request; scoring of a group of consecutive samples starts as soon as the group is complete.
 
         Requests are dealt to the generators in turn, which spreads the similar samples of a prompt; groups are cut by
-        position. Neither depends on which sample finishes first, so all batches are the same in every run.
+        position. Neither depends on which sample finishes first, so all batches are the same in every run. If a generator has
+        too few samples to keep every rank of the scorer busy, the first rank scores groups of all samples in the end.
 
         Returns:
             Rollouts of all ranks in the order of ``requests``, their pending scores, and what happened to their episodes.
@@ -194,18 +199,35 @@ class Producer:
             return self._run_episodes(requests, own, by_id, stream)
         places = {request.sample: place for place, request in enumerate(own)}
         rollouts: dict[int, Rollout] = {}
-        groups = ScoringGroups(
-            len(own), lambda rows: self.scorer.score([scoring_sample(rollouts[row], self.decode) for row in rows])
-        )
+        together = self.scoring_ranks > 1 and len(requests) < ranks.generators * self._scoring_group
+        groups = self._groups(0 if together else len(own), rollouts)
         stream.submit(own)
         for completion in stream.completed():
             if not ranks.leads:
                 continue
             place = places[completion.request.sample]
             rollouts[place] = Rollout.from_completion(completion, by_id[completion.request.sample.prompt_id])
-            groups.add(place)
+            if not together:
+                groups.add(place)
         whole = gather_rollouts(ranks, list(rollouts.values()), requests, by_id)
-        return whole, PendingScores(groups.scores, [len(rollout.tokens) for rollout in whole], ranks), {}
+        if together and ranks.is_first:
+            groups = self._groups(len(whole), dict(enumerate(whole)))
+            for place in range(len(whole)):
+                groups.add(place)
+        order = list(range(len(whole))) if together else dealt(ranks, len(whole))
+        return whole, PendingScores(groups.scores, [len(rollout.tokens) for rollout in whole], ranks, order), {}
+
+    @property
+    def _scoring_group(self) -> int:
+        return SCORING_GROUP * self.scoring_ranks
+
+    def _groups(self, samples: int, rollouts: dict[int, Rollout]) -> "ScoringGroups":
+        """Groups of ``samples`` whose ``rollouts``, by place, will be there when they are complete."""
+
+        def score(rows: range) -> "Future[Scores]":
+            return self.scorer.score([scoring_sample(rollouts[row], self.decode) for row in rows])
+
+        return ScoringGroups(samples, self._scoring_group, score)
 
     def _run_episodes(
         self, requests: Sequence[GenerationRequest], own: Sequence[GenerationRequest], by_id: dict[int, Prompt], stream: Stream
@@ -220,7 +242,7 @@ class Producer:
             asked = [scoring_sample(rollout, self.decode) for rollout in alive]
             return with_episodes(group, self.scorer.score(asked) if asked else None)
 
-        groups = ScoringGroups(len(own), score)
+        groups = ScoringGroups(len(own), self._scoring_group, score)
 
         def finished(place: int, outcome: Outcome) -> None:
             outcomes[place] = outcome
@@ -237,25 +259,33 @@ class Producer:
         made = [rollout for place in sorted(outcomes) for rollout in outcomes[place].rollouts]
         whole = gather_episodes(self.ranks, made, requests, by_id)
         lengths = [sum(len(rollout.tokens) for rollout in branches) for branches in episodes(whole)]
-        return whole, PendingScores(groups.scores, lengths, self.ranks), counts.of_episodes
+        order = dealt(self.ranks, len(lengths))
+        return whole, PendingScores(groups.scores, lengths, self.ranks, order), counts.of_episodes
 
 
 class ScoringGroups:
     """Starts to score groups of consecutive samples as soon as they are complete."""
 
-    def __init__(self, samples: int, score: "Callable[[range], Future[Scores]]") -> None:
+    def __init__(self, samples: int, largest: int, score: "Callable[[range], Future[Scores]]") -> None:
+        """As few groups as possible of at most ``largest`` samples, all of about one size."""
         self.scores: dict[int, Future[Scores]] = {}
         """By group number."""
         self._samples, self._score = samples, score
-        self._missing = Counter(place // SCORING_GROUP for place in range(samples))
+        self._size = -(-samples // max(1, -(-samples // largest)))
+        self._missing = Counter(place // self._size for place in range(samples))
 
     def add(self, place: int) -> None:
         """A sample is there."""
-        group = place // SCORING_GROUP
+        group = place // self._size
         self._missing[group] -= 1
         if not self._missing[group]:
-            rows = range(group * SCORING_GROUP, min((group + 1) * SCORING_GROUP, self._samples))
+            rows = range(group * self._size, min((group + 1) * self._size, self._samples))
             self.scores[group] = self._score(rows)
+
+
+def dealt(ranks: Ranks, samples: int) -> list[int]:
+    """The numbers below ``samples`` in the order of the generators to which they are dealt."""
+    return [number for own in ranks.deal(samples) for number in own]
 
 
 def gather_rollouts(

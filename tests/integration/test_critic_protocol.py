@@ -41,8 +41,9 @@ def test_rule_1_handshake_refuses_another_protocol_version(
 ) -> None:
     with RemoteCritic(shared_server.config()) as critic:
         status = critic.status()
-        monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 9)
-        with pytest.raises(UserError, match="protocol version 8, this client 9"):
+        spoken = protocol.PROTOCOL_VERSION
+        monkeypatch.setattr(protocol, "PROTOCOL_VERSION", spoken + 1)
+        with pytest.raises(UserError, match=f"protocol version {spoken}, this client {spoken + 1}"):
             agree(critic, status)
 
 

@@ -168,7 +168,7 @@ def test_a_prompts_own_max_length_is_what_its_responses_are_charged_against():
 def test_a_sample_without_a_score_trains_nothing_and_is_counted():
     experience = collect(scorer=UnluckyScorer())
     failed = experience.scores.failures.nonzero().squeeze(1).tolist()
-    assert failed == [0, 32]  # groups of 32
+    assert failed == [0, 20]  # two groups
     masks = experience.mask.split(experience.lengths)
     assert [index for index, mask in enumerate(masks) if not mask.any()] == failed
     assert all(torch.isfinite(part).all() for part in (experience.rewards, experience.advantages, experience.returns))
@@ -178,7 +178,7 @@ def test_a_sample_without_a_score_trains_nothing_and_is_counted():
 
 
 class BrokenCritic(LengthScorer):
-    """Has no number for the value of one action in each group of 32, and for all states after the last action."""
+    """Has no number for the value of one action in each group, and for all states after the last action."""
 
     def __init__(self, at):
         self.at = at

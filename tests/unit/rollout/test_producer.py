@@ -1,13 +1,16 @@
 """Which prompts are asked for, asked for again and dropped."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 
-from nemo_style_rlhf.rollout.producer import NothingToLearnError, make_requests
+from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers, make_requests
 from nemo_style_rlhf.schema.algorithm import FilterConfig
+from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
 from tests.support.rollouts import PROMPTS, LengthScorer, collect, make_collector
 
 
@@ -97,3 +100,29 @@ def test_a_mean_that_equals_a_bound_lies_neither_above_nor_below_it():
 def test_a_filter_that_nothing_passes_stops_the_run():
     with pytest.raises(NothingToLearnError, match=r"dropped all 16 prompts of 4 rollouts: widen algorithm\.filter"):
         collect(filter=FilterConfig(low=1000.0))
+
+
+class RecordingScorer(LengthScorer):
+    def __init__(self) -> None:
+        self.groups: list[list[list[int]]] = []
+
+    def score(self, samples: "Sequence[ScoringSample]") -> "Future[Scores]":
+        self.groups.append([sample.tokens.tolist() for sample in samples])
+        return super().score(samples)
+
+
+def test_requests_grow_with_the_ranks_that_answer_them():
+    """All 40 samples of a step are fewer than 2 x 32: the first rank sends them together, in their order."""
+    found = {}
+    for scoring_ranks in (1, 2):
+        scorer = RecordingScorer()
+        producer = make_collector(scorer=scorer).producer
+        producer.scoring_ranks = scoring_ranks
+        batch = producer.batch(1, 0, 0, Timers())
+        found[scoring_ranks] = batch.scores.result().rewards
+        in_order = [rollout.tokens.tolist() for rollout in batch.rollouts]
+        sizes = [20, 20] if scoring_ranks == 1 else [40]
+        assert sorted(scorer.groups) == sorted(
+            in_order[end - size : end] for end, size in zip(accumulate(sizes), sizes)
+        )
+    assert torch.equal(found[1], found[2])
