@@ -17,7 +17,7 @@ from nemo_style_rlhf.engine.files import unreadable_files
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
 from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
-from nemo_style_rlhf.engine.shards import settle, use_sharded_heads, whole
+from nemo_style_rlhf.engine.shards import settle, use_sharded_heads, whole_weights
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.lora import merged
@@ -148,19 +148,20 @@ class Engine:
             self._deepspeed.reload_states()
             self._offloaded = False
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, *, to_first: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and persistent buffer of the module, whole, under its checkpoint name; tied ones under each name.
 
-        With ZeRO-3, which shards parameters, one at a time is gathered; every rank calls this.
+        With ZeRO-3, which shards parameters, a few at a time are gathered. Every rank iterates over all of them; with
+        ``to_first`` only the first rank gets them, and the others do not receive what they would not use.
         """
         if self._deepspeed.zero_optimization_partition_weights():
             settle(self._deepspeed)
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
-            yield name, whole(tensor)
+        weights = self.module.state_dict(keep_vars=True).items()
+        return whole_weights(weights, self.device, to_first=to_first)
 
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self, *, to_first: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The tensors of :meth:`named_weights` under the names of the Hugging Face model ``module.hf``, adapters merged."""
-        weights = ((name.removeprefix("hf."), tensor) for name, tensor in self.named_weights())
+        weights = ((name.removeprefix("hf."), tensor) for name, tensor in self.named_weights(to_first=to_first))
         return merged(weights, self.module.hf)
 
     def snapshot(self) -> Snapshot:

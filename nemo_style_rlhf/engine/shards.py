@@ -1,12 +1,18 @@
 """Lets ZeRO-3 shard a model's weights over the ranks."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import deepspeed  # type: ignore[import-untyped]
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_style_rlhf.engine import deepspeed_private
 from nemo_style_rlhf.models.policy import PolicyModel
+
+TOGETHER_BYTES = 2**22
+"""Parameters are gathered together up to this many bytes; a larger one alone."""
 
 
 def use_sharded_heads(module: nn.Module) -> None:
@@ -21,12 +27,46 @@ def settle(engine: Any) -> None:
     engine.optimizer.parameter_offload.partition_all_parameters()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A parameter, gathered if it is sharded, or a buffer; detached. Every rank calls this."""
-    if not hasattr(tensor, "ds_id"):
-        return tensor.detach()
-    with deepspeed.zero.GatheredParameters([tensor]):
-        return tensor.detach()  # DeepSpeed drops its reference (free_param), so only the caller holds the tensor
+def whole_weights(
+    weights: Iterable[tuple[str, Tensor]], device: torch.device, *, to_first: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The named ``weights`` in order, parameters gathered if they are sharded; detached. Every rank iterates over all of them.
+
+    Small parameters are gathered together. With ``to_first`` the other ranks only send their shards, and get nothing.
+    """
+    together: list[tuple[str, Any]] = []
+    size = 0
+    for name, tensor in weights:
+        sharded: Any = tensor if hasattr(tensor, "ds_id") else None
+        added = 0 if sharded is None else sharded.ds_numel * sharded.element_size()
+        if together and (sharded is None or size + added > TOGETHER_BYTES):
+            yield from _gathered(together, device, to_first=to_first)
+            together, size = [], 0
+        if sharded is not None:
+            together.append((name, sharded))
+            size += added
+        elif not to_first or dist.get_rank() == 0:
+            yield name, tensor.detach()
+    if together:
+        yield from _gathered(together, device, to_first=to_first)
+
+
+def _gathered(
+    parameters: list[tuple[str, Any]], device: torch.device, *, to_first: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Gather sharded parameters. A single one takes no memory but its own."""
+    parts = [each.ds_tensor.detach().to(device).flatten().view(torch.uint8) for _, each in parameters]
+    sizes, own = [len(part) for part in parts], parts[0] if len(parts) == 1 else torch.cat(parts)
+    receives = not to_first or dist.get_rank() == 0
+    shards = own.new_empty((dist.get_world_size() if receives else 0, len(own)))
+    if to_first:
+        dist.gather(own, list(shards) if receives else None, dst=0)
+    else:
+        dist.all_gather_into_tensor(shards.view(-1), own)
+    del parts, own
+    for (name, each), columns in zip(parameters, shards.split(sizes, 1), strict=True):
+        if receives:
+            yield name, columns.reshape(-1).view(each.dtype)[: each.ds_numel].view(each.ds_shape)
 
 
 def make_whole(engine: Any, *, keep: bool) -> None:

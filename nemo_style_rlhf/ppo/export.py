@@ -28,7 +28,7 @@ class PolicyCopy:
     ) -> None:
         """Take the copy. Every rank calls this; the first keeps the weights, and writes them."""
         self._hf, self._config, self._tokenizer = engine.module.hf, config, tokenizer
-        self._weights = host_weights(engine, ranks)
+        self._weights = host_weights(engine)
         self._adapter: dict[str, Tensor] = {}
         if config.model.lora.rank and ranks.is_first:
             self._adapter = adapter_weights(self._hf)

@@ -242,7 +242,8 @@ class PPOTrainer:
         target = self._parts.probe.target(self._parts.engine)
         timers.lap("transfer_probe")
         engine = self._parts.engine
-        weights = weights_for_generator(engine.hf_weights(), engine.module.hf, self._config.generation)
+        named = engine.hf_weights(to_first=self._config.generation.engines.count > 0)
+        weights = weights_for_generator(named, engine.module.hf, self._config.generation)
         update = OwnWeights(version, weights, target)
         self._parts.queue.publish(update, timers, validate=validate)
         timers.lap("weight_transfer")

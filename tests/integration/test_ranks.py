@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_style_rlhf.engine.shards import TOGETHER_BYTES
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.tracking.rollout_files import read_rows
 from tests.support import warm
@@ -178,9 +179,10 @@ def test_a_weight_transfer_takes_its_largest_bucket(tmp_path):
     done = warm.run(["benchmarks/transfer_memory.py", f"--work-dir={tmp_path}"], ranks=2, timeout=120)
     assert done.returncode == 0, done.stderr
     mib = json.loads(done.stdout.splitlines()[-1])
-    assert mib["gathering"] == pytest.approx(mib["largest bucket"], rel=0.01)
+    together = TOGETHER_BYTES / 2**20  # small parameters lie here until each has its own memory
+    assert mib["largest bucket"] < mib["gathering"] < 1.01 * mib["largest bucket"] + together
     embedding = 12.0 if CPU_EMULATES_BF16 else 6.0
-    assert mib["into vLLM"] < mib["largest bucket"] + 1.1 * embedding
+    assert mib["into vLLM"] < mib["largest bucket"] + together + 1.1 * embedding
     assert mib["largest bucket"] < 0.25 * mib["policy"]
 
 
