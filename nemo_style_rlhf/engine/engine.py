@@ -56,6 +56,11 @@ class Engine:
         self.device = device
         if not torch.distributed.is_initialized():
             init_distributed(device)
+        if (ranks := torch.distributed.get_world_size()) % config.zero_hpz_partition_size:
+            raise UserError(
+                f"engine.zero_hpz_partition_size={config.zero_hpz_partition_size} with {ranks} ranks, which it must divide: give "
+                "the ranks of a node, or 1"
+            )
         optimizer = torch.optim.AdamW(
             [parameter for parameter in module.to(device).parameters() if parameter.requires_grad],
             lr=config.optim.lr,
@@ -217,6 +222,7 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "overlap_comm": config.zero_stage == 3 and cuda,
+            "zero_hpz_partition_size": config.zero_hpz_partition_size,
             **({"offload_optimizer": host} if config.offload_optimizer else {}),
             **({"offload_param": host} if config.offload_parameters else {}),
         },

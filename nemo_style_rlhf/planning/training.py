@@ -121,6 +121,8 @@ def trained_model(
             "weights": weights(model.trained, model.elements - model.trained, model.width, **sharding),
         }
     )
+    if engine.zero_hpz_partition_size > 1:
+        held["weights within the node"] = model.trained * model.width // engine.zero_hpz_partition_size
     if engine.offload_parameters and device.cuda:
         held["weights"] -= model.trained * model.width // ranks
     if engine.zero_stage == 3 and device.cuda:

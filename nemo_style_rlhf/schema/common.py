@@ -181,6 +181,10 @@ class EngineConfig:
     offload_parameters: bool = False
     """Keep the shards of the weights in host memory until a layer needs them (ZeRO-Infinity, arXiv 2104.07857): zero_stage 3.
     The whole model is on the device once, while it is loaded."""
+    zero_hpz_partition_size: int = 1
+    """Number of neighboring ranks, those of a node, that divide a second copy of the weights among themselves: zero_stage 3 then
+    gathers weights from other nodes once per optimizer step, not for every forward and backward (hpZ, arXiv 2306.10209). 1: no
+    second copy."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Merged into the generated DeepSpeed config, for settings without a key here, such as {data_types: {grad_accum_dtype:
     fp32}}, which sums the bf16 gradients of many micro-batches without rounding in between: zero_stage 2 and 3."""
@@ -198,6 +202,13 @@ class EngineConfig:
             "engine.offload_parameters",
             self.offload_parameters,
             "false without engine.zero_stage=3",
+        )
+        require(
+            self.zero_hpz_partition_size == 1
+            or (self.zero_hpz_partition_size > 1 and self.zero_stage == 3 and not self.offload_parameters),
+            "engine.zero_hpz_partition_size",
+            self.zero_hpz_partition_size,
+            "1 without engine.zero_stage=3 or with engine.offload_parameters=true, else the ranks of a node",
         )
         require(
             not self.offload_optimizer_states or (self.zero_stage in (1, 2) and not self.offload_optimizer),

@@ -32,6 +32,8 @@ class Case:
     """Number of steps that the loading engine has already taken."""
     offload: str = ""
     """When everything that the stage can offload is offloaded: ``always``, or only ``after`` the checkpoint."""
+    hpz: int = 1
+    """Ranks among which ZeRO-3 divides its second copy of the weights, after the checkpoint."""
     regrouped: bool = False
     """Whether ZeRO-3's flat tensors are larger after the checkpoint."""
 
@@ -43,6 +45,7 @@ class Case:
                 shapes,
                 *extra,
                 *([f"offload_{self.offload}"] if self.offload else []),
+                *([f"hpz{self.hpz}"] if self.hpz > 1 else []),
                 *(["regrouped"] if self.regrouped else []),
             ]
         )
@@ -68,6 +71,8 @@ CASES = [
     Case((2, 2), (2, 2), offload="after", used=2),
     Case((3, 2), (3, 2), offload="after"),
     Case((3, 2), (3, 2), regrouped=True, used=1),
+    Case((3, 2), (3, 2), hpz=2, used=2),
+    Case((2, 2), (3, 2), hpz=2, used=1),
 ]
 
 
@@ -84,7 +89,7 @@ class Model(nn.Module):
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-def make_engine(stage: int, case: Case, *, offload: bool = False, sub_group: int = 30) -> Engine:
+def make_engine(stage: int, case: Case, *, offload: bool = False, sub_group: int = 30, hpz: int = 1) -> Engine:
     torch.manual_seed(0)
     model = Model().to(case.dtype)
     model.first.requires_grad_(not case.frozen)
@@ -93,6 +98,7 @@ def make_engine(stage: int, case: Case, *, offload: bool = False, sub_group: int
     config = EngineConfig(zero_stage=stage, optim=optim, scheduler=scheduler, gradient_clip_val=0.5)
     config.offload_optimizer = offload and stage > 0
     config.offload_parameters = offload and stage == 3
+    config.zero_hpz_partition_size = hpz
     if stage == 3:  # several flat tensors, as in a model of billions
         config.deepspeed = {"zero_optimization": {"sub_group_size": sub_group, "reduce_bucket_size": 100}}
     if stage == 2:  # and several buckets
@@ -144,7 +150,7 @@ def write(case: Case, folder: Path) -> None:
 
 def resume(case: Case, folder: Path) -> None:
     sub_group = 50 if case.regrouped else 30
-    engine = make_engine(case.after[0], case, offload=bool(case.offload), sub_group=sub_group)
+    engine = make_engine(case.after[0], case, offload=bool(case.offload), sub_group=sub_group, hpz=case.hpz)
     take_steps(engine, case.used)
     engine.load(folder / str(case))
     _note(engine, folder / f"{case}.after.pt", then=FURTHER)
