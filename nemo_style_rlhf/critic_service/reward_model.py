@@ -1,16 +1,20 @@
 """The frozen reward model, alone or beside a critic."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.protocol import InferRequest
 from nemo_style_rlhf.critic_service.worker_group import Message, WorkerGroup
 from nemo_style_rlhf.data.reward_text import RewardText
+from nemo_style_rlhf.engine.engine import sharded
 from nemo_style_rlhf.models.host_copy import HostCopy
 from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel
+from nemo_style_rlhf.schema.common import EngineConfig
 from nemo_style_rlhf.transport.messages import Array
 
 
@@ -23,27 +27,44 @@ class Score(Message[Array]):
     """As in :class:`Share`."""
 
 
+class _Rewards(nn.Module):
+    """The rewards of a model as its forward, for which ZeRO-3 gathers the weights."""
+
+    def __init__(self, model: ScalarModel | PooledModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.model.rewards(token_ids, attention_mask)
+
+
 class RewardModel:
     """Answers :meth:`rewards` and handles :class:`Score`. Not thread-safe: one message at a time."""
 
     def __init__(
         self, model: ScalarModel | PooledModel, text: RewardText, batches: Batches, group: WorkerGroup, *,
-        offload: bool = False,
+        offload: bool = False, engine: EngineConfig | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
+            model: in host memory.
             text: turns texts into sequences.
-            group: worker group whose ranks share the sequences; each has the whole model.
+            group: worker group whose ranks share the sequences. Each has the whole model, or a shard if ``engine`` asks for ZeRO
+                stage 3 and ``offload`` does not.
             offload: keep the weights in host memory from :meth:`rest` to the next score.
         """
         group.join({Score: self._score})
         self.text = text
         self._group = group
-        self._model = model.requires_grad_(False).eval()
+        model.requires_grad_(False).eval()
+        self._rewards: Callable[[Tensor, Tensor], Tensor] = model.rewards
         self._batches = batches
-        self._host_copy = HostCopy(self._model, batches.device) if offload else None
-        if self._host_copy is None:
-            self._model.to(batches.device)
+        self._host_copy = HostCopy(model, batches.device) if offload else None
+        self._sharded = engine is not None and engine.zero_stage == 3 and not offload
+        if engine is not None and self._sharded:
+            self._rewards = sharded(_Rewards(model), engine, batches.device)
+        elif not offload:
+            model.to(batches.device)
 
     def rewards(self, request: InferRequest) -> Array:
         """On the first rank: rewards float32 [B]."""
@@ -62,9 +83,10 @@ class RewardModel:
         if self._host_copy is not None:
             self._host_copy.load()
         for rows, counts in message.micro_batches:
-            if counts:
-                token_ids, attention_mask = self._batches.inputs(request, rows)
-                rewards[rows] = self._model.rewards(token_ids, attention_mask)[: len(rows)].cpu()
+            if counts or self._sharded:
+                found = self._rewards(*self._batches.inputs(request, rows))
+                if counts:
+                    rewards[rows] = found[: len(rows)].cpu()
         return rewards.numpy()
 
     def rest(self) -> None:

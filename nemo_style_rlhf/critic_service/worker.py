@@ -152,7 +152,7 @@ class CriticWorker:
         )
         if served is not None and text is not None:
             offload = config.critic.offload_reward_model
-            self.reward = RewardModel(served, text, self.batches, self.group, offload=offload)
+            self.reward = RewardModel(served, text, self.batches, self.group, offload=offload, engine=config.engine)
         add_lora(critic.hf, self._start)
         self.trained = sum(parameter.numel() for parameter in critic.parameters() if parameter.requires_grad)
         """Parameters that learn."""

@@ -51,6 +51,18 @@ def fragment(parameter: Any) -> Any:
     return parameter._hp_mapping
 
 
+def node_group(ranks: int) -> Any:
+    """The group of ``ranks`` neighboring ranks with which this one shards ZeRO-3's second copy of weights; None for 1.
+
+    DeepSpeed makes it once per process, and refuses to for a second model.
+    """
+    from deepspeed.utils import groups  # type: ignore[import-untyped]
+
+    if ranks > 1 and groups._get_zero_param_intra_parallel_group() is None:
+        groups._create_zero_param_parallel_group(ranks)
+    return groups._get_zero_param_intra_parallel_group() if ranks > 1 else None
+
+
 def gather_no_more(engine: Any) -> None:
     """Remove the hooks with which ZeRO-3 gathers the weights of a module for its forward."""
     engine.optimizer.parameter_offload._remove_module_hooks()

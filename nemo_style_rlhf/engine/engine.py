@@ -1,7 +1,7 @@
 """The only wrapper over DeepSpeed: forward, backward, step, offload, save, load, read the weights."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from nemo_style_rlhf.engine.files import unreadable_files
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
 from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
-from nemo_style_rlhf.engine.shards import settle, use_sharded_heads, whole_weights
+from nemo_style_rlhf.engine.shards import place, settle, use_sharded_heads, whole_weights
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.lora import merged
@@ -42,7 +42,7 @@ class Engine:
     def __init__(
         self, module: nn.Module, config: EngineConfig, *, device: torch.device, total_steps: int | None = None
     ) -> None:
-        """Take over ``module`` and move it to ``device``; the ranks join a process group if they have not yet.
+        """Take over ``module``, which is in host memory, for ``device``; the ranks join a process group if they have not yet.
 
         ``total_steps`` is used by a schedule that does not set its own.
         """
@@ -61,8 +61,10 @@ class Engine:
                 f"engine.zero_hpz_partition_size={config.zero_hpz_partition_size} with {ranks} ranks, which it must divide: give "
                 "the ranks of a node, or 1"
             )
+        generated = _deepspeed_config(config, module, device)
+        place(module, generated, device)
         optimizer = torch.optim.AdamW(
-            [parameter for parameter in module.to(device).parameters() if parameter.requires_grad],
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=config.optim.lr,
             betas=config.optim.betas,
             eps=config.optim.eps,
@@ -77,7 +79,7 @@ class Engine:
             model=module,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),
-            config=_deepspeed_config(config, module),
+            config=generated,
             dist_init_required=False,
         )
         deepspeed_private.use_checkpoint_engine(self._deepspeed, InMemory)
@@ -205,12 +207,23 @@ class Engine:
         self._offload_states()
 
 
-def _deepspeed_config(config: EngineConfig, module: nn.Module) -> dict[str, Any]:
+def sharded(module: nn.Module, config: EngineConfig, device: torch.device) -> Callable[..., Any]:
+    """The forward of ``module``, which is in host memory and never trained, with its weights sharded as ZeRO stage 3 does. Every
+    rank calls it as often as the others."""
+    generated = _deepspeed_config(config, module, device)
+    place(module, generated, device)
+    forward, *_ = deepspeed.initialize(model=module, config=generated, dist_init_required=False)
+    use_sharded_heads(module)
+    forward.eval()
+    return forward  # type: ignore[no-any-return]
+
+
+def _deepspeed_config(config: EngineConfig, module: nn.Module, device: torch.device) -> dict[str, Any]:
     # DeepSpeed allocates its default buckets of 500 M elements in full, however small the model is.
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    bucket = min(BUCKET_ELEMENTS, trained)
+    bucket = max(2, min(BUCKET_ELEMENTS, trained))
     bucket += bucket % 2  # DeepSpeed requires an even number
-    cuda = next(module.parameters()).is_cuda
+    cuda = device.type == "cuda"
     host = {"device": "cpu", "pin_memory": cuda}
     generated = {
         "train_micro_batch_size_per_gpu": 1,

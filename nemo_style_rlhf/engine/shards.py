@@ -15,6 +15,19 @@ TOGETHER_BYTES = 2**22
 """Parameters are gathered together up to this many bytes; a larger one alone."""
 
 
+def place(module: nn.Module, config: dict[str, Any], device: torch.device) -> None:
+    """Move ``module`` to ``device``; if DeepSpeed's ``config`` asks for ZeRO-3, only this rank's shard of each parameter.
+    DeepSpeed itself would first move the whole module."""
+    zero = config["zero_optimization"]
+    if zero["stage"] < 3:
+        module.to(device)
+        return
+    group = deepspeed_private.node_group(zero["zero_hpz_partition_size"])
+    deepspeed.zero.Init(module=module, config_dict_or_path=config, zero_param_parallel_group=group)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device)
+
+
 def use_sharded_heads(module: nn.Module) -> None:
     """Have the heads of policies gathered for the policy's forward, which multiplies with the head's weights itself: outside of
     the head's own forward they are sharded."""

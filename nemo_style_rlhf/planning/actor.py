@@ -9,7 +9,7 @@ from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import ACTOR, ENGINE, GIB, Phase, ProcessPlan
-from nemo_style_rlhf.planning.training import resting, trained_model, training_phases
+from nemo_style_rlhf.planning.training import frozen_weights, resting, trained_model, training_phases
 from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB
 from nemo_style_rlhf.schema.plan import PlanConfig
 
@@ -29,7 +29,7 @@ def plan_actor(
     held = trained_model(policy, config.engine, device, ranks=config.ranks, libraries=device.libraries("actor"))
     offloaded = config.model.reference == "cpu_offload" and device.cuda
     if reference is not None and not offloaded:
-        held["reference"] = reference.base_weights
+        held["reference"] = frozen_weights(reference, config.engine, ranks=config.ranks)
     samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
     generated = -(-samples // config.ranks) * config.generation.sharing_ranks
     transit = Counter({"weights in transit": _in_transit(config, policy, device)})

@@ -6,7 +6,7 @@ from nemo_style_rlhf.data.ragged import padded_rows
 from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import CRITIC, Phase, ProcessPlan
-from nemo_style_rlhf.planning.training import checkpoint_copy, resting, trained_model, training_phases
+from nemo_style_rlhf.planning.training import checkpoint_copy, frozen_weights, resting, trained_model, training_phases
 from nemo_style_rlhf.rollout.producer import SCORING_GROUP
 from nemo_style_rlhf.schema.plan import PlanConfig
 
@@ -28,7 +28,10 @@ def plan_critic(
     if server.critic.combine_rm_and_critic_server:
         scoring = max(scoring, reward.inference(batch), key=Counter.total)  # one after the other
         offloaded = server.critic.offload_reward_model and device.cuda
-        (scoring if offloaded else held)["reward model"] = reward.base_weights
+        if offloaded:
+            scoring["reward model"] = reward.base_weights
+        else:
+            held["reward model"] = frozen_weights(reward, server.engine, ranks=ranks)
     if not algorithm.uses_critic:  # served and saved, but never stepped, and the first step makes Adam's states
         copied = checkpoint_copy(critic.trained, critic.width, stage=server.engine.zero_stage, ranks=ranks)
         held["checkpoint"] = 0 if device.cuda else copied - held["optimizer states"]

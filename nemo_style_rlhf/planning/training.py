@@ -39,6 +39,13 @@ def weights(trained: int, frozen: int, width: int, *, stage: int, ranks: int) ->
     return trained * width // ranks + min(trained, MAX_LIVE) * width
 
 
+def frozen_weights(model: Blueprint, engine: EngineConfig, *, ranks: int) -> int:
+    """:func:`weights` of a model beside the engine's that is never trained."""
+    if engine.zero_stage < 3:
+        return model.base_weights
+    return model.base_weights // ranks + min(model.base_weights, MAX_LIVE * model.width)
+
+
 def gradients(trained: int, width: int, *, stage: int, ranks: int) -> int:
     """Bytes of the gradients that add up between optimizer steps, in the weights' dtype; from ZeRO-2 on, of one shard only."""
     return trained * width // (ranks if stage >= 2 else 1)

@@ -23,7 +23,7 @@ from nemo_style_rlhf.data.mixtures import TrainingRows
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts, load_training_prompts
 from nemo_style_rlhf.data.templates import check_reward_template, check_template
 from nemo_style_rlhf.distributed.ranks import Ranks, require_tensor_parallel
-from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.engine import Engine, sharded
 from nemo_style_rlhf.engine.process_group import init_distributed, require_all_ranks
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.factory import (
@@ -368,4 +368,7 @@ def _reference(config: PPOActorConfig, policy: Engine, device: torch.device, ran
     if not config.model.has_second_model:
         return AdaptersOff(policy, policy.module, config.engine, device, ranks)
     model = _policy_model(config, load_causal_lm(config.model.reference_model))
-    return FrozenCopy(model, config.engine, device, ranks, cpu_offload=config.model.reference == "cpu_offload")
+    offload = config.model.reference == "cpu_offload"
+    shards = config.engine.zero_stage == 3 and not offload
+    forward = partial(sharded, config=config.engine, device=device) if shards else None
+    return FrozenCopy(model, config.engine, device, ranks, cpu_offload=offload, sharded=forward)

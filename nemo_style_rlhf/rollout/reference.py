@@ -1,6 +1,6 @@
 """The frozen policy that KL is measured against."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -49,15 +49,23 @@ class FrozenCopy:
     """A frozen model on its own weights: the policy at the start of the run, or the model in model.reference_path."""
 
     def __init__(
-        self, model: PolicyModel, config: EngineConfig, device: torch.device, ranks: Ranks, *, cpu_offload: bool = False
-    ) -> None:
-        """With ``cpu_offload`` the copy is on ``device`` only while it computes. Each of ``ranks`` has a whole copy."""
-        self._model = model.eval().requires_grad_(False)
+        self, model: PolicyModel, config: EngineConfig, device: torch.device, ranks: Ranks, *, cpu_offload: bool = False,
+        sharded: Callable[[nn.Module], PolicyForward] | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            model: in host memory.
+            cpu_offload: have it on ``device`` only while it computes.
+            sharded: the forward of ``model`` with its weights sharded over ``ranks``. Without it, each of them has a whole copy.
+        """
+        self._model: PolicyForward = model.eval().requires_grad_(False)
         self._config = config
         self._device, self._ranks = device, ranks
-        self._host_copy = HostCopy(self._model, device) if cpu_offload else None
-        if self._host_copy is None:
-            self._model.to(device)
+        self._host_copy = HostCopy(model, device) if cpu_offload else None
+        if sharded is not None:
+            self._model = sharded(model)
+        elif not cpu_offload:
+            model.to(device)
 
     def logprobs(
         self, tokens: Tensor, lengths: Sequence[int], mask: Tensor, temperatures: Tensor | None = None

@@ -179,8 +179,7 @@ class EngineConfig:
     offload_optimizer: bool = False
     """Keep optimizer states and fp32 masters in host memory, and step there (ZeRO-Offload, arXiv 2101.06840): zero_stage 1-3."""
     offload_parameters: bool = False
-    """Keep the shards of the weights in host memory until a layer needs them (ZeRO-Infinity, arXiv 2104.07857): zero_stage 3.
-    The whole model is on the device once, while it is loaded."""
+    """Keep the shards of the weights in host memory until a layer needs them (ZeRO-Infinity, arXiv 2104.07857): zero_stage 3."""
     zero_hpz_partition_size: int = 1
     """Number of neighboring ranks, those of a node, that divide a second copy of the weights among themselves: zero_stage 3 then
     gathers weights from other nodes once per optimizer step, not for every forward and backward (hpZ, arXiv 2306.10209). 1: no

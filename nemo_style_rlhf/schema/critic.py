@@ -39,7 +39,8 @@ class CriticConfig:
     normalize_rewards: bool = False
     """Serve (reward - mean) / std, by the statistics stored with the reward model, and values on that scale."""
     offload_reward_model: bool = False
-    """Keep the reward model's weights in host memory while the critic trains (CUDA only; no effect on CPU)."""
+    """Keep the reward model's weights in host memory while the critic trains (CUDA only; no effect on CPU). Otherwise it stays on
+    the device, with engine.zero_stage=3 sharded over the ranks."""
 
     def validate(self) -> None:
         clip = self.loss_clip_val
