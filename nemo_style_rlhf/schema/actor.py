@@ -23,8 +23,8 @@ class PolicyConfig(ModelConfig):
     """A reference other than the model from which training starts: a Hugging Face directory or hub name of a model with the same
     tokenizer. It is a second model even beside adapters; null is the model in path."""
     reference: str = "copy"
-    """copy (stays on the training device; with engine.zero_stage=3 sharded over the ranks), or cpu_offload (in host memory, on the
-    device only while it is used)."""
+    """copy (stays on the training device, with engine.zero_stage=3 sharded over the ranks), or cpu_offload (in host memory, on
+    the device only while it is used)."""
 
     def validate(self) -> None:
         super().validate()

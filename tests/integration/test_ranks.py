@@ -175,8 +175,8 @@ def test_four_ranks_with_two_vllms_end_where_one_does(inputs, alone, tmp_path):
 
 
 def test_a_weight_transfer_takes_its_largest_bucket(tmp_path):
-    """Beside it lie small parameters that were gathered together, and the last tensor until gloo's thread has let it go; vLLM makes
-    one layer whole. Both largest tensors are the embedding, vLLM's in fp32 where the CPU would emulate bf16."""
+    """Beside it lie small parameters that were gathered together, and the last tensor until gloo's thread has let it go; vLLM
+    makes one layer whole. Both largest tensors are the embedding, vLLM's in fp32 where the CPU would emulate bf16."""
     done = warm.run(["benchmarks/transfer_memory.py", f"--work-dir={tmp_path}"], ranks=2, timeout=120)
     assert done.returncode == 0, done.stderr
     mib = json.loads(done.stdout.splitlines()[-1])
