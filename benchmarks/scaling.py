@@ -3,8 +3,8 @@
     .venv-actor/bin/python benchmarks/scaling.py --plot docs/images/scaling.png
 
 It is a model, not a measurement. It is calibrated on NeMo-Aligner's published steps of Llama 3 70B, with two free parameters: the
-longest response, and the seconds of a step that no node shortens. Everything else is in `INPUTS`, with its source. Prints the
-report of docs/scaling.md as Markdown.
+seconds for which a sample's token occupies a node, and the seconds of a step that no node shortens. Everything else is in
+`INPUTS`, with its source. Prints the report of docs/scaling.md as Markdown.
 """
 
 import argparse
@@ -20,7 +20,8 @@ INPUTS: dict[str, tuple[float, str, str]] = {
     "peak": (989e12, "FLOP/s of a GPU, bf16, dense", "H100 SXM data sheet"),
     "memory": (3.35e12, "bytes/s of a GPU's memory", "H100 SXM data sheet"),
     "nvlink": (450e9, "bytes/s of a GPU within its node, each way", "H100 SXM data sheet"),
-    "network": (50e9, "bytes/s of a GPU to other nodes, each way", "DGX H100 data sheet: 400 Gb/s a GPU"),
+    "network": (50e9, "bytes/s of a network card, each way", "DGX H100 data sheet: 400 Gb/s"),
+    "cards": (8, "network cards of a node", "DGX H100 data sheet"),
     "pcie": (64e9, "bytes/s of a GPU to its host, each way", "H100 SXM data sheet: PCIe 5"),
     "gpus": (8, "GPUs of a node", "DGX H100 data sheet"),
     "parameters": (70.6e9, "parameters", "Llama 3 70B"),
@@ -32,9 +33,7 @@ INPUTS: dict[str, tuple[float, str, str]] = {
     "batch": (128, "samples of an optimizer step", "NeMo-Aligner's user guide, RLHF"),
     "prompt": (300, "tokens of a prompt", "assumed"),
     "response": (335, "tokens of a response, mean", "NeMo-Aligner's user guide, RLHF: 323 to 351"),
-    "aligner_decode": (2.5e-3, "seconds of a decoding step beside the memory's, TensorRT-LLM", "assumed"),
-    "aligner_batch": (8, "samples that are decoded together, each batch to its end", "NeMo-Aligner's user guide, RLHF"),
-    "aligner_64": (16, "the same on 64 nodes", "NeMo-Aligner's user guide, RLHF"),
+    "longest": (1024, "tokens of a response, at most", "NeMo-Aligner's user guide, RLHF: its script's max_length"),
     "aligner_stages": (4, "pipeline stages, beside tensor parallelism within a node", "assumed: the critic fits 4 nodes"),
     "our_decode": (11e-3, "seconds of a decoding step beside the memory's, vLLM", "benchmarks.md, One GPU: with CUDA graphs"),
     "our_transfer": (4.2e9, "bytes/s of a verified transfer", "benchmarks.md, One GPU: 0.72 GB in 0.17 s"),
@@ -49,7 +48,6 @@ UNSURE = {
     "decode_share": 0.25,
     "network_share": 0.3,
     "prompt": 0.5,
-    "aligner_decode": 0.5,
     "our_decode": 0.4,
     "our_transfer": 0.5,
 }
@@ -66,16 +64,16 @@ class World:
     """The inputs as attributes, the two free parameters, and our levers."""
 
     values: Mapping[str, float]
-    longest: float = 0.0
-    """Tokens of the longest response: the first free parameter."""
+    per_token: float = 0.0
+    """Seconds for which a sample's token occupies a node of NeMo-Aligner's: the first free parameter."""
     fixed: float = 0.0
     """Seconds of a step that no node shortens: the second."""
-    sized_requests: bool = False
+    sized_requests: bool = True
     """A scoring request has samples for every rank."""
-    spread: bool = False
+    spread: bool = True
     """Micro-batches are as small as it takes to give every rank one."""
     within_nodes: bool = False
-    """Weights are gathered within a node, each of which holds all of them."""
+    """Weights come from other nodes once per optimizer step, then each node holds all of them (zero_hpz_partition_size)."""
     fast_transfer: bool = False
     """Weights reach engines at the speed of the network."""
 
@@ -100,18 +98,15 @@ class World:
         """Seconds of a decoding step of one node, whose GPUs hold the model together."""
         return (self.bytes + together * context * self.kv) / (self.gpus * self.memory * self.decode_share) + beside
 
-    @property
-    def gather(self) -> float:
-        """Seconds in which a rank receives all weights, a layer at a time (ZeRO-3)."""
-        speed = self.nvlink if self.within_nodes else self.network
+    def collective(self, *, within_node: bool = False) -> float:
+        """Seconds in which all ranks receive all weights, or reduce all gradients, a layer at a time (ZeRO-3). What enters a node
+        through one of its cards goes on within the node, so that all cards share the work."""
+        speed = self.nvlink if within_node else min(self.nvlink, self.cards * self.network)
         return self.bytes / (speed * self.network_share)
 
 
 def aligner(world: World, actor: int, critic: int) -> dict[str, float]:
-    """Seconds of NeMo-Aligner's step, by part: batches of samples one after the other, pipelines, critic beside the actor."""
-    together = world.aligner_64 if actor == 64 else world.aligner_batch
-    batches = math.ceil(world.samples / actor / together)
-    step = world.decode(together, world.prompt + world.longest / 2, world.aligner_decode)
+    """Seconds of NeMo-Aligner's step, by part: samples are dealt to the nodes, models are pipelines, the critic works beside."""
 
     def pipelined(nodes: int, passes: float, batch: float) -> float:
         replicas = nodes / world.aligner_stages
@@ -119,7 +114,7 @@ def aligner(world: World, actor: int, critic: int) -> dict[str, float]:
         return world.compute(passes, world.tokens, nodes * world.gpus) * bubble
 
     return {
-        "generate": batches * world.longest * step,
+        "generate": world.samples / actor * world.response * world.per_token,
         "score": 0.0,  # while it generates
         "log-probabilities": 2 * pipelined(actor, 1, world.samples),
         "update": max(pipelined(nodes, 3, world.batch) for nodes in (actor, critic)),
@@ -133,13 +128,13 @@ def fitted(world: World, published: Mapping[tuple[int, int], float]) -> World:
     seconds = np.array(list(published.values()))
     weights = seconds**-2 / (seconds**-2).sum()
 
-    def of(longest: float) -> tuple[float, World]:
-        bare = replace(world, longest=longest, fixed=0.0)
+    def of(per_token: float) -> tuple[float, World]:
+        bare = replace(world, per_token=per_token, fixed=0.0)
         parts = np.array([sum(aligner(bare, *nodes).values()) for nodes in published])
         fixed = max(0.0, float((weights * (seconds - parts)).sum()))
         return float((((parts + fixed) / seconds - 1) ** 2).sum()), replace(bare, fixed=fixed)
 
-    return min((of(longest) for longest in range(100, 6000, 10)), key=lambda each: each[0])[1]
+    return min((of(1e-5 * each) for each in range(1, 3000)), key=lambda each: each[0])[1]
 
 
 # --- ours ----------------------------------------------------------------------------------------------------------------
@@ -177,19 +172,28 @@ def rounds(world: World, samples: float, ranks: float) -> tuple[int, float]:
     return math.ceil(count / ranks), min(budget, samples * each)
 
 
-def passes(world: World, samples: float, ranks: float, forwards: float, gathers: float) -> float:
-    """Seconds of a model over samples: weights are gathered for every micro-batch while another is computed."""
+def passes(world: World, samples: float, ranks: float, *, trains: bool = False, changed: bool = False) -> float:
+    """Seconds of a model over samples. While a micro-batch is computed, weights are gathered, for a backward again, and gradients
+    reduced.
+
+    Args:
+        changed: whether the weights differ from those of the pass before, so that all nodes need them anew.
+    """
     count, tokens = rounds(world, samples, ranks)
-    return count * max(world.compute(forwards, tokens, 1), gathers * world.gather)
+    computed = world.compute(3 if trains else 1, tokens, 1)
+    near, far = world.collective(within_node=world.within_nodes), world.collective()
+    moved = (2 * near + far) if trains else near
+    first = max(computed, moved + (far - near if changed else 0.0))
+    return first + (count - 1) * max(computed, moved)
 
 
 def scored(world: World, ends: np.ndarray, ranks: float) -> float:
     """Seconds after which the last score is there: requests wait for each other, and each is of two models."""
-    group = int(world.our_group if not world.sized_requests else min(len(ends), max(world.our_group, ranks)))
+    group = int(min(len(ends), world.our_group * (ranks if world.sized_requests else 1)))
     arrivals = sorted(ends[start : start + group].max() for start in range(0, len(ends), group))
     now = 0.0
     for arrival in arrivals:
-        now = max(now, arrival) + 2 * passes(world, group, ranks, 1, 1)
+        now = max(now, arrival) + 2 * passes(world, group, ranks)
     return now
 
 
@@ -208,12 +212,14 @@ def ours(world: World, nodes: int, way: str) -> dict[str, float]:
     ranks, critic_ranks = actor * world.gpus, critic * world.gpus
     ends = generation(world, engines)
     done, updates = float(ends.max()), math.ceil(world.samples / world.batch)
-    update, other = (updates * passes(world, world.batch, each, 3, 3) for each in (ranks, critic_ranks))
+    update, other = (
+        updates * passes(world, world.batch, each, trains=True, changed=True) for each in (ranks, critic_ranks)
+    )
     size = world.tokens / (1024 * 4096)
     parts = {
         "generate": done,
         "score": scored(world, ends, critic_ranks) - done,
-        "log-probabilities": 2 * passes(world, world.samples, ranks, 1, 1),
+        "log-probabilities": sum(passes(world, world.samples, ranks, changed=each) for each in (True, False)),
         "update": update + other if way == "turns" else max(update, other),
         "transfer": world.bytes / (world.network if world.fast_transfer else world.our_transfer),
         "other": size * (world.our_serial + world.our_protocol),
@@ -232,14 +238,13 @@ def ours(world: World, nodes: int, way: str) -> dict[str, float]:
 
 
 LEVERS = {
-    "scoring requests sized by the ranks": {"sized_requests": True},
-    "a micro-batch for every rank": {"spread": True},
-    "both": {"sized_requests": True, "spread": True},
-    "... and weights gathered within nodes": {"sized_requests": True, "spread": True, "within_nodes": True},
-    "... and weights sent at the network's speed": {
-        "sized_requests": True, "spread": True, "within_nodes": True, "fast_transfer": True,
-    },
-}  # fmt: skip
+    "requests of 32 samples, micro-batches of 16,384 tokens": {"sized_requests": False, "spread": False},
+    "requests sized by the ranks": {"sized_requests": True, "spread": False},
+    "micro-batches spread over the ranks": {"sized_requests": False, "spread": True},
+    "both: the defaults": {},
+    "... and engine.zero_hpz_partition_size=8": {"within_nodes": True},
+    "... and weights sent at the network's speed": {"within_nodes": True, "fast_transfer": True},
+}
 ALL = LEVERS["... and weights sent at the network's speed"]
 
 
@@ -256,11 +261,11 @@ def main() -> None:
     inputs = [[what, f"{value:,g}", source] for value, what, source in INPUTS.values()]
     print(table(["input", "value", "source"], inputs) + "\n")
     print(
-        f"Fitted: the longest response has {world.longest:,.0f} tokens, {world.fixed:.1f} s are shortened by no node.\n"
+        f"Fitted: a token occupies a node for {1000 * world.per_token:.2f} ms, {world.fixed:.1f} s are shortened by no node.\n"
     )
     print(table(["nodes", "published, s", "simulated", "error", "left out"], calibration(plain, world)) + "\n")
     worlds = [fitted(drawn(plain, seed), PUBLISHED) for seed in range(arguments.draws)]
-    for title, levers in (("as it is", {}), ("with all levers", ALL)):
+    for title, levers in (("with the defaults", {}), ("with all levers", ALL)):
         print(f"{title}:\n")
         print(table(["nodes", "way", *PARTS, "step, s", "80 % of worlds"], steps(world, worlds, levers)) + "\n")
     print(table(["levers, 96 nodes, together", *PARTS, "step, s"], levered(world)))
@@ -302,21 +307,21 @@ def steps(world: World, worlds: Sequence[World], levers: Mapping[str, bool]) -> 
 
 def levered(world: World) -> list[list[str]]:
     rows = []
-    for title, levers in {"none": {}, **LEVERS}.items():
+    for title, levers in LEVERS.items():
         parts = ours(replace(world, **levers), NODES[-1], "together")
         rows.append([title, *(f"{parts[name]:.1f}" for name in PARTS), f"**{sum(parts.values()):.0f}**"])
     return rows
 
 
 def plot(world: World, target: Path) -> None:
-    """Bars of the parts, for all nodes and ways, as it is and with all levers."""
+    """Bars of the parts, for all nodes and ways, with the defaults and with all levers."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
-    for axis, (title, levers) in zip(axes, (("as it is", {}), ("with all levers", ALL)), strict=True):
+    for axis, (title, levers) in zip(axes, (("with the defaults", {}), ("with all levers", ALL)), strict=True):
         bars = {"NeMo-Aligner": [aligner(world, *nodes) for nodes in PUBLISHED]}
         bars |= {
             way: [ours(replace(world, **levers), nodes, way) for nodes in NODES] for way in ("together", "lag", "turns")

@@ -26,12 +26,12 @@ def world(plain: scaling.World) -> scaling.World:
 
 
 def test_every_published_step_is_met(plain, world):
-    """Within 8 %; the largest step, of the other batch size, is further off if it is left out of the fit."""
+    """Within 8 %, and within 15 % where it is left out of the fit."""
     for nodes, seconds in scaling.PUBLISHED.items():
         assert sum(scaling.aligner(world, *nodes).values()) == pytest.approx(seconds, rel=0.08)
         rest = {each: value for each, value in scaling.PUBLISHED.items() if each != nodes}
         without = scaling.fitted(plain, rest)
-        assert nodes == (64, 32) or sum(scaling.aligner(without, *nodes).values()) == pytest.approx(seconds, rel=0.15)
+        assert sum(scaling.aligner(without, *nodes).values()) == pytest.approx(seconds, rel=0.15)
 
 
 def test_the_page_shows_what_is_simulated(plain, world):
@@ -39,7 +39,7 @@ def test_the_page_shows_what_is_simulated(plain, world):
     assert table(["input", "value", "source"], inputs) in PAGE
     assert table(["nodes", "published, s", "simulated", "error", "left out"], scaling.calibration(plain, world)) in PAGE
     assert table(["levers, 96 nodes, together", *scaling.PARTS, "step, s"], scaling.levered(world)) in PAGE
-    assert f"{world.longest:,.0f} tokens, and {world.fixed:.1f} seconds" in PAGE
+    assert f"{1000 * world.per_token:.2f} ms" in PAGE and f"{world.fixed:.1f} seconds" in PAGE
 
 
 def test_samples_are_complete_after_their_tokens_have_been_decoded(world):
@@ -55,7 +55,8 @@ def test_samples_are_complete_after_their_tokens_have_been_decoded(world):
 
 
 def test_more_ranks_than_micro_batches_do_not_help_unless_they_are_made_smaller(world):
-    few, many = (scaling.passes(world, 128, ranks, 3, 3) for ranks in (64, 512))
+    whole = replace(world, spread=False)
+    few, many = (scaling.passes(whole, 128, ranks, trains=True) for ranks in (64, 512))
     assert few == many
-    spread = replace(world, spread=True, within_nodes=True)
-    assert scaling.passes(spread, 128, 512, 3, 3) < scaling.passes(spread, 128, 64, 3, 3) < few
+    spread = [scaling.passes(world, 128, ranks, trains=True) for ranks in (16, 32, 64)]
+    assert sorted(spread, reverse=True) == spread and spread[-1] < few
