@@ -70,6 +70,11 @@ class OwnWeights:
             bucket.clear()  # before the next bucket is filled
         self.digest = digest.hexdigest()
 
+    def skip_rest(self) -> None:
+        """Read what is left and forget it: other ranks, which send their shards of it, wait for this one."""
+        for _ in self._weights:
+            pass
+
 
 def shapes_of(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, ...]]:
     """The tensors that every update must bring, by name."""

@@ -20,7 +20,9 @@ from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from nemo_style_rlhf.checkpoint.files import storage_errors
+from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.generation.interface import ProbeTarget, TransferError, WeightUpdate
+from nemo_style_rlhf.generation.transfer import OwnWeights
 
 MANIFEST = "manifest.json"
 
@@ -42,8 +44,13 @@ class WeightStore:
         Raises:
             StorageError: there is no room for it.
         """
-        for _ in self.written(update).buckets():
-            pass
+        try:
+            for _ in self.written(update).buckets():
+                pass
+        except StorageError:
+            if isinstance(update, OwnWeights):
+                update.skip_rest()
+            raise
         return StoredWeights.open(self._folder(update.version))
 
     def written(self, update: WeightUpdate) -> WeightUpdate:

@@ -276,14 +276,17 @@ def test_tied_and_overlapping_tensors_are_published_each_for_itself(store):
 
 
 def test_a_store_without_room_says_so_and_publishes_nothing(tmp_path: Path) -> None:
+    """It still reads all weights: under ZeRO-3, other ranks would wait for ever."""
     store = WeightStore(tmp_path / "store")
+    weights = iter([(f"weight {number}", torch.zeros(1000)) for number in range(3)])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(StorageError, match=r"store/1 cannot be written .*: make room"):
-            publish(store, 1, {"weight": torch.zeros(1000)})
+            store.publish(OwnWeights(1, weights, PROBE))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(weights)
     with pytest.raises(TransferError):
         StoredWeights.open(store.root / "1")
 
