@@ -1,9 +1,10 @@
 """The private parts of DeepSpeed that this package touches, as they are in DeepSpeed 0.19.8."""
 
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from torch import Size
+from torch import Size, Tensor
 
 
 def compile_no_shm_comm() -> None:
@@ -66,3 +67,21 @@ def node_group(ranks: int) -> Any:
 def gather_no_more(engine: Any) -> None:
     """Remove the hooks with which ZeRO-3 gathers the weights of a module for its forward."""
     engine.optimizer.parameter_offload._remove_module_hooks()
+
+
+def tensors_of(holder: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
+    """All tensors that an optimizer holds: flat weights and masters, states, buffers of gradients, in whatever attributes."""
+    seen = {} if seen is None else seen
+    if id(holder) in seen:
+        return
+    seen[id(holder)] = holder
+    if isinstance(holder, Tensor):
+        yield holder
+    elif isinstance(holder, dict):
+        for part in holder.values():
+            yield from tensors_of(part, seen)
+    elif isinstance(holder, list | tuple | set):
+        for part in holder:
+            yield from tensors_of(part, seen)
+    elif type(holder).__module__.startswith(("deepspeed.runtime.zero.", "torch.optim.")):
+        yield from tensors_of(vars(holder), seen)

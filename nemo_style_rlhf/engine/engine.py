@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
 from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
 from nemo_style_rlhf.engine.shards import place, settle, use_sharded_heads, whole_weights
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
+from nemo_style_rlhf.engine.storages import Storages, address
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.lora import merged
 from nemo_style_rlhf.schema.common import BUCKET_ELEMENTS, EngineConfig
 
 CHECKPOINT_TAG = "state"
-OPTIMIZER_STATES = ["optim_states", "hp_params"]
 
 
 class NonFiniteError(RuntimeError):
@@ -86,7 +87,8 @@ class Engine:
         deepspeed_private.copy_no_script(self._deepspeed)
         if config.zero_stage == 3:
             use_sharded_heads(module)
-        self._offloaded = False
+        self._weights = Storages(self._weight_tensors, device)
+        self._states = Storages(self._state_tensors, device)
         self._partly_frozen = not all(parameter.requires_grad for parameter in module.parameters())
 
     @property
@@ -136,35 +138,75 @@ class Engine:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.config.gradient_clip_val, norm)
 
     def train(self) -> None:
-        self._reload_states()
+        self.reload()
         self._deepspeed.train()
 
     def eval(self) -> None:
         """Switch to evaluation. If the config says so, optimizer states stay in host memory until :meth:`train`."""
         self._deepspeed.eval()
-        self._offload_states()
+        if self.config.offload_optimizer_states and self.device.type != "cpu":
+            self._states.offload()
 
-    def _offload_states(self) -> None:
-        wanted = self.config.offload_optimizer_states and self.device.type != "cpu" and not self.module.training
-        if wanted and not self._offloaded:
-            self._deepspeed.offload_states(include=OPTIMIZER_STATES)
-            self._offloaded = True
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Move weights, masters, gradients and optimizer states to host memory, and free the device's; :meth:`reload` brings
+        every bit back. Meanwhile :meth:`snapshot`, :meth:`load` and :meth:`named_weights` work, a forward does not.
 
-    def _reload_states(self) -> None:
-        if self._offloaded:
-            self._deepspeed.reload_states()
-            self._offloaded = False
+        Args:
+            keep_weights: leave the weights on the device, or bring them back, for forwards without gradients.
+        """
+        self._states.offload()
+        if keep_weights:
+            self._weights.reload()
+        else:
+            if self._sharded:
+                settle(self._deepspeed)
+            self._weights.offload()
+
+    def reload(self) -> None:
+        self._weights.reload()
+        self._states.reload()
+
+    @property
+    def _sharded(self) -> bool:
+        return bool(self._deepspeed.zero_optimization_partition_weights())
+
+    def _weight_tensors(self) -> Iterator[Tensor]:
+        for parameter in self.module.parameters():
+            yield parameter
+            for shard in ("ds_tensor", "ds_secondary_tensor"):
+                if getattr(parameter, shard, None) is not None:
+                    yield getattr(parameter, shard)
+        yield from self.module.buffers()
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        weights = {address(tensor) for tensor in self._weight_tensors()}
+        gradients = (each.grad for each in self.module.parameters() if each.grad is not None)
+        for tensor in (*deepspeed_private.tensors_of(self._optimizer), *gradients):
+            if address(tensor) not in weights:
+                yield tensor
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Let what is offloaded be read: in host memory, but weights that ZeRO-3 gathers on the device, for that long."""
+        away = self._weights.away
+        if self._sharded:
+            settle(self._deepspeed)
+            self._weights.reload()
+        with self._states.shown(), self._weights.shown():
+            yield
+        if self._sharded and away:
+            self.offload()
 
     def named_weights(self, *, to_first: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and persistent buffer of the module, whole, under its checkpoint name; tied ones under each name.
 
         With ZeRO-3, which shards parameters, a few at a time are gathered. Every rank iterates over all of them; with
-        ``to_first`` only the first rank gets them, and the others do not receive what they would not use.
+        ``to_first`` only the first rank gets them, and the others do not receive what they would not use. Offloaded weights are
+        tensors in host memory.
         """
-        if self._deepspeed.zero_optimization_partition_weights():
-            settle(self._deepspeed)
-        weights = self.module.state_dict(keep_vars=True).items()
-        return whole_weights(weights, self.device, to_first=to_first)
+        with self._readable():
+            weights = self.module.state_dict(keep_vars=True).items()
+            yield from whole_weights(weights, self.device, to_first=to_first)
 
     def hf_weights(self, *, to_first: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The tensors of :meth:`named_weights` under the names of the Hugging Face model ``module.hf``, adapters merged."""
@@ -173,11 +215,10 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """Copy trained weights, optimizer, schedule and counters to host memory; every rank calls this, and writes its copy."""
-        self._reload_states()
-        self._deepspeed.save_checkpoint(
-            str(FOLDER), tag=CHECKPOINT_TAG, save_latest=False, exclude_frozen_parameters=self._partly_frozen
-        )
-        self._offload_states()
+        with self._readable():
+            self._deepspeed.save_checkpoint(
+                str(FOLDER), tag=CHECKPOINT_TAG, save_latest=False, exclude_frozen_parameters=self._partly_frozen
+            )
         return self._deepspeed.checkpoint_engine.taken()
 
     def load(self, directory: Path) -> None:
@@ -194,7 +235,8 @@ class Engine:
                 f"the checkpoint in {directory} cannot be loaded: {unreadable[0]} {NOT_DATA}; bring it back from a copy, or "
                 "remove this checkpoint to resume from the one before it"
             )
-        self._reload_states()
+        weights_away, states_away = self._weights.away, self._states.away
+        self.reload()
         saved = Saved(directory / CHECKPOINT_TAG)
         if saved.fits(self._deepspeed):
             self._deepspeed.load_checkpoint(
@@ -204,7 +246,8 @@ class Engine:
             load_reshaped(self._deepspeed, saved)
         deepspeed_private.relink_optimizer_states(self._optimizer)
         follow_config(self._scheduler, self.config.optim)
-        self._offload_states()
+        if states_away:
+            self.offload(keep_weights=not weights_away)
 
 
 def sharded(module: nn.Module, config: EngineConfig, device: torch.device) -> Callable[..., Any]:

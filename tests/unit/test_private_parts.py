@@ -10,8 +10,8 @@ TOUCHED = {
     "Lightning": {"supervised/deepspeed_strategy.py"},
     "PyTriton": {"critic_service/backend.py"},
     "PyTorch": {
-        "distributed/ranks.py", "engine/schedule.py", "engine/snapshot.py", "models/cpu_linear.py",
-        "planning/blueprint.py", "planning/tracing.py",
+        "distributed/ranks.py", "engine/schedule.py", "engine/snapshot.py", "engine/storages.py",
+        "models/cpu_linear.py", "planning/blueprint.py", "planning/tracing.py",
     },
     "Transformers": {"models/decoding.py", "models/packing.py", "models/policy.py", "models/scalar_loading.py"},
     "PEFT": {"models/lora.py"},

@@ -227,3 +227,43 @@ def test_schedule_by_hand():
     assert [lr_factor(step, linear, 5) for step in (0, 1, 3, 5, 9)] == pytest.approx([0.5, 1.0, 0.55, 0.1, 0.1])
     cosine = SchedulerConfig(name="cosine")
     assert [lr_factor(step, cosine, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+def held(engine):
+    """Bytes that the engine's weights, masters, states and gradients hold where they are computed with."""
+    tensors = [each for each in (*engine._weight_tensors(), *engine._state_tensors()) if not each.is_meta]
+    # What a CPU has loaded may still be part of the file.
+    return sum(each.untyped_storage().nbytes() for each in tensors if each.untyped_storage().resizable())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_offloading_takes_every_byte_off_the_device_and_brings_every_bit_back(tmp_path, zero_stage):
+    """On a CPU as on a GPU: the content moves to other memory, and the storages that held it are empty. Meanwhile it is saved,
+    exported and loaded."""
+    engine, stays = make_engine(zero_stage), make_engine(zero_stage)
+    for each in (engine, stays):
+        take_steps(each, 2)
+    engine.eval()
+    whole = held(engine)
+    engine.offload()
+    assert held(engine) == 0 < whole
+    assert digest_of(engine) == digest_of(stays)
+    for (_, weight), (_, same) in zip(engine.named_weights(), stays.named_weights(), strict=True):
+        assert torch.equal(weight, same)
+    engine.snapshot().write(tmp_path)
+    assert held(engine) == 0
+    engine.offload(keep_weights=True)
+    with torch.no_grad():
+        assert torch.equal(engine(X), stays(X))
+    assert 0 < held(engine) < whole
+    engine.offload()
+    engine.train()
+    assert take_steps(engine, 2) == take_steps(stays, 2)
+    assert digest_of(engine) == digest_of(stays)
+    engine.offload()
+    engine.load(tmp_path)
+    assert held(engine) == 0
+    engine.reload()
+    stays.load(tmp_path)
+    assert take_steps(engine, 1) == take_steps(stays, 1)
+    assert digest_of(engine) == digest_of(stays)
