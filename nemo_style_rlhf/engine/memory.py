@@ -10,9 +10,17 @@ GIB = 2**30
 
 def memory() -> dict[str, float]:
     """GiB: ``rss_gib``, resident now, and on CUDA ``cuda_peak_gib``, the most that torch has held since the last call."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
-    found = {"rss_gib": resident / GIB}
+    found = {"rss_gib": _resident() / GIB}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         torch.cuda.reset_peak_memory_stats()
     return found
+
+
+def held_bytes() -> int:
+    """Bytes that this process holds where it computes: what torch has reserved on CUDA, else what is resident."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else _resident()
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()

@@ -121,6 +121,10 @@ class EngineClient:
         outputs = self._connection.call(messages.GENERATE, inputs, timeout_s=self._timeout_s)
         return messages.parse_completions(requests, outputs, version)
 
+    def sleep(self, lease: str) -> int:
+        """Have the engine free weights and cache until it loads a version; returns the bytes that it still holds."""
+        return int(self._ask(messages.SLEEP, lease=lease)["held_bytes"])
+
     def shutdown(self, lease: str) -> None:
         self._ask(messages.SHUTDOWN, lease=lease)
 

@@ -74,6 +74,8 @@ class Fleet:
         self._broadcast = None if config.weights == "auto" else Broadcast(folder, config.weights)
         self.abandoned = threading.Event()
         """While it is set, nobody waits for an engine that starts."""
+        self._asleep = False
+        """Whether all engines sleep. None is then started again: it would take memory that others use."""
         self.lease = ""
         """Names the trainer and its current weights to the engines."""
 
@@ -99,7 +101,10 @@ class Fleet:
         with self._lock:
             self._published, self._shapes, self.lease = published, shapes, secrets.token_hex(8)
             self._restarts.clear()
+            self._asleep = False
         engines = self._ready()
+        for engine in engines:
+            engine.advanced = time.monotonic()  # it may have slept for long
         with ThreadPoolExecutor(len(engines) or 1) as pool:
             if self._broadcast is not None and engines:
                 self._broadcast.send(engines, published, lease=self.lease, shapes=shapes, pool=pool)
@@ -110,6 +115,40 @@ class Fleet:
         while not (gaps := [engine.gap for engine in self._ready()]):
             self._wait_for_one()
         return max(gaps)
+
+    def sleep(self) -> dict[str, int]:
+        """Have every engine free its device until :meth:`load`, also those that are still starting.
+
+        Returns:
+            Bytes that each still holds, by name.
+
+        Raises:
+            UserError: an engine that was started is not ready in time, or one failed too often.
+        """
+        held: dict[str, int] = {}
+        with self._lock:
+            self.lease = secrets.token_hex(8)  # drops the requests of streams that were abandoned
+        deadline = time.monotonic() + self._config.ready_timeout_s
+        while True:
+            for engine in [each for each in self._ready() if each.name not in held]:
+                try:
+                    engine.call(partial(engine.client.acquire, self.lease, self._shapes))
+                    held[engine.name] = engine.call(partial(engine.client.sleep, self.lease))
+                except LOST as error:
+                    self.lost(engine, error)
+            # Engines start asleep. One that was lost starts again, and loads the last version first.
+            asleep = len(self._new()) if self._published is None else len(held)
+            if self._launcher is None or asleep >= self._config.count:
+                self._asleep = True
+                return held
+            if self._broken is not None:
+                raise self._broken
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{self._config.count - asleep} engines were not ready to sleep within "
+                    f"generation.engines.ready_timeout_s={self._config.ready_timeout_s:g}: {self._advice}"
+                )
+            time.sleep(POLL_S)
 
     def _ready(self) -> list[EngineProcess]:
         with self._lock:
@@ -218,6 +257,8 @@ class Fleet:
         """Let new engines join, and do without those that end or hang."""
         looked = time.monotonic()
         while not self._closing.wait(POLL_S):
+            if self._asleep:
+                continue
             try:
                 self._look()
                 if time.monotonic() - looked < WATCH_S:

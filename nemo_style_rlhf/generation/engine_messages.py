@@ -29,7 +29,7 @@ from nemo_style_rlhf.transport.messages import (
     unragged,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 SEEDS = TensorSpec("seeds", "INT64")
 LIMITS = TensorSpec("limits", "INT32")
 """Maximum response tokens of each request."""
@@ -48,8 +48,9 @@ GENERATE = Endpoint(
     (TOKENS, SEQUENCE_LENGTHS, SEEDS, LIMITS, REQUEST),
     (TOKENS, SEQUENCE_LENGTHS, LOGPROBS, RESPONSE),
 )
+SLEEP = Endpoint("engine_sleep", (REQUEST,), (RESPONSE,))
 SHUTDOWN = Endpoint("engine_shutdown", (REQUEST,), (RESPONSE,))
-ENDPOINTS = (STATUS, ACQUIRE, SEND, RECEIVE, LOAD, GENERATE, SHUTDOWN)
+ENDPOINTS = (STATUS, ACQUIRE, SEND, RECEIVE, LOAD, GENERATE, SLEEP, SHUTDOWN)
 
 
 @dataclass(frozen=True)

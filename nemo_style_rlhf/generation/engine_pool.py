@@ -53,6 +53,10 @@ class EnginePool:
         self._version = update.version
         return gap
 
+    def sleep(self) -> dict[str, int]:
+        self._version = -1
+        return self._fleet.sleep()
+
     @property
     def metrics(self) -> dict[str, float]:
         """Those of the fleet, and `engines/tokens_per_second`, sampled since the last look, idle seconds included."""

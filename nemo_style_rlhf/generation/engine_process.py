@@ -48,9 +48,11 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
     length = config.sequences.max_length or _positions(text, config.model.path)
     generator = make_generator(
         config.model, config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed, max_model_len=length,
-        stop_strings=config.sequences.stop_strings,
+        stop_strings=config.sequences.stop_strings, sleeps=config.placement.in_turns,
     )  # fmt: skip
     assert isinstance(generator, InProcessGenerator)
+    if config.placement.in_turns:
+        generator.sleep()
     boot_id = secrets.token_hex(8)
     ready_file = None if config.server.ready_file is None else Path(config.server.ready_file)
     service = EngineService(

@@ -11,13 +11,15 @@ from nemo_style_rlhf.launch.entry import config_file
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ROOT, Program
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig, TrainingGenerationConfig
+from nemo_style_rlhf.schema.placement import PlacementConfig
 
 CONFIG = "this_run"
 """Name of the engines' configuration; ``engine`` would be that of conf/."""
 
 
 def describe(
-    folder: Path, model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, *, max_length: int, stop_strings: bool
+    folder: Path, model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, placement: PlacementConfig, *,
+    max_length: int, stop_strings: bool,
 ) -> None:  # fmt: skip
     """Write ``<folder>/this_run.yaml``, the configuration of every engine of a run."""
     content = {
@@ -25,6 +27,7 @@ def describe(
         "model": _part(ModelConfig, model),
         "generation": _part(GenerationConfig, config),
         "sequences": {"max_length": max_length, "stop_strings": stop_strings},
+        "placement": asdict(placement),
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{CONFIG}.yaml", config_file("engine", content).encode())

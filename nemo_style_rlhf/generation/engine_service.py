@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_style_rlhf.engine.memory import held_bytes
 from nemo_style_rlhf.generation import engine_messages as messages
 from nemo_style_rlhf.generation.broadcast import BACKENDS, NAME, Groups
 from nemo_style_rlhf.generation.engine_messages import EngineStatus
@@ -85,6 +86,7 @@ class EngineService:
             messages.SEND.name: self._send,
             messages.RECEIVE.name: self._receive,
             messages.LOAD.name: self._load,
+            messages.SLEEP.name: self._sleep,
             messages.SHUTDOWN.name: self._shutdown,
         }[endpoint]
         return {RESPONSE.name: json_tensor(act(inputs))}
@@ -256,6 +258,20 @@ class EngineService:
             LOGGER.error("%s; the engine ends", error)
             self.failed.set()
             raise ProtocolError(Code.INTERNAL, str(error)) from error
+
+    def _sleep(self, inputs: dict[str, Array]) -> dict[str, Any]:
+        lease = messages.parse_request(inputs, {"lease": str})["lease"]
+
+        def sleep() -> dict[str, Any]:
+            self._require(lease)
+            if self._calls:
+                raise ProtocolError(Code.CONFLICT, f"{self._generator.running} requests are running")
+            self._held = None
+            self._generator.sleep()
+            return {"held_bytes": held_bytes()}
+
+        answer: dict[str, Any] = self._in_turn(sleep)
+        return answer
 
     def _shutdown(self, inputs: dict[str, Array]) -> dict[str, Any]:
         self._require(messages.parse_request(inputs, {"lease": str})["lease"])

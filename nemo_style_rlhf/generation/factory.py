@@ -25,6 +25,7 @@ from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm
 from nemo_style_rlhf.models.published import as_published, require_sendable
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig, TrainingGenerationConfig
+from nemo_style_rlhf.schema.placement import PlacementConfig
 
 log = logging.getLogger(__name__)
 CALLS_AHEAD = 2
@@ -37,12 +38,14 @@ LATENT_WITH_HEADS = ("minicpm3",)
 def make_generator(
     model: ModelConfig, config: GenerationConfig, *, tokenizer: PreTrainedTokenizerBase, device: torch.device, seed: int,
     max_model_len: int, weight_shapes: dict[str, tuple[int, ...]] | None = None, stop_strings: bool = False,
+    sleeps: bool = False,
 ) -> Generator:  # fmt: skip
     """A generator of the checkpoint ``model.path``, in this process.
 
     Args:
         weight_shapes: the tensors that every update must bring; None for a generator whose weights never change.
         stop_strings: whether prompts have their own stop strings.
+        sleeps: whether :meth:`Generator.sleep` will be called.
 
     Raises:
         UserError: the backend cannot run the model, or does not support stop strings.
@@ -61,6 +64,7 @@ def make_generator(
     return VLLMGenerator(
         model.path, config, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=max_model_len,
         eos_token_ids=eos, weight_shapes=shapes, stop_strings=stop_strings, trust_remote_code=model.trust_remote_code,
+        sleeps=sleeps,
     )  # fmt: skip
 
 
@@ -92,28 +96,31 @@ def weights_for_generator(
 def make_engine_pool(
     model: ModelConfig, config: TrainingGenerationConfig, run: RunConfig, *, device: torch.device, max_model_len: int,
     weight_shapes: dict[str, tuple[int, ...]], stop_strings: bool, one_by_one: bool = False,
+    placement: PlacementConfig | None = None,
 ) -> EnginePool:  # fmt: skip
     """A generator that asks engines, which start at once.
 
     Args:
         one_by_one: whether requests come one at a time, as those of episodes do.
+        placement: whether the engines share the trainer's devices.
     """
+    placement = placement or PlacementConfig()
     folder = Path(run.output_dir).resolve() / "engines"
     if config.engines.weights == "nccl" and not (device.type == "cuda" and torch.distributed.is_nccl_available()):
         raise UserError("generation.engines.weights=nccl needs GPUs: give gloo, or auto")
     if config.engines.weights != "auto" and config.engines.tls.ca is not None:
         log.warning("generation.engines.weights=%s sends weights without TLS", config.engines.weights)
-    fleet = Fleet(config.engines, folder, devices=_devices(config) if device.type == "cuda" else ())
-    describe(folder, model, config, run, max_length=max_model_len, stop_strings=stop_strings)
+    fleet = Fleet(config.engines, folder, devices=_devices(config, placement) if device.type == "cuda" else ())
+    describe(folder, model, config, run, placement, max_length=max_model_len, stop_strings=stop_strings)
     fleet.start()
     calls = CALLS_AHEAD * config.max_num_seqs // (1 if one_by_one else GROUP)
     return EnginePool(fleet, weight_shapes=weight_shapes, calls=config.engines.count * min(max(1, calls), CALLS))
 
 
-def _devices(config: TrainingGenerationConfig) -> list[str]:
+def _devices(config: TrainingGenerationConfig, placement: PlacementConfig) -> list[str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = 0 if placement.in_turns else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return (
         devices_beside(ranks, visible, config.engines.count, config.tensor_parallel_size)
         if config.engines.launch
@@ -121,10 +128,14 @@ def _devices(config: TrainingGenerationConfig) -> list[str]:
     )
 
 
-def make_weight_store(run_id: str, output_dir: str) -> WeightStore:
-    """The published weights of a run, in memory where the system offers that as a folder; an interrupt removes them."""
+def make_weight_store(run_id: str, output_dir: str, *, shared: bool = False) -> WeightStore:
+    """The published weights of a run, in memory where the system offers that as a folder; an interrupt removes them.
+
+    Args:
+        shared: whether other hosts must see the folder.
+    """
     root = interrupt.weights_in_memory(run_id)
-    if not root.parent.is_dir():
+    if shared or not root.parent.is_dir():
         root = Path(output_dir).resolve() / "engines" / root.name
     interrupt.remove_at_end(root)
     return WeightStore(root)

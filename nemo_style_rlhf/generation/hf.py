@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from nemo_style_rlhf.engine.storages import address
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest
 from nemo_style_rlhf.schema.generation import GenerationConfig
@@ -30,6 +31,7 @@ class HFGenerator(InProcessGenerator):
         self._device = device
         self._stop = {*config.stop_token_ids, *(() if config.ignore_eos else eos_token_ids)}
         self._queue: dict[str, GenerationRequest] = {}
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
 
     def _add(self, name: str, request: GenerationRequest) -> None:
         if request.sampling.stop:
@@ -50,6 +52,19 @@ class HFGenerator(InProcessGenerator):
         for bucket in buckets:
             for name, tensor in bucket:
                 state[name].copy_(tensor)
+
+    def _sleep(self) -> None:
+        storages = {address(each): each.untyped_storage() for each in self._model.parameters()}
+        # On a CPU, weights may be part of a file.
+        self._emptied = [(each, each.nbytes()) for each in storages.values() if each.resizable()]
+        for storage, _ in self._emptied:
+            storage.resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _wake_weights(self) -> None:
+        for storage, size in self._emptied:
+            storage.resize_(size)
 
     @torch.no_grad()
     def sequence_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -31,15 +31,15 @@ class InProcessGenerator:
         """Engine steps so far."""
         self.cache_share = 0.0
         """Largest share of the KV cache that was in use since the last load."""
-        self._version = 0
+        self._version: int | None = 0
+        """None while it sleeps."""
         self._numbers = count()
         self._owners: dict[str, InProcessStream] = {}
 
     def stream(self, version: int) -> "InProcessStream":
         if version != self._version:
-            raise TransferError(
-                f"samples of weights version {version} were asked for, the generator holds {self._version}"
-            )
+            holds = "sleeps" if self._version is None else f"holds {self._version}"
+            raise TransferError(f"samples of weights version {version} were asked for, the generator {holds}")
         return InProcessStream(self, version)
 
     def load(self, update: WeightUpdate) -> float:
@@ -47,9 +47,22 @@ class InProcessGenerator:
             raise TransferError(
                 f"{len(self._owners)} requests are running: new weights would change in the middle of them"
             )
+        slept = self._version is None
+        if slept:
+            self._wake_weights()
         self._replace_weights(received(update, self._weight_shapes))
+        if slept:
+            self._wake_cache()  # not before: with the sender's copies of weights there may be no room for it
         self._version, self.cache_share = update.version, 0.0
         return update.probe.check(self.sequence_logprobs)
+
+    def sleep(self) -> dict[str, int]:
+        if self._owners:
+            raise TransferError(f"{len(self._owners)} requests are running: the generator cannot sleep")
+        if self._version is not None:
+            self._version = None
+            self._sleep()
+        return {}
 
     def expect(self, weight_shapes: dict[str, tuple[int, ...]]) -> None:
         """Names and shapes of the tensors that every update must bring from now on."""
@@ -103,6 +116,15 @@ class InProcessGenerator:
 
     def _replace_weights(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
         raise NotImplementedError
+
+    def _sleep(self) -> None:
+        """Free the memory of weights and cache."""
+
+    def _wake_weights(self) -> None:
+        """Take memory for weights; their content is what follows."""
+
+    def _wake_cache(self) -> None:
+        """Take memory for the cache."""
 
     def sequence_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probabilities [length - 1] float32, nats, of tokens 1.. of each sequence at temperature 1."""

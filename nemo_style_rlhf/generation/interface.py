@@ -137,4 +137,14 @@ class Generator(Protocol):
                 log-probabilities computed with them, differ from the sender's.
         """
 
+    def sleep(self) -> dict[str, int]:
+        """Free weights and caches; :meth:`load` brings a version. Until then there are no samples. Without effect while asleep.
+
+        Returns:
+            Bytes that other processes of the generator still hold, by name.
+
+        Raises:
+            TransferError: requests are running.
+        """
+
     def close(self) -> None: ...

@@ -15,6 +15,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_batches, cpu_kernels, cpu_seeds, vllm_worker
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest, TransferError
+from nemo_style_rlhf.launch.malloc import forget
 from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB, GenerationConfig
 
 log = logging.getLogger(__name__)
@@ -29,12 +30,13 @@ class VLLMGenerator(InProcessGenerator):
     def __init__(
         self, model_path: str, config: GenerationConfig, *, dtype: str, seed: int, max_model_len: int,
         eos_token_ids: Sequence[int], weight_shapes: dict[str, tuple[int, ...]], stop_strings: bool = False,
-        trust_remote_code: bool = False,
+        trust_remote_code: bool = False, sleeps: bool = False,
     ) -> None:  # fmt: skip
         """Load ``model_path``; ``weight_shapes`` names the tensors that every update must bring.
 
         Args:
             stop_strings: whether prompts may have their own stop strings.
+            sleeps: whether :meth:`sleep` will be called, for which vLLM needs an allocator of its own on a GPU.
         """
         from vllm import LLM  # type: ignore[import-not-found]
 
@@ -71,6 +73,7 @@ class VLLMGenerator(InProcessGenerator):
                 use_tqdm_on_load=False,
                 skip_tokenizer_init=not self._knows_text,  # token ids in, token ids out; stop strings need text
                 async_scheduling=False,
+                enable_sleep_mode=sleeps and torch.cuda.is_available(),
                 **_cpu_kernels(config),
             )
         except Exception as error:
@@ -122,6 +125,17 @@ class VLLMGenerator(InProcessGenerator):
                 self._llm.collective_rpc(_load_bucket, args=(bucket,))
         self._llm.collective_rpc(_finish_reload)
         self._drop_prefix_cache()  # its keys and values come from the old weights
+
+    def _sleep(self) -> None:
+        self._llm.sleep(level=2)  # without a copy: other weights follow
+        if not torch.cuda.is_available():  # where vLLM only pauses
+            self._llm.collective_rpc(_drop_pages)
+
+    def _wake_weights(self) -> None:
+        self._llm.wake_up(tags=["weights"])
+
+    def _wake_cache(self) -> None:
+        self._llm.wake_up(tags=["kv_cache"])
 
     def _load_apart(self, bucket: list[tuple[str, Tensor]]) -> None:
         """Have worker processes map the tensors: in a call, each would get a copy through a pipe."""
@@ -246,6 +260,13 @@ def _load_bucket(worker: Any, bucket: list[tuple[str, Tensor]]) -> None:
 def _load_file(worker: Any, path: str, names: list[str]) -> None:
     tensors = load_file(path)
     _load_bucket(worker, [(name, tensors[name]) for name in names])
+
+
+def _drop_pages(worker: Any) -> None:
+    """Forget weights and cache, as vLLM does on a GPU. Packed weights are out of reach; the next ones replace them."""
+    for tensor in (*worker.model_runner.get_model().parameters(), *worker.model_runner.kv_caches):
+        storage = tensor.untyped_storage()
+        forget(storage.data_ptr(), storage.nbytes())
 
 
 def _finish_reload(worker: Any) -> None:

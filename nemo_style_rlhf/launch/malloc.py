@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 from itertools import dropwhile
+from mmap import MADV_DONTNEED, PAGESIZE
 
 # From malloc.h; Python's ctypes cannot read macros.
 M_MXFAST = 1
@@ -45,6 +46,13 @@ def trim() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def forget(address: int, size: int) -> None:
+    """Return the whole pages among ``size`` bytes to the kernel; the memory stays allocated and reads as zeros."""
+    first, end = -(-address // PAGESIZE) * PAGESIZE, (address + size) // PAGESIZE * PAGESIZE
+    if first < end and ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_DONTNEED):
+        raise OSError("madvise failed")
 
 
 def without_thread_caches() -> None:

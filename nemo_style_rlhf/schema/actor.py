@@ -10,6 +10,7 @@ from nemo_style_rlhf.schema.common import EngineConfig, LoRAConfig, ModelConfig,
 from nemo_style_rlhf.schema.data import PromptDataConfig
 from nemo_style_rlhf.schema.generation import TrainingGenerationConfig
 from nemo_style_rlhf.schema.paths import CHECK, model_folder
+from nemo_style_rlhf.schema.placement import PlacementConfig
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from nemo_style_rlhf.schema.reward import RewardConfig
 from nemo_style_rlhf.schema.tracking import TrackingConfig
@@ -157,6 +158,7 @@ class PPOActorConfig:
     remote_critic_rm: RemoteCriticConfig = field(default_factory=RemoteCriticConfig)
     generation: TrainingGenerationConfig = field(default_factory=TrainingGenerationConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -213,6 +215,24 @@ class PPOActorConfig:
             self._validate_sampler_logprobs()
         if self.algorithm.staleness:
             self._validate_stale_metrics()
+        if self.placement.in_turns:
+            self._validate_turns()
+
+    def _validate_turns(self) -> None:
+        """
+        Raises:
+            UserError: a setting needs two parts of the run on the devices at the same time.
+        """
+        if self.algorithm.staleness:
+            raise UserError(
+                f"algorithm.staleness={self.algorithm.staleness} samples beside training, which placement.share=turns does one "
+                "after the other on the same devices: use staleness=0, or placement.share=none"
+            )
+        if self.generation.engines.weights == "nccl":
+            raise UserError(
+                "generation.engines.weights=nccl with placement.share=turns would join trainer and engine on one device, which "
+                "NCCL refuses: use auto or gloo"
+            )
 
     def _validate_agent(self) -> None:
         """

@@ -6,6 +6,7 @@ from nemo_style_rlhf.schema.base import require
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.critic import ServerConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
+from nemo_style_rlhf.schema.placement import PlacementConfig
 
 
 @dataclass
@@ -39,4 +40,6 @@ class EngineProcessConfig:
     """The policy. Its weights are replaced by those that the trainer publishes."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     sequences: SequencesConfig = field(default_factory=SequencesConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """With share=turns the engine sleeps until it is sent weights, and whenever the trainer says so."""
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=5569))

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.memory import held_bytes
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.generation.engine_client import EngineClient
-from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.generation.weight_store import StoredWeights, WeightStore
@@ -162,6 +163,48 @@ def test_engines_sample_the_bits_of_a_generator_in_the_trainers_process(trainer,
             ]
         assert same_bits([each for call in calls for each in call.result()], wanted)
         assert same_bits(engines[1].generate(groups[0], lease=LEASE, version=trainer.version), wanted[:7])
+
+
+def test_sleep_leaves_nothing_that_the_next_weights_do_not_bring(trainer, engines, in_process):
+    """As level 2 of vLLM's sleep on a GPU: weights and cache read as zeros afterwards, and their pages are the system's."""
+
+    def of_worker(read: Callable[[list[torch.Tensor], list[torch.Tensor]], object]) -> object:
+        def ask(worker) -> object:
+            return read(list(worker.model_runner.get_model().parameters()), worker.model_runner.kv_caches)
+
+        return in_process._llm.collective_rpc(ask)[0]
+
+    in_process.load(trainer.step())
+    engines[0].acquire(LEASE, trainer.shapes)
+    requests = requests_of(20, 1)
+    stream = in_process.stream(trainer.version)
+    stream.submit(requests)
+    with pytest.raises(TransferError, match="requests are running: the generator cannot sleep"):
+        in_process.sleep()
+    samples = {completion.request.sample: completion for completion in stream.completed()}
+    wanted = [samples[request.sample] for request in requests]
+    cache = of_worker(lambda _, caches: sum(each.fill_(1).nbytes for each in caches))
+    held = held_bytes()
+    in_process.sleep()
+    assert held - held_bytes() > 0.9 * cache > 9e7
+    assert of_worker(lambda _, caches: all(not each[1:-1].any() for each in caches))
+    assert of_worker(lambda weights, _: max(int((each == 0).sum()) for each in weights)) >= 1024  # a page of the largest
+    with pytest.raises(TransferError, match="the generator sleeps"):
+        in_process.stream(trainer.version)
+    stored = trainer.store.publish(trainer.update())
+    for _ in range(2):  # as after a validation: the same weights again
+        in_process.sleep()
+        assert in_process.load(stored) < 1e-3
+        engines[0].load(LEASE, stored)
+        assert engines[0].sleep(LEASE) > 0
+        with pytest.raises(ProtocolError, match="the engine holds none"):
+            engines[0].generate(requests, lease=LEASE, version=trainer.version)
+        engines[0].load(LEASE, stored)
+        stream = in_process.stream(trainer.version)
+        stream.submit(requests)
+        samples = {completion.request.sample: completion for completion in stream.completed()}
+        assert same_bits([samples[request.sample] for request in requests], wanted)
+        assert same_bits(engines[0].generate(requests, lease=LEASE, version=trainer.version), wanted)
 
 
 def test_an_engine_refuses_what_is_not_for_it(trainer, engines):

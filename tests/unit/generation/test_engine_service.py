@@ -34,6 +34,7 @@ class Counting(InProcessGenerator):
 
     def __init__(self) -> None:
         super().__init__({})
+        self.slept, self.woken = 0, list[str]()
         self.queued: dict[str, GenerationRequest] = {}
 
     def _add(self, name: str, request: GenerationRequest) -> None:
@@ -58,6 +59,15 @@ class Counting(InProcessGenerator):
     def _replace_weights(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
         for _ in buckets:
             pass
+
+    def _sleep(self) -> None:
+        self.slept += 1
+
+    def _wake_weights(self) -> None:
+        self.woken.append("weights")
+
+    def _wake_cache(self) -> None:
+        self.woken.append("cache")
 
     def sequence_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         return [torch.zeros(len(sequence) - 1) for sequence in sequences]
@@ -198,6 +208,31 @@ def test_another_trainer_drops_the_requests_and_the_weights_of_the_one_before(en
         with pytest.raises(ProtocolError) as refused:
             engine.generate((1,), lease=lease)
         assert refused.value.code is code
+
+
+def test_an_engine_that_sleeps_answers_nothing_until_it_is_sent_weights(engine: Engine) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, (ENDLESS,))
+        while engine.ask("engine_status")["running"] == 0:
+            pass
+        with pytest.raises(ProtocolError, match="1 requests are running") as refused:
+            engine.ask("engine_sleep", lease="trainer")
+        assert refused.value.code is Code.CONFLICT
+        engine.ask("engine_acquire", lease="another", shapes={"weight": [2]})
+        with pytest.raises(ProtocolError, match="another trainer has acquired the engine"):
+            call.result(10)
+    with pytest.raises(ProtocolError, match="another trainer has acquired the engine"):
+        engine.ask("engine_sleep", lease="trainer")
+    engine.load(engine.published.folder, lease="another")
+    for _ in range(2):
+        assert engine.ask("engine_sleep", lease="another")["held_bytes"] > 0  # type: ignore[operator]
+        assert engine.generator.slept == 1 and engine.ask("engine_status")["version"] is None
+        with pytest.raises(ProtocolError, match="version 1 is wanted, the engine holds none") as refused:
+            engine.generate((1,), lease="another")
+        assert refused.value.code is Code.WRONG_STEP
+    engine.load(engine.published.folder, lease="another")
+    assert engine.generate((1,), lease="another") == [[2]]
+    assert engine.generator.woken == ["weights", "cache"]
 
 
 def test_no_weights_are_loaded_while_requests_run(engine: Engine, tmp_path: Path) -> None:

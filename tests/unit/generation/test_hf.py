@@ -5,7 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_style_rlhf.generation.hf import HFGenerator
-from nemo_style_rlhf.generation.interface import GenerationRequest, SampleId
+from nemo_style_rlhf.generation.interface import GenerationRequest, ProbeTarget, SampleId, TransferError
+from nemo_style_rlhf.generation.transfer import OwnWeights, shapes_of
 from nemo_style_rlhf.schema.generation import GenerationConfig, SamplingOverrides
 
 
@@ -44,3 +45,17 @@ def test_stop_strings_are_refused(generator: HFGenerator) -> None:
     with pytest.raises(ValueError, match="hf knows no stop strings"):
         sample(generator, stop=("a",))
     assert generator.running == 0
+
+
+def test_it_holds_no_weights_while_it_sleeps(generator: HFGenerator) -> None:
+    weights = {name: tensor.clone() for name, tensor in generator._model.state_dict().items()}
+    before = sample(generator)
+    generator.sleep()
+    generator.sleep()
+    assert not any(each.untyped_storage().nbytes() for each in generator._model.parameters())
+    with pytest.raises(TransferError, match="the generator sleeps"):
+        sample(generator)
+    generator.expect(shapes_of(weights.items()))
+    probe = ProbeTarget(((1, 2),), (torch.zeros(1),), 10.0)
+    generator.load(OwnWeights(0, iter(weights.items()), probe))
+    assert sample(generator) == before

@@ -1,0 +1,21 @@
+"""Which devices the parts of a run use, and when."""
+
+from dataclasses import dataclass
+
+from nemo_style_rlhf.schema.base import require_choice
+
+
+@dataclass
+class PlacementConfig:
+    """Whether generation, critic and trainer share devices."""
+
+    share: str = "none"
+    """none: each part keeps its memory. turns: one set of devices in turn, see docs/one-gpu.md. Generation, then the critic with
+    the log-probabilities, then the trainer have the devices to themselves, and the others leave them. The bits are the same."""
+
+    @property
+    def in_turns(self) -> bool:
+        return self.share == "turns"
+
+    def validate(self) -> None:
+        require_choice("placement.share", self.share, ("none", "turns"))
