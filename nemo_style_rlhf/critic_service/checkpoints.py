@@ -103,7 +103,7 @@ class Checkpoints:
     def _leased(
         self, request: protocol.SaveRequest | protocol.CommitRequest | protocol.RestoreRequest, what: str
     ) -> Iterator[None]:
-        """Hold the models for what the request's lease may do to its checkpoint."""
-        with self._gate.models(f"{what} of {request.checkpoint_id}"):
+        """Hold the models, asleep or not, for what the request's lease may do to its checkpoint."""
+        with self._gate.models(f"{what} of {request.checkpoint_id}", also_asleep=True):
             self._ledger.check_run(request.lease, request.checkpoint_id)
             yield

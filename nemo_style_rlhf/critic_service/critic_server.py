@@ -19,9 +19,10 @@ from nemo_style_rlhf.critic_service.protocol import InferRequest, TrainPart
 from nemo_style_rlhf.critic_service.reward_server import reward_handler
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors, response
 from nemo_style_rlhf.critic_service.store import START_WEIGHTS, CriticCheckpointStore
-from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker
+from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker, Sleep, Wake
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.engine.engine import NonFiniteError
+from nemo_style_rlhf.engine.memory import held_bytes
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.launch import malloc
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
@@ -107,9 +108,29 @@ class Critic:
         self._gate.require_open()
         lease = self._ledger.acquire(request.run_id)  # at once, so that work queued under the old lease is refused
         # Work that runs under it is finished first.
-        with self._gate.checkpoints(), self._gate.models(f"acquire by {request.run_id}"):
+        with self._gate.checkpoints(), self._gate.models(f"acquire by {request.run_id}", also_asleep=True):
             malloc.trim()  # what was staged is gone, and may be much
+            self._turn(asleep=False)  # the new holder may know of no turns
             return {"lease": lease, "boot_id": self._gate.boot_id, "critic_step": self._ledger.step}
+
+    def sleep(self, request: protocol.TurnRequest) -> dict[str, Any]:
+        """Free the devices, for another part of the run."""
+        with self._gate.models("sleep", also_asleep=True):
+            self._ledger.check(request.lease)
+            return {"held_bytes": self._turn(asleep=True)}
+
+    def wake(self, request: protocol.TurnRequest) -> dict[str, Any]:
+        with self._gate.models("wake", also_asleep=True):
+            self._ledger.check(request.lease)
+            return {"held_bytes": self._turn(asleep=False)}
+
+    def _turn(self, *, asleep: bool) -> int:
+        """Bytes that this process then holds. Nothing happens if it is so already."""
+        if asleep == self._gate.asleep:
+            return held_bytes()
+        held = self._group.run(Sleep() if asleep else Wake())
+        self._gate.asleep = asleep
+        return held
 
     def shutdown(self, inputs: Mapping[str, Array]) -> Tensors:
         request = validation.read_json(inputs[messages.REQUEST.name], protocol.ShutdownRequest)
@@ -158,6 +179,8 @@ def _composed(config: PPOCriticConfig, worker: CriticWorker, store: CriticCheckp
         protocol.COMMIT: once(protocol.CommitRequest, checkpoints.commit),
         protocol.RESTORE: once(protocol.RestoreRequest, checkpoints.restore),
         protocol.ACQUIRE: once(protocol.AcquireRequest, critic.acquire),
+        protocol.SLEEP: once(protocol.TurnRequest, critic.sleep),
+        protocol.WAKE: once(protocol.TurnRequest, critic.wake),
         protocol.SHUTDOWN: critic.shutdown,
     }
     if worker.reward is not None:

@@ -24,6 +24,8 @@ class Gate:
         """The running call has had its time."""
         self.model_lock = threading.Lock()
         """Held by :meth:`models`. A save that was let in takes it alone, because it goes on while the server stops."""
+        self.asleep = False
+        """The models are in host memory, and their devices are others'."""
         self._checkpoint_lock = threading.Lock()
         self._refusing = threading.Event()
         self._busy: tuple[str, float] | None = None
@@ -50,11 +52,24 @@ class Gate:
             yield
 
     @contextmanager
-    def models(self, what: str) -> Iterator[None]:
-        """Hold the models for a call that ``what`` describes; refused once the server is stopping, or after a fault."""
+    def models(self, what: str, *, also_asleep: bool = False) -> Iterator[None]:
+        """Hold the models for a call that ``what`` describes; refused once the server is stopping, or after a fault.
+
+        Args:
+            also_asleep: whether the call leaves the devices to others, or wakes the models.
+
+        Raises:
+            ProtocolError: STOPPING; or CONFLICT: the models are asleep.
+        """
         self.require_open()
         with self.model_lock:
             self.require_open()
+            if self.asleep and not also_asleep:
+                raise ProtocolError(
+                    Code.CONFLICT,
+                    f"the critic sleeps while another part of its run has the device, so that {what} is not possible: its run "
+                    "wakes it (critic_wake), and so does a new lease (critic_acquire)",
+                )
             self._busy = what, time.monotonic()
             try:
                 yield

@@ -8,7 +8,9 @@ from nemo_style_rlhf.critic_service.service import Handler, Tensors, response
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
 
-Changing = TypeVar("Changing", protocol.AcquireRequest, protocol.CommitRequest, protocol.RestoreRequest)
+Changing = TypeVar(
+    "Changing", protocol.AcquireRequest, protocol.CommitRequest, protocol.RestoreRequest, protocol.TurnRequest
+)
 REMEMBERED = 100
 """Answers that each of these endpoints can give again."""
 

@@ -174,10 +174,12 @@ def _rehearse_critic(service: Service) -> float:
     tensors = (*arrays, json_tensor(plan))
     inputs = dict(zip((spec.name for spec in protocol.TRAIN.inputs), tensors, strict=True))
     trained = _parse(service.handle(protocol.TRAIN.name, inputs))
+    _ask(service, protocol.SLEEP, lease=lease)
     checkpoint = {"lease": lease, "checkpoint_id": checkpoint_id(DRY_RUN, 1)}
     saved = _ask(service, protocol.SAVE, **checkpoint, export=True)
     _ask(service, protocol.COMMIT, **checkpoint, keep=1)
     _ask(service, protocol.RESTORE, **checkpoint, digests=saved["files"])
+    _ask(service, protocol.WAKE, lease=lease)
     return float(trained["metrics"]["loss"])
 
 

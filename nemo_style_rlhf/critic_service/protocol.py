@@ -28,7 +28,7 @@ from nemo_style_rlhf.transport.messages import (
     text_tensor,
 )
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 # --- models and tensors -----------------------------------------------------------------------------------------------
 
@@ -59,9 +59,11 @@ SAVE = _json_endpoint("critic_save")
 COMMIT = _json_endpoint("critic_commit")
 RESTORE = _json_endpoint("critic_restore")
 ACQUIRE = _json_endpoint("critic_acquire")
+SLEEP = _json_endpoint("critic_sleep")
+WAKE = _json_endpoint("critic_wake")
 SHUTDOWN = _json_endpoint("critic_shutdown")
 REWARD_INFER = Endpoint("reward_infer", (PROMPTS, RESPONSES, CONVERSATIONS), (REWARDS,), role="reward")
-ENDPOINTS = (STATUS, INFER, TRAIN, SAVE, COMMIT, RESTORE, ACQUIRE, SHUTDOWN, REWARD_INFER)
+ENDPOINTS = (STATUS, INFER, TRAIN, SAVE, COMMIT, RESTORE, ACQUIRE, SLEEP, WAKE, SHUTDOWN, REWARD_INFER)
 
 
 def largest_tensors(endpoint: Endpoint, max_request_bytes: int) -> int:
@@ -119,6 +121,8 @@ class Status:
     """What the server computes at this moment, and for how long; None when idle."""
     ranks: int
     """Ranks that share the sequences of a request."""
+    asleep: bool
+    """Whether it computes nothing until ``critic_wake``, as its models are in host memory."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -252,6 +256,15 @@ class CommitRequest:
     checkpoint_id: str
     keep: int
     """How many committed checkpoints of the run stay on disk, this one included; 0 removes all, and the run's exports."""
+    request_id: str | None = None
+    """As of :class:`AcquireRequest`."""
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """``critic_sleep`` and ``critic_wake``."""
+
+    lease: str
     request_id: str | None = None
     """As of :class:`AcquireRequest`."""
 

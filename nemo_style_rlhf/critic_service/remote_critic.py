@@ -3,8 +3,9 @@
 Calls that compute return futures. A future must be awaited: it raises what went wrong.
 """
 
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import time
 from typing import Any
@@ -66,6 +67,7 @@ class RemoteCritic(ServerClient):
         self._max_request_bytes = config.max_request_bytes
         self._max_staged_bytes = 0
         self._inferred: list[tuple[float, float]] = []
+        self._turn = Turn()
         self._train_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-train")
         self._save_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-save")
 
@@ -128,6 +130,27 @@ class RemoteCritic(ServerClient):
         self._lease = str(answer["lease"])
         return int(answer["critic_step"])
 
+    # --- turns on a shared device ------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Let inference that is asked for wait for :meth:`release`. Every client of a critic that goes to sleep calls this."""
+        self._turn.begun.clear()
+
+    def release(self) -> None:
+        self._turn.begun.set()
+
+    def sleep(self) -> int:
+        """Have the critic free its device, after the train step under way; returns the bytes that it still holds. One that sleeps
+        already stays as it is."""
+        return self._train_pool.submit(self._take_turn, protocol.SLEEP).result()
+
+    def wake(self) -> int:
+        """Have the critic compute again; returns the bytes that it holds."""
+        return self._train_pool.submit(self._take_turn, protocol.WAKE).result()
+
+    def _take_turn(self, endpoint: messages.Endpoint) -> int:
+        return int(self._ask_once(endpoint, {"lease": self._require_lease()})["held_bytes"])
+
     # --- compute ------------------------------------------------------------------------------------------------------
 
     def infer(
@@ -139,7 +162,7 @@ class RemoteCritic(ServerClient):
             want: the server computes nothing else.
             expect_critic_step: the server refuses with the code CONFLICT if its critic stands at another step; None takes any.
         """
-        return self._infer_pool.submit(self._infer, list(sequences), Wanted(want, expect_critic_step))
+        return self._infer_pool.submit(self._infer, list(sequences), Wanted(want, expect_critic_step), self._turn)
 
     def train(self, batch: CriticTrainBatch, *, step: int) -> "Future[dict[str, float]]":
         """Train the critic, exactly once, as its step number ``step`` (the server's critic_step + 1); resolves to metrics."""
@@ -151,7 +174,8 @@ class RemoteCritic(ServerClient):
         spans, self._inferred = self._inferred, []
         return busy_span(spans) if spans else None
 
-    def _infer(self, sequences: list[Array], wanted: Wanted) -> CriticInference:
+    def _infer(self, sequences: list[Array], wanted: Wanted, turn: "Turn") -> CriticInference:
+        turn.wait()
         started = time()
         values: list[Array] = []
         rewards: list[Array] = []
@@ -242,9 +266,12 @@ class RemoteCritic(ServerClient):
     def forget_queued(self) -> None:
         """Cancel the inference that has not begun: nobody waits for it any more."""
         pool, self._infer_pool = self._infer_pool, infer_pool()
+        self._turn.end()
+        self._turn = Turn()
         pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
+        self._turn.end()
         self._connection.stop_retrying()
         for pool in (self._infer_pool, self._train_pool, self._save_pool):
             pool.shutdown(cancel_futures=True)
@@ -254,6 +281,24 @@ class RemoteCritic(ServerClient):
         if self._lease is None:
             raise RuntimeError("acquire() comes before every call that changes the critic")
         return self._lease
+
+
+class Turn:
+    """Inference waits for its turn, or until nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.begun.set()
+        self._ended = False
+
+    def wait(self) -> None:
+        self.begun.wait()
+        if self._ended:
+            raise CancelledError
+
+    def end(self) -> None:
+        self._ended = True
+        self.begun.set()
 
 
 def _request_bytes(lengths: Sequence[int], bytes_per_token: int) -> list[int]:

@@ -12,6 +12,7 @@ from nemo_style_rlhf.critic_service.protocol import InferRequest
 from nemo_style_rlhf.critic_service.worker_group import Message, WorkerGroup
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.engine.engine import sharded
+from nemo_style_rlhf.engine.storages import Storages, weights_of
 from nemo_style_rlhf.models.host_copy import HostCopy
 from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel
 from nemo_style_rlhf.schema.common import EngineConfig
@@ -58,7 +59,8 @@ class RewardModel:
         self._group = group
         model.requires_grad_(False).eval()
         self._rewards: Callable[[Tensor, Tensor], Tensor] = model.rewards
-        self._batches = batches
+        self._model, self._batches = model, batches
+        self._shards = Storages(lambda: weights_of(model), batches.device)
         self._host_copy = HostCopy(model, batches.device) if offload else None
         self._sharded = engine is not None and engine.zero_stage == 3 and not offload
         if engine is not None and self._sharded:
@@ -80,6 +82,7 @@ class RewardModel:
     def _score(self, message: Score) -> Array:
         request = message.request
         rewards = torch.zeros(len(request.lengths))
+        self._shards.reload()
         if self._host_copy is not None:
             self._host_copy.load()
         for rows, counts in message.micro_batches:
@@ -88,6 +91,14 @@ class RewardModel:
                 if counts:
                     rewards[rows] = found[: len(rows)].cpu()
         return rewards.numpy()
+
+    def sleep(self) -> None:
+        """Free the device's memory until the next score."""
+        if self._sharded:
+            self._shards.offload()
+        elif self._host_copy is None:
+            self._host_copy = HostCopy(self._model.cpu(), self._batches.device)
+        self.rest()
 
     def rest(self) -> None:
         """Free the device's memory if weights are offloaded."""

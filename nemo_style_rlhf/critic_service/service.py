@@ -68,6 +68,7 @@ class Service:
                 lease_holder=None,
                 busy=self.gate.busy,
                 ranks=1,
+                asleep=self.gate.asleep,
             )
         )
 

@@ -24,7 +24,7 @@ from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.sampling import mixed_seed
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.export import export_engine
-from nemo_style_rlhf.engine.memory import memory
+from nemo_style_rlhf.engine.memory import held_bytes, memory
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.engine.steps import OptimizerStep, TokenMeans, optimizer_steps
 from nemo_style_rlhf.errors import UserError
@@ -84,6 +84,16 @@ class EndFiles(Message[BaseException | None]):
 
 
 @dataclass(frozen=True)
+class Sleep(Message[int]):
+    """Move all models to host memory. The result is the bytes that the first rank still holds."""
+
+
+@dataclass(frozen=True)
+class Wake(Message[int]):
+    """Bring the critic back to the device; the reward model follows when it is asked. Result as of :class:`Sleep`."""
+
+
+@dataclass(frozen=True)
 class Load(Message[None]):
     directory: Path
 
@@ -124,6 +134,8 @@ class CriticWorker:
                 TakeSnapshot: self._take_snapshot,
                 BeginFiles: self._begin_files,
                 EndFiles: self._end_files,
+                Sleep: self._sleep,
+                Wake: self._wake,
                 Load: self._load,
                 Export: self._export,
             }
@@ -290,6 +302,17 @@ class CriticWorker:
 
     def _end_files(self, _: EndFiles) -> BaseException | None:
         return self._files.exception()
+
+    def _sleep(self, _: Sleep) -> int:
+        self.engine.offload()
+        if self.reward is not None:
+            self.reward.sleep()
+        return held_bytes()
+
+    def _wake(self, _: Wake) -> int:
+        self.engine.reload()
+        self.engine.eval()
+        return held_bytes()
 
     def _load(self, message: Load) -> None:
         self.engine.load(message.directory)

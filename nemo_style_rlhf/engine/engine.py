@@ -20,7 +20,7 @@ from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
 from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
 from nemo_style_rlhf.engine.shards import place, settle, use_sharded_heads, whole_weights
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
-from nemo_style_rlhf.engine.storages import Storages, address
+from nemo_style_rlhf.engine.storages import Storages, address, weights_of
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.lora import merged
 from nemo_style_rlhf.schema.common import BUCKET_ELEMENTS, EngineConfig
@@ -87,7 +87,7 @@ class Engine:
         deepspeed_private.copy_no_script(self._deepspeed)
         if config.zero_stage == 3:
             use_sharded_heads(module)
-        self._weights = Storages(self._weight_tensors, device)
+        self._weights = Storages(lambda: weights_of(self.module), device)
         self._states = Storages(self._state_tensors, device)
         self._partly_frozen = not all(parameter.requires_grad for parameter in module.parameters())
 
@@ -170,16 +170,8 @@ class Engine:
     def _sharded(self) -> bool:
         return bool(self._deepspeed.zero_optimization_partition_weights())
 
-    def _weight_tensors(self) -> Iterator[Tensor]:
-        for parameter in self.module.parameters():
-            yield parameter
-            for shard in ("ds_tensor", "ds_secondary_tensor"):
-                if getattr(parameter, shard, None) is not None:
-                    yield getattr(parameter, shard)
-        yield from self.module.buffers()
-
     def _state_tensors(self) -> Iterator[Tensor]:
-        weights = {address(tensor) for tensor in self._weight_tensors()}
+        weights = {address(tensor) for tensor in weights_of(self.module)}
         gradients = (each.grad for each in self.module.parameters() if each.grad is not None)
         for tensor in (*deepspeed_private.tensors_of(self._optimizer), *gradients):
             if address(tensor) not in weights:

@@ -6,12 +6,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
 
 def address(tensor: Tensor) -> int:
     """Identifies the storage of ``tensor``, which its views share."""
     return tensor.untyped_storage()._cdata
+
+
+def weights_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers of ``module``, and the shards of the parameters that ZeRO-3 shards."""
+    for parameter in module.parameters():
+        yield parameter
+        for shard in ("ds_tensor", "ds_secondary_tensor"):
+            if getattr(parameter, shard, None) is not None:
+                yield getattr(parameter, shard)
+    yield from module.buffers()
 
 
 class Storages:

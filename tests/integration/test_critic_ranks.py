@@ -32,13 +32,29 @@ class Learned:
     weights: dict[str, torch.Tensor]
 
 
-def learn(critic: RemoteCritic, server: CriticServer) -> Learned:
-    """Three train steps from the untrained critic, and a checkpoint with an export."""
+def learn(critic: RemoteCritic, server: CriticServer, *, turns: bool = False) -> Learned:
+    """Three train steps from the untrained critic, and a checkpoint with an export. With ``turns`` the critic sleeps after each,
+    and while it is saved."""
+
+    def others_turn() -> None:
+        if turns:
+            critic.sleep()
+            assert critic.status().asleep
+            critic.wake()
+
+    others_turn()
     first = critic.infer(sequences(1)).result()
-    metrics = [critic.train(train_batch(step, count=9), step=step).result() for step in range(1, STEPS + 1)]
+    metrics = []
+    for step in range(1, STEPS + 1):
+        metrics.append(critic.train(train_batch(step, count=9), step=step).result())
+        others_turn()
     last = critic.infer(sequences(1)).result()
     assert first.rewards is not None
+    if turns:
+        critic.sleep()
     critic.save("test-step_000001", export=True).result()
+    if turns:
+        critic.wake()
     weights = load_file(server.output_dir / "exports" / "test-step_000001" / "critic" / "model.safetensors")
     return Learned([np.concatenate(answer.values) for answer in (first, last)], first.rewards, metrics, weights)
 
@@ -53,11 +69,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Learn
         server.close()
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_two_ranks_learn_what_one_learns(make_server, alone: Learned, zero_stage: int) -> None:
+@pytest.mark.parametrize(("zero_stage", "turns"), [(0, True), (1, False), (1, True), (2, True), (3, True), (3, False)])
+def test_two_ranks_learn_what_one_learns(make_server, alone: Learned, zero_stage: int, turns: bool) -> None:
     server = make_server(f"engine.zero_stage={zero_stage}", SPLIT, ranks=2).start()
     with server.client() as critic:
-        learned = learn(critic, server)
+        learned = learn(critic, server, turns=turns)
         np.testing.assert_allclose(learned.rewards, alone.rewards, atol=2e-6)
         for values, expected in zip(learned.values, alone.values, strict=True):
             np.testing.assert_allclose(values, expected, atol=1e-5)

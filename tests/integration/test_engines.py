@@ -188,7 +188,9 @@ def test_sleep_leaves_nothing_that_the_next_weights_do_not_bring(trainer, engine
     in_process.sleep()
     assert held - held_bytes() > 0.9 * cache > 9e7
     assert of_worker(lambda _, caches: all(not each[1:-1].any() for each in caches))
-    assert of_worker(lambda weights, _: max(int((each == 0).sum()) for each in weights)) >= 1024  # a page of the largest
+    assert (
+        of_worker(lambda weights, _: max(int((each == 0).sum()) for each in weights)) >= 1024
+    )  # a page of the largest
     with pytest.raises(TransferError, match="the generator sleeps"):
         in_process.stream(trainer.version)
     stored = trainer.store.publish(trainer.update())

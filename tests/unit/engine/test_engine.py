@@ -11,6 +11,7 @@ from nemo_style_rlhf.engine.files import read
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.engine.schedule import lr_factor
 from nemo_style_rlhf.engine.shards import make_whole
+from nemo_style_rlhf.engine.storages import weights_of
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import EngineConfig, OptimizerConfig, SchedulerConfig
 from tests.support.attacks import Attack
@@ -231,7 +232,7 @@ def test_schedule_by_hand():
 
 def held(engine):
     """Bytes that the engine's weights, masters, states and gradients hold where they are computed with."""
-    tensors = [each for each in (*engine._weight_tensors(), *engine._state_tensors()) if not each.is_meta]
+    tensors = [each for each in (*weights_of(engine.module), *engine._state_tensors()) if not each.is_meta]
     # What a CPU has loaded may still be part of the file.
     return sum(each.untyped_storage().nbytes() for each in tensors if each.untyped_storage().resizable())
 
