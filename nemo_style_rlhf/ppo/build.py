@@ -35,6 +35,7 @@ from nemo_style_rlhf.generation.factory import (
 )
 from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import shapes_of
+from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.decoding import backend, decoder_loader
 from nemo_style_rlhf.models.digests import model_fingerprint, rows_fingerprint, tokenizer_digest
@@ -45,6 +46,7 @@ from nemo_style_rlhf.ppo.agents import longest_episode, make_runner
 from nemo_style_rlhf.ppo.export import PolicyCopy
 from nemo_style_rlhf.ppo.metrics import validation_metrics
 from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_checkpoint, wait_together
+from nemo_style_rlhf.ppo.residency import Residency
 from nemo_style_rlhf.ppo.sampler_check import MAX_GAP, Probe
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE, Saver
 from nemo_style_rlhf.ppo.session import Session
@@ -117,6 +119,11 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
     engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
     engine.eval()
+    recovery = Recovery(critic, store, ranks, run_id=run_id, output_dir=output_dir)
+    turns = config.placement.in_turns
+    if turns:
+        engine.offload()
+        recovery.clear_device()
     reference = _reference(config, engine, device, ranks) if config.needs_reference else None
     shapes = shapes_of(weights_for_generator(engine.hf_weights(), policy, config.generation))
     stop_strings = any(prompt.sampling.stop for prompt in [*prompts, *val_prompts])
@@ -125,12 +132,12 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     if not engines:
         generator = make_generator(
             config.model, config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed,
-            max_model_len=max_length, weight_shapes=shapes, stop_strings=stop_strings,
+            max_model_len=max_length, weight_shapes=shapes, stop_strings=stop_strings, sleeps=turns,
         )  # fmt: skip
     elif ranks.is_first:  # the other ranks receive what the first one makes
         generator = make_engine_pool(
             config.model, config.generation, config.run, device=device, max_model_len=max_length, weight_shapes=shapes,
-            stop_strings=stop_strings, one_by_one=config.agent.in_use,
+            stop_strings=stop_strings, one_by_one=config.agent.in_use, placement=config.placement,
         )  # fmt: skip
     require_all_ranks()
     if ranks.is_first:
@@ -161,12 +168,17 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         schedule=Schedule(staleness, total_steps),
         prompts={prompt.prompt_id: prompt for prompt in prompts},
         validate=partial(_validate, config, val_prompts[: config.algorithm.num_val_samples]),
-        store=make_weight_store(run_id, config.run.output_dir) if ranks.is_first and (engines or staleness) else None,
+        store=_weight_store(config, run_id) if ranks.is_first and (engines or staleness or turns) else None,
         beside=engines > 0,
         ranks=ranks,
+        turns=turns,
     )
+    residency = Residency(engine, queue, critic, ranks, in_turns=turns)
+    if producer is not None and turns:
+        producer.turn = residency.enter_alone if engines else residency.enter
     parts = Parts(
         engine=engine,
+        residency=residency,
         queue=queue,
         experience=ExperienceBuilder(
             engine,
@@ -197,8 +209,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         versions={name: importlib.metadata.version(name) for name in PACKAGES}, rollouts=rollouts,
         policy=partial(PolicyCopy, engine, ranks, config, tokenizer) if config.checkpoint.save_hf else None,
     )  # fmt: skip
-    recovery = Recovery(critic, store, ranks, run_id=run_id, output_dir=output_dir)
-    session = Session(config, engine, queue, store, saver, recovery, ranks, total_steps=total_steps)
+    session = Session(config, engine, queue, store, saver, recovery, residency, ranks, total_steps=total_steps)
     return PPOTrainer(config, parts, session, total_steps=total_steps)
 
 
@@ -215,6 +226,12 @@ def run_identity(config: PPOActorConfig, training: TrainingRows[Prompt] | None =
         fingerprint = rows_fingerprint((prompt.prompt_id, prompt.token_ids) for prompt in training.rows)
         identity |= {**training.identity, "training prompts": fingerprint}
     return identity
+
+
+def _weight_store(config: PPOActorConfig, run_id: str) -> WeightStore:
+    hosts_apart = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
+    shared = config.placement.in_turns and hosts_apart and not config.generation.engines.count
+    return make_weight_store(run_id, config.run.output_dir, shared=shared)
 
 
 def _rollout_writer(config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutWriter:
@@ -368,7 +385,7 @@ def _reference(config: PPOActorConfig, policy: Engine, device: torch.device, ran
     if not config.model.has_second_model:
         return AdaptersOff(policy, policy.module, config.engine, device, ranks)
     model = _policy_model(config, load_causal_lm(config.model.reference_model))
-    offload = config.model.reference == "cpu_offload"
+    offload = config.model.reference == "cpu_offload" or config.placement.in_turns
     shards = config.engine.zero_stage == 3 and not offload
     forward = partial(sharded, config=config.engine, device=device) if shards else None
     return FrozenCopy(model, config.engine, device, ranks, cpu_offload=offload, sharded=forward)

@@ -54,6 +54,12 @@ class Recovery:
         self._ranks.everyone(lambda: None if self._ranks.is_first else critic.shake_hands_again())  # new process
         return manifest
 
+    def clear_device(self) -> None:
+        """Have the critic leave its device before other parts of the run take it; :meth:`restore_critic` wakes it."""
+        critic = self._critic
+        if critic is not None:
+            self._ranks.on_first(lambda: (self._acquired(critic, critic.status()), critic.sleep()))
+
     def _wait(self, critic: RemoteCritic, cause: Exception | None) -> Status:
         try:
             return wait_together(self._ranks, self._store, partial(critic.wait_until_ready, log.info))
@@ -63,16 +69,19 @@ class Recovery:
             raise ServerAbsent(f"{error}; it was lost with: {cause}") from error
 
     def _restore_critic(self, critic: RemoteCritic, status: Status) -> Manifest | None:
-        store = self._store
-        if not store.committed_steps():  # before this run takes the lease, which may belong to another run
-            self._require_untouched(status.critic_step)
-        if status.lease_holder not in (None, self._run_id):
-            log.warning("the critic server belonged to the run %s, which ends if it still trains", status.lease_holder)
-        found = critic.acquire(self._run_id)
-        manifest = restore_newest(critic, store)
+        found = self._acquired(critic, status)
+        manifest = restore_newest(critic, self._store)
         if manifest is None:
             self._require_untouched(found)
         return manifest
+
+    def _acquired(self, critic: RemoteCritic, status: Status) -> int:
+        """Take the lease; returns the critic's step."""
+        if not self._store.committed_steps():  # before this run takes the lease, which may belong to another run
+            self._require_untouched(status.critic_step)
+        if status.lease_holder not in (None, self._run_id):
+            log.warning("the critic server belonged to the run %s, which ends if it still trains", status.lease_holder)
+        return critic.acquire(self._run_id)
 
     def _require_untouched(self, critic_step: int) -> None:
         if critic_step != 0:

@@ -15,6 +15,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.preemption import request_stop, stop_requested
 from nemo_style_rlhf.ppo.recovery import Recovery
+from nemo_style_rlhf.ppo.residency import TRAIN, Residency
 from nemo_style_rlhf.ppo.saving import Saver
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -49,7 +50,7 @@ class Session:
 
     def __init__(
         self, config: PPOActorConfig, engine: Engine, queue: BatchQueue, store: CheckpointStore, saver: Saver,
-        recovery: Recovery, ranks: Ranks, *, total_steps: int,
+        recovery: Recovery, residency: Residency, ranks: Ranks, *, total_steps: int,
     ) -> None:  # fmt: skip
         self._config = config
         self._engine = engine
@@ -57,6 +58,7 @@ class Session:
         self._store = store
         self._saver = saver
         self._recovery = recovery
+        self._residency = residency
         self._ranks = ranks
         self._total_steps = total_steps
         self.progress = Progress()
@@ -107,7 +109,9 @@ class Session:
         """
         self._queue.abandon()
         self._saver.abandon(at=self.progress.step)
+        self._residency.begin_again()
         manifest = self._recovery.restore_critic(self._cause)
+        self._residency.enter(TRAIN)
         if manifest is None:
             begin(self._store.part(0, AHEAD))
             self._commit()
@@ -148,6 +152,7 @@ class Session:
         self._recovery.undo()
 
     def _commit(self) -> None:
+        self._residency.enter(TRAIN)
         step, began = self.progress.step, perf_counter()
         self._saver.save(
             self._engine,

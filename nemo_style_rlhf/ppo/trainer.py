@@ -28,11 +28,12 @@ from nemo_style_rlhf.ppo.export import export_policy
 from nemo_style_rlhf.ppo.health import Health, check_health
 from nemo_style_rlhf.ppo.metrics import excerpts, repetition_metrics, rollout_metrics
 from nemo_style_rlhf.ppo.recording import step_samples
+from nemo_style_rlhf.ppo.residency import TRAIN, Residency
 from nemo_style_rlhf.ppo.sampler_check import Probe, check_logprob_gap
 from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder, ShapingState
-from nemo_style_rlhf.rollout.producer import Timers
+from nemo_style_rlhf.rollout.producer import GENERATE, SCORE, Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.types import Experience, episodes
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -55,6 +56,7 @@ class Parts:
     """The components that the loop connects."""
 
     engine: Engine
+    residency: Residency
     queue: BatchQueue
     experience: ExperienceBuilder
     critic: RemoteCritic | None
@@ -148,7 +150,9 @@ class PPOTrainer:
         warming_up = step <= config.algorithm.critic_warmup_steps
         trains_critic = parts.critic is not None and config.algorithm.uses_critic
 
+        parts.residency.enter(GENERATE, timers)
         batch = parts.queue.batch(step, timers)
+        parts.residency.enter(SCORE, timers)
         self._write_validation(step - 1 - config.algorithm.staleness)
         repetition = self._beside.submit(repetition_metrics, batch.rollouts) if self._ranks.is_first else None
         experience = parts.experience.build(batch, timers, critic_step=progress.critic_step)
@@ -157,6 +161,7 @@ class PPOTrainer:
         plan = mini_batch_plan(experience, config.algorithm, seed=config.run.seed, step=step)
         timers.lap("metrics")
         critic_update = self._train_critic(experience, plan) if trains_critic and self._ranks.is_first else None
+        parts.residency.enter(TRAIN, timers)
         recorded = config.tracking.rollouts.is_due(step)
         new_logprobs = torch.zeros_like(experience.logprobs) if recorded and not warming_up else None
         if not warming_up:
@@ -195,7 +200,11 @@ class PPOTrainer:
             self._on_first(parts.rollouts, lambda writer: writer.write(step_samples(step, experience, new_logprobs)))
         timers.lap("tracking")
         metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._session.save_stall}
-        metrics |= parts.queue.clock_metrics() | {f"memory/actor_{name}": gib for name, gib in memory().items()}
+        metrics |= (
+            parts.queue.clock_metrics()
+            | parts.residency.clock_metrics()
+            | {f"memory/actor_{name}": gib for name, gib in memory().items()}
+        )
         if parts.critic is not None and (span := parts.critic.infer_span()) is not None:
             names = ("clock/critic_infer_from", "clock/critic_infer_to", "clock/critic_infer_busy")
             metrics |= dict(zip(names, span, strict=True))
@@ -239,11 +248,14 @@ class PPOTrainer:
 
     def _publish(self, version: int, timers: Timers, *, validate: bool) -> None:
         """Let the engine's weights sample, and say which log-probabilities a generator must compute with them."""
+        self._parts.residency.enter(TRAIN)
         target = self._parts.probe.target(self._parts.engine)
         timers.lap("transfer_probe")
         engine = self._parts.engine
-        named = engine.hf_weights(to_first=self._config.generation.engines.count > 0)
+        named = engine.hf_weights(to_first=self._config.generation.engines.count > 0 or self._config.placement.in_turns)
         weights = weights_for_generator(named, engine.module.hf, self._config.generation)
+        if self._parts.queue.stores_weights:  # the digest is that of the files
+            weights = ((name, tensor.cpu()) for name, tensor in weights)
         update = OwnWeights(version, weights, target)
         self._parts.queue.publish(update, timers, validate=validate)
         timers.lap("weight_transfer")
@@ -264,6 +276,7 @@ class PPOTrainer:
             self._write_metrics(version, self._validation(version))
 
     def _validation(self, step: int) -> dict[str, float]:
+        self._parts.residency.enter(GENERATE)
         metrics = self._parts.queue.validation(step)
         reward, best = metrics["val_rollouts/rewards"], self._session.progress.best_reward
         # A validation in which every sample failed has reward NaN and is never the best.
@@ -299,6 +312,7 @@ class PPOTrainer:
         self._publish(progress.step, Timers(), validate=first)
 
     def _export(self, name: str) -> None:
+        self._parts.residency.enter(TRAIN)
         export_policy(
             self._parts.engine, self._ranks, self._output_dir / name, self._config, tokenizer=self._parts.tokenizer
         )

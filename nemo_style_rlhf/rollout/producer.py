@@ -26,6 +26,9 @@ SCORING_GROUP = 32
 """Samples of a scoring request for each rank that answers it: small enough that scoring starts early, large enough that the
 server's batches are full."""
 
+GENERATE, SCORE = "generate", "score"
+"""The phases of a batch, for whom generator and critic share devices in turn (ppo/residency.py)."""
+
 Decode = Callable[[list[int], list[int]], str]
 """Decodes token ids of prompt and response to the response's text, without special tokens."""
 
@@ -106,6 +109,8 @@ class Producer:
     """Number of ranks that answer a scoring request."""
     episodes: EpisodeRunner | None = None
     """Makes samples of several turns with an environment; None for single responses."""
+    turn: Callable[[str], None] = lambda phase: None
+    """Called before generation and before scores are waited for, with the phase that begins."""
     clock_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last batch's episodes that the clock alone decides."""
 
@@ -139,6 +144,7 @@ class Producer:
             timers.lap("generate")
             if not algorithm.filter.enabled:
                 return Batch(step, rollouts, pending, position, dict(counts))
+            self.turn(SCORE)
             sampled = Sampled(rollouts, pending.result())
             timers.lap("wait_for_scores")
             rows = self._rows_that_teach(sampled.scores)[: (wanted - found) * algorithm.samples_per_prompt]
@@ -162,6 +168,7 @@ class Producer:
             prompts, step=0, samples_per_prompt=samples_per_prompt, max_tokens=self.max_length, run_seed=run_seed
         )
         rollouts, pending, _ = self._generate(requests, prompts, version)
+        self.turn(SCORE)
         return Sampled(rollouts, pending.result())
 
     def close(self) -> None:
@@ -192,6 +199,7 @@ class Producer:
         Returns:
             Rollouts of all ranks in the order of ``requests``, their pending scores, and what happened to their episodes.
         """
+        self.turn(GENERATE)
         ranks, by_id = self.ranks, {prompt.prompt_id: prompt for prompt in prompts}
         own = [requests[number] for number in ranks.deal(len(requests))[ranks.generator]]
         stream = self.generator.stream(version)

@@ -2,7 +2,8 @@
 
 A version brings its work with it: to be loaded, to be validated, and the steps that it samples. In-process generation does
 that work in the trainer's thread, at the latest before the next version arrives. With engines, a thread of the first rank
-does it, beside training. The order is the same, so the batches are.
+does it, beside training; unless the trainer shares their devices in turn, when its own thread does it once it is their turn.
+The order is the same, so the batches are.
 """
 
 from collections import deque
@@ -57,6 +58,7 @@ class BatchQueue:
         store: WeightStore | None,
         beside: bool,
         ranks: Ranks,
+        turns: bool = False,
     ) -> None:
         """
         Args:
@@ -64,16 +66,19 @@ class BatchQueue:
             prompts: training prompts by id.
             validate: samples validation prompts from the weights of a version, and returns metrics.
             store: for engines, and for versions that checkpoints must hold; None except on the first rank.
-            beside: whether the first rank makes batches beside training.
+            beside: whether the first rank makes batches for all, beside training.
+            turns: whether nothing is sampled, and no weights are loaded, except between :meth:`wake` and :meth:`sleep`.
         """
         self._producer, self._generator, self._schedule = producer, generator, schedule
         self._prompts, self._validate, self._store, self._ranks = prompts, validate, store, ranks
         self._engines = generator if isinstance(generator, EnginePool) else None
-        self._thread = ThreadPoolExecutor(1, "rollouts") if beside else None
+        self._shared, self._turns = beside, turns
+        self._thread = ThreadPoolExecutor(1, "rollouts") if beside and not turns else None
         self._works = producer is not None
         self._timers = Timers()
         self._beside: dict[str, float] = {}
         self._last_end = perf_counter()
+        self._awake = not turns
         self._start(0, 0)
 
     def _start(self, step: int, position: int) -> None:
@@ -84,6 +89,8 @@ class BatchQueue:
         self._validations: dict[int, Future[Metrics]] = {}
         self._owed: set[int] = set()
         self._restored = step
+        self._held: tuple[Any, Future[float]] | None = None
+        """In turns: the newest version, and the gap on its probe."""
         self._newest: Future[Batch] | int = position
         """The last batch that was asked for, or the number of prompts taken before the first."""
 
@@ -106,8 +113,8 @@ class BatchQueue:
         if self._store is not None:
             self._store.keep(self._schedule.needed_after(version))
         loaded = self._load(update)
-        self._run(loaded)
-        if self._thread is None:
+        if self._thread is None and not self._turns:
+            self._run(loaded)
             loaded.result()
         self._give_work(version, loaded, validate=validate or version in self._owed)
 
@@ -120,7 +127,7 @@ class BatchQueue:
         self._timers = timers
         future = self._batches.pop(step)
         self._run(future)
-        if self._thread is None:
+        if not self._shared:
             return future.result()
 
         def made() -> Packed | None:
@@ -151,7 +158,28 @@ class BatchQueue:
         """The metrics of a validation; asked for once."""
         future = self._validations.pop(version)
         self._run(future)
-        return future.result() if self._thread is None else self._ranks.on_first(future.result)
+        return self._ranks.on_first(future.result) if self._shared else future.result()
+
+    @property
+    def stores_weights(self) -> bool:
+        """Whether this rank writes published weights into files."""
+        return self._store is not None
+
+    def sleep(self) -> dict[str, int]:
+        """Have the generator free its devices; returns :meth:`Generator.sleep`'s."""
+        self._awake = False
+        return {} if self._generator is None else self._generator.sleep()
+
+    def wake(self) -> None:
+        """Have the generator hold the newest version, again if it did before it slept."""
+        if self._awake or self._generator is None:
+            return
+        assert self._held is not None
+        weights, loaded = self._held
+        gap = self._generator.load(weights)
+        self._awake = True
+        if not loaded.done():
+            loaded.set_result(gap)
 
     def ahead(self, step: int) -> Ahead:
         """Collect, on the first rank and without waiting, what a checkpoint of ``step`` must hold."""
@@ -212,7 +240,7 @@ class BatchQueue:
     def _load(self, update: WeightUpdate) -> "Future[float]":
         """Store ``update`` where it has to be, and have it loaded; resolves to the gap on the probe."""
         store = self._store
-        if self._thread is None:
+        if self._thread is None and not self._turns:
             whole = update if store is None else store.written(update)
             return self._submit(lambda: self._generator.load(whole))  # type: ignore[union-attr]
 
@@ -223,6 +251,9 @@ class BatchQueue:
                 pass
 
         stored = self._ranks.everyone(write)[0]
+        if self._turns:
+            self._held = stored, Future()
+            return self._held[1]
         return self._submit(lambda: self._generator.load(stored))  # type: ignore[union-attr]
 
     def _give_work(self, version: int, loaded: "Future[float]", *, validate: bool) -> None:
@@ -266,8 +297,10 @@ class BatchQueue:
                 raise Abandoned
             return work()
 
+        if not self._works:
+            return Future()
         if self._thread is not None:
-            return self._thread.submit(task) if self._works else Future()
+            return self._thread.submit(task)
         future: Future[Any] = Future()
         self._deferred.append((future, task))
         return future

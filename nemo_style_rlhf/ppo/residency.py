@@ -1,0 +1,181 @@
+"""Generation, critic and trainer take turns on one set of devices: ``placement.share=turns``."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import psutil
+import torch
+
+from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
+from nemo_style_rlhf.distributed.ranks import Ranks
+from nemo_style_rlhf.engine.engine import Engine
+from nemo_style_rlhf.engine.memory import GIB, held_bytes
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.rollout.producer import GENERATE, SCORE, Timers
+from nemo_style_rlhf.rollout.queue import BatchQueue
+
+log = logging.getLogger(__name__)
+TRAIN = "train"
+PHASES: Mapping[str, str] = {
+    GENERATE: "the engines: weights and cache",
+    SCORE: "the critic, which answers and trains, and the trainer's weights, for log-probabilities",
+    TRAIN: "the trainer: weights, gradients, optimizer states",
+}
+"""Who is on the devices in each phase of a step; the others sleep. A reference is there only while it computes."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device, or on a CPU of this process and of the host."""
+
+    used: int
+    free: int
+
+    @staticmethod
+    def now(device: torch.device) -> "Memory":
+        """What this process has freed and keeps for itself counts as used, as it does for others."""
+        if device.type != "cuda":
+            return Memory(held_bytes(), psutil.virtual_memory().available)
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(total - free, free)
+
+
+@dataclass
+class Needs:
+    """What each phase took when its turn was last, by which its next turn is judged."""
+
+    taken: dict[str, int] = field(default_factory=dict)
+
+    def note(self, phase: str, *, before: Memory, after: Memory) -> None:
+        """A turn of ``phase`` began, when the others slept, with ``before``, and ends with ``after``."""
+        self.taken[phase] = max(after.used - before.used, 0)
+
+    def check(self, phase: str, memory: Memory, held: Mapping[str, int]) -> None:
+        """
+        Args:
+            memory: while everything that is not part of ``phase`` sleeps.
+            held: bytes that each process still holds, by name.
+
+        Raises:
+            UserError: the phase took more in its last turn than is free.
+        """
+        needed = self.taken.get(phase, 0)
+        if needed > memory.free:
+            raise UserError(
+                f"placement.share=turns: the phase {phase} ({PHASES[phase]}) took {_gib(needed)} in its last turn but "
+                f"{_gib(memory.free)} are free, while {_gib(memory.used)} are in use ({_listed(held)}): end what else runs "
+                "there, or lower generation.gpu_memory_utilization, generation.kv_cache_gib or engine.micro_batch_tokens"
+            )
+
+
+class Residency:
+    """Says whose turn it is. Every rank makes the same calls of :meth:`enter`."""
+
+    def __init__(
+        self, engine: Engine, queue: BatchQueue, critic: RemoteCritic | None, ranks: Ranks, *, in_turns: bool
+    ) -> None:
+        """Without ``in_turns`` everybody stays, and nothing here has an effect. The critic is taken for awake."""
+        self._engine, self._queue, self._critic, self._ranks, self._in_turns = engine, queue, critic, ranks, in_turns
+        self._phase = ""
+        self._needs = Needs()
+        self._began = Memory(0, 0)
+        self._held: dict[str, int] = {}
+        """Bytes that sleeping processes still hold, by name."""
+        self._seconds, self._moved, self._peak = 0.0, 0, 0
+
+    def enter(self, phase: str, timers: Timers | None = None) -> None:
+        """Let all sleep that have no part in ``phase``, check what is free, and wake those that have.
+
+        Args:
+            timers: charged with the handover.
+
+        Raises:
+            UserError: there is no room for the phase; or a part of it did not wake.
+            ServerRestarted, ServerUnreachable: the critic was lost.
+        """
+        self._enter(phase, self._ranks)
+        if timers is not None and self._in_turns:
+            timers.lap("handover")
+
+    def enter_alone(self, phase: str) -> None:
+        """:meth:`enter`, for the rank that makes batches for all others: what they compute with sleeps meanwhile."""
+        self._enter(phase, Ranks(alone=True))
+
+    def _enter(self, phase: str, ranks: Ranks) -> None:
+        left = self._phase
+        # Of several ranks, the first may have gone through other phases alone, but for that of the trainer.
+        if not self._in_turns or (phase == left and (ranks.size == 1 or phase == TRAIN)):
+            return
+        started, ended = perf_counter(), Memory.now(self._engine.device)
+        if left:
+            self._needs.note(left, before=self._began, after=ended)
+        self._phase = ""
+        ranks.everyone(lambda: self._sleep(phase))
+        began = self._began = Memory.now(self._engine.device)
+        ranks.everyone(lambda: self._needs.check(phase, began, self._held))
+        ranks.everyone(lambda: self._wake(phase))
+        if phase == SCORE and self._critic is not None:
+            self._critic.release()
+        self._phase = phase
+        self._seconds += perf_counter() - started
+        self._moved += max(ended.used - began.used, 0)
+        self._peak = max(self._peak, ended.used)
+        if self._ranks.is_first:
+            log.info(
+                "turn of %s after %s: %s in use before, %s while the others sleep, %s free (%s)", phase, left or "the start",
+                _gib(ended.used), _gib(began.used), _gib(began.free), _listed(self._held),
+            )  # fmt: skip
+
+    def begin_again(self) -> None:
+        """Leave the devices to a critic that may start or load. Nobody knows whether it sleeps; the next lease wakes it."""
+        if not self._in_turns:
+            return
+        self._phase = ""
+        self._ranks.everyone(lambda: self._sleep(SCORE))
+
+    def _sleep(self, phase: str) -> None:
+        if phase != SCORE and self._critic is not None:
+            self._critic.hold()
+            if self._ranks.is_first:
+                self._held["critic server"] = self._critic.sleep()
+        if phase != GENERATE:
+            self._held |= self._queue.sleep()
+        if phase != TRAIN:
+            self._engine.offload()
+        if self._engine.device.type == "cuda":
+            torch.cuda.empty_cache()  # the others need what this process keeps for its next allocations
+        self._held["trainer"] = held_bytes()
+
+    def _wake(self, phase: str) -> None:
+        if phase == GENERATE:
+            self._queue.wake()
+        elif phase == TRAIN:
+            self._engine.reload()
+        else:
+            self._engine.offload(keep_weights=True)
+            if self._critic is not None and self._ranks.is_first:
+                self._held["critic server"] = self._critic.wake()
+
+    def clock_metrics(self) -> dict[str, float]:
+        """`placement/*` since the last call: seconds of handovers, GiB that those who slept gave back, and the most that was in
+        use at the end of a turn."""
+        if not self._in_turns:
+            return {}
+        found = {
+            "placement/handover_seconds": self._seconds,
+            "placement/moved_gib": self._moved / GIB,
+            "placement/peak_gib": self._peak / GIB,
+        }
+        self._seconds, self._moved, self._peak = 0.0, 0, 0
+        return found
+
+
+def _listed(held: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_gib(size)}" for name, size in held.items())
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
