@@ -27,7 +27,7 @@ def plan_actor(
     """
     algorithm, response = config.algorithm, config.generation.max_length
     held = trained_model(policy, config.engine, device, ranks=config.ranks, libraries=device.libraries("actor"))
-    offloaded = config.model.reference == "cpu_offload" and device.cuda
+    offloaded = (config.model.reference == "cpu_offload" or config.placement.in_turns) and device.cuda
     if reference is not None and not offloaded:
         held["reference"] = frozen_weights(reference, config.engine, ranks=config.ranks)
     samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared

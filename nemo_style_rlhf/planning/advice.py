@@ -68,6 +68,8 @@ def candidates(config: PlanConfig) -> Iterator[tuple[str, Any]]:
         yield "model.reference", "cpu_offload"
     yield "generation.kv_cache_gib", (config.generation.kv_cache_gib or CPU_KV_CACHE_GIB) / 2
     yield "generation.gpu_memory_utilization", config.generation.gpu_memory_utilization / 2
+    if not config.placement.in_turns and not config.algorithm.staleness:
+        yield "placement.share", "turns"
     if not config.critic.critic.offload_reward_model:
         yield "critic.critic.offload_reward_model", True
     if not config.critic.engine.offload_optimizer_states:

@@ -27,8 +27,9 @@ def plan_critic(
     scoring = critic.inference(batch)
     if server.critic.combine_rm_and_critic_server:
         scoring = max(scoring, reward.inference(batch), key=Counter.total)  # one after the other
-        offloaded = server.critic.offload_reward_model and device.cuda
-        if offloaded:
+        # One that has slept rests while the critic trains, unless it is sharded.
+        rests = server.critic.offload_reward_model or (config.placement.in_turns and server.engine.zero_stage < 3)
+        if rests and device.cuda:
             scoring["reward model"] = reward.base_weights
         else:
             held["reward model"] = frozen_weights(reward, server.engine, ranks=ranks)

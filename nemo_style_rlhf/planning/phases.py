@@ -31,6 +31,8 @@ class Phase:
     name: str
     parts: Counter[str]
     """Bytes of each component on one rank."""
+    turn: str | None = None
+    """The phase of a step in which the process has the device, if it shares one in turn."""
 
     @property
     def total(self) -> int:

@@ -16,6 +16,7 @@ from nemo_style_rlhf.planning.device import Device, find_device
 from nemo_style_rlhf.planning.phases import ACTOR, CRITIC, ENGINE, GIB, ProcessPlan
 from nemo_style_rlhf.planning.report import table
 from nemo_style_rlhf.planning.seconds import step_seconds
+from nemo_style_rlhf.planning.turns import described, in_turns, largest, taking_turns
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 
@@ -32,9 +33,16 @@ def plan(config: PlanConfig) -> None:
     processes = planner.plan(config)
     console = Console(highlight=False)
     console.print(f"GiB of each rank at the peak of its process, on {planner.device.name}:", soft_wrap=True)
-    console.print(table(processes, planner.device, together=config.together))
-    if over := _too_large(processes, planner.device, together=config.together):
-        raise UserError(_refusal(over, planner.device, best_changes(config, planner, [plan.name for plan in over])))
+    turns = in_turns(config, planner.device)
+    console.print(table(processes, planner.device, together=config.together and not turns))
+    if turns:
+        console.print(f"In turns on one device: {described(processes)}", soft_wrap=True)
+        over = processes if largest(processes) > planner.device.memory else []
+    else:
+        over = _too_large(processes, planner.device, together=config.together)
+    if over:
+        changes = best_changes(config, planner, [plan.name for plan in over])
+        raise UserError(_refusal(over, planner.device, changes, turns=turns))
     if config.device_tflops is not None:
         console.print(planner.seconds(config, processes), soft_wrap=True, markup=False)
 
@@ -62,7 +70,7 @@ class Planner:
             processes.append(
                 plan_critic(config, critic, self._reward(config, critic), self.device, prompt_length=prompt)
             )
-        return processes
+        return [taking_turns(plan) for plan in processes] if in_turns(config, self.device) else processes
 
     def seconds(self, config: PlanConfig, processes: Collection[ProcessPlan]) -> str:
         """An estimate of the seconds of a step, given the :meth:`plan` of the run."""
@@ -79,7 +87,10 @@ class Planner:
 
     def demand(self, config: PlanConfig, names: Collection[str]) -> int:
         """Bytes that the processes ``names`` need on one device."""
-        return sum(on_device(plan, self.device) for plan in self.plan(config, names))
+        processes = self.plan(config, names)
+        if in_turns(config, self.device):
+            return largest(processes)
+        return sum(on_device(plan, self.device) for plan in processes)
 
     def _models(self, config: PlanConfig) -> tuple[Blueprint, Blueprint | None]:
         """The policy, and the critic if the run needs its process."""
@@ -155,8 +166,10 @@ def _too_large(processes: list[ProcessPlan], device: Device, *, together: bool) 
     return [plan for plan in processes if on_device(plan, device) > device.memory]
 
 
-def _refusal(over: list[ProcessPlan], device: Device, changes: list[Change]) -> str:
+def _refusal(over: list[ProcessPlan], device: Device, changes: list[Change], *, turns: bool) -> str:
     needs = " and ".join(f"the {plan.name} needs {on_device(plan, device) / GIB:.1f} GiB" for plan in over)
+    if turns:
+        needs = f"the largest turn needs {largest(over) / GIB:.1f} GiB, {described(over)},"
     saves = ", ".join(f"{change.text} ({change.saved / GIB:.1f} GiB)" for change in changes)
     advice = (
         f"what saves most: {saves}"

@@ -13,11 +13,11 @@ from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.memory import GIB, held_bytes
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.rollout.producer import GENERATE, SCORE, Timers
+from nemo_style_rlhf.rollout.producer import Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
+from nemo_style_rlhf.schema.placement import GENERATE, SCORE, TRAIN
 
 log = logging.getLogger(__name__)
-TRAIN = "train"
 PHASES: Mapping[str, str] = {
     GENERATE: "the engines: weights and cache",
     SCORE: "the critic, which answers and trains, and the trainer's weights, for log-probabilities",

@@ -15,10 +15,11 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.preemption import request_stop, stop_requested
 from nemo_style_rlhf.ppo.recovery import Recovery
-from nemo_style_rlhf.ppo.residency import TRAIN, Residency
+from nemo_style_rlhf.ppo.residency import Residency
 from nemo_style_rlhf.ppo.saving import Saver
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.placement import TRAIN
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
 
 log = logging.getLogger(__name__)

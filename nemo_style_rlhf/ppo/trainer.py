@@ -28,15 +28,16 @@ from nemo_style_rlhf.ppo.export import export_policy
 from nemo_style_rlhf.ppo.health import Health, check_health
 from nemo_style_rlhf.ppo.metrics import excerpts, repetition_metrics, rollout_metrics
 from nemo_style_rlhf.ppo.recording import step_samples
-from nemo_style_rlhf.ppo.residency import TRAIN, Residency
+from nemo_style_rlhf.ppo.residency import Residency
 from nemo_style_rlhf.ppo.sampler_check import Probe, check_logprob_gap
 from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder, ShapingState
-from nemo_style_rlhf.rollout.producer import GENERATE, SCORE, Timers
+from nemo_style_rlhf.rollout.producer import Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.types import Experience, episodes
 from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.placement import GENERATE, SCORE, TRAIN
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 from nemo_style_rlhf.tracking.progress import StepProgress, ppo_status
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter

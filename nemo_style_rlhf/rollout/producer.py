@@ -19,15 +19,13 @@ from nemo_style_rlhf.rollout.episodes import EpisodeRunner
 from nemo_style_rlhf.rollout.outcomes import Counts, Outcome, with_episodes
 from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout, Sampled, episodes
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
+from nemo_style_rlhf.schema.placement import GENERATE, SCORE
 from nemo_style_rlhf.scoring.interface import Message, Scorer, Scores, ScoringSample
 
 log = logging.getLogger(__name__)
 SCORING_GROUP = 32
 """Samples of a scoring request for each rank that answers it: small enough that scoring starts early, large enough that the
 server's batches are full."""
-
-GENERATE, SCORE = "generate", "score"
-"""The phases of a batch, for whom generator and critic share devices in turn (ppo/residency.py)."""
 
 Decode = Callable[[list[int], list[int]], str]
 """Decodes token ids of prompt and response to the response's text, without special tokens."""

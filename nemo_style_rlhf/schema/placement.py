@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from nemo_style_rlhf.schema.base import require_choice
 
+GENERATE, SCORE, TRAIN = "generate", "score", "train"
+"""The phases of a step, each of which has the devices for itself with share=turns (ppo/residency.py)."""
+
 
 @dataclass
 class PlacementConfig:

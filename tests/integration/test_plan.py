@@ -70,6 +70,21 @@ def test_what_fits_alone_need_not_fit_together(inputs: Path):
     assert "the critic server needs" in plan(inputs, *given, "together=true", code=2)[1]
 
 
+def test_in_turns_the_largest_phase_must_fit_and_not_the_sum(inputs: Path):
+    gpu = ("run.device=cuda", f"data.train_path={inputs / 'prompts.jsonl'}", "generation.max_length=8", "device_gib=3")
+    share = ("generation.gpu_memory_utilization=0.6", "together=true")
+    assert "placement.share=turns (" in plan(inputs, *gpu, *share, code=2)[1]
+    output, errors = plan(inputs, *gpu, *share, "placement.share=turns")
+    sizes = re.search(
+        r"generate ([\d.]+) GiB \(actor ([\d.]+), critic server ([\d.]+)\); score .*; train ([\d.]+) GiB", output
+    )
+    assert (
+        errors == "" and sizes and float(sizes[1]) <= 3 and float(sizes[2]) > 2.2 and float(sizes[4]) < float(sizes[2])
+    )
+    _, errors = plan(inputs, *gpu, "generation.gpu_memory_utilization=0.95", "placement.share=turns", code=2)
+    assert errors.startswith("error: the largest turn needs 3.8 GiB, generate 3.8")
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
