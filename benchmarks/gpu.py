@@ -2,8 +2,9 @@
 
     .venv-actor/bin/python benchmarks/gpu.py [--only kernels grpo] [--output report.md]
 
-Takes some ten minutes on one GPU of 24 GiB or more and needs nothing but `make envs`: the model is a Qwen2 of 0.36 G parameters
-with random weights. Prints a Markdown table as it goes; a check that fails prints the end of its log, and the others go on.
+Takes some 25 minutes on one GPU of 24 GiB or more, half of them for turns (docs/gpu-checklist.md), and needs nothing but
+`make envs`: the model is a Qwen2 of 0.36 G parameters with random weights. Prints a Markdown table as it goes; a check that
+fails prints the end of its log, and the others go on.
 """
 
 import argparse
@@ -11,9 +12,11 @@ import json
 import shutil
 import statistics
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count, islice, pairwise
 from pathlib import Path
 from random import Random
@@ -169,6 +172,48 @@ def ppo(*overrides: str) -> Callable[[Path, Path], Row]:
     return check
 
 
+def turns(*overrides: str, in_turns: Sequence[str] = (), critic: bool = False) -> Callable[[Path, Path], Row]:
+    """The same run with all parts on the device and in turns: the device's peaks, and whether the exports have the same bits."""
+
+    def check(models: Path, folder: Path) -> Row:
+        row: Row = {}
+        exports = []
+        for name, more in (("together", ()), ("turns", ("placement.share=turns", *in_turns))):
+            with device_peak() as peak:
+                run_check = (ppo if critic else grpo)(*overrides, *more)
+                found = run_check(models, folder / name)
+            metrics = next((folder / name).rglob("metrics.jsonl"))
+            exports.append([each.read_bytes() for each in sorted((metrics.parent / "export").glob("*.safetensors"))])
+            row |= {f"{name} device GiB": max(peak) / 2**30}
+            row |= {f"{name} {key}": found[key] for key in ("step s", "gap mean", "probe gap")}
+        assert exports[0], "nothing was exported"
+        handovers = [json.loads(line).get("placement/handover_seconds", 0.0) for line in metrics.open()]
+        row |= {"handovers s": statistics.median(handovers[1:]), "same bits": float(exports[0] == exports[1])}
+        assert row["turns device GiB"] < row["together device GiB"], row
+        return row
+
+    return check
+
+
+@contextmanager
+def device_peak() -> Iterator[list[int]]:
+    """Collect the bytes in use on the device, by whatever process, ten times a second."""
+    seen, ended = [0], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.1):
+            free, total = torch.cuda.mem_get_info()
+            seen.append(total - free)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
+
+
 def sft(models: Path, folder: Path) -> Row:
     program = trainer(
         "train_sft", folder, f"model.path={models / 'policy'}", f"data.train_path={models / 'sft.jsonl'}",
@@ -214,6 +259,11 @@ CHECKS: dict[str, Callable[[Path, Path], Row]] = {
     "offload": grpo("engine.offload_optimizer=true", "run.num_threads=8"),
     "lora": grpo("model.lora.rank=16"),
     "packed": grpo("model.packing=true"),
+    "turns": turns(),
+    "turns_zero3": turns("engine=zero3"),
+    "turns_lora": turns("model.lora.rank=16"),
+    "turns_engine": turns(in_turns=["generation.engines.count=1"]),
+    "turns_ppo": turns(critic=True),
     "sft": sft,
 }
 

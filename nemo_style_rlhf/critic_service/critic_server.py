@@ -128,7 +128,7 @@ class Critic:
         """Bytes that this process then holds. Nothing happens if it is so already."""
         if asleep == self._gate.asleep:
             return held_bytes()
-        held = self._group.run(Sleep() if asleep else Wake())
+        held = self._worker.group.run(Sleep() if asleep else Wake())
         self._gate.asleep = asleep
         return held
 

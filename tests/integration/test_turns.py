@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import test_agents
 from tests.integration.test_engine_runs import FILTERED, kill_engine, result, wait_for_rollouts
 from tests.support import ppo_runs
 from tests.support.metrics import metrics
@@ -90,6 +91,15 @@ def test_everybody_is_killed_in_every_phase(inputs, together, tmp_path, engines:
         assert critic.terminate() == 0
     assert "resumed from step" in actor.output() and "go back to their last common checkpoint" in actor.output()
     assert result(tmp_path) == together
+
+
+def test_episodes_are_played_in_the_turn_of_generation(inputs, tmp_path) -> None:
+    """Of agents a quarter of whose episodes has trouble; the critic gives rewards once all have ended, and values after that."""
+    agents = [*test_agents.overrides(inputs, 1), "algorithm.staleness=0", "algorithm.correction.kind=none"]
+    for name, more in (("together", []), ("turns", [TURNS])):
+        (tmp_path / name).mkdir()
+        run_pair(tmp_path / name, ppo_runs.server_overrides(inputs), [*agents, *more])
+    assert result(tmp_path / "turns") == result(tmp_path / "together")
 
 
 def wait_for_turn(actor: Process, phase: str) -> None:
