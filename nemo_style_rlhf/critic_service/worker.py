@@ -90,7 +90,8 @@ class Sleep(Message[int]):
 
 @dataclass(frozen=True)
 class Wake(Message[int]):
-    """Bring the critic back to the device; the reward model follows when it is asked. Result as of :class:`Sleep`."""
+    """Bring the critic's weights back to the device; its optimizer follows when it trains, and the reward model when it is asked.
+    Result as of :class:`Sleep`."""
 
 
 @dataclass(frozen=True)
@@ -310,8 +311,7 @@ class CriticWorker:
         return held_bytes()
 
     def _wake(self, _: Wake) -> int:
-        self.engine.reload()
-        self.engine.eval()
+        self.engine.offload(keep_weights=True)
         return held_bytes()
 
     def _load(self, message: Load) -> None:

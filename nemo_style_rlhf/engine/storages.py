@@ -46,6 +46,8 @@ class Storages:
         """Copy the content to host memory and free that of the device. Without effect while it is away."""
         if self._away:
             return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # streams beside this one may still read
         spare = defaultdict(list)
         for buffer in self._spare:
             spare[buffer.nbytes()].append(buffer)

@@ -45,13 +45,13 @@ class Memory:
 
 @dataclass
 class Needs:
-    """What each phase took when its turn was last, by which its next turn is judged."""
+    """The most that each phase took in its turns, by which its next turn is judged."""
 
     taken: dict[str, int] = field(default_factory=dict)
 
     def note(self, phase: str, *, before: Memory, after: Memory) -> None:
         """A turn of ``phase`` began, when the others slept, with ``before``, and ends with ``after``."""
-        self.taken[phase] = max(after.used - before.used, 0)
+        self.taken[phase] = max(self.taken.get(phase, 0), after.used - before.used)
 
     def check(self, phase: str, memory: Memory, held: Mapping[str, int]) -> None:
         """
@@ -60,12 +60,12 @@ class Needs:
             held: bytes that each process still holds, by name.
 
         Raises:
-            UserError: the phase took more in its last turn than is free.
+            UserError: the phase took more in an earlier turn than is free.
         """
         needed = self.taken.get(phase, 0)
         if needed > memory.free:
             raise UserError(
-                f"placement.share=turns: the phase {phase} ({PHASES[phase]}) took {_gib(needed)} in its last turn but "
+                f"placement.share=turns: the phase {phase} ({PHASES[phase]}) took {_gib(needed)} in an earlier turn but "
                 f"{_gib(memory.free)} are free, while {_gib(memory.used)} are in use ({_listed(held)}): end what else runs "
                 "there, or lower generation.gpu_memory_utilization, generation.kv_cache_gib or engine.micro_batch_tokens"
             )
@@ -109,13 +109,17 @@ class Residency:
         # Of several ranks, the first may have gone through other phases alone, but for that of the trainer.
         if not self._in_turns or (phase == left and (ranks.size == 1 or phase == TRAIN)):
             return
-        started, ended = perf_counter(), Memory.now(self._engine.device)
-        if left:
+        started, ended, already = perf_counter(), Memory.now(self._engine.device), phase == left
+        if left and not already:
             self._needs.note(left, before=self._began, after=ended)
         self._phase = ""
         ranks.everyone(lambda: self._sleep(phase))
-        began = self._began = Memory.now(self._engine.device)
-        ranks.everyone(lambda: self._needs.check(phase, began, self._held))
+        began = Memory.now(self._engine.device)
+        if not already:
+            self._began = began
+        # On a CPU, sleep frees little, and what a phase took is still this process's own.
+        judged = self._engine.device.type == "cuda" and not already
+        ranks.everyone(lambda: self._needs.check(phase, began, self._held) if judged else None)
         ranks.everyone(lambda: self._wake(phase))
         if phase == SCORE and self._critic is not None:
             self._critic.release()

@@ -17,7 +17,7 @@ from nemo_style_rlhf.schema.placement import GENERATE, SCORE, TRAIN
 class Parts:
     """Engine, queue and critic at once: notes what they are told, and how much each then holds of a device of 10 GiB."""
 
-    device = torch.device("cpu")
+    device = torch.device("cuda")  # only its name is looked at
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[str] = []
@@ -30,10 +30,10 @@ class Parts:
     def used(self) -> int:
         return (sum(self.holds.values()) + self.others) * GIB
 
-    def residency(self, *, in_turns: bool = True) -> Residency:
+    def residency(self, *, in_turns: bool = True, ranks: Ranks | None = None) -> Residency:
         engine, queue, critic = Part(self, "engine", 5), Part(self, "queue", 7), Part(self, "critic", 6)
         engine.device = self.device
-        return Residency(engine, queue, critic, Ranks(), in_turns=in_turns)
+        return Residency(engine, queue, critic, ranks or Ranks(), in_turns=in_turns)
 
 
 class Part:
@@ -89,17 +89,42 @@ def test_a_phase_that_no_longer_fits_is_refused_before_it_begins(monkeypatch: py
     told = len(parts.told)
     with pytest.raises(
         UserError,
-        match=r"generate \(the engines: .*\) took 7.00 GiB in its last turn but 6.00 GiB are free, while 4.00 GiB are in use "
+        match=r"generate \(the engines: .*\) took 7.00 GiB in an earlier turn but 6.00 GiB are free, while 4.00 GiB are in use "
         r"\(critic server 0.00 GiB, trainer 0.00 GiB\): end what else runs there",
     ):
         turns.enter(GENERATE)
     assert parts.told[told:] == ["engine sleeps"]
 
 
-def test_a_phase_is_judged_by_what_it_took_when_its_turn_was_last() -> None:
+class Two(Ranks):
+    """The first of two ranks, whose other one always agrees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 2
+
+    def everyone(self, compute):
+        return [compute()] * 2
+
+
+def test_the_first_of_several_ranks_may_be_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for scores between the rounds of a filter, while the others wait: its critic is then no stranger on the device."""
+    parts = Parts(monkeypatch)
+    turns = parts.residency(ranks=Two())
+    for _ in range(2):
+        for enter, phase in (
+            (turns.enter, GENERATE), (turns.enter_alone, SCORE), (turns.enter_alone, GENERATE), (turns.enter_alone, SCORE),
+            (turns.enter, SCORE), (turns.enter, TRAIN),
+        ):  # fmt: skip
+            enter(phase)
+            assert parts.used <= 8 * GIB
+
+
+def test_a_phase_is_judged_by_the_most_that_it_took() -> None:
     needs = Needs()
     needs.check(TRAIN, Memory(0, 0), {})  # nothing is known yet
     needs.note(TRAIN, before=Memory(GIB, 0), after=Memory(3 * GIB, 0))
+    needs.note(TRAIN, before=Memory(GIB, 0), after=Memory(2 * GIB, 0))
     needs.check(TRAIN, Memory(0, 2 * GIB), {})
     with pytest.raises(UserError, match=r"took 2\.00 GiB"):
         needs.check(TRAIN, Memory(0, 2 * GIB - 1), {})
