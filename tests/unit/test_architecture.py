@@ -64,6 +64,7 @@ OWNERS = {
     "pytorch_lightning": {"supervised", "tracking"},
     "datasets": {"data"},
     "hydra": {"launch"},
+    "ray": {"launch"},
     "pyarrow": {"tracking"},
     "jinja2": {"data", "schema"},
 }
