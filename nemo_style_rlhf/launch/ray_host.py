@@ -81,7 +81,9 @@ class Host:
                 f"{file.parents[1]} is another folder there: give run.output_dir on a file system that all nodes share"
             )
         gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return Ground(context.get_node_id(), ray.util.get_node_ip_address(), gpus, fault)
+        node = context.get_node_id()
+        addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
+        return Ground(node, addresses[node], gpus, fault)
 
     def free_port(self, address: str) -> int:
         with socket.create_server((address, 0)) as free:

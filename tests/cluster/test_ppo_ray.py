@@ -1,0 +1,179 @@
+"""PPO on a real Ray cluster of three raylets: as the same commands by hand, whatever dies, and with nothing left at the end."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_style_rlhf.launch.local import Child
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
+from tests.cluster.ray_nodes import RAY, RayNodes
+from tests.cluster.slurm import wait_until
+from tests.support import ppo_runs
+from tests.support.critic_server import left_of
+from tests.support.paths import ROOT
+from tests.support.ppo_runs import launched, launched_actor, left_on_disk, result, segments
+from tests.support.processes import run_pair
+
+SCRIPT = str(ROOT / "trainers" / "train_ppo_ray.py")
+RUN_S = 300.0
+END_S = 60.0
+SCRIPTS = ("train_ppo_actor.py", "serve_ppo_critic.py", "serve_engine.py")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayNodes]:
+    with RayNodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ppo_runs.save_inputs(tmp_path_factory.mktemp("ray_runs") / "inputs")
+
+
+class RayRun(Child):
+    """The command, or the submission of it, and the processes of the run."""
+
+    def __init__(self, cluster: RayNodes, folder: Path, command: list[str], *words: str) -> None:
+        self.folder = folder
+        argv = [*command, str(ACTOR_PYTHON), SCRIPT, f"run.output_dir={folder}", *words]
+        environment = {name: value for name, value in cluster.environment.items() if name.startswith("RAY_")}
+        elsewhere = folder.parent / "elsewhere"
+        elsewhere.mkdir()
+        super().__init__(Program("run", argv, environment, folder=elsewhere), folder.with_suffix(".log"))
+
+    def wait_for(self, found: Callable[[], object], what: str) -> None:
+        def there() -> bool:
+            assert self.poll() is None, self.report()
+            return bool(found())
+
+        wait_until(there, what, RUN_S)
+
+    def wait_for_step(self, step: int) -> None:
+        path = self.folder / "actor" / "rollouts" / f"step_{step:06d}.parquet"
+        self.wait_for(path.exists, f"step {step}")
+
+    def processes(self, *scripts: str) -> list[psutil.Process]:
+        """Those that run ``scripts``, all of the run by default."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            ours = any(f"--config-dir={self.folder / part}" in words for part in ("configs", "actor/engines"))
+            if ours and any(script in " ".join(words) for script in scripts or SCRIPTS):
+                found.append(process)
+        return found
+
+    def process(self, script: str) -> psutil.Process:
+        (found,) = self.processes(script)
+        return found
+
+    def report(self) -> str:
+        logs = [self.log, *sorted(self.folder.glob("*.log"))]
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in logs)
+
+
+@pytest.fixture
+def start(cluster: RayNodes, tmp_path: Path) -> Iterator[Callable[..., RayRun]]:
+    started: list[RayRun] = []
+
+    def start(*words: str, submitted: bool = False) -> RayRun:
+        command = (
+            [RAY, "job", "submit", f"--address={cluster.dashboard}", "--submission-id=run", "--"] if submitted else []
+        )
+        started.append(RayRun(cluster, tmp_path / "run", command, *words))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.stop()
+        for process in each.processes():
+            process.kill()
+
+
+def on_cluster(cluster: RayNodes) -> str:
+    return f"ray.address={cluster.address}"
+
+
+def host_of(process: psutil.Process) -> str:
+    """The address on which a server listens."""
+    (word,) = (word for word in process.cmdline() if word.startswith("server.host="))
+    return word.partition("=")[2]
+
+
+def test_a_submitted_job_whose_processes_are_killed_ends_as_the_two_commands_by_hand(cluster, inputs, start, tmp_path):
+    undisturbed = tmp_path / "two_commands"
+    run_pair(undisturbed, ppo_runs.server_overrides(inputs), launched_actor(inputs))
+    run = start(*launched(inputs), "placement=colocated", submitted=True)
+    run.wait_for_step(1)
+    servers = [run.process("serve_ppo_critic")]
+    assert host_of(servers[0]) in ("127.0.0.2", "127.0.0.3")
+    run.process("serve_engine").kill()
+    servers[0].kill()
+    run.wait_for_step(3)
+    servers.append(run.process("serve_ppo_critic"))
+    run.process("train_ppo_actor").kill()
+    assert run.wait(RUN_S) == 0, run.report()
+    for dead in ("engine-0", "critic", "actor"):
+        assert run.output().count(f"{dead} was ended by SIGKILL and is started again") == 1, run.report()
+    assert not left_of(run.processes())
+    assert segments(run.folder, [server.pid for server in servers]) == [] == left_on_disk(run.folder)
+    assert not (run.folder / "secrets").exists()
+    assert result(run.folder) == result(undisturbed)
+    assert "succeeded" in cluster.run("job", "status", f"--address={cluster.dashboard}", "run")
+    shown = "".join(path.read_text() for path in cluster.folder.glob("ray/session_latest/logs/worker-*.out"))
+    assert "resumed from step" in shown and "serving critic and reward at https://" in shown
+    actors = cluster.run("list", "actors", f"--address={cluster.dashboard}")
+    assert all(f"{name} (start " in actors for name in ("critic", "engine-0", "actor"))
+
+
+def test_a_lost_node_takes_no_bit_from_a_run_of_two_nodes(cluster, inputs, start, tmp_path):
+    """The actor has a rank on each of two nodes. The raylet dies of the one with the critic server, which goes to the other."""
+    undisturbed = tmp_path / "by_hand"
+    run_pair(undisturbed, ppo_runs.server_overrides(inputs), launched_actor(inputs), ranks=2)
+    run = start(*launched(inputs), "ranks=2", "ray.actor_nodes=2", on_cluster(cluster))
+    run.wait_for_step(1)
+    server = run.process("serve_ppo_critic")
+    lost, started = host_of(server), run.processes()
+    assert {place.environ()["LOCAL_RANK"] for place in run.processes("train_ppo_actor")} == {"0"}
+    cluster.node_at(lost).daemon("raylet").kill()
+    assert run.wait(RUN_S) == 0, run.report()
+    assert f"critic was lost on node {lost} and is started again (1 of 3 restarts" in run.output(), run.report()
+    assert "resumed from step" in (run.folder / "actor.log").read_text()
+    assert not left_of([*started, *run.processes()])
+    assert result(run.folder) == result(undisturbed)
+    cluster.node_at(lost).kill()
+    cluster.add_node()
+
+
+def test_no_port_of_ours_answers_strangers_and_those_of_ray_are_the_documented_ones(cluster, inputs, start):
+    run = start(*launched(inputs), on_cluster(cluster))
+    run.wait_for_step(1)
+    ours, rays = listening(run.processes()), listening(cluster.processes())
+    assert len(ours) >= 2, run.report()
+    for address, port in ours:
+        assert answers(address, port) is None, (address, port)
+    known = documented_ports()
+    for place in rays - ours:
+        assert place in known
+
+
+def test_a_stopped_job_leaves_nothing(cluster, inputs, start):
+    run = start(*launched(inputs), submitted=True)
+    run.wait_for_step(1)
+    started = run.processes()
+    assert len(started) >= 3
+    cluster.run("job", "stop", f"--address={cluster.dashboard}", "run")
+    wait_until(lambda: not run.processes(), "no process of the run is left", END_S)
+    assert not left_of(started)
+
+
+def test_the_loss_of_the_head_ends_everything(cluster, inputs, start):
+    run = start(*launched(inputs), on_cluster(cluster))
+    run.wait_for_step(1)
+    started = run.processes()
+    cluster.nodes[0].kill()
+    wait_until(lambda: not run.processes(), "no process of the run is left", END_S)
+    assert not left_of(started)
+    assert run.wait(END_S) != 0
