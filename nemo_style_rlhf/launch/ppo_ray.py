@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,11 @@ class RayRun(PPORun):
         cluster.say = self._screen.say
 
     def _start(self, program: Program, log: Path) -> Child:
+        while True:
+            with suppress(RayActorError, GetTimeoutError):  # a host was lost just now
+                return self._start_in_seats(program, log)
+
+    def _start_in_seats(self, program: Program, log: Path) -> Child:
         seats = self._cluster.seats(program.name)
         words = self._words(program.name, seats)
         shared: dict[str, str] = {}
@@ -268,7 +274,7 @@ class RayRun(PPORun):
             if self._critic is None:
                 return []
             return [f"remote_critic_rm.host={self._critic[1]}", f"remote_critic_rm.port={self._critic[2]}"]
-        certificate, key = self._secrets.certificate(ground.address)
+        certificate, key = self._secrets.certificate(name, ground.address)
         tls = [f"server.tls.certificate='{certificate}'", f"server.tls.key='{key}'"]
         if name != CRITIC:
             return [f"server.host={ground.address}", f"server.token.token_file='{self._secrets.token}'", *tls]

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import grpc
 import ray
-from ray.exceptions import ActorUnavailableError, AuthenticationError, RayActorError
+from ray.exceptions import ActorUnavailableError, AuthenticationError, GetTimeoutError, RayActorError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -42,21 +43,37 @@ def connect(config: RayConfig) -> None:
     Raises:
         UserError: there is none, it refuses this process, or it lets strangers in.
     """
+    address = os.environ.get("RAY_ADDRESS", "auto") if config.address == "auto" else config.address
+    if address != "auto" and not answers(address):  # Ray itself would try for a minute
+        raise UserError(
+            f"no Ray cluster answers at ray.address={address}: give HOST:PORT of its head, as `ray start --head` prints it, or "
+            "start one, see docs/ray.md"
+        )
     try:
-        ray.init(address=config.address, log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except AuthenticationError as error:
         raise UserError(
-            f"the Ray cluster at ray.address={config.address} wants a token that this process does not have: set "
+            f"the Ray cluster at ray.address={address} wants a token that this process does not have: set "
             "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token"
         ) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         first = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"ray.address={config.address} leads to no Ray cluster ({first}): start one, `ray start --head`, see docs/ray.md, or "
-            "give the address of its head"
+            f"ray.address={address} leads to no Ray cluster ({first}): start one, `ray start --head`, see docs/ray.md, or give "
+            "the address of its head"
         ) from error
     if config.require_token:
         require_token(ray.get_runtime_context().gcs_address)
+
+
+def answers(head: str) -> bool:
+    """Whether something listens at HOST:PORT."""
+    host, _, port = head.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), HEAD_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def require_token(head: str) -> None:
@@ -130,14 +147,20 @@ class Cluster:
         threading.Thread(target=self._beat, name="ray-heartbeat", daemon=True).start()
 
     def seats(self, program: str) -> list[Placed]:
-        """The hosts of a program, by rank; new ones in seats whose host is lost.
+        """The hosts of a program, by rank; new ones in seats whose host does not answer.
 
         Raises:
             UserError: no node could hold one in time, or one lacks what the run needs.
         """
-        placed = [self._placed.get(seat.name) or self._place(seat) for seat in self._placement.of(program)]
-        self._placed |= {each.seat.name: each for each in placed}
-        return placed
+        for seat in self._placement.of(program):
+            if (there := self._placed.get(seat.name)) is not None:
+                try:
+                    there.ask("hear")
+                except (RayActorError, GetTimeoutError):
+                    self.forget(there)
+            if seat.name not in self._placed:
+                self._placed[seat.name] = self._place(seat)
+        return [self._placed[seat.name] for seat in self._placement.of(program)]
 
     def gpus(self, seat: Seat) -> list[str]:
         """The GPUs that the process at ``seat`` sees."""
@@ -234,12 +257,7 @@ class Cluster:
             for placed in list(self._placed.values()):
                 with contextlib.suppress(Exception):  # its process is found to be lost by whoever asks for it
                     placed.handle.hear.remote()
-            host, _, port = self.head.rpartition(":")
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), HEAD_TIMEOUT_S).close()
-                failures = 0
-            except OSError:
-                failures += 1
+            failures = 0 if answers(self.head) else failures + 1
             if failures >= HEAD_FAILURES:
                 self.head_lost.set()
 

@@ -35,7 +35,19 @@ class RunSecrets:
         self.token.write_text(secrets.token_hex(32))
         self.mark = secrets.token_hex(8)
         (folder / "mark").write_text(self.mark)
-        self._openssl("req", "-x509", *KEY, "-days", DAYS, "-subj", f"/CN=run {self.mark}", *self._files("ca", "-out"))
+        self._openssl(
+            "req",
+            "-x509",
+            *KEY,
+            "-days",
+            DAYS,
+            "-subj",
+            f"/CN=run {self.mark}",
+            "-keyout",
+            str(folder / "ca.key"),
+            "-out",
+            str(self.ca),
+        )
 
     @property
     def token(self) -> Path:
@@ -46,42 +58,19 @@ class RunSecrets:
         """The authority's certificate, with which clients verify servers."""
         return self._folder / "ca.crt"
 
-    def certificate(self, address: str) -> tuple[Path, Path]:
-        """Certificate and key of a server on the host with this IP address."""
-        name = address.replace(":", "_")
+    def certificate(self, name: str, address: str) -> tuple[Path, Path]:
+        """A new certificate of the server ``name`` on the host with this IP address, and its key."""
         certificate, key = self._folder / f"{name}.crt", self._folder / f"{name}.key"
-        if not certificate.exists():
-            request, names = self._folder / f"{name}.csr", self._folder / f"{name}.ext"
-            names.write_text(f"subjectAltName=IP:{address}\n")
-            self._openssl("req", *KEY, "-subj", f"/CN={address}", "-keyout", str(key), "-out", str(request))
-            signed = [
-                "-CA",
-                str(self.ca),
-                "-CAkey",
-                str(self._folder / "ca.key"),
-                "-set_serial",
-                str(secrets.randbits(63)),
-            ]
-            self._openssl(
-                "x509",
-                "-req",
-                "-in",
-                str(request),
-                *signed,
-                "-days",
-                DAYS,
-                "-extfile",
-                str(names),
-                "-out",
-                str(certificate),
-            )
+        request, names = self._folder / f"{name}.csr", self._folder / f"{name}.ext"
+        names.write_text(f"subjectAltName=IP:{address}\n")
+        self._openssl("req", *KEY, "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(request))
+        signed = ["-CA", str(self.ca), "-CAkey", str(self._folder / "ca.key"), "-set_serial", str(secrets.randbits(63))]
+        signed += ["-days", DAYS, "-extfile", str(names), "-out", str(certificate)]
+        self._openssl("x509", "-req", "-in", str(request), *signed)
         return certificate, key
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _files(self, name: str, out: str) -> list[str]:
-        return ["-keyout", str(self._folder / f"{name}.key"), out, str(self._folder / f"{name}.crt")]
 
     def _openssl(self, *words: str) -> None:
         try:

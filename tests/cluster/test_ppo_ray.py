@@ -1,8 +1,14 @@
 """PPO on a real Ray cluster of three raylets: as the same commands by hand, whatever dies, and with nothing left at the end."""
 
+import http.client
+import re
+import ssl
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
@@ -19,6 +25,11 @@ from tests.support.processes import run_pair
 SCRIPT = str(ROOT / "trainers" / "train_ppo_ray.py")
 RUN_S = 300.0
 END_S = 60.0
+RAYS_CALLS = (
+    "InternalKVGcsService/InternalKVKeys", "NodeManagerService/GetNodeStats", "ObjectManagerService/Pull",
+    "CoreWorkerService/PushTask", "RayletDriver/PrepRuntimeEnv", "LogService/ListLogs",
+)  # fmt: skip
+NOT_THERE = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE)
 SCRIPTS = ("train_ppo_actor.py", "serve_ppo_critic.py", "serve_engine.py")
 
 
@@ -79,9 +90,8 @@ def start(cluster: RayNodes, tmp_path: Path) -> Iterator[Callable[..., RayRun]]:
     started: list[RayRun] = []
 
     def start(*words: str, submitted: bool = False) -> RayRun:
-        command = (
-            [RAY, "job", "submit", f"--address={cluster.dashboard}", "--submission-id=run", "--"] if submitted else []
-        )
+        job = [RAY, "job", "submit", f"--address={cluster.dashboard}", f"--submission-id={tmp_path.name}", "--"]
+        command = job if submitted else []
         started.append(RayRun(cluster, tmp_path / "run", command, *words))
         return started[-1]
 
@@ -100,6 +110,33 @@ def host_of(process: psutil.Process) -> str:
     """The address on which a server listens."""
     (word,) = (word for word in process.cmdline() if word.startswith("server.host="))
     return word.partition("=")[2]
+
+
+@pytest.fixture(scope="module")
+def open_cluster() -> Iterator[RayNodes]:
+    """A head that lets strangers in, without a CPU."""
+    with RayNodes(workers=0, mode="disabled") as nodes:
+        yield nodes
+
+
+MISTAKES = {
+    "no cluster": (["ray.address=127.0.0.1:1"], r"no Ray cluster answers at ray\.address=127\.0\.0\.1:1: give"),
+    "no token": ([], r"the Ray cluster at .* answers callers without a token: .* RAY_AUTH_MODE=token"),
+    "too small": (
+        ["ray.require_token=false", "ray.wait_s=2", "ranks=3"],
+        r"no nodes could hold the run, which needs 1 CPU; 3 CPUs; 1 CPU, within .* the cluster has 1 node \(0 CPUs\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence(mistake, open_cluster, inputs, tmp_path):
+    words, sentence = MISTAKES[mistake]
+    run = RayRun(open_cluster, tmp_path / "run", [], *launched(inputs), on_cluster(open_cluster), *words)
+    assert run.wait(END_S) == 2, run.output()
+    (error,) = (line for line in run.output().splitlines() if "error" in line or "Traceback" in line)
+    assert re.match(f"error: {sentence}", error), error
+    assert not (run.folder / "secrets").exists()
 
 
 def test_a_submitted_job_whose_processes_are_killed_ends_as_the_two_commands_by_hand(cluster, inputs, start, tmp_path):
@@ -121,7 +158,7 @@ def test_a_submitted_job_whose_processes_are_killed_ends_as_the_two_commands_by_
     assert segments(run.folder, [server.pid for server in servers]) == [] == left_on_disk(run.folder)
     assert not (run.folder / "secrets").exists()
     assert result(run.folder) == result(undisturbed)
-    assert "succeeded" in cluster.run("job", "status", f"--address={cluster.dashboard}", "run")
+    assert "succeeded" in cluster.run("job", "status", f"--address={cluster.dashboard}", tmp_path.name)
     shown = "".join(path.read_text() for path in cluster.folder.glob("ray/session_latest/logs/worker-*.out"))
     assert "resumed from step" in shown and "serving critic and reward at https://" in shown
     actors = cluster.run("list", "actors", f"--address={cluster.dashboard}")
@@ -139,7 +176,7 @@ def test_a_lost_node_takes_no_bit_from_a_run_of_two_nodes(cluster, inputs, start
     assert {place.environ()["LOCAL_RANK"] for place in run.processes("train_ppo_actor")} == {"0"}
     cluster.node_at(lost).daemon("raylet").kill()
     assert run.wait(RUN_S) == 0, run.report()
-    assert f"critic was lost on node {lost} and is started again (1 of 3 restarts" in run.output(), run.report()
+    assert f"critic was lost on node {lost} and is started again" in run.output(), run.output()
     assert "resumed from step" in (run.folder / "actor.log").read_text()
     assert not left_of([*started, *run.processes()])
     assert result(run.folder) == result(undisturbed)
@@ -147,24 +184,71 @@ def test_a_lost_node_takes_no_bit_from_a_run_of_two_nodes(cluster, inputs, start
     cluster.add_node()
 
 
-def test_no_port_of_ours_answers_strangers_and_those_of_ray_are_the_documented_ones(cluster, inputs, start):
-    run = start(*launched(inputs), on_cluster(cluster))
+def listening(processes: list[psutil.Process]) -> dict[tuple[str, int], str]:
+    """The name of the process that listens at each address and port."""
+    found = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections("tcp"):
+                if connection.status == "LISTEN":
+                    address = connection.laddr.ip.removeprefix("::ffff:")
+                    found["127.0.0.1" if address in ("::", "0.0.0.0") else address, connection.laddr.port] = (
+                        process.name()
+                    )
+    return found
+
+
+def page_for_strangers(url: str) -> str:
+    """What a server tells a caller without a token; nothing if it refuses, or does not answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=2, context=ssl._create_unverified_context()) as answer:
+            return answer.read(1000).decode()
+    except (OSError, http.client.HTTPException):
+        return ""
+
+
+def call_as_a_stranger(address: str, port: int, call: str) -> grpc.StatusCode | None:
+    """How a call without a token is refused; None if it is answered."""
+    with grpc.insecure_channel(f"{address}:{port}") as channel:
+        try:
+            channel.unary_unary(f"/ray.rpc.{call}")(b"", timeout=5)
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[attr-defined]
+    return None
+
+
+def test_no_port_tells_strangers_more_than_the_documentation_says(cluster, inputs, start):
+    """Each of Ray's programs knows one of the calls, and refuses it; the pages that it shows everybody are in docs/ray.md."""
+    run = start(*launched(inputs), "algorithm.max_steps=1000", on_cluster(cluster))
     run.wait_for_step(1)
-    ours, rays = listening(run.processes()), listening(cluster.processes())
+    started = [each for process in run.processes() for each in [process, *process.children(recursive=True)]]
+    ours = listening(started)
+    rays = listening([each for node in cluster.nodes for each in node.processes() if each not in started])
     assert len(ours) >= 2, run.report()
     for address, port in ours:
-        assert answers(address, port) is None, (address, port)
-    known = documented_ports()
-    for place in rays - ours:
-        assert place in known
+        assert not page_for_strangers(f"https://{address}:{port}/") and not page_for_strangers(
+            f"http://{address}:{port}/"
+        )
+    table = (ROOT / "docs" / "ray.md").read_text()
+    refused: set[str] = set()
+    for (address, port), name in rays.items():
+        assert f"`{name}`" in table
+        page = page_for_strangers(f"http://{address}:{port}/")
+        assert not page or page.startswith(("# HELP ", "<!doctype html>")), (name, page)
+        assert not (page.startswith("<") and page_for_strangers(f"http://{address}:{port}/api/jobs/")), name
+        for call in () if page else RAYS_CALLS:
+            code = call_as_a_stranger(address, port, call)
+            assert code in (*NOT_THERE, grpc.StatusCode.UNAUTHENTICATED), (name, call)
+            refused |= {call} if code is grpc.StatusCode.UNAUTHENTICATED else set()
+    assert refused == {*RAYS_CALLS}
 
 
-def test_a_stopped_job_leaves_nothing(cluster, inputs, start):
+def test_a_stopped_job_leaves_nothing(cluster, inputs, start, tmp_path):
     run = start(*launched(inputs), submitted=True)
     run.wait_for_step(1)
     started = run.processes()
     assert len(started) >= 3
-    cluster.run("job", "stop", f"--address={cluster.dashboard}", "run")
+    cluster.run("job", "stop", f"--address={cluster.dashboard}", tmp_path.name)
     wait_until(lambda: not run.processes(), "no process of the run is left", END_S)
     assert not left_of(started)
 
