@@ -37,7 +37,7 @@ def seen(placement: Placement) -> dict[str, list[str]]:
 
 def test_separate_programs_have_bundles_of_their_own():
     placement = place(
-        config("ranks=4", "ray.actor_nodes=2", "critic_ranks=2", "generation.engines.count=2", "generation.tensor_parallel_size=2"),
+        config("ranks=4", "ray.actor_nodes=2", "critic_ranks=2", "generation.engines.count=2", TP2),
         on_gpus=True,
     )  # fmt: skip
     assert placement.bundles == (
@@ -61,7 +61,7 @@ def test_colocated_programs_see_the_actors_gpus():
     placement = place(
         config(
             "ray.placement=colocated", "ranks=8", "critic_ranks=8", "ray.actor_nodes=2", "ray.critic_nodes=2", "ray.cpus=3",
-            "generation.engines.count=4", "generation.tensor_parallel_size=2",
+            "generation.engines.count=4", TP2,
         ),
         on_gpus=True,
     )  # fmt: skip
@@ -98,16 +98,16 @@ def test_what_a_run_does_not_start_has_no_seat():
     ("words", "sentence"),
     [
         (
-            ["ray.placement=colocated", "ranks=8", "critic_ranks=8", "generation.engines.count=3", "generation.tensor_parallel_size=2"],
+            ["ray.placement=colocated", "ranks=8", "critic_ranks=8", "generation.engines.count=3", TP2],
             "placement=colocated needs as many GPUs for the engines as for the actor, but generation.engines.count=3 x "
             "generation.tensor_parallel_size=2 is 6 and ranks=8: change one of them, or give placement=separate",
         ),
         (
             ["ray.placement=colocated", "ranks=6", "ray.actor_nodes=2", "critic_ranks=6", "ray.critic_nodes=2",
-             "generation.engines.count=3", "generation.tensor_parallel_size=2"],
+             "generation.engines.count=3", TP2],
             "generation.tensor_parallel_size=2 does not divide the 3 ranks of a node",
         ),
-        (["ray.placement=colocated", "ranks=2"], "placement=colocated needs the actor's GPUs for the critic server, but critic_ranks=1"),
+        (["ray.placement=colocated", "ranks=2"], "placement=colocated needs the actor's GPUs for the critic server, but critic_r"),
         (["ranks=3", "ray.actor_nodes=2"], "ranks=3 is not possible: expected a multiple of ray.actor_nodes=2"),
         (["critic_ranks=3", "ray.critic_nodes=2"], "critic_ranks=3 is not possible: expected a multiple of ray.critic_nodes=2"),
         (["ray.placement=both"], "ray.placement=both is not possible: expected one of separate, colocated"),
