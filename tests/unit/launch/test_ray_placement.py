@@ -14,12 +14,9 @@ from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.ray import PPORayConfig
 
 GIVEN = [
-    "run.output_dir=out",
-    "model.path=policy",
-    "critic.model.path=reward",
-    "data.train_path=rows",
-    "critic.run.output_dir=''",
-]
+    "run.output_dir=out", "model.path=policy", "critic.model.path=reward", "data.train_path=rows", "critic.run.output_dir=''",
+]  # fmt: skip
+TP2 = "generation.tensor_parallel_size=2"
 
 
 def config(*words: str) -> PPORayConfig:
@@ -86,6 +83,7 @@ def test_on_cpus_nobody_has_a_gpu(placement):
 def test_what_a_run_does_not_start_has_no_seat():
     without = [
         "algorithm.advantage_estimator=grpo",
+        "algorithm.samples_per_prompt=2",
         "reward.critic.weight=0",
         "reward.function.weight=1",
         "reward.function.path=f.py",
@@ -107,7 +105,7 @@ def test_what_a_run_does_not_start_has_no_seat():
              "generation.engines.count=3", TP2],
             "generation.tensor_parallel_size=2 does not divide the 3 ranks of a node",
         ),
-        (["ray.placement=colocated", "ranks=2"], "placement=colocated needs the actor's GPUs for the critic server, but critic_r"),
+        (["ray.placement=colocated", "ranks=2"], "placement=colocated needs the actor's GPUs for the critic server, but critic"),
         (["ranks=3", "ray.actor_nodes=2"], "ranks=3 is not possible: expected a multiple of ray.actor_nodes=2"),
         (["critic_ranks=3", "ray.critic_nodes=2"], "critic_ranks=3 is not possible: expected a multiple of ray.critic_nodes=2"),
         (["ray.placement=both"], "ray.placement=both is not possible: expected one of separate, colocated"),
