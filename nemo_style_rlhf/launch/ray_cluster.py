@@ -81,7 +81,7 @@ def require_token(head: str) -> None:
     Raises:
         UserError: the cluster's head answers a call without a token.
     """
-    with grpc.insecure_channel(head) as channel:
+    with _channel(head) as channel:
         try:
             channel.unary_unary(STRANGERS_CALL)(b"", timeout=ANSWER_S)
             said = "answers callers without a token"
@@ -93,6 +93,14 @@ def require_token(head: str) -> None:
         f"the Ray cluster at {head} {said}: whoever reaches it could run any code as you; start every node of it with "
         "RAY_AUTH_MODE=token, see docs/ray.md, or give ray.require_token=false where its network keeps others out"
     )
+
+
+def _channel(head: str) -> grpc.Channel:
+    """A connection as Ray makes it, but without its token."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return grpc.insecure_channel(head)
+    files = (os.environ[f"RAY_TLS_{name}"] for name in ("CA_CERT", "SERVER_KEY", "SERVER_CERT"))
+    return grpc.secure_channel(head, grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in files)))
 
 
 @dataclass

@@ -18,6 +18,8 @@ from tests.support.paths import ROOT
 RAY = str(ACTOR_PYTHON.with_name("ray"))
 START_TIMEOUT_S = 90.0
 CPUS_PER_NODE = 4
+GPUS_PER_NODE = 4
+"""Ray only counts them, and tells each process which of them are its own."""
 OBJECT_STORE_BYTES = 80_000_000
 
 
@@ -26,7 +28,7 @@ class RayNode:
 
     def __init__(self, cluster: "RayNodes", *options: str) -> None:
         self._log = cluster.folder / f"node{len(cluster.nodes)}.log"
-        common = ("--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", "--dashboard-agent-listen-port=0")
+        common = (f"--object-store-memory={OBJECT_STORE_BYTES}", "--dashboard-agent-listen-port=0")
         with self._log.open("wb") as output:
             self._start = subprocess.Popen(
                 [RAY, "start", "--block", f"--temp-dir={cluster.folder}/ray", "--disable-usage-stats", *common, *options],
@@ -84,7 +86,7 @@ class RayNodes:
 
     def __enter__(self) -> "RayNodes":
         try:
-            self.nodes.append(RayNode(self, "--head", "--num-cpus=0", "--port=0", "--dashboard-port=0"))
+            self.nodes.append(RayNode(self, "--head", "--num-cpus=0", "--num-gpus=0", "--port=0", "--dashboard-port=0"))
             for _ in range(self._wanted):
                 self.add_node()
         except BaseException:
@@ -111,7 +113,11 @@ class RayNodes:
 
     def add_node(self) -> RayNode:
         """Node i has the address 127.0.0.(i + 1)."""
-        where = [f"--node-ip-address=127.0.0.{1 + len(self.nodes)}", f"--num-cpus={CPUS_PER_NODE}"]
+        where = [
+            f"--node-ip-address=127.0.0.{1 + len(self.nodes)}",
+            f"--num-cpus={CPUS_PER_NODE}",
+            f"--num-gpus={GPUS_PER_NODE}",
+        ]
         self.nodes.append(RayNode(self, f"--address={self.address}", *where))
         return self.nodes[-1]
 

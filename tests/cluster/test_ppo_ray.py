@@ -23,8 +23,8 @@ from tests.support.ppo_runs import launched, launched_actor, left_on_disk, resul
 from tests.support.processes import run_pair
 
 SCRIPT = str(ROOT / "trainers" / "train_ppo_ray.py")
-RUN_S = 300.0
-END_S = 60.0
+RUN_S = 600.0
+END_S = 120.0
 RAYS_CALLS = (
     "InternalKVGcsService/InternalKVKeys", "NodeManagerService/GetNodeStats", "ObjectManagerService/Pull",
     "CoreWorkerService/PushTask", "RayletDriver/PrepRuntimeEnv", "LogService/ListLogs",
@@ -106,6 +106,10 @@ def on_cluster(cluster: RayNodes) -> str:
     return f"ray.address={cluster.address}"
 
 
+def gpus_of(process: psutil.Process) -> list[str]:
+    return process.environ()["CUDA_VISIBLE_DEVICES"].split(",")
+
+
 def host_of(process: psutil.Process) -> str:
     """The address on which a server listens."""
     (word,) = (word for word in process.cmdline() if word.startswith("server.host="))
@@ -146,6 +150,9 @@ def test_a_submitted_job_whose_processes_are_killed_ends_as_the_two_commands_by_
     run.wait_for_step(1)
     servers = [run.process("serve_ppo_critic")]
     assert host_of(servers[0]) in ("127.0.0.2", "127.0.0.3")
+    assert [gpus_of(process) for process in run.processes()] == [gpus_of(servers[0])] * 3 and len(
+        gpus_of(servers[0])
+    ) == 1
     run.process("serve_engine").kill()
     servers[0].kill()
     run.wait_for_step(3)
@@ -173,7 +180,9 @@ def test_a_lost_node_takes_no_bit_from_a_run_of_two_nodes(cluster, inputs, start
     run.wait_for_step(1)
     server = run.process("serve_ppo_critic")
     lost, started = host_of(server), run.processes()
-    assert {place.environ()["LOCAL_RANK"] for place in run.processes("train_ppo_actor")} == {"0"}
+    ranks = run.processes("train_ppo_actor")
+    assert [rank.environ()["LOCAL_RANK"] for rank in ranks] == ["0", "0"]
+    assert all(len(gpus_of(process)) == 1 for process in started)
     cluster.node_at(lost).daemon("raylet").kill()
     assert run.wait(RUN_S) == 0, run.report()
     assert f"critic was lost on node {lost} and is started again" in run.output(), run.output()
