@@ -23,7 +23,9 @@ from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.inspection import InspectDataConfig
 from nemo_style_rlhf.schema.local import PPOLocalConfig
+from nemo_style_rlhf.schema.pair import LaunchedConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
+from nemo_style_rlhf.schema.ray import PPORayConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from nemo_style_rlhf.schema.try_reward import TryRewardConfig
@@ -32,6 +34,7 @@ SERVER = "and a server does not end: start each by a command of its own"
 ONE_RUN = (
     "and a critic server belongs to one run: sweep with trainers/train_ppo_local.py, which starts a server for each"
 )
+Launched = TypeVar("Launched", bound=LaunchedConfig)
 NO_RUN = "and this program makes none: start it once for each setting"
 
 
@@ -93,13 +96,27 @@ def train_ppo_actor(config: PPOActorConfig) -> None:
 @entry_point(PPOLocalConfig, config_name="ppo_local")
 def train_ppo_local(config: PPOLocalConfig) -> None:
     """Both processes of PPO on this host, and the engines."""
+    from nemo_style_rlhf.launch.ppo_local import run_on_this_host
+
+    _launch(run_on_this_host, config)
+
+
+@entry_point(PPORayConfig, config_name="ppo_ray")
+def train_ppo_ray(config: PPORayConfig) -> None:
+    """Both processes of PPO on a Ray cluster, and the engines."""
+    from nemo_style_rlhf.launch.ppo_ray import run_on_ray
+
+    _launch(run_on_ray, config)
+
+
+def _launch(run: Callable[[Launched], int], config: Launched) -> None:
+    """Own the run's folder until every process has ended; exit as the actor did."""
     from nemo_style_rlhf.checkpoint.owner import owned
     from nemo_style_rlhf.launch.local import ProgramFailed
-    from nemo_style_rlhf.launch.ppo_local import run_on_this_host
 
     with owned(config.run, "launcher"):
         try:
-            code = run_on_this_host(config)
+            code = run(config)
         except ProgramFailed as error:
             print(f"failed: {error}", file=sys.stderr)
             code = 1

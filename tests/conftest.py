@@ -32,7 +32,8 @@ def why_not_root() -> str | None:
 
 PARTS = {
     HERE / "integration" / "test_other_users.py": ("NSR_DEMAND_ROOT", why_not_root),
-    HERE / "cluster": ("NSR_DEMAND_CLUSTER", why_no_cluster),
+    HERE / "cluster" / "test_ppo_hetjob.py": ("NSR_DEMAND_CLUSTER", why_no_cluster),
+    HERE / "cluster" / "test_supervised_job.py": ("NSR_DEMAND_CLUSTER", why_no_cluster),
     HERE / "unit" / "scoring" / "sandbox": ("NSR_DEMAND_SANDBOX", functools.cache(sandbox.why_no_sandbox)),
 }
 """Folders and files whose tests need a machine of their own kind, each with a variable that is set where they have to run, so

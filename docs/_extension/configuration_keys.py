@@ -21,7 +21,7 @@ from nemo_style_rlhf.schema.documentation import default, docstrings
 
 PAGE = "reference/keys"
 REQUIRED = "required"
-PAIRS = ("train_ppo_local", "plan")
+PAIRS = ("train_ppo_local", "train_ppo_ray", "plan")
 """Programs that take the actor's keys, and the server's with ``critic.`` before them; the page lists only keys of their own."""
 
 

@@ -21,11 +21,10 @@ from typing import Any
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.engine_broadcast import Broadcast
 from nemo_style_rlhf.generation.engine_client import EngineClient, EngineProcess
-from nemo_style_rlhf.generation.engine_programs import CONFIG, program
 from nemo_style_rlhf.generation.weight_store import StoredWeights
 from nemo_style_rlhf.launch.entry import USER_ERROR_EXIT
 from nemo_style_rlhf.launch.local import LocalLauncher
-from nemo_style_rlhf.launch.program import ACTOR_PYTHON
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ENGINE_CONFIG, engine_program
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.generation import EnginesConfig
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
@@ -86,7 +85,7 @@ class Fleet:
                 ready.unlink()
             for number in range(self._config.count):
                 environment = {TokenConfig.token_env: self._token or "", **self._environments[number]}
-                self._launcher.start(program(f"engine-{number}", self._folder, environment))
+                self._launcher.start(engine_program(f"engine-{number}", self._folder, environment))
         else:
             log.info("waiting for engines, at most %g s: %s", self._config.ready_timeout_s, self._advice)
         threading.Thread(target=self._watch, name="engines-watch", daemon=True).start()
@@ -414,6 +413,6 @@ class Fleet:
         if self._launcher is not None:
             return f"look at {self._folder}/logs"
         return (
-            f"start {ACTOR_PYTHON} servers/serve_engine.py --config-dir={self._folder} --config-name={CONFIG} server.port=0 "
-            f"server.ready_file={self._folder}/NAME.json"
+            f"start {ACTOR_PYTHON} servers/serve_engine.py --config-dir={self._folder} --config-name={ENGINE_CONFIG} "
+            f"server.port=0 server.ready_file={self._folder}/NAME.json"
         )

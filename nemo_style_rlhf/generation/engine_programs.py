@@ -1,6 +1,6 @@
-"""The commands, the configuration and the devices of a run's engines."""
+"""The configuration and the devices of a run's engines."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,10 @@ from typing import Any
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.entry import config_file
-from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ROOT, Program
+from nemo_style_rlhf.launch.program import ENGINE_CONFIG
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig, TrainingGenerationConfig
 from nemo_style_rlhf.schema.placement import PlacementConfig
-
-CONFIG = "this_run"
-"""Name of the engines' configuration; ``engine`` would be that of conf/."""
 
 
 def describe(
@@ -30,7 +27,7 @@ def describe(
         "placement": asdict(placement),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / f"{CONFIG}.yaml", config_file("engine", content).encode())
+    write_atomically(folder / f"{ENGINE_CONFIG}.yaml", config_file("engine", content).encode())
 
 
 def _part(schema: type[Any], given: Any) -> dict[str, Any]:
@@ -50,10 +47,3 @@ def devices_beside(ranks: int, visible: Sequence[str], engines: int, size: int) 
             f"{len(visible)}: start fewer, or start them elsewhere and give generation.engines.launch=false"
         )
     return [",".join(visible[first : first + size]) for first in range(ranks, needed, size)]
-
-
-def program(name: str, folder: Path, environment: Mapping[str, str]) -> Program:
-    ready = folder / f"{name}.json"
-    words = [f"--config-dir={folder}", f"--config-name={CONFIG}", "server.port=0", f"server.ready_file={ready}"]
-    argv = [str(ACTOR_PYTHON), str(ROOT / "servers" / "serve_engine.py"), *words]
-    return Program(name, argv, environment, folder=Path.cwd(), ready_file=ready)

@@ -53,13 +53,16 @@ class Child:
             return subprocess.Popen(
                 self.program.command,
                 cwd=self.program.folder,
-                env={**os.environ, **self.program.env},
+                env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if self._shown else subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=partial(_end_with, os.getpid()),
             )
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, **self.program.env}
 
     @property
     def pid(self) -> int:

@@ -1,47 +1,16 @@
-"""A run on this host: starts its critic server and its actor, starts again what dies, and ends them together.
+"""A run on this host: critic server and actor as child processes, each of which leads a session of its own."""
 
-Each leads a session of its own, so Ctrl-C reaches only this process, which ends the actor first: it may still save, and needs the
-server for that. The actor resumes by itself when it is started again, and goes back to the last common checkpoint when the server
-was.
-"""
-
-import contextlib
-import dataclasses
-import json
-import re
 import secrets
-import shutil
-import signal
 import socket
-import time
 from pathlib import Path
 
-from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch import interrupt
-from nemo_style_rlhf.launch.entry import USER_ERROR_EXIT, config_file
-from nemo_style_rlhf.launch.interpreter import ROOT
-from nemo_style_rlhf.launch.local import POLL_S, STOP_GRACE_S, Child, adopt_orphans, end_orphans
-from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
-from nemo_style_rlhf.launch.program import ACTOR_PYTHON, SERVER_PYTHON, Program
-from nemo_style_rlhf.launch.screen import WORTH_READING, GrowingLog, Screen
-from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.launch.local import adopt_orphans
+from nemo_style_rlhf.launch.ppo_run import ACTOR, CRITIC, PART, PPORun, configurations, configured, require_environments
+from nemo_style_rlhf.launch.program import Program
 from nemo_style_rlhf.schema.local import PPOLocalConfig
 
 TOKEN = "NSR_LOCAL_TOKEN"
 """Environment variable of the token. It differs from the usual name, under which users may give the token of a reward server."""
-PART = "NSR_PART"
-"""Environment variable that tells the critic server's descendants from the actor's."""
-ACTOR, CRITIC = "actor", "critic"
-AGAIN = "run.resume=auto"
-"""The actor's argument when it is started again, whatever the first start was told to do with checkpoints."""
-PROGRESS = re.compile(r"[A-Z_]+ (\d+)/\d+  reward ")
-"""Begins the line that an actor without a terminal writes after each step."""
-ERROR = "error: "
-"""Begins the sentence about a user's mistake."""
-ENDS_ACTOR = (0, interrupt.INTERRUPTED_EXIT, PREEMPTED_EXIT)
-"""Exit codes of an actor that was not lost."""
-PATIENT_INTERRUPTS = 3
-"""Ctrl-C may be pressed that often before this process ends without waiting for the others."""
 
 
 def run_on_this_host(config: PPOLocalConfig) -> int:
@@ -54,7 +23,7 @@ def run_on_this_host(config: PPOLocalConfig) -> int:
     folder = Path(config.run.output_dir).resolve()
     programs = make_programs(config, folder)
     adopt_orphans()
-    run = LocalRun(programs, folder, restarts=config.restarts)
+    run = PPORun(programs, folder, restarts=config.restarts)
     try:
         return run.to_its_end()
     finally:
@@ -63,140 +32,22 @@ def run_on_this_host(config: PPOLocalConfig) -> int:
 
 def make_programs(config: PPOLocalConfig, folder: Path) -> list[Program]:
     """The critic server, if the run needs one, and the actor; their configurations are files in ``folder/configs``."""
-    for python in (ACTOR_PYTHON, SERVER_PYTHON):
-        if not python.exists():
-            raise UserError(
-                f"{python} does not exist: build both environments beside the package, `make envs` in {ROOT}"
-            )
+    require_environments()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    values = dataclasses.asdict(config)
-    critic = values["critic"]
-    actor = {field.name: values[field.name] for field in dataclasses.fields(PPOActorConfig)}
-    actor["run"]["output_dir"] = str(folder / ACTOR)
-    actor["tracking"]["progress"] = True
-    actor["remote_critic_rm"]["port"] = critic["server"]["port"] = port
-    actor["remote_critic_rm"]["token"]["token_env"] = critic["server"]["token"]["token_env"] = TOKEN
-    critic["run"]["output_dir"] = critic["run"]["output_dir"] or str(folder / CRITIC)
-    critic["run"]["dry_run"] = False  # the actor's rehearsal needs a server
+    values = configurations(config, folder)
+    connection, server = values[ACTOR]["remote_critic_rm"], values[CRITIC]["server"]
+    connection["port"] = server["port"] = port
+    connection["token"]["token_env"] = server["token"]["token_env"] = TOKEN
     token = {TOKEN: secrets.token_hex(32)}
-    configs = folder / "configs"
-    configs.mkdir(parents=True, exist_ok=True)
 
-    def program(name: str, python: Path, script: str, base: str, ranks: int, devices: list[str] | None) -> Program:
-        (configs / f"{name}.yaml").write_text(config_file(base, {ACTOR: actor, CRITIC: critic}[name]))
-        argv = [str(python), str(ROOT / script), f"--config-dir={configs}", f"--config-name={name}"]
+    def program(name: str, ranks: int, devices: list[str] | None) -> Program:
         visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        argv = configured(name, folder, values[name])
         return Program(name, argv, {**token, **visible, PART: name}, ranks, Path.cwd())
 
     made = [
-        program(CRITIC, SERVER_PYTHON, "servers/serve_ppo_critic.py", "ppo_critic", config.critic_ranks, config.critic_devices),
-        program(ACTOR, ACTOR_PYTHON, "trainers/train_ppo_actor.py", "ppo_actor", config.ranks, config.devices),
-    ]  # fmt: skip
+        program(CRITIC, config.critic_ranks, config.critic_devices),
+        program(ACTOR, config.ranks, config.devices),
+    ]
     return made if config.uses_critic_process else made[1:]
-
-
-class LocalRun:
-    """The programs of a run, of which the last one is the actor."""
-
-    def __init__(self, programs: list[Program], folder: Path, *, restarts: int) -> None:
-        self._folder, self._restarts = folder, restarts
-        logs = [folder / f"{program.name}.log" for program in programs]
-        self._news = [GrowingLog(log) for log in logs]
-        self._screen = Screen()
-        self._furthest, self._deaths = 0, 0
-        """The newest step that was reached, and the deaths since then."""
-        self._interrupts, self._passed_on = 0, 0
-        for _ in range(PATIENT_INTERRUPTS):
-            interrupt.on_first(self._interrupted)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._interrupted)
-        self._children: list[Child] = []
-        for program, log in zip(programs, logs, strict=True):
-            self._screen.say(f"{program.name}: log in {log}")
-            self._children.append(Child(program, log))
-        self._screen.progress("loading")
-
-    def to_its_end(self) -> int:
-        """The actor's exit code, or that of Ctrl-C."""
-        while True:
-            time.sleep(POLL_S)
-            self._show()
-            self._pass_on()
-            *_, actor = self._children
-            if actor.poll() is not None and (self._interrupts or actor.poll() in ENDS_ACTOR):
-                self._show()
-                break
-            for index, child in enumerate(self._children):
-                if child.poll() is not None and not self._interrupts:
-                    self._restart(index)
-        self._screen.close()
-        if (code := actor.poll()) == 0:
-            return 0
-        self._screen.say(actor.said("the same command ") or "stopped; the same command goes on")
-        return code if code in ENDS_ACTOR and code is not None else interrupt.INTERRUPTED_EXIT
-
-    def close(self) -> None:
-        """End the actor, then the server, then what is left of killed processes."""
-        self._screen.close()
-        self._interrupts += 1
-        deadline = time.monotonic() + STOP_GRACE_S
-        while self._children and self._children[-1].poll() is None and time.monotonic() < deadline:
-            self._pass_on()
-            time.sleep(POLL_S)
-        for child in reversed(self._children):
-            child.stop()
-        end_orphans(spared=())
-        remove_leftovers(self._folder / ACTOR)
-
-    def _show(self) -> None:
-        for child, log in zip(self._children, self._news, strict=True):
-            for line in log.news():
-                if step := PROGRESS.match(line):
-                    self._screen.progress(line)
-                    if int(step[1]) > self._furthest:
-                        self._furthest, self._deaths = int(step[1]), 0
-                elif WORTH_READING.match(line):
-                    self._screen.say(f"{child.program.name}: {line}")
-
-    def _restart(self, index: int) -> None:
-        """
-        Raises:
-            UserError: the program refused its configuration or its inputs.
-            ProgramFailed: programs died too often.
-        """
-        dead = self._children[index]
-        program = dead.program
-        mistake = dead.said(ERROR)
-        if mistake and (dead.poll() == USER_ERROR_EXIT or program.ranks > 1):  # torchrun has an exit code of its own
-            raise UserError(("" if program.name == ACTOR else f"{program.name}: ") + mistake.removeprefix(ERROR))
-        self._deaths += 1
-        if self._deaths > self._restarts:
-            raise dead.failed(f"{dead.end}, one death more than restarts={self._restarts} allows before the next step")
-        self._screen.say(
-            f"{program.name} {dead.end} and is started again ({self._deaths} of {self._restarts} restarts before the next step)"
-        )
-        end_orphans({child.pid for child in self._children}, mark=(PART, program.name))
-        dead.kill()
-        if program.name == ACTOR and AGAIN not in program.argv:
-            program = dataclasses.replace(program, argv=[*program.argv, AGAIN])
-        self._children[index] = Child(program, dead.log)
-
-    def _interrupted(self, *_: object) -> None:
-        self._interrupts += 1
-
-    def _pass_on(self) -> None:
-        """Interrupt the actor as often as this process was interrupted, or told to end."""
-        while self._passed_on < self._interrupts:
-            self._passed_on += 1
-            self._children[-1].interrupt()
-
-
-def remove_leftovers(actor: Path) -> None:
-    """Remove what an actor and engines that were killed could not: ready files, and weights in memory."""
-    for ready in (actor / "engines").glob("*.json"):
-        ready.unlink(missing_ok=True)
-    for manifest in actor.glob("checkpoints/*/manifest.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            run_id = json.loads(manifest.read_text())["run_id"]
-            shutil.rmtree(interrupt.weights_in_memory(run_id), ignore_errors=True)

@@ -12,6 +12,8 @@ from nemo_style_rlhf.launch.interpreter import NEEDS, ROOT
 PYTHON = {folder: ROOT / f".venv-{environment}" / "bin" / "python" for folder, (environment, _) in NEEDS.items()}
 """Interpreter by folder of the script."""
 ACTOR_PYTHON, SERVER_PYTHON = PYTHON["trainers"], PYTHON["servers"]
+ENGINE_CONFIG = "this_run"
+"""Name of the configuration that a trainer writes for its engines; ``engine`` would be that of conf/."""
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,11 @@ def server(
     where = [f"run.output_dir={output_dir}", "server.port=0", f"server.ready_file={ready_file}"]
     argv = [str(SERVER_PYTHON), f"servers/{script}.py", *where, *overrides]
     return Program(script, argv, env or {}, ranks, ready_file=ready_file)
+
+
+def engine_program(name: str, folder: Path, environment: Mapping[str, str]) -> Program:
+    """``servers/serve_engine.py`` on a free port, for the trainer that writes its engines' configuration into ``folder``."""
+    ready = folder / f"{name}.json"
+    words = [f"--config-dir={folder}", f"--config-name={ENGINE_CONFIG}", "server.port=0", f"server.ready_file={ready}"]
+    argv = [str(ACTOR_PYTHON), str(ROOT / "servers" / "serve_engine.py"), *words]
+    return Program(name, argv, environment, folder=Path.cwd(), ready_file=ready)

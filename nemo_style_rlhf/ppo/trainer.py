@@ -22,6 +22,7 @@ from nemo_style_rlhf.data.sampling import Sampler, mixed_seed
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.memory import memory
+from nemo_style_rlhf.engine.utilization import GpuUtilization, by_node
 from nemo_style_rlhf.generation.factory import weights_for_generator
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.ppo.export import export_policy
@@ -86,6 +87,7 @@ class PPOTrainer:
         self.metrics: dict[str, float] = {}
         """The last step's."""
         self._beside = ThreadPoolExecutor(1, "metrics")
+        self._utilization = GpuUtilization(parts.engine.device)
 
     def fit(self) -> bool:
         """Run from the last committed checkpoint to the last step, and export the policy.
@@ -201,6 +203,7 @@ class PPOTrainer:
             self._on_first(parts.rollouts, lambda writer: writer.write(step_samples(step, experience, new_logprobs)))
         timers.lap("tracking")
         metrics |= _timer_metrics(timers, experience) | {"timers/save_stall": self._session.save_stall}
+        metrics |= by_node(self._ranks.all_gather(self._utilization.take()))
         metrics |= (
             parts.queue.clock_metrics()
             | parts.residency.clock_metrics()

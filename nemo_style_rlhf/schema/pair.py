@@ -2,9 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import SPEAKER, require
-from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from nemo_style_rlhf.schema.critic import PPOCriticConfig, ServerConfig
+from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
+
+CHOSEN = ("host", "port", "token", "tls")
+"""Keys of the connection between the two processes, which the command chooses."""
 
 
 @dataclass
@@ -23,3 +28,40 @@ class PairConfig(PPOActorConfig):
         size = self.generation.sharing_ranks
         require(self.ranks % size == 0, "ranks", self.ranks, f"a multiple of generation.tensor_parallel_size={size}")
         require(self.critic_ranks > 0, "critic_ranks", self.critic_ranks, "a number of ranks above 0")
+
+
+@dataclass
+class LaunchedConfig(PairConfig):
+    """Configuration of a command that starts both processes. ``run.output_dir`` gets the folders ``actor`` and ``critic``."""
+
+    restarts: int = 3
+    """Number of times that processes which died are started again before the next new step; one more death ends the run."""
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Like :attr:`PPOActorConfig.unread`."""
+        return super().unread if self.uses_critic_process else (*super().unread, "critic")
+
+    def validate(self) -> None:
+        super().validate()
+        require(self.restarts >= 0, "restarts", self.restarts, "a number from 0 up")
+        if self.uses_critic_process and not self.critic.model.path:
+            raise UserError(
+                "critic.model.path is not set: give the reward model, critic.model.path=REWARD_MODEL, or with another reward the "
+                "model from which the critic starts and critic.critic.combine_rm_and_critic_server=false"
+            )
+        if self.reward.critic.weight != 0 and not self.critic.critic.combine_rm_and_critic_server:
+            raise UserError(
+                f"reward.critic.weight={self.reward.critic.weight:g} asks the critic server's reward model, which "
+                "critic.critic.combine_rm_and_critic_server=false leaves out: choose another reward, such as reward=function"
+            )
+        for section, given, default in (
+            ("remote_critic_rm", self.remote_critic_rm, RemoteCriticConfig()),
+            ("critic.server", self.critic.server, ServerConfig()),
+        ):
+            for name in CHOSEN:
+                if getattr(given, name) != getattr(default, name):
+                    raise UserError(
+                        f"{section}.{name} is set but this command starts a critic server with an address and a token of its "
+                        "own: leave it out, or start server and actor each by its own command"
+                    )

@@ -100,7 +100,9 @@ def test_defaults_are_those_that_programs_compose(entries: dict[str, str]) -> No
 
 
 def test_a_key_of_both_commands_for_a_pair_names_both(entries: dict[str, str]) -> None:
-    assert entries["ranks"].endswith("in train_ppo_local, plan.") and entries["device_gib"].endswith("in plan.")
+    assert entries["ranks"].endswith("in train_ppo_local, train_ppo_ray, plan.") and entries["device_gib"].endswith(
+        "in plan."
+    )
 
 
 def test_every_program_and_preset_is_on_the_page_of_keys(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,11 +39,13 @@ COMPOSED = {
     r"remote_critic_rm\.host=critic-host": "a second host, by the name in its certificate",
     r"serve_engine\.py": "a second host, which an actor told how to sample; tests/integration/test_engine_runs.py has both",
     r"experiment=": "models and data of the hub; tests/integration/test_experiments.py has tiny ones",
+    r"train_ppo_ray\.py": "a Ray cluster; tests/cluster/test_ppo_ray.py has one",
     r"reward=judge": "a language model as judge; tests/integration/test_judge.py starts one",
 }
 """Commands that are composed and checked, by what they need."""
 PARSED = {
     r"^sbatch ": "a cluster; tests/cluster submits the same scripts to a Slurm",
+    r"^\.venv-actor/bin/ray (start|get-auth-token)": "a Ray cluster; tests/cluster/ray_nodes.py starts one",
     r" -m ": "hours; tests/unit/launch/test_sweep.py sweeps",
     r"^eval ": "an installed command; tests/unit/test_wheel.py completes its keys",
     r"^(docker|enroot|apptainer) ": "a container engine",
@@ -91,7 +93,7 @@ def world(tmp_path_factory) -> dict[str, str]:
     policy, reward = str(save_policy(folder / "policy", **long)), str(save_reward_model(folder / "reward", **long))
     return {
         "POLICY": policy, "BASE_MODEL": policy, "REWARD_MODEL": reward, "PROMPTS": rows, "SFT_ROWS": rows,
-        "PREFERENCE_PAIRS": rows, "NODE_A": "127.0.0.1",
+        "PREFERENCE_PAIRS": rows, "NODE_A": "127.0.0.1", "PWD": str(ROOT),
         "REWARD_FUNCTION": str(function), "RUBRIC": str(folder / "rubric.txt"), "OUTPUT_DIR": str(folder / "outputs"),
     }  # fmt: skip
 
@@ -201,9 +203,10 @@ def test_every_other_command_says_what_it_needs(world, secrets, tmp_path):
 
 def checked(words: list[str]) -> object:
     """The configuration of a command, in which its keys exist and fit together."""
-    name, schema = PROGRAMS[Path(words[1]).stem]
+    after_script = 1 + next(index for index, word in enumerate(words) if word.endswith(".py"))
+    name, schema = PROGRAMS[Path(words[after_script - 1]).stem]
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
-    overrides = [word for word in words[2:] if not word.startswith("--")]
+    overrides = [word for word in words[after_script:] if not word.startswith("--")]
     if name == "engine":
         overrides.append("model.path=owner/policy")  # as in the file that the actor writes
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):

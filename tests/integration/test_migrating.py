@@ -1,6 +1,7 @@
 """docs/migrating.md names every flag of OpenRLHF and of the guides that users come from, and only settings that exist."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from itertools import product, takewhile
 
@@ -12,12 +13,15 @@ from omegaconf import OmegaConf
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.launch.ray_placement import place
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.schema.local import PPOLocalConfig
+from nemo_style_rlhf.schema.ray import PPORayConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
+from tests.support.pages import blocks, commands_of
 from tests.support.paths import ROOT
 
 SEEDS = sorted((ROOT.parent / "shared" / "seeds").glob("*.txt"))
@@ -28,6 +32,7 @@ PROGRAMS = {
     "ppo_actor": (PPOActorConfig, NEEDED),
     "ppo_critic": (PPOCriticConfig, NEEDED[:2]),
     "ppo_local": (PPOLocalConfig, [*NEEDED, "critic.model.path=owner/reward"]),
+    "ppo_ray": (PPORayConfig, [*NEEDED, "critic.model.path=owner/reward"]),
     "reward_server": (RewardServerProcessConfig, NEEDED[1:2]),
     "sft": (SFTConfig, NEEDED),
     "reward_model": (RewardModelConfig, NEEDED),
@@ -210,3 +215,53 @@ def test_every_program_that_the_page_names_exists() -> None:
     }
     assert len(named) >= 8
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+MAIN_COMMAND = """
+--ref_num_nodes 1 --ref_num_gpus_per_node 8 --reward_num_nodes 1 --reward_num_gpus_per_node 8 --critic_num_nodes 1
+--critic_num_gpus_per_node 8 --actor_num_nodes 1 --actor_num_gpus_per_node 8 --vllm_num_engines 4 --vllm_tensor_parallel_size
+2 --colocate_all_models --vllm_gpu_memory_utilization 0.5 --pretrain OpenRLHF/Llama-3-8b-sft-mixture --reward_pretrain
+OpenRLHF/Llama-3-8b-rm-700k --save_path ./output/llama3-8b-rlhf --micro_train_batch_size 8 --train_batch_size 128
+--micro_rollout_batch_size 16 --rollout_batch_size 1024 --max_epochs 1 --prompt_max_len 1024 --generate_max_len 1024
+--zero_stage 3 --bf16 --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 --init_kl_coef 0.01 --normalize_reward
+--gradient_checkpointing --packing_samples --vllm_enable_sleep --deepspeed_enable_sleep
+""".split()  # noqa: SIM905
+"""The guides' main command, which they submit to Ray."""
+
+
+@pytest.mark.skipif(not SEEDS, reason="the guides, ../shared/seeds, do not lie beside this checkout")
+def test_the_main_command_is_that_of_the_guides() -> None:
+    words = " ".join(MAIN_COMMAND)
+    assert any(words in path.read_text().replace(" \\\n", " ").replace("\n", " ") for path in SEEDS)
+
+
+def test_the_guides_main_command_has_its_equivalent_under_ray(composed: None) -> None:
+    """That of docs/ray.md, which says the same of GPUs, batches, optimizers and lengths."""
+    given = dict(re.findall(r"--(\w+)(?: ([^-]\S*))?", " ".join(MAIN_COMMAND)))
+    (command,) = (
+        command
+        for block in blocks(ROOT / "docs" / "ray.md", "bash")
+        for command in commands_of(block)
+        if "placement=colocated" in command
+    )
+    config = build(PPORayConfig, compose("ppo_ray", overrides=shlex.split(command.partition("train_ppo_ray.py ")[2])))
+    placement = place(config, on_gpus=True)
+    gpus = int(given["actor_num_nodes"]) * int(given["actor_num_gpus_per_node"])
+    (bundle,) = placement.bundles  # every flag of GPUs names the same 8
+    assert bundle["GPU"] == gpus == config.ranks == config.critic_ranks
+    assert config.launched_engines == int(given["vllm_num_engines"])
+    assert config.generation.tensor_parallel_size == int(given["vllm_tensor_parallel_size"])
+    assert config.generation.gpu_memory_utilization == float(given["vllm_gpu_memory_utilization"])
+    assert config.algorithm.num_rollout_samples == int(given["rollout_batch_size"])
+    assert config.algorithm.mini_batches == int(given["rollout_batch_size"]) // int(given["train_batch_size"])
+    assert config.algorithm.ppo_epochs == int(given["max_epochs"])
+    assert config.data.max_prompt_length == int(given["prompt_max_len"])
+    assert config.generation.max_length == int(given["generate_max_len"])
+    assert config.algorithm.initial_policy_kl_penalty == float(given["init_kl_coef"])
+    assert config.critic.critic.normalize_rewards
+    assert config.engine.optim.lr == float(given["actor_learning_rate"])
+    assert config.critic.engine.optim.lr == float(given["critic_learning_rate"])
+    assert config.placement.in_turns == ("vllm_enable_sleep" in given and "deepspeed_enable_sleep" in given)
+    for half in (config, config.critic):
+        assert half.engine.zero_stage == int(given["zero_stage"])
+        assert half.model.gradient_checkpointing and half.model.packing and half.model.dtype == "bfloat16"

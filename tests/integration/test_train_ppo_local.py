@@ -16,24 +16,15 @@ from nemo_style_rlhf.launch.local import Child
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
 from tests.support import ppo_runs
 from tests.support.critic_server import left_of
-from tests.support.metrics import metrics, without_timers
+from tests.support.ppo_runs import launched, launched_actor, left_on_disk, result, segments
 from tests.support.processes import run_pair
 
-STEPS = 5
 SCRIPT = "trainers/train_ppo_local.py"
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ppo_runs.save_inputs(tmp_path_factory.mktemp("local_runs") / "inputs")
-
-
-def overrides(inputs: Path) -> list[str]:
-    quick = [
-        "generation=hf",
-        "remote_critic_rm.retries=1",
-    ]  # an engine loads in seconds, a lost server is noticed in one
-    return [*ppo_runs.actor_overrides(inputs), f"algorithm.max_steps={STEPS}", "generation.engines.count=1", *quick]
 
 
 class Local(Child):
@@ -73,36 +64,12 @@ def local(tmp_path: Path) -> Iterator[Callable[..., Local]]:
         each.stop()
 
 
-def pair(inputs: Path) -> list[str]:
-    return [*overrides(inputs), *(f"critic.{word}" for word in ppo_runs.server_overrides(inputs))]
-
-
-def result(folder: Path) -> tuple[object, ...]:
-    """Everything that a run has learned and logged."""
-    actor = folder / "actor"
-    files = [*sorted((actor / "rollouts").glob("*.parquet")), *sorted((actor / "export").glob("*.safetensors"))]
-    exported = sorted((folder / "critic").rglob("*.safetensors"))
-    assert len(files) == STEPS + 1 and exported
-    return without_timers(metrics(actor)), [path.read_bytes() for path in [*files, *exported]]
-
-
-def segments(folder: Path, servers: list[int]) -> list[str]:
-    """Files in /dev/shm of the run and of its critic servers."""
-    ids = {json.loads(path.read_text())["run_id"] for path in folder.glob("actor/checkpoints/*/manifest.json")}
-    own = re.compile("|".join([*(rf"nsr-{run_id}-" for run_id in ids), *(rf"nsr{pid}-" for pid in servers)]))
-    return [path.name for path in Path("/dev/shm").iterdir() if own.match(path.name)]
-
-
-def left_on_disk(folder: Path) -> list[Path]:
-    return [*folder.rglob("ready*.json"), *folder.glob("actor/engines/*.json")]
-
-
 def test_engine_server_and_actor_are_killed_and_the_result_is_that_of_the_two_commands_undisturbed(
     inputs, local, tmp_path
 ):
     undisturbed = tmp_path / "two_commands"
-    run_pair(undisturbed, ppo_runs.server_overrides(inputs), overrides(inputs))
-    run = local(*pair(inputs))
+    run_pair(undisturbed, ppo_runs.server_overrides(inputs), launched_actor(inputs))
+    run = local(*launched(inputs))
     run.wait_for_step(1)
     ready = run.wait_for(run.folder / "actor" / "engines" / "engine-0.json")
     servers = [run.process("serve_ppo_critic")]
@@ -121,7 +88,7 @@ def test_engine_server_and_actor_are_killed_and_the_result_is_that_of_the_two_co
 
 
 def test_ctrl_c_leaves_nothing(inputs, local):
-    run = local(*pair(inputs))
+    run = local(*launched(inputs))
     run.wait_for_step(3)
     server = run.process("serve_ppo_critic")
     started = psutil.Process(run.pid).children(recursive=True)
@@ -147,7 +114,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_sentence(mistake, inputs, local):
     words, sentence = MISTAKES[mistake]
-    run = local(*pair(inputs), *(word.format(inputs=inputs) for word in words))
+    run = local(*launched(inputs), *(word.format(inputs=inputs) for word in words))
     assert run.wait(60) == 2, run.output()
     (error,) = (line for line in run.output().splitlines() if "error" in line or "Traceback" in line)
     assert re.match(f"error: .*{sentence}", error), error

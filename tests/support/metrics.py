@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_style_rlhf.tracking.rollout_files import read_rows
 
-OF_THE_CLOCK = ("timers/", "engines/", "clock/", "memory/", "placement/")
+OF_THE_CLOCK = ("timers/", "engines/", "clock/", "memory/", "placement/", "gpu/")
 OF_THE_CRITICS_CLOCK = {"seconds", "rss_gib", "cuda_peak_gib"}
 
 

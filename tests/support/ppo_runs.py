@@ -1,11 +1,14 @@
 """A short PPO run: its models and prompts, the settings of both processes."""
 
 import json
+import re
 from pathlib import Path
 
+from tests.support.metrics import metrics, without_timers
 from tests.support.models import save_policy, save_reward_model
 
 STEPS = 6
+LAUNCHED_STEPS = 5
 SERVER = [
     "model.dtype=float32", "run.num_threads=1", "engine.optim.lr=1e-3",
     "engine.scheduler.name=linear", "engine.scheduler.total_steps=24",
@@ -40,3 +43,35 @@ def server_overrides(inputs: Path) -> list[str]:
 
 def actor_overrides(inputs: Path) -> list[str]:
     return [*ACTOR, f"model.path={inputs / 'policy'}", *(f"data.{n}_path={inputs / n}.jsonl" for n in ("train", "val"))]
+
+
+def launched_actor(inputs: Path) -> list[str]:
+    """Of a run with an engine, whose processes one command starts."""
+    # An engine loads in seconds, a lost server is noticed in one.
+    quick = ["generation=hf", "remote_critic_rm.retries=1"]
+    return [*actor_overrides(inputs), f"algorithm.max_steps={LAUNCHED_STEPS}", "generation.engines.count=1", *quick]
+
+
+def launched(inputs: Path) -> list[str]:
+    """Both programs' settings as that command takes them."""
+    return [*launched_actor(inputs), *(f"critic.{word}" for word in server_overrides(inputs))]
+
+
+def result(folder: Path) -> tuple[object, ...]:
+    """Everything that a run has learned and logged."""
+    actor = folder / "actor"
+    files = [*sorted((actor / "rollouts").glob("*.parquet")), *sorted((actor / "export").glob("*.safetensors"))]
+    exported = sorted((folder / "critic").rglob("*.safetensors"))
+    assert len(files) == LAUNCHED_STEPS + 1 and exported
+    return without_timers(metrics(actor)), [path.read_bytes() for path in [*files, *exported]]
+
+
+def segments(folder: Path, servers: list[int]) -> list[str]:
+    """Files in /dev/shm of the run and of its critic servers."""
+    ids = {json.loads(path.read_text())["run_id"] for path in folder.glob("actor/checkpoints/*/manifest.json")}
+    own = re.compile("|".join([*(rf"nsr-{run_id}-" for run_id in ids), *(rf"nsr{pid}-" for pid in servers)]))
+    return [path.name for path in Path("/dev/shm").iterdir() if own.match(path.name)]
+
+
+def left_on_disk(folder: Path) -> list[Path]:
+    return [*folder.rglob("ready*.json"), *folder.glob("actor/engines/*.json")]

@@ -13,6 +13,7 @@ ARGUMENTS = {
     "inspect_data": ["model.path=owner/model", "data.train_path=owner/rows"],
     "plan": ["model.path=owner/model", "critic.model.path=owner/reward", "data.train_path=owner/rows"],
     "train_ppo_local": [*RUN, "critic.model.path=owner/reward"],
+    "train_ppo_ray": [*RUN, "critic.model.path=owner/reward"],
     "try_reward": [
         "reward=remote_critic_rm",
         "reward.critic.weight=0",

@@ -11,7 +11,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch.ppo_local import PART, TOKEN, make_programs
+from nemo_style_rlhf.launch.ppo_local import TOKEN, make_programs
+from nemo_style_rlhf.launch.ppo_run import PART
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.local import PPOLocalConfig
 from tests.support.paths import ACTOR_PYTHON, ROOT, SERVER_PYTHON
@@ -108,13 +109,13 @@ from pathlib import Path
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.local import ProgramFailed
-from nemo_style_rlhf.launch.ppo_local import LocalRun
+from nemo_style_rlhf.launch.ppo_run import PPORun
 from nemo_style_rlhf.launch.program import Program
 interrupt.listen()
 folder = Path({str(folder)!r})
 names = ["critic", "actor"][-{len(programs)}:]
 programs = [Program(name, [sys.executable, "-c", code], folder=folder) for name, code in zip(names, {programs!r})]
-run = LocalRun(programs, folder, restarts={restarts})
+run = PPORun(programs, folder, restarts={restarts})
 try:
     code = run.to_its_end()
 except (UserError, ProgramFailed) as error:

@@ -150,6 +150,12 @@ MISSING = {
         "critic.model.path=./none",
         "data.train_path=none.jsonl",
     ],
+    "trainers/train_ppo_ray.py": [
+        "run.output_dir=out",
+        "model.path=gpt2",
+        "critic.model.path=./none",
+        "data.train_path=none.jsonl",
+    ],
     "trainers/train_sft.py": ["run.output_dir=out", "model.path=./none", "data.train_path=none.jsonl"],
     "trainers/train_dpo.py": ["run.output_dir=out", "model.path=./none", "data.train_path=none.jsonl"],
     "trainers/evaluate.py": ["run.output_dir=out", "checkpoints=[./none]", "data.path=none.jsonl"],

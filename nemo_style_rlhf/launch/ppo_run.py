@@ -1,0 +1,200 @@
+"""The programs of one run until its end: starts again what dies, shows what they say, and ends them together.
+
+Ctrl-C reaches only this process, which ends the actor first: it may still save, and needs the server for that. The actor
+resumes by itself when it is started again, and goes back to the last common checkpoint when the server was.
+"""
+
+import contextlib
+import dataclasses
+import json
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch import interrupt
+from nemo_style_rlhf.launch.entry import USER_ERROR_EXIT, config_file
+from nemo_style_rlhf.launch.interpreter import ROOT
+from nemo_style_rlhf.launch.local import POLL_S, STOP_GRACE_S, Child, end_orphans
+from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, SERVER_PYTHON, Program
+from nemo_style_rlhf.launch.screen import WORTH_READING, GrowingLog, Screen
+from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.pair import LaunchedConfig
+
+PART = "NSR_PART"
+"""Environment variable that tells the critic server's descendants from the actor's."""
+ACTOR, CRITIC = "actor", "critic"
+COMMANDS = {
+    CRITIC: (SERVER_PYTHON, "servers/serve_ppo_critic.py", "ppo_critic"),
+    ACTOR: (ACTOR_PYTHON, "trainers/train_ppo_actor.py", "ppo_actor"),
+}
+"""Interpreter, script, and file in ``conf/`` of each program."""
+AGAIN = "run.resume=auto"
+"""The actor's argument when it is started again, whatever the first start was told to do with checkpoints."""
+PROGRESS = re.compile(r"[A-Z_]+ (\d+)/\d+  reward ")
+"""Begins the line that an actor without a terminal writes after each step."""
+ERROR = "error: "
+"""Begins the sentence about a user's mistake."""
+ENDS_ACTOR = (0, interrupt.INTERRUPTED_EXIT, PREEMPTED_EXIT)
+"""Exit codes of an actor that was not lost."""
+PATIENT_INTERRUPTS = 3
+"""Ctrl-C may be pressed that often before this process ends without waiting for the others."""
+
+
+def require_environments() -> None:
+    """
+    Raises:
+        UserError: an environment is missing on this host.
+    """
+    for python in (ACTOR_PYTHON, SERVER_PYTHON):
+        if not python.exists():
+            raise UserError(
+                f"{python} does not exist: build both environments beside the package, `make envs` in {ROOT}"
+            )
+
+
+def configurations(config: LaunchedConfig, folder: Path) -> dict[str, dict[str, Any]]:
+    """The configurations of actor and critic server, in folders of their own below ``folder``, by the name of the program."""
+    values = dataclasses.asdict(config)
+    critic = values["critic"]
+    actor = {field.name: values[field.name] for field in dataclasses.fields(PPOActorConfig)}
+    actor["run"]["output_dir"] = str(folder / ACTOR)
+    actor["tracking"]["progress"] = True
+    critic["run"]["output_dir"] = critic["run"]["output_dir"] or str(folder / CRITIC)
+    critic["run"]["dry_run"] = False  # the actor's rehearsal needs a server
+    return {CRITIC: critic, ACTOR: actor}
+
+
+def configured(name: str, folder: Path, values: dict[str, Any]) -> list[str]:
+    """The command of a program, whose configuration becomes a file in ``folder/configs``."""
+    python, script, base = COMMANDS[name]
+    configs = folder / "configs"
+    configs.mkdir(parents=True, exist_ok=True)
+    (configs / f"{name}.yaml").write_text(config_file(base, values))
+    return [str(python), str(ROOT / script), f"--config-dir={configs}", f"--config-name={name}"]
+
+
+class PPORun:
+    """The programs of a run, of which the last one is the actor."""
+
+    def __init__(self, programs: list[Program], folder: Path, *, restarts: int) -> None:
+        self._folder, self._restarts = folder, restarts
+        logs = [folder / f"{program.name}.log" for program in programs]
+        self._news = [GrowingLog(log) for log in logs]
+        self._screen = Screen()
+        self._furthest, self._deaths = 0, 0
+        """The newest step that was reached, and the deaths since then."""
+        self._interrupts, self._passed_on = 0, 0
+        for _ in range(PATIENT_INTERRUPTS):
+            interrupt.on_first(self._interrupted)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._interrupted)
+        self._children: list[Child] = []
+        for program, log in zip(programs, logs, strict=True):
+            self._screen.say(f"{program.name}: log in {log}")
+            self._children.append(self._start(program, log))
+        self._screen.progress("loading")
+
+    def _start(self, program: Program, log: Path) -> Child:
+        """The program, started; subclasses may start it elsewhere."""
+        return Child(program, log)
+
+    def _clear(self, dead: Child) -> None:
+        """End what a program has left that ended by itself."""
+        end_orphans({child.pid for child in self._children}, mark=(PART, dead.program.name))
+        dead.kill()
+
+    def _counts(self, dead: Child) -> bool:
+        """Whether this death counts as one; not if it had the cause of another, which did."""
+        return True
+
+    def to_its_end(self) -> int:
+        """The actor's exit code, or that of Ctrl-C."""
+        while True:
+            time.sleep(POLL_S)
+            self._show()
+            self._pass_on()
+            self._watch()
+            *_, actor = self._children
+            if actor.poll() is not None and (self._interrupts or actor.poll() in ENDS_ACTOR):
+                self._show()
+                break
+            for index, child in enumerate(self._children):
+                if child.poll() is not None and not self._interrupts:
+                    self._restart(index)
+        self._screen.close()
+        if (code := actor.poll()) == 0:
+            return 0
+        self._screen.say(actor.said("the same command ") or "stopped; the same command goes on")
+        return code if code in ENDS_ACTOR and code is not None else interrupt.INTERRUPTED_EXIT
+
+    def close(self) -> None:
+        """End the actor, then the server, then what is left of killed processes."""
+        self._screen.close()
+        self._interrupts += 1
+        deadline = time.monotonic() + STOP_GRACE_S
+        while self._children and self._children[-1].poll() is None and time.monotonic() < deadline:
+            self._pass_on()
+            time.sleep(POLL_S)
+        for child in reversed(self._children):
+            child.stop()
+        end_orphans(spared=())
+        remove_leftovers(self._folder / ACTOR)
+
+    def _watch(self) -> None:
+        """Called several times a second; what it raises ends the run."""
+
+    def _show(self) -> None:
+        for child, log in zip(self._children, self._news, strict=True):
+            for line in log.news():
+                if step := PROGRESS.match(line):
+                    self._screen.progress(line)
+                    if int(step[1]) > self._furthest:
+                        self._furthest, self._deaths = int(step[1]), 0
+                elif WORTH_READING.match(line):
+                    self._screen.say(f"{child.program.name}: {line}")
+
+    def _restart(self, index: int) -> None:
+        """
+        Raises:
+            UserError: the program refused its configuration or its inputs.
+            ProgramFailed: programs died too often.
+        """
+        dead = self._children[index]
+        program = dead.program
+        mistake = dead.said(ERROR)
+        if mistake and (dead.poll() == USER_ERROR_EXIT or program.ranks > 1):  # torchrun has an exit code of its own
+            raise UserError(("" if program.name == ACTOR else f"{program.name}: ") + mistake.removeprefix(ERROR))
+        self._deaths += self._counts(dead)
+        if self._deaths > self._restarts:
+            raise dead.failed(f"{dead.end}, one death more than restarts={self._restarts} allows before the next step")
+        self._screen.say(
+            f"{program.name} {dead.end} and is started again ({self._deaths} of {self._restarts} restarts before the next step)"
+        )
+        self._clear(dead)
+        if program.name == ACTOR and AGAIN not in program.argv:
+            program = dataclasses.replace(program, argv=[*program.argv, AGAIN])
+        self._children[index] = self._start(program, dead.log)
+
+    def _interrupted(self, *_: object) -> None:
+        self._interrupts += 1
+
+    def _pass_on(self) -> None:
+        """Interrupt the actor as often as this process was interrupted, or told to end."""
+        while self._passed_on < self._interrupts:
+            self._passed_on += 1
+            self._children[-1].interrupt()
+
+
+def remove_leftovers(actor: Path) -> None:
+    """Remove what an actor and engines that were killed could not: ready files, and weights in memory."""
+    for ready in (actor / "engines").glob("*.json"):
+        ready.unlink(missing_ok=True)
+    for manifest in actor.glob("checkpoints/*/manifest.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            run_id = json.loads(manifest.read_text())["run_id"]
+            shutil.rmtree(interrupt.weights_in_memory(run_id), ignore_errors=True)

@@ -1,0 +1,110 @@
+"""Which process of a run goes where on a Ray cluster: pure arithmetic, without Ray.
+
+A bundle is what Ray reserves on one node: the GPUs and CPUs of the ranks that are there together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_style_rlhf.launch.ppo_run import ACTOR, CRITIC
+from nemo_style_rlhf.schema.ray import PPORayConfig
+
+STRATEGIES = {"separate": "SPREAD", "colocated": "PACK"}
+"""Ray's strategy for the bundles, which it follows where the nodes allow it."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one process."""
+
+    program: str
+    rank: int
+    ranks: int
+    """Number of ranks of the program."""
+    local_rank: int
+    local_ranks: int
+    """Number of ranks of the program in the same bundle."""
+    bundle: int
+    gpus: int
+    """Number of GPUs that Ray gives to this process. 0 on a CPU, and for one that shares the GPUs of other processes."""
+    shares: tuple[int, ...] = ()
+    """Local ranks of the actor in the same bundle whose GPUs this process uses."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.program}-{self.rank}" if self.ranks > 1 else self.program
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The bundles of a run, and the seats in them."""
+
+    bundles: tuple[dict[str, float], ...]
+    strategy: str
+    seats: tuple[Seat, ...]
+
+    def of(self, program: str) -> list[Seat]:
+        """The seats of a program, by rank."""
+        return sorted((seat for seat in self.seats if seat.program == program), key=lambda seat: seat.rank)
+
+    def sharers(self, seat: Seat) -> list[Seat]:
+        """The seats whose GPUs the process at ``seat`` sees, in the order of their numbers there. Ranks see those of all ranks
+        beside them, and each uses the one of its local rank."""
+        beside = [each for each in self.seats if each.bundle == seat.bundle]
+        if seat.shares:
+            found = [each for each in beside if each.program == ACTOR and each.local_rank in seat.shares]
+        else:
+            found = [each for each in beside if each.program == seat.program and each.gpus]
+        return sorted(found, key=lambda each: each.local_rank)
+
+
+def engine_names(count: int) -> list[str]:
+    return [f"engine-{number}" for number in range(count)]
+
+
+def place(config: PPORayConfig, *, on_gpus: bool) -> Placement:
+    """The placement of a run, whose ranks have a GPU each where there are any."""
+    gpus = int(on_gpus)
+    size = config.generation.tensor_parallel_size
+    engines = engine_names(config.launched_engines)
+    actor = _ranks(ACTOR, config.ranks, config.ray.actor_nodes, gpus=gpus)
+    critic = (
+        _ranks(CRITIC, config.critic_ranks, config.ray.critic_nodes, gpus=gpus) if config.uses_critic_process else []
+    )
+    seats: list[Seat] = []
+    if config.ray.placement == "colocated":
+        here = config.ranks // config.ray.actor_nodes // size
+        seats = [*actor, *(_sharing(seat, (*range(seat.local_ranks),) if on_gpus else ()) for seat in critic)]
+        for number, name in enumerate(engines):
+            first = number % here * size
+            shared = tuple(range(first, first + size)) if on_gpus else ()
+            seats.append(Seat(name, 0, 1, 0, 1, number // here, 0, shared))
+    else:
+        bundles = 0
+        for group in (critic, actor, *([Seat(name, 0, 1, 0, 1, 0, gpus * size)] for name in engines)):
+            seats += [_moved(seat, bundles) for seat in group]
+            bundles += len({seat.bundle for seat in group})
+    return Placement(_bundles(seats, config.ray.cpus), STRATEGIES[config.ray.placement], tuple(seats))
+
+
+def _ranks(program: str, ranks: int, nodes: int, *, gpus: int) -> list[Seat]:
+    """The ranks of a program in ``nodes`` bundles from 0 up."""
+    here = ranks // nodes
+    return [Seat(program, rank, ranks, rank % here, here, rank // here, gpus) for rank in range(ranks)]
+
+
+def _moved(seat: Seat, bundles: int) -> Seat:
+    return Seat(**{**vars(seat), "bundle": seat.bundle + bundles})
+
+
+def _sharing(seat: Seat, shares: tuple[int, ...]) -> Seat:
+    return Seat(**{**vars(seat), "gpus": 0, "shares": shares})
+
+
+def _bundles(seats: Sequence[Seat], cpus: int) -> tuple[dict[str, float], ...]:
+    bundles: list[dict[str, float]] = []
+    for number in range(1 + max(seat.bundle for seat in seats)):
+        there = [seat for seat in seats if seat.bundle == number]
+        gpus = sum(seat.gpus for seat in there)
+        bundles.append({"CPU": float(cpus * len(there)), **({"GPU": float(gpus)} if gpus else {})})
+    return tuple(bundles)
