@@ -37,9 +37,9 @@ INPUTS: dict[str, tuple[float, str, str]] = {
     "aligner_stages": (4, "pipeline stages, beside tensor parallelism within a node", "assumed: the critic fits 4 nodes"),
     "our_decode": (11e-3, "seconds of a decoding step beside the memory's, vLLM", "benchmarks.md, One GPU: with CUDA graphs"),
     "our_transfer": (4.2e9, "bytes/s of a verified transfer", "benchmarks.md, One GPU: 0.72 GB in 0.17 s"),
-    "our_serial": (1.13, "seconds beside the models, 1,024 x 4,096 tokens", "benchmarks.md, What training waits for"),
-    "our_protocol": (0.61, "seconds of one request and one train step of as many", "benchmarks.md, Protocol"),
-    "our_group": (32, "samples of a scoring request", "SCORING_GROUP in rollout/producer.py"),
+    "our_serial": (0.40, "seconds beside the models, 1,024 x 4,096 tokens", "benchmarks.md, Ranks"),
+    "our_protocol": (0.02, "seconds of the last scoring request, 256 x 4,096 tokens", "benchmarks.md, Ranks"),
+    "our_group": (32, "samples of a scoring request, for each rank", "SCORING_GROUP in rollout/producer.py"),
     "our_budget": (16384, "tokens of a micro-batch", "engine.micro_batch_tokens, its default"),
 }  # fmt: skip
 """Value, meaning and source of every input."""
