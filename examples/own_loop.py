@@ -42,7 +42,7 @@ def train(path: str) -> Iterator[float]:
         ref = reference.logprobs(tokens, lengths, mask)
         advantages = nsr.group_advantages(rewards, GROUP, kind="grpo").repeat_interleave(torch.tensor(lengths))
         total = float(mask.sum())  # micro-batches add up to the mean over all tokens
-        for batch in nsr.micro_batch_iterator(tokens, lengths, mask, config, device):
+        for batch, _ in nsr.micro_batch_iterator(tokens, lengths, mask, config, device, nsr.Ranks()):
             new = batch.rows(policy(batch.input_ids, batch.action_mask).logprobs)
             was, at_start, gain = (batch.rows(flat[batch.positions]) for flat in (old, ref, advantages))
             surrogate = nsr.policy_loss(
