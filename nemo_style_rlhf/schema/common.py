@@ -207,7 +207,7 @@ class EngineConfig:
             or (self.zero_hpz_partition_size > 1 and self.zero_stage == 3 and not self.offload_parameters),
             "engine.zero_hpz_partition_size",
             self.zero_hpz_partition_size,
-            "1 without engine.zero_stage=3 or with engine.offload_parameters=true, else the ranks of a node",
+            "1, or with engine.zero_stage=3 and engine.offload_parameters=false the ranks of a node",
         )
         require(
             not self.offload_optimizer_states or (self.zero_stage in (1, 2) and not self.offload_optimizer),

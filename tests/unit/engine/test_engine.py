@@ -222,6 +222,11 @@ def test_a_decay_without_an_end_is_refused():
         Engine(nn.Linear(1, 1), EngineConfig(scheduler=SchedulerConfig(name="linear")), device=CPU)
 
 
+def test_ranks_that_nodes_do_not_divide_are_refused():
+    with pytest.raises(UserError, match=r"zero_hpz_partition_size=2 with 1 ranks, which it must divide"):
+        make_engine(3, zero_hpz_partition_size=2)
+
+
 def test_schedule_by_hand():
     linear = SchedulerConfig(name="linear", warmup_steps=1, min_lr_ratio=0.1)
     # warmup 1/2; then from 1 to .1 over steps 1..5
