@@ -30,12 +30,12 @@ def overrides(inputs: Path, engines: int) -> list[str]:
     return [*ppo_runs.actor_overrides(inputs), *FILTERED, f"generation.engines.count={engines}"]
 
 
-def result(folder: Path) -> tuple[object, ...]:
-    """Everything that a run has learned and logged."""
+def result(folder: Path, steps: int = ppo_runs.STEPS) -> tuple[object, ...]:
+    """Everything that a run of so many steps has learned and logged."""
     actor = folder / "actor"
     files = [*sorted((actor / "rollouts").glob("*.parquet")), *sorted((actor / "export").glob("*.safetensors"))]
     exported = [*sorted((folder / "critic").rglob("*.safetensors"))]
-    assert len(files) == ppo_runs.STEPS + 1 and exported
+    assert len(files) == steps + 1 and exported
     return without_timers(metrics(actor)), [path.read_bytes() for path in [*files, *exported]]
 
 

@@ -96,10 +96,11 @@ def test_everybody_is_killed_in_every_phase(inputs, together, tmp_path, engines:
 def test_episodes_are_played_in_the_turn_of_generation(inputs, tmp_path) -> None:
     """Of agents a quarter of whose episodes has trouble; the critic gives rewards once all have ended, and values after that."""
     agents = [*test_agents.overrides(inputs, 1), "algorithm.staleness=0", "algorithm.correction.kind=none"]
+    agents.append(f"algorithm.max_steps={(steps := 2)}")
     for name, more in (("together", []), ("turns", [TURNS])):
         (tmp_path / name).mkdir()
         run_pair(tmp_path / name, ppo_runs.server_overrides(inputs), [*agents, *more])
-    assert result(tmp_path / "turns") == result(tmp_path / "together")
+    assert result(tmp_path / "turns", steps) == result(tmp_path / "together", steps)
 
 
 def wait_for_turn(actor: Process, phase: str) -> None:
