@@ -140,7 +140,7 @@ def test_an_actor_that_dies_after_every_step_comes_to_its_end(tmp_path):
 
 
 def test_deaths_without_a_step_between_them_end_the_run(tmp_path):
-    launcher = start(tmp_path, DIES, INTERRUPTED, restarts=2)
+    launcher = start(tmp_path, DIES, CRITIC, restarts=2)
     _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 1 and said.count("is started again") == 2
     assert (
