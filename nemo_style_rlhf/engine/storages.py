@@ -73,7 +73,7 @@ class Storages:
             self._spare += [host for _, host in away.values()]
 
     def content(self, tensor: Tensor) -> Tensor | None:
-        """What ``tensor`` holds, in host memory; None unless it is away."""
+        """A tensor in host memory with the content of ``tensor``; None unless that is away."""
         found = self._away.get(address(tensor))
         if found is None:
             return None

@@ -268,7 +268,7 @@ class RayRun(PPORun):
         return self._folder / ACTOR / "engines" / f"{ENGINE_CONFIG}.yaml"
 
     def _words(self, name: str, seats: list[Placed]) -> list[str]:
-        """What a program is told of addresses."""
+        """The arguments that tell a program its own address, or the critic server's."""
         ground = seats[0].ground
         if name == ACTOR:
             if self._critic is None:

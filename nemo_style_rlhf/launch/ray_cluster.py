@@ -109,7 +109,7 @@ class Placed:
 
     seat: Seat
     handle: Any
-    """Of the Ray actor."""
+    """Ray's handle of the actor."""
     ground: Ground
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:

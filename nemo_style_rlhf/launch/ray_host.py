@@ -1,4 +1,4 @@
-"""What runs in a Ray actor: one process of a run, started as every launcher starts it. Nothing else of ours goes through Ray."""
+"""Starts one process of a run in a Ray actor, as every launcher starts it. Nothing else of ours goes through Ray."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ RANKS_BESIDE = "NSR_RANKS_BESIDE"
 
 @dataclass(frozen=True)
 class Ground:
-    """What a host has found where it is."""
+    """A host's findings about its node."""
 
     node: str
     """Ray's id of the node."""

@@ -1,4 +1,4 @@
-"""What only the processes of one run may know: a token, and certificates for the hosts on which they listen."""
+"""Makes a run's secrets, which only its processes may know: a token, and certificates for the hosts on which they listen."""
 
 import secrets
 import shutil

@@ -35,7 +35,7 @@ class Memory:
 
     @staticmethod
     def now(device: torch.device) -> "Memory":
-        """What this process has freed and keeps for itself counts as used, as it does for others."""
+        """Measure. Memory that this process has freed but keeps for itself counts as used, as it does for others."""
         if device.type != "cuda":
             return Memory(held_bytes(), psutil.virtual_memory().available)
         torch.cuda.synchronize(device)
@@ -106,7 +106,7 @@ class Residency:
 
     def _enter(self, phase: str, ranks: Ranks) -> None:
         left = self._phase
-        # Of several ranks, the first may have gone through other phases alone, but for that of the trainer.
+        # The first of several ranks may have gone through other phases alone, but for that of the trainer.
         if not self._in_turns or (phase == left and (ranks.size == 1 or phase == TRAIN)):
             return
         started, ended, already = perf_counter(), Memory.now(self._engine.device), phase == left

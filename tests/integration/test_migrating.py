@@ -133,10 +133,12 @@ def test_every_flag_of_openrlhf_has_its_line() -> None:
 
 
 @pytest.mark.skipif(not SEEDS, reason="the guides, ../shared/seeds, do not lie beside this checkout")
-def test_every_flag_of_the_guides_has_its_line() -> None:
+def test_every_flag_of_the_guides_has_its_line_and_their_main_command_is_ours() -> None:
     flags = {flag for path in SEEDS for flag in FLAG.findall(path.read_text())}
     assert len(flags) > 60
     assert flags - named_flags() == set()
+    words = " ".join(MAIN_COMMAND)
+    assert any(words in path.read_text().replace(" \\\n", " ").replace("\n", " ") for path in SEEDS)
 
 
 def cells() -> Iterator[str]:
@@ -227,12 +229,6 @@ OpenRLHF/Llama-3-8b-rm-700k --save_path ./output/llama3-8b-rlhf --micro_train_ba
 --gradient_checkpointing --packing_samples --vllm_enable_sleep --deepspeed_enable_sleep
 """.split()  # noqa: SIM905
 """The guides' main command, which they submit to Ray."""
-
-
-@pytest.mark.skipif(not SEEDS, reason="the guides, ../shared/seeds, do not lie beside this checkout")
-def test_the_main_command_is_that_of_the_guides() -> None:
-    words = " ".join(MAIN_COMMAND)
-    assert any(words in path.read_text().replace(" \\\n", " ").replace("\n", " ") for path in SEEDS)
 
 
 def test_the_guides_main_command_has_its_equivalent_under_ray(composed: None) -> None:
