@@ -3,7 +3,8 @@
     .venv-actor/bin/python benchmarks/bare.py --models outputs/benchmarks/models/19m
 
 Everything runs alone on the machine, on sequences of the benchmark's shape. What a phase of benchmarks/ppo_step.py takes
-beyond the sum of its parts here is overhead: of streaming, DeepSpeed, HTTP, and of two processes sharing the cores.
+beyond the sum of its parts here is overhead: of streaming, DeepSpeed, HTTP, and of two processes sharing the cores. The parts
+named ``..._products`` are the lower bound of each: its matrix products with weights and nothing else.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ def main() -> None:
         **transfer(generator, policy, arguments.repeats),
         **compute("policy", policy, batch.policy_inputs, lambda output: output.logprobs, arguments.repeats),
         **compute("critic", critic, batch.critic_inputs, lambda output: output, arguments.repeats),
+        **products(policy, critic, len(prompts[0]), arguments),
     }
     generator.close()
     print(json.dumps(measured))
@@ -145,6 +148,45 @@ def compute(
 
     functions = {f"{name}_forward": forward, f"{name}_forward_backward": forward_backward}
     return alternate(functions, repeats)
+
+
+def products(
+    policy: PolicyModel, critic: nn.Module, prompt_length: int, arguments: argparse.Namespace
+) -> dict[str, float]:
+    """Seconds of the plain matrix products with weights in each part, each timed alone in the dtype that the parts use."""
+    samples, responses, parts = arguments.samples, arguments.samples * arguments.response_length, arguments.mini_batches
+    tokens = samples * prompt_length + responses
+    layers, scored = linear_layers(policy.hf.base_model), linear_layers(critic)
+    head = [(policy.hf.lm_head.out_features, policy.hf.lm_head.in_features)]
+    dtype = matmul_dtype(policy.hf.lm_head.weight)
+
+    @cache
+    def product(rows: int, out_features: int, in_features: int, *, backward: bool) -> float:
+        inputs, gradients = torch.randn(rows, in_features, dtype=dtype), torch.randn(rows, out_features, dtype=dtype)
+        weight = torch.randn(out_features, in_features, dtype=dtype)
+        kinds = {"forward": lambda: inputs @ weight.T}
+        if backward:
+            kinds |= {"of input": lambda: gradients @ weight, "of weight": lambda: gradients.T @ inputs}
+        return sum(alternate(kinds, arguments.repeats).values())
+
+    def of(layers: list[tuple[int, int]], rows: int, *, backward: bool = False) -> float:
+        return sum(product(rows, *layer, backward=backward) for layer in layers)
+
+    return {
+        "generate_products": of(layers, samples * prompt_length)
+        + (arguments.response_length - 1) * of(layers, samples)
+        + arguments.response_length * of(head, samples),
+        "policy_forward_products": of(layers, tokens) + of(head, responses),
+        "critic_forward_products": of(scored, tokens),
+        "policy_forward_backward_products": parts
+        * (of(layers, tokens // parts, backward=True) + of(head, responses // parts, backward=True)),
+        "critic_forward_backward_products": parts * of(scored, tokens // parts, backward=True),
+    }
+
+
+def linear_layers(model: nn.Module) -> list[tuple[int, int]]:
+    """Outputs and inputs of each linear layer."""
+    return [(layer.out_features, layer.in_features) for layer in model.modules() if isinstance(layer, nn.Linear)]
 
 
 def alternate(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:

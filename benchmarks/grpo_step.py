@@ -42,6 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.peer and not PEER_GRPO_PYTHON.exists():
         parser.error("--peer needs TRL's environment: run `make bench-peer-env` first")
+    arguments.dtype = DTYPES[arguments.model]
     make_models(arguments)
     ours, peer = alternate(arguments, measure_ours, measure_peer)
     print(report.markdown(arguments, ours, peer, None))
@@ -55,7 +56,7 @@ def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:
         "reward=function",
         "reward.function.path=benchmarks/distinct_words.py",
         f"run.num_threads={arguments.threads}",
-        f"model.dtype={DTYPES[arguments.model]}",
+        f"model.dtype={arguments.dtype}",
         f"model.compile={str(arguments.compile).lower()}",
         f"model.path={models_dir(arguments) / 'policy'}",
         f"data.train_path={models_dir(arguments) / 'prompts.jsonl'}",
@@ -76,7 +77,7 @@ def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:
 def measure_peer(arguments: argparse.Namespace, result: Measured) -> None:
     command = [
         PEER_GRPO_PYTHON, "benchmarks/peer_trl_grpo.py", "--models", models_dir(arguments), "--dtype",
-        DTYPES[arguments.model], "--samples", arguments.samples, "--group", arguments.group, "--response-length",
+        arguments.dtype, "--samples", arguments.samples, "--group", arguments.group, "--response-length",
         arguments.response_length, "--mini-batches", arguments.mini_batches, "--threads", arguments.threads,
         "--steps", arguments.steps, "--warmup", arguments.warmup, *(["--compile"] if arguments.compile else []),
     ]  # fmt: skip

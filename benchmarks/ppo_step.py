@@ -2,9 +2,9 @@
 
     .venv-actor/bin/python benchmarks/ppo_step.py --peer
 
-Prints a Markdown report: seconds and share of each phase beside bare compute (benchmarks/bare.py), samples/s, tokens/s, peak
-memory of both processes; with ``--peer`` also TRL's PPOTrainer on the same model, prompts and sizes (`make bench-peer-env`
-first), whose runs alternate with ours, and the ratio of the medians. Warm-up steps count on neither side.
+Prints a Markdown report: seconds and share of each phase beside bare compute and its matrix products (benchmarks/bare.py),
+samples/s, tokens/s, peak memory of both processes; with ``--peer`` also TRL's PPOTrainer on the same model, prompts and sizes
+(`make bench-peer-env` first), whose runs alternate with ours, and the ratio of the medians. Warm-up steps count on neither side.
 """
 
 import argparse
@@ -36,6 +36,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(DTYPES), default="19m", help="see benchmarks/models.py")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="of all models on both sides")
     parser.add_argument("--peer", action="store_true", help="alternate with TRL's PPOTrainer and print the ratio")
     parser.add_argument("--compile", action="store_true", help="torch.compile on our side")
     parser.add_argument("--peer-compile", action="store_true", help="torch.compile on the peer's side")
@@ -59,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--critic", action="append", default=[], metavar="KEY=VALUE", help="... for the critic server")
     arguments = parser.parse_args()
+    arguments.dtype = arguments.dtype or DTYPES[arguments.model]
     if arguments.peer and not PEER_PYTHON.exists():
         parser.error("--peer needs TRL's environment: run `make bench-peer-env` first")
     return arguments
@@ -78,7 +80,7 @@ def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:
     shutil.rmtree(run_dir, ignore_errors=True)
     common = [
         f"run.num_threads={arguments.threads}",
-        f"model.dtype={DTYPES[arguments.model]}",
+        f"model.dtype={arguments.dtype}",
         f"model.compile={str(arguments.compile).lower()}",
     ]
     critic = [*common, f"model.path={models_dir(arguments) / 'reward'}", *arguments.critic]
@@ -97,12 +99,15 @@ def measure_ours(arguments: argparse.Namespace, result: Measured) -> None:
     with critic_server(run_dir / "critic", critic) as (server, port):
         child, lines = run_actor(run_dir / "actor", actor, (server, port))
     peaks = {"actor": child.peak_rss_bytes, "critic server": server.peak_rss_bytes}
-    result.add_round(*phases_of(lines[-arguments.steps :]), peaks)
+    seconds, phases = phases_of(lines[-arguments.steps :])
+    if arguments.old_logprobs == "sampler":
+        del phases["logprobs"]  # they came with the samples
+    result.add_round(seconds, phases, peaks)
 
 
 def measure_peer(arguments: argparse.Namespace, result: Measured) -> None:
     command = [
-        PEER_PYTHON, "benchmarks/peer_trl_ppo.py", "--models", models_dir(arguments), "--dtype", DTYPES[arguments.model],
+        PEER_PYTHON, "benchmarks/peer_trl_ppo.py", "--models", models_dir(arguments), "--dtype", arguments.dtype,
         *shape(arguments), "--steps", arguments.steps, "--warmup", arguments.warmup,
         *(["--compile"] if arguments.peer_compile else []),
     ]  # fmt: skip
@@ -112,7 +117,7 @@ def measure_peer(arguments: argparse.Namespace, result: Measured) -> None:
 
 def measure_bare(arguments: argparse.Namespace) -> dict[str, Any]:
     command = [
-        ACTOR_PYTHON, "benchmarks/bare.py", "--models", models_dir(arguments), "--dtype", DTYPES[arguments.model],
+        ACTOR_PYTHON, "benchmarks/bare.py", "--models", models_dir(arguments), "--dtype", arguments.dtype,
         *shape(arguments), *(["--compile"] if arguments.compile else []),
     ]  # fmt: skip
     return run_json(command, arguments.work_dir / "bare.log")

@@ -11,6 +11,7 @@ median = statistics.median
 
 PHASES = {
     "generate": ("generate_bare", "vLLM's generate"),
+    "wait_for_rollout": ("generate_bare", "vLLM's generate"),
     "logprobs": ("policy_forward", "policy forward"),
     "reference_logprobs": ("policy_forward", "policy forward"),
     "wait_for_scores": ("critic_forward", "2 x critic forward, in the server from the end of decoding on"),
@@ -29,7 +30,7 @@ def markdown(
 ) -> str:
     parts = [
         f"### {arguments.model}, {arguments.samples} samples x {arguments.response_length} tokens, "
-        f"{arguments.mini_batches} mini-batches, {arguments.threads} threads"
+        f"{arguments.mini_batches} mini-batches, {arguments.threads} threads, {arguments.dtype}"
         + (", compiled" if arguments.compile else ""),
         table(*phase_rows(ours, bare)),
         table(*summary_rows(arguments, ours, peer)),
@@ -54,13 +55,22 @@ def phase_rows(ours: "Measured", bare: "dict[str, Any] | None") -> tuple[list[st
         if bare is not None:
             key, what = PHASES.get(name, ("", ""))
             count = 2 if name == "wait_for_scores" else 1
-            row += [f"{bare[key] * count:.3f}", what] if key else ["", ""]
+            row += [*(f"{part * count:.3f}" for part in (bare[key], products(bare, key))), what] if key else [""] * 3
         rows.append(row)
     rows.append(["**step**", f"**{total:.3f}**", "100%"])
     if bare is not None:
-        needed = sum(bare[key] * (2 if name == "wait_for_scores" else 1) for name, (key, _) in PHASES.items())
-        rows[-1] += [f"**{needed:.3f}**", "sum of the bare parts, one after the other"]
-    return ["phase", "seconds", "share", *(["bare", "bare compute is"] if bare is not None else [])], rows
+        computed = {name: key for name, (key, _) in PHASES.items() if name in ours.phases}
+        counts = {key: 2 if name == "wait_for_scores" else 1 for name, key in computed.items()}
+        needed = sum(bare[key] * count for key, count in counts.items())
+        bound = sum(products(bare, key) * count for key, count in counts.items())
+        rows[-1] += [f"**{needed:.3f}**", f"**{bound:.3f}**", "sum of the parts, one after the other"]
+        rows.append(["step over these", "", "", f"**{total / needed:.2f}**", f"**{total / bound:.2f}**", ""])
+    return ["phase", "seconds", "share", *(["bare", "products", "bare compute is"] if bare is not None else [])], rows
+
+
+def products(bare: dict[str, Any], key: str) -> float:
+    """Seconds of the matrix products in a bare part; 0 for a part without any."""
+    return float(bare.get(f"{key.removesuffix('_bare')}_products", 0.0))
 
 
 def summary_rows(

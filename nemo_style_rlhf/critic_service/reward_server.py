@@ -17,6 +17,7 @@ from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.templates import read_template
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.compiled import compile_forward
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.scalar import PooledModel, pad_token
 from nemo_style_rlhf.models.scalar_loading import load_reward_model
@@ -58,6 +59,8 @@ def load_reward_server(config: RewardServerProcessConfig, device: torch.device, 
     model = load_reward_model(
         config.model, normalize=config.reward.normalize_rewards, label_weights=config.reward.label_weights
     )
+    if config.model.compile:
+        compile_forward(model.hf if isinstance(model, PooledModel) else model)
     text = RewardText(
         config.model.path, tokenizer, append_eos=config.reward.append_eos, as_pair=isinstance(model, PooledModel)
     )

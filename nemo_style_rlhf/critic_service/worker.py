@@ -28,6 +28,7 @@ from nemo_style_rlhf.engine.memory import held_bytes, memory
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.engine.steps import OptimizerStep, TokenMeans, optimizer_steps
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.models.compiled import compile_forward
 from nemo_style_rlhf.models.digests import module_digest, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora
@@ -165,6 +166,8 @@ class CriticWorker:
         )
         if served is not None and text is not None:
             offload = config.critic.offload_reward_model
+            if config.model.compile and config.engine.zero_stage < 3:
+                compile_forward(served)
             self.reward = RewardModel(served, text, self.batches, self.group, offload=offload, engine=config.engine)
         add_lora(critic.hf, self._start)
         self.trained = sum(parameter.numel() for parameter in critic.parameters() if parameter.requires_grad)
@@ -172,7 +175,7 @@ class CriticWorker:
         if config.model.gradient_checkpointing:
             critic.hf.gradient_checkpointing_enable()
         if config.model.compile:
-            critic.compile(dynamic=True)
+            compile_forward(critic)
         self.engine = Engine(critic, config.engine, device=device)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._snapshot = Snapshot()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nemo_style_rlhf.models.compiled import compile_forward
 from nemo_style_rlhf.models.logprobs import logits_logprobs, token_logprobs
 from nemo_style_rlhf.models.packing import is_packed, pack
 
@@ -29,8 +30,9 @@ class PolicyModel(nn.Module):
         self.temperature = temperature
         self._packed = is_packed(hf)
         self._plain_head = _has_plain_head(hf)
+        self._compiled = compile_backbone
         if compile_backbone:
-            hf.base_model.compile(dynamic=True)
+            compile_forward(hf.base_model)
 
     def forward(
         self,
@@ -59,7 +61,12 @@ class PolicyModel(nn.Module):
             return ActionLogprobs(logprobs, entropy if with_entropy else None)
         hidden = self.hf.base_model(**inputs).last_hidden_state[selected]
         result = token_logprobs(
-            hidden, self.hf.lm_head.weight, targets, temperature=temperature, with_entropy=with_entropy
+            hidden,
+            self.hf.lm_head.weight,
+            targets,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            compiled=self._compiled,
         )
         return ActionLogprobs(*result) if isinstance(result, tuple) else ActionLogprobs(result, None)
 

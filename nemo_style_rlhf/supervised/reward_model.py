@@ -10,6 +10,7 @@ from torch import Tensor
 from nemo_style_rlhf.algorithms.preference_loss import reward_model_loss
 from nemo_style_rlhf.data.examples import PreferencePair
 from nemo_style_rlhf.data.supervised import load_pairs
+from nemo_style_rlhf.models.compiled import compile_forward
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores, set_reward_statistics
 from nemo_style_rlhf.schema.supervised import RewardModelConfig, SupervisedEngineConfig
 from nemo_style_rlhf.supervised.batches import PairBatch, collate_pairs
@@ -56,7 +57,7 @@ def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
     stage = Stage(config, config.data, load_pairs, collate_pairs, name="reward model", then=THEN)
     model = starting_reward_model(config.model, stage.tokenizer)
     if config.model.compile:
-        model.hf.base_model.compile(dynamic=True)
+        compile_forward(model.hf.base_model)
     module = RewardModelModule(model, config.engine, stage.total_steps, config.loss, config.centring)
     metrics = stage.fit(module, model.hf)
     if not config.run.dry_run and stage.is_first_rank:

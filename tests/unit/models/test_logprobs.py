@@ -18,17 +18,19 @@ from nemo_style_rlhf.models.packing import PACKED_ATTENTION
 from nemo_style_rlhf.models.policy import PolicyModel
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_tokens", [None, 50, 1])
-def test_equal_to_the_naive_result_forward_and_gradient(temperature, chunk_tokens):
+def test_equal_to_the_naive_result_forward_and_gradient(temperature, chunk_tokens, compiled):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 128, 32, generator=generator, requires_grad=True)
     weight = (torch.randn(1000, 32, generator=generator) * 0.3).requires_grad_()
     token_ids = torch.randint(1000, (2, 128), generator=generator)
     upstream = torch.randn(2, 2, 128, generator=generator)
     ours = token_logprobs(
-        hidden, weight, token_ids, temperature=temperature, with_entropy=True, chunk_tokens=chunk_tokens
-    )
+        hidden, weight, token_ids, temperature=temperature, with_entropy=True, chunk_tokens=chunk_tokens,
+        compiled=compiled,
+    )  # fmt: skip
     naive = logits_logprobs(hidden.double() @ weight.double().T, token_ids, temperature=temperature)
     for left, right in zip(ours, naive):
         torch.testing.assert_close(left, right.float(), rtol=1e-5, atol=1e-5)
