@@ -24,6 +24,7 @@ from nemo_style_rlhf.generation.interface import GenerationRequest, ProbeTarget,
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.launch.bootstrap import setup
+from nemo_style_rlhf.models.compiled import compile_forward
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.policy import PolicyModel
@@ -50,7 +51,7 @@ def main() -> None:
     policy = PolicyModel(load_causal_lm(policy_config), temperature=1.0, compile_backbone=arguments.compile)
     critic = load_scalar_model(ModelConfig(str(arguments.models / "reward"), dtype=arguments.dtype))
     if arguments.compile:
-        critic.hf.base_model.compile(dynamic=True)
+        compile_forward(critic)
     prompts = read_prompts(arguments.models, arguments.samples)
     generator = vllm_generator(arguments, policy)
     batch = Batch(prompts, arguments.response_length, arguments.mini_batches)

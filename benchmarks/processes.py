@@ -1,6 +1,7 @@
 """Runs the two processes of a PPO run, and the peer's single process, as children, and records their peak memory."""
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ from nemo_style_rlhf.launch.program import Program, server, trainer
 PEER_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 PEER_GRPO_PYTHON = ROOT / ".venv-trl-grpo" / "bin" / "python"
 READY_TIMEOUT_S = 300.0
+LIST_S = 2.0
+"""Seconds between two searches for descendants, which read the state of every process of the machine."""
 
 
 class Child(local.Child):
@@ -24,11 +27,17 @@ class Child(local.Child):
     own_peak_rss_bytes = 0
     """Peak memory of the child alone, as counted by the kernel (VmHWM)."""
 
+    _listed = -LIST_S
+    _tree: Sequence[psutil.Process] = ()
+
     def sample(self) -> None:
         """Record the memory in use: RSS of the child and all its descendants."""
         with suppress(psutil.NoSuchProcess, FileNotFoundError):  # the child has ended
+            if time.monotonic() - self._listed >= LIST_S:
+                self._tree = [(root := psutil.Process(self.pid)), *root.children(recursive=True)]
+                self._listed = time.monotonic()
             resident = 0
-            for process in [(tree := psutil.Process(self.pid)), *tree.children(recursive=True)]:
+            for process in self._tree:
                 with suppress(psutil.NoSuchProcess):  # it ended since it was listed
                     resident += process.memory_info().rss
             self.peak_rss_bytes = max(self.peak_rss_bytes, resident)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+
 
 def compile_forward(module: nn.Module) -> None:
     """Have calls of ``module`` compile its forward, and its backward, for shapes of any size."""
@@ -30,6 +32,8 @@ def _keep_results() -> None:
     Its own choice is the folder for temporary files, which clusters empty after a job. Code for one processor may not run on
     another that shares the home folder, and torch does not look.
     """
+    if FOLDER in os.environ:
+        return
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     features = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
@@ -38,4 +42,4 @@ def _keep_results() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return  # no home to write to: torch's own choice then
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    os.environ[FOLDER] = str(folder)

@@ -90,8 +90,8 @@ class ModelConfig:
     packing: bool = False
     """Lay sequences end to end instead of padding them (block-diagonal attention): the same results without computing padding."""
     compile: bool = False
-    """torch.compile forwards and backwards: a minute or two in the first step, then faster ones. A later start needs a quarter of
-    that: compiled code stays in ~/.cache/nemo_style_rlhf."""
+    """torch.compile forwards and backwards: a minute or two in the first step, then faster ones. A later start takes half of it:
+    compiled code stays in ~/.cache/nemo_style_rlhf, or in the folder that TORCHINDUCTOR_CACHE_DIR names."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     disable_dropout: bool = True
