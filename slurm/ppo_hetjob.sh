@@ -172,11 +172,10 @@ critic_nodes=$SLURM_JOB_NUM_NODES_HET_GROUP_0 actor_nodes=$SLURM_JOB_NUM_NODES_H
 # Run on a component's first node: the address that leads to it from the node $1, and two free ports.
 where='
 import socket, sys
+from nemo_style_rlhf.launch.ports import free_ports
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
     route.connect((sys.argv[1], 9))
-    address = route.getsockname()[0]
-ports = [socket.create_server((address, 0)) for _ in range(2)]
-print(address, *(port.getsockname()[1] for port in ports))
+    print(route.getsockname()[0], *free_ports(2))
 '
 # NODELIST: where Slurm itself reaches its first node; no resolver knows the names of cloud nodes and emulated ones.
 first_address() {

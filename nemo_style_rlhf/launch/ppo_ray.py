@@ -242,7 +242,7 @@ class RayRun(PPORun):
             shared = {
                 "WORLD_SIZE": str(len(seats)),
                 "MASTER_ADDR": host,
-                "MASTER_PORT": str(seats[0].ask("free_port", host)),
+                "MASTER_PORT": str(seats[0].ask("free_port")),
             }
         ranks, logs = [], []
         for placed in seats:
@@ -279,7 +279,7 @@ class RayRun(PPORun):
         if name != CRITIC:
             return [f"server.host={ground.address}", f"server.token.token_file='{self._secrets.token}'", *tls]
         if self._critic is None or self._critic[0] != ground.node:
-            self._critic = (ground.node, ground.address, seats[0].ask("free_port", ground.address))
+            self._critic = (ground.node, ground.address, seats[0].ask("free_port"))
         return [f"server.host={self._critic[1]}", f"server.port={self._critic[2]}", *tls]
 
     def _restart(self, index: int) -> None:

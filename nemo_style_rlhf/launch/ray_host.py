@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_style_rlhf.launch.local import POLL_S, Child, adopt_orphans, end_orphans
+from nemo_style_rlhf.launch.ports import free_ports
 from nemo_style_rlhf.launch.ppo_run import PART, remove_leftovers
 from nemo_style_rlhf.launch.program import Program
 from nemo_style_rlhf.launch.screen import GrowingLog
@@ -85,9 +85,8 @@ class Host:
         addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
         return Ground(node, addresses[node], gpus, fault)
 
-    def free_port(self, address: str) -> int:
-        with socket.create_server((address, 0)) as free:
-            return int(free.getsockname()[1])
+    def free_port(self) -> int:
+        return free_ports(1)[0]
 
     def start(self, program: Program, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
