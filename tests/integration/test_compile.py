@@ -30,7 +30,7 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def run(inputs: Path, folder: Path, steps: int) -> tuple[object, ...]:
-    """What both processes have learned and logged after ``steps``."""
+    """Train for ``steps`` in all, and return everything that both processes have learned and logged."""
     where = [f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'train.jsonl'}"]
     server = [*COMMON, f"model.path={inputs / 'reward'}"]
     run_pair(folder, server, [*ACTOR, *where, f"algorithm.max_steps={steps}"])
