@@ -59,10 +59,9 @@ def phase_rows(ours: "Measured", bare: "dict[str, Any] | None") -> tuple[list[st
         rows.append(row)
     rows.append(["**step**", f"**{total:.3f}**", "100%"])
     if bare is not None:
-        computed = {name: key for name, (key, _) in PHASES.items() if name in ours.phases}
-        counts = {key: 2 if name == "wait_for_scores" else 1 for name, key in computed.items()}
-        needed = sum(bare[key] * count for key, count in counts.items())
-        bound = sum(products(bare, key) * count for key, count in counts.items())
+        computed = [PHASES[name][0] for name in ours.phases if name in PHASES]
+        computed += ["critic_forward"] * computed.count("critic_forward")  # both models'
+        needed, bound = sum(bare[key] for key in computed), sum(products(bare, key) for key in computed)
         rows[-1] += [f"**{needed:.3f}**", f"**{bound:.3f}**", "sum of the parts, one after the other"]
         rows.append(["step over these", "", "", f"**{total / needed:.2f}**", f"**{total / bound:.2f}**", ""])
     return ["phase", "seconds", "share", *(["bare", "products", "bare compute is"] if bare is not None else [])], rows
