@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from torch import Size, Tensor
+from torch.optim import Optimizer
 
 
 def compile_no_shm_comm() -> None:
@@ -83,5 +84,5 @@ def tensors_of(holder: Any, seen: dict[int, Any] | None = None) -> Iterator[Tens
     elif isinstance(holder, list | tuple | set):
         for part in holder:
             yield from tensors_of(part, seen)
-    elif type(holder).__module__.startswith(("deepspeed.runtime.zero.", "torch.optim.")):
+    elif isinstance(holder, Optimizer) or type(holder).__module__.startswith("deepspeed.runtime.zero."):
         yield from tensors_of(vars(holder), seen)

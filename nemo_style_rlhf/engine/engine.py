@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from nemo_style_rlhf.checkpoint.data import NOT_DATA
 from nemo_style_rlhf.engine import deepspeed_private
 from nemo_style_rlhf.engine.files import unreadable_files
+from nemo_style_rlhf.engine.plain_adamw import PlainAdamW
 from nemo_style_rlhf.engine.process_group import init_distributed
-from nemo_style_rlhf.engine.reshape import Saved, load_reshaped
+from nemo_style_rlhf.engine.reshape import Saved, is_bf16, load_reshaped
 from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
 from nemo_style_rlhf.engine.shards import place, settle, use_sharded_heads, whole_weights
 from nemo_style_rlhf.engine.snapshot import FOLDER, InMemory, Snapshot
@@ -64,17 +65,19 @@ class Engine:
             )
         generated = _deepspeed_config(config, module, device)
         place(module, generated, device)
-        optimizer = torch.optim.AdamW(
-            [parameter for parameter in module.parameters() if parameter.requires_grad],
-            lr=config.optim.lr,
-            betas=config.optim.betas,
-            eps=config.optim.eps,
-            weight_decay=config.optim.weight_decay,
-            fused=True,
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        settings: dict[str, Any] = {
+            "lr": config.optim.lr,
+            "betas": config.optim.betas,
+            "eps": config.optim.eps,
+            "weight_decay": config.optim.weight_decay,
+            "fused": True,
+        }
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(trained, **settings)
+            if config.zero_stage
+            else PlainAdamW(trained, clip=config.gradient_clip_val, **settings)
         )
-        self._grad_norm = 0.0
-        if config.zero_stage == 0:
-            optimizer.register_step_pre_hook(self._clip)
         schedule = partial(lr_factor, config=config.scheduler, total_steps=self._steps)
         self._deepspeed, self._optimizer, _, self._scheduler = deepspeed.initialize(
             model=module,
@@ -124,18 +127,11 @@ class Engine:
             NonFiniteError: the gradient was NaN or infinite; the weights are lost, but the last checkpoint is good.
         """
         self._deepspeed.step()
-        grad_norm = float(self._deepspeed.get_global_grad_norm()) if self.config.zero_stage else self._grad_norm
+        whole = self.config.zero_stage == 0
+        grad_norm = self._optimizer.grad_norm if whole else float(self._deepspeed.get_global_grad_norm())
         if not math.isfinite(grad_norm):
             raise NonFiniteError(f"the gradient norm is {grad_norm}")
         return grad_norm
-
-    def _clip(self, *_: object) -> None:
-        """Clip, without ZeRO, between the reduction over ranks and the update. DeepSpeed would clip without telling the norm."""
-        parameters = list(self.module.parameters())
-        norm = torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
-        self._grad_norm = float(norm)
-        if self.config.gradient_clip_val:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.gradient_clip_val, norm)
 
     def train(self) -> None:
         self.reload()
@@ -264,7 +260,7 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module, device: torch.dev
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # backward() accumulates, step() is the boundary: micro-batches vary in number
-        "gradient_clipping": config.gradient_clip_val if config.zero_stage else 0.0,
+        "gradient_clipping": config.gradient_clip_val if config.zero_stage else 0.0,  # PlainAdamW's task, which tells the norm
         "zero_optimization": {
             "stage": config.zero_stage,
             "reduce_bucket_size": bucket,
@@ -276,7 +272,7 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module, device: torch.dev
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW is also fused on a CPU, and needs no compilation
-        "bf16": {"enabled": next(module.parameters()).dtype == torch.bfloat16},
+        "bf16": {"enabled": is_bf16(module) and config.zero_stage > 0},  # without ZeRO, DeepSpeed knows no masters
         "steps_per_print": 10**9,
     }
     whole_config: Any = OmegaConf.to_container(OmegaConf.merge(generated, config.deepspeed))

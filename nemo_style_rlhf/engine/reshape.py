@@ -17,6 +17,7 @@ from torch import Size, Tensor, nn
 
 from nemo_style_rlhf.engine import deepspeed_private
 from nemo_style_rlhf.engine.files import read
+from nemo_style_rlhf.engine.plain_adamw import MASTERS
 from nemo_style_rlhf.errors import UserError
 
 WEIGHT, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
@@ -56,7 +57,7 @@ class Saved:
         self.zero_stage: int = config["zero_optimization"].get("stage", 0)
         self.sub_group: int | None = config["zero_optimization"].get("sub_group_size")
         self.ranks: int = self.model["dp_world_size"]
-        self.bf16: bool = config.get("bf16", {}).get("enabled", False)
+        self.bf16: bool = config.get("bf16", {}).get("enabled", False) or MASTERS in (self.model["optimizer"] or ())
 
     def fits(self, engine: Any) -> bool:
         """Whether a DeepSpeed engine has the stage, ranks and flat tensors of this snapshot, so that each rank finds its shard.
@@ -64,7 +65,7 @@ class Saved:
         Raises:
             UserError: the dtypes differ.
         """
-        if self.bf16 != engine.bfloat16_enabled():
+        if self.bf16 != is_bf16(engine.module):
             was, now = ("bfloat16" if bf16 else "float32" for bf16 in (self.bf16, not self.bf16))
             raise UserError(
                 f"the checkpoint in {self.directory} was taken with model.dtype={was}, this is {now}: resume it with {was}"
@@ -110,8 +111,9 @@ class Whole:
 
     def _add_plain(self, model: dict[str, Any], names: list[str]) -> None:
         """Add weights of ZeRO 0: torch's optimizer numbers the trained parameters in the module's order."""
-        weights = [model["module"][name].flatten() for name in names if name in model["module"]]
-        if len(names) == len(weights) == len(model["optimizer"]["param_groups"][0]["params"]):
+        own = [model["module"][name] for name in names if name in model["module"]]
+        weights = [weight.flatten() for weight in model["optimizer"].get(MASTERS, own)]
+        if len(names) == len(own) == len(model["optimizer"]["param_groups"][0]["params"]):
             pieces = [[Piece(name, 0, weight.numel(), 0)] for name, weight in zip(names, weights, strict=True)]
             self._add(pieces, weights, model["optimizer"])
 
@@ -150,6 +152,10 @@ class Whole:
             flat = torch.empty(weight.numel())
             self.read(WEIGHT, Piece(name, 0, weight.numel(), 0), into=flat)
             weight.data.copy_(flat.view_as(weight))
+
+
+def is_bf16(module: nn.Module) -> bool:
+    return next(module.parameters()).dtype == torch.bfloat16
 
 
 def load_weights(hf: nn.Module, directory: Path, *, prefix: str) -> None:
@@ -211,7 +217,8 @@ def _load_optimizer(engine: Any, whole: Whole, trained: dict[str, Any]) -> None:
     group = {**whole.param_group, "params": list(range(len(flats)))}
     optimizer = {"state": states, "param_groups": [group]}
     if stage == 0:
-        engine.optimizer.load_state_dict(optimizer)
+        masters = {MASTERS: filled(WEIGHT)} if MASTERS in own else {}
+        engine.optimizer.load_state_dict(optimizer | masters)
         return
     weights_key, optimizer_key = SHARD_KEYS[stage]
     shard = {**own, weights_key: filled(WEIGHT), optimizer_key: optimizer}

@@ -60,6 +60,8 @@ def candidates(config: PlanConfig) -> Iterator[tuple[str, Any]]:
         yield f"{prefix}engine.micro_batch_tokens", max(1, side.engine.micro_batch_tokens // 2)
         if side.engine.zero_stage < 3 and ranks > 1:
             yield f"{prefix}engine.zero_stage", side.engine.zero_stage + 1
+        if side.engine.zero_stage and ranks == 1:
+            yield f"{prefix}engine.zero_stage", 0
         for offload in ("offload_optimizer", "offload_parameters"):
             if not getattr(side.engine, offload):
                 yield f"{prefix}engine.{offload}", True

@@ -24,8 +24,14 @@ SUB_GROUP = 10**9
 """Elements of a shard that ZeRO-3 updates at a time: ``sub_group_size``."""
 
 
-def masters(trained: int, *, stage: int, ranks: int) -> int:
-    return MASTER * trained // ranks if stage else 0
+def masters(trained: int, width: int, *, stage: int, ranks: int) -> int:
+    """Bytes of the masters; without ZeRO, fp32 weights are their own (engine/plain_adamw.py)."""
+    return MASTER * trained // ranks if stage else converted(trained, width)
+
+
+def converted(elements: int, width: int) -> int:
+    """Bytes of ``elements`` in fp32, 0 if they are in fp32 already."""
+    return MASTER * elements if width < MASTER else 0
 
 
 def optimizer_states(trained: int, *, stage: int, ranks: int) -> int:
@@ -54,12 +60,12 @@ def gradients(trained: int, width: int, *, stage: int, ranks: int) -> int:
 def step_buffers(trained: int, width: int, *, stage: int, ranks: int) -> dict[str, int]:
     """Bytes that an optimizer step takes besides the gradients, in the order of allocation.
 
-    Without ZeRO the gradients are flattened once, for the reduction over ranks. With ZeRO: the bucket into which they are copied
-    (``reduce_bucket_size``, see engine.py), its flattened copy if several ranks reduce it, the rank's shard of the result, the
-    flattened shard, and its fp32 copy if it is not in fp32.
+    Without ZeRO the gradients are flattened once, for the reduction over ranks, and copied if they are not in fp32. With ZeRO:
+    the bucket into which they are copied (``reduce_bucket_size``, see engine.py), its flattened copy if several ranks reduce it,
+    the rank's shard of the result, the flattened shard, and its fp32 copy if it is not in fp32.
     """
     if stage == 0:
-        return {"reduction": trained * width}
+        return {"reduction": trained * width, "fp32": converted(trained, width)}
     shard = trained * width // ranks
     bucket = min(trained, BUCKET_ELEMENTS) * width
     return {
@@ -67,7 +73,7 @@ def step_buffers(trained: int, width: int, *, stage: int, ranks: int) -> dict[st
         "reduction": bucket if ranks > 1 else 0,
         "shard": shard,
         "flat": shard,
-        "fp32": MASTER * trained // ranks if width < MASTER else 0,
+        "fp32": converted(trained // ranks, width),
     }
 
 
@@ -96,24 +102,25 @@ def backward_buffers(trained: int, largest: int, width: int, *, stage: int, rank
 def optimizer_step_buffers(trained: int, largest: int, width: int, *, stage: int, ranks: int, offload: bool) -> int:
     """Peak bytes of gradients and their copies on a GPU in an optimizer step.
 
-    ZeRO-0 flattens one bucket of gradients at a time (``buffered_allreduce_fallback``). ZeRO-1 reduces in the step
+    ZeRO-0 flattens one bucket of gradients at a time (``buffered_allreduce_fallback``); then fp32 gradients take the place of
+    others (engine/plain_adamw.py). ZeRO-1 reduces in the step
     (``reduce_ipg_grads``): the first bucket is allocated while all gradients exist, the shard once a bucket of them is freed.
     Then the shard, its flattened copy and, if it is not in fp32, its fp32 copy exist at once; ZeRO-3, which has its shard
     already, takes a sub-group at a time (``_prepare_fp32_grad_for_sub_group``). The norm of the shard is computed before that.
     """
     whole, bucket = trained * width, min(trained, BUCKET_ELEMENTS) * width
     if stage == 0:
-        return whole + bucket
+        return max(whole + bucket, converted(trained, width))
     mine = 0 if offload else trained // ranks
     shard = mine * width if stage < 3 else 0
-    copies = min(mine, SUB_GROUP if stage == 3 else mine) * (width + (MASTER if width < MASTER else 0))
+    copies = min(mine, SUB_GROUP if stage == 3 else mine) * (width + converted(1, width))
     norm = NORM * largest  # tensors are copied to fp64 one by one (get_norm_dtype)
     return max(whole + max(bucket, shard) if stage == 1 else 0, shard + max(copies, norm))
 
 
 def checkpoint_copy(trained: int, width: int, *, stage: int, ranks: int) -> int:
     """Bytes of the first rank's snapshot (engine/snapshot.py), which also has the weights, until it is written."""
-    states = masters(trained, stage=stage, ranks=ranks) + optimizer_states(trained, stage=stage, ranks=ranks)
+    states = masters(trained, width, stage=stage, ranks=ranks) + optimizer_states(trained, stage=stage, ranks=ranks)
     return states + (trained * width if stage < 3 else 0)
 
 
@@ -137,14 +144,14 @@ def trained_model(
             model.trained, model.width, ranks=ranks, offload=engine.offload_optimizer
         )
     if not (engine.offload_optimizer and device.cuda):
-        held["fp32 masters"] = masters(model.trained, **sharding)
+        held["fp32 masters"] = masters(model.trained, model.width, **sharding)
         held["optimizer states"] = optimizer_states(model.trained, **sharding)
     return held
 
 
 def resting(engine: EngineConfig, held: Counter[str]) -> Counter[str]:
     """The part of ``held`` that stays on a GPU while nothing is trained."""
-    if engine.offload_optimizer_states and engine.zero_stage in (1, 2):
+    if engine.offload_optimizer_states:
         return Counter({name: size for name, size in held.items() if name not in ("fp32 masters", "optimizer states")})
     return held
 

@@ -165,7 +165,7 @@ class EngineConfig:
     """DeepSpeed, optimizer and micro-batching of one trained model."""
 
     zero_stage: int = 1
-    """0 to 3."""
+    """0 to 3. On one rank, where there is nothing to shard, 0 is the fastest and takes the least memory."""
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     gradient_clip_val: float = 1.0
@@ -176,7 +176,7 @@ class EngineConfig:
     """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows; null: 8 on a CPU, where small
     odd batches would use other matrix kernels, with other bits, and 1 on CUDA."""
     offload_optimizer_states: bool = False
-    """Move optimizer states to host memory while the model is not training: zero_stage 1 and 2 (no effect on a CPU)."""
+    """Move optimizer states to host memory while the model is not training: zero_stage 0 to 2 (no effect on a CPU)."""
     offload_optimizer: bool = False
     """Keep optimizer states and fp32 masters in host memory, and step there (ZeRO-Offload, arXiv 2101.06840): zero_stage 1-3."""
     offload_parameters: bool = False
@@ -211,10 +211,10 @@ class EngineConfig:
             "1, or with engine.zero_stage=3 and engine.offload_parameters=false the ranks of a node",
         )
         require(
-            not self.offload_optimizer_states or (self.zero_stage in (1, 2) and not self.offload_optimizer),
+            not self.offload_optimizer_states or (self.zero_stage < 3 and not self.offload_optimizer),
             "engine.offload_optimizer_states",
             self.offload_optimizer_states,
-            "false without engine.zero_stage 1 or 2, and with engine.offload_optimizer=true, which keeps them off the device",
+            "false with engine.zero_stage=3, and with engine.offload_optimizer=true, which keeps them off the device",
         )
         require(
             self.micro_batch_tokens > 0,
@@ -241,10 +241,6 @@ class EngineConfig:
             raise UserError(
                 f"engine.zero_stage=3 with model.lora.rank={model.lora.rank} would have to merge adapters that are sharded: "
                 "use engine.zero_stage=2"
-            )
-        if self.zero_stage == 0 and model.dtype == "bfloat16":
-            raise UserError(
-                "engine.zero_stage=0 with model.dtype=bfloat16 would train without fp32 master weights: use engine.zero_stage=1"
             )
 
 

@@ -82,7 +82,7 @@ def test_of_a_supervised_stage(inputs: Path, tmp_path: Path, script: str, settin
     ("settings", "ranks"),
     [
         (["engine.zero_stage=3", "model.dtype=bfloat16", "checkpoint.save_hf=true"], 2),
-        (["engine.zero_stage=0", "model=fp32"], 1),
+        (["engine.zero_stage=0", "model.dtype=bfloat16"], 1),
         (["engine.zero_stage=2", "model=fp32", "model.lora.rank=2", "checkpoint.save_hf=true"], 2),
     ],
 )

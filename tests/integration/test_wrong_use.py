@@ -100,8 +100,6 @@ ACTOR_MISTAKES = {
     "too long for the model, tried out": (["generation.max_length=500", "--dry-run"], r"make 502, more than the 128 positions"),
     "too few prompts, tried out": (["algorithm.max_steps=-1", "algorithm.num_rollout_samples=4096", "--dry-run"],
         r"prompts are fewer than one rollout takes \(4096\)"),
-    "bf16 without masters, before anything is loaded": (["engine=zero0", "model.dtype=bfloat16", "model.path={inputs}/none"],
-        r"zero_stage=0 with model\.dtype=bfloat16"),
     "sharded adapters": (["engine=zero3", "model.lora.rank=4", "model.path={inputs}/none"],
         r"zero_stage=3 with model\.lora\.rank=4 .*: use engine\.zero_stage=2"),
     "a team of more than all ranks, before anything is loaded": (

@@ -61,7 +61,13 @@ CASES = [
     Case((0, 1), (0, 2), used=2),
     Case((1, 2), (3, 1), dtype=torch.bfloat16),
     Case((3, 1), (2, 2), dtype=torch.bfloat16, used=1),
+    Case((0, 1), (0, 1), dtype=torch.bfloat16, used=2),
+    Case((0, 1), (1, 2), dtype=torch.bfloat16),
+    Case((0, 2), (3, 1), dtype=torch.bfloat16, used=1),
+    Case((2, 2), (0, 2), dtype=torch.bfloat16, used=2),
+    Case((3, 2), (0, 1), dtype=torch.bfloat16, steps=0, used=1),
     Case((0, 1), (2, 2), frozen=True),
+    Case((0, 1), (2, 2), dtype=torch.bfloat16, frozen=True),
     Case((1, 2), (0, 1), frozen=True, used=1),
     Case((0, 1), (3, 2), steps=0),
     Case((1, 2), (0, 1), steps=0, used=1),
@@ -128,13 +134,15 @@ def whole(engine: Engine) -> dict[str, Any]:
     found |= {f"low precision {name}": tensor.clone() for name, tensor in engine.named_weights()}
     if found["step"] and hasattr(inner.optimizer, "_lazy_init_hp_params_optimizer_state"):
         inner.optimizer._lazy_init_hp_params_optimizer_state()
+    plain = engine.config.zero_stage == 0
+    masters = list(inner.basic_optimizer.param_groups[0]["params"])
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
-        plain = engine.config.zero_stage == 0
-        found[f"fp32 {name}"] = (parameter.detach() if plain else safe_get_full_fp32_param(parameter)).clone()
+        master = masters.pop(0) if plain else parameter
+        found[f"fp32 {name}"] = (master.detach() if plain else safe_get_full_fp32_param(parameter)).clone()
         for moment in ("exp_avg", "exp_avg_sq") if found["step"] else ():
-            tensor = states[parameter][moment] if plain else safe_get_full_optimizer_state(parameter, moment)
+            tensor = states[master][moment] if plain else safe_get_full_optimizer_state(parameter, moment)
             found[f"{moment} {name}"] = tensor.clone()
     return found
 

@@ -28,10 +28,10 @@ def _process_group():
     init_distributed(CPU)
 
 
-def make_engine(zero_stage=1, dtype=torch.float32, **overrides):
+def make_engine(zero_stage=1, dtype=torch.float32, *, lr=0.05, **overrides):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
-    optim = OptimizerConfig(lr=0.05, weight_decay=0.1)
+    optim = OptimizerConfig(lr=lr, weight_decay=0.1)
     scheduler = SchedulerConfig(name="cosine", warmup_steps=2, total_steps=10)
     return Engine(
         module, EngineConfig(zero_stage=zero_stage, optim=optim, scheduler=scheduler, **overrides), device=CPU
@@ -79,6 +79,15 @@ def test_equals_plain_torch_adamw(zero_stage, offload):
         torch.testing.assert_close(left, right.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_masters_take_steps_that_are_too_small_for_bf16_weights():
+    """The same weights as with DeepSpeed's masters."""
+    plain, zero = (make_engine(stage, torch.bfloat16, lr=1e-3, gradient_clip_val=0.3) for stage in (0, 1))
+    start = {name: weight.clone() for name, weight in plain.named_weights()}
+    assert take_steps(plain, 8) == pytest.approx(take_steps(zero, 8), rel=1e-5)
+    for (name, left), (_, right) in zip(plain.named_weights(), zero.named_weights(), strict=True):
+        assert torch.equal(left, right) and not torch.equal(left, start[name])
+
+
 def test_the_number_of_micro_batches_does_not_change_the_step():
     one, four = make_engine(), make_engine()
     take_steps(one, 2, micro_batches=1)
@@ -94,6 +103,7 @@ FP32_GRADIENTS = {"deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}}
     ("zero_stage", "dtype", "overrides"),
     [
         (0, torch.float32, {}),
+        (0, torch.bfloat16, {}),
         (1, torch.float32, {}),
         (1, torch.bfloat16, {}),
         (2, torch.bfloat16, {}),
@@ -242,11 +252,14 @@ def held(engine):
     return sum(each.untyped_storage().nbytes() for each in tensors if each.untyped_storage().resizable())
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_offloading_takes_every_byte_off_the_device_and_brings_every_bit_back(tmp_path, zero_stage):
+@pytest.mark.parametrize(
+    ("zero_stage", "dtype"),
+    [(0, torch.float32), (0, torch.bfloat16), (1, torch.float32), (2, torch.float32), (3, torch.float32)],
+)
+def test_offloading_takes_every_byte_off_the_device_and_brings_every_bit_back(tmp_path, zero_stage, dtype):
     """On a CPU as on a GPU: the content moves to other memory, and the storages that held it are empty. Meanwhile it is saved,
     exported and loaded."""
-    engine, stays = make_engine(zero_stage), make_engine(zero_stage)
+    engine, stays = make_engine(zero_stage, dtype), make_engine(zero_stage, dtype)
     for each in (engine, stays):
         take_steps(each, 2)
     engine.eval()
@@ -260,7 +273,7 @@ def test_offloading_takes_every_byte_off_the_device_and_brings_every_bit_back(tm
     assert held(engine) == 0
     engine.offload(keep_weights=True)
     with torch.no_grad():
-        assert torch.equal(engine(X), stays(X))
+        assert torch.equal(engine(X.to(dtype)), stays(X.to(dtype)))
     assert 0 < held(engine) < whole
     engine.offload()
     engine.train()

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.planning.advice import best_changes
+from nemo_style_rlhf.planning.advice import best_changes, candidates
 from nemo_style_rlhf.planning.phases import ACTOR, CRITIC, GIB
 from nemo_style_rlhf.planning.run import Planner
 from nemo_style_rlhf.schema.base import build
@@ -136,6 +136,12 @@ def test_what_no_process_would_start_with_is_not_advised(models, rank, advised):
     assert [change.text for change in best_changes(config, HigherStagesSave(), [ACTOR])] == advised
 
 
+def test_one_rank_is_advised_to_shard_nothing(models):
+    for ranks, stages in ((1, [0]), (2, [2])):
+        config = build(PlanConfig, OmegaConf.from_dotlist([*models, f"ranks={ranks}"]))
+        assert [value for key, value in candidates(config) if key == "engine.zero_stage"] == stages
+
+
 def test_what_a_gpu_offloads_is_not_on_it(models):
     on_gpu = ("run.device=cuda", "generation.gpu_memory_utilization=0.3", "engine.zero_stage=3", "ranks=2")
     all_there, none = (
@@ -162,9 +168,8 @@ def test_ranks_that_cannot_share_a_vllm_and_offloading_that_nothing_does_are_ref
         (["engine.offload_parameters=true"], "false without engine.zero_stage=3"),
         (["engine.offload_optimizer=true", "engine.zero_stage=0"], "false with engine.zero_stage=0"),
         (["engine.offload_optimizer=true", "engine.offload_optimizer_states=true"], "keeps them off the device"),
-        (["engine.offload_optimizer_states=true", "engine.zero_stage=3"], "false without engine.zero_stage 1 or 2"),
+        (["engine.offload_optimizer_states=true", "engine.zero_stage=3"], "false with engine.zero_stage=3"),
         (["generation.tensor_parallel_size=0"], "a number of ranks from 1 up"),
-        (["engine.zero_stage=0"], "zero_stage=0 with model.dtype=bfloat16 .* use engine.zero_stage=1"),
         (["critic.engine.zero_stage=3", "critic.model.lora.rank=4"], "zero_stage=3 with model.lora.rank=4 .*=2"),
     ):
         with pytest.raises(UserError, match=said):

@@ -22,6 +22,7 @@ MILLION = 10**6
         (2, 4, 2, 200, 50, 100, 200),
         # Stage 3 quarters the weights; below 10^9 elements the whole is gathered beside its share: 50 + 200.
         (3, 4, 2, 250, 50, 100, 200),
+        (0, 1, 2, 200, 200, 400, 800),
         # fp32 without ZeRO has no masters; with it the weights are there twice.
         (0, 1, 4, 400, 400, 0, 800),
         (1, 1, 4, 400, 400, 400, 800),
@@ -32,7 +33,7 @@ def test_what_is_held_for_100_million_parameters(stage, ranks, width, weights, g
     trained = 100 * MILLION
     assert training.weights(trained, 0, width, **share) == weights * MILLION
     assert training.gradients(trained, width, **share) == gradients * MILLION
-    assert training.masters(trained, **share) == masters * MILLION
+    assert training.masters(trained, width, **share) == masters * MILLION
     assert training.optimizer_states(trained, **share) == states * MILLION
 
 
@@ -49,6 +50,7 @@ def test_the_buffers_of_an_optimizer_step():
     # Two ranks in bf16: bucket and its flattened copy are whole (200 each), the others half: 100, 100, 200.
     assert sum(training.step_buffers(100, 2, stage=1, ranks=2).values()) == 800
     assert sum(training.step_buffers(100, 4, stage=0, ranks=1).values()) == 400
+    assert sum(training.step_buffers(100, 2, stage=0, ranks=1).values()) == 200 + 400
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,8 @@ def test_the_buffers_of_an_optimizer_step():
     [
         # 10^9 elements, buckets of half of them. fp32 without ZeRO: gradients 4000; in the step a flattened bucket of 2000, too.
         (0, 1, 4, False, 4000, 6000),
+        # bf16: fp32 gradients take the place of the others one by one.
+        (0, 1, 2, False, 2000, 4000),
         # bf16: gradients 2000, bucket 1000. Alone: share 2000, flat 2000, fp32 4000.
         (1, 1, 2, False, 3000, 8000),
         # Of four ranks the shares are 500: the bucket beside all gradients is more than 500 + 500 + 1000.
@@ -96,6 +100,7 @@ def test_the_first_rank_copies_its_share_of_the_states_and_the_weights():
     assert training.checkpoint_copy(100, 2, stage=2, ranks=2) == 50 * (4 + 8) + 200
     assert training.checkpoint_copy(100, 2, stage=3, ranks=2) == 50 * (4 + 8)
     assert training.checkpoint_copy(100, 4, stage=0, ranks=2) == 100 * (8 + 4)
+    assert training.checkpoint_copy(100, 2, stage=0, ranks=2) == 100 * (4 + 8 + 2)
 
 
 @pytest.mark.parametrize(
