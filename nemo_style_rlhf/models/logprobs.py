@@ -102,12 +102,14 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk):
             chunk = slice(start, start + ctx.chunk)
             product = hidden[chunk] @ weight.T if kept is None else kept
-            grad = torch.empty_like(product)
-            for rows, part in _blocks(product, start, whole=ctx.compiled):
-                grad[rows] = grad_logits(
+            grads = [
+                grad_logits(
                     product[rows], token_ids[part], _of_part(ctx.temperature, part), logsumexp[part], grad_logprobs[part],
                     *((entropy[part], grad_entropy[part]) if ctx.with_entropy else ()),
-                )  # fmt: skip
+                )
+                for rows, part in _blocks(product, start, whole=ctx.compiled)
+            ]  # fmt: skip
+            grad = grads[0] if len(grads) == 1 else torch.cat(grads)
             grad_hidden[chunk] = grad @ weight
             if grad_weight is None:
                 return grad_hidden, grad.T @ hidden, None, None, None, None, None
