@@ -260,7 +260,7 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module, device: torch.dev
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # backward() accumulates, step() is the boundary: micro-batches vary in number
-        "gradient_clipping": config.gradient_clip_val if config.zero_stage else 0.0,  # PlainAdamW's task, which tells the norm
+        "gradient_clipping": config.gradient_clip_val if config.zero_stage else 0.0,  # else PlainAdamW clips
         "zero_optimization": {
             "stage": config.zero_stage,
             "reduce_bucket_size": bucket,

@@ -22,7 +22,9 @@ class PlainAdamW(torch.optim.AdamW):
         self._clip = clip
         self.grad_norm = 0.0
         """Of the last step, before clipping."""
-        super().__init__([weight.detach().float() if _is_lower(weight) else weight for weight in self._weights], **settings)
+        super().__init__(
+            [weight.detach().float() if _is_lower(weight) else weight for weight in self._weights], **settings
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
