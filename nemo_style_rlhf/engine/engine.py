@@ -272,7 +272,7 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module, device: torch.dev
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW is also fused on a CPU, and needs no compilation
-        "bf16": {"enabled": is_bf16(module) and config.zero_stage > 0},  # without ZeRO, DeepSpeed knows no masters
+        "bf16": {"enabled": is_bf16(module) and config.zero_stage > 0},  # else PlainAdamW has the masters
         "steps_per_print": 10**9,
     }
     whole_config: Any = OmegaConf.to_container(OmegaConf.merge(generated, config.deepspeed))

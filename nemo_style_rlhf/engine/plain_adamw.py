@@ -28,6 +28,7 @@ class PlainAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update weights and masters. Gradients of lower precision are freed on the way, so that one copy exists at a time."""
         masters: list[Tensor] = self.param_groups[0]["params"]
         for weight, master in zip(self._weights, masters, strict=True):
             if _is_lower(weight):

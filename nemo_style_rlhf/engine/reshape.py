@@ -155,6 +155,7 @@ class Whole:
 
 
 def is_bf16(module: nn.Module) -> bool:
+    """Whether ``module`` has bf16 weights; some models keep a few in fp32."""
     return next(module.parameters()).dtype == torch.bfloat16
 
 

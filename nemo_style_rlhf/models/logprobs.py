@@ -102,14 +102,16 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk):
             chunk = slice(start, start + ctx.chunk)
             product = hidden[chunk] @ weight.T if kept is None else kept
-            grads = [
-                grad_logits(
+            grad = torch.empty_like(product)
+            for rows, part in _blocks(product, start, whole=ctx.compiled):
+                block = grad_logits(
                     product[rows], token_ids[part], _of_part(ctx.temperature, part), logsumexp[part], grad_logprobs[part],
                     *((entropy[part], grad_entropy[part]) if ctx.with_entropy else ()),
-                )
-                for rows, part in _blocks(product, start, whole=ctx.compiled)
-            ]  # fmt: skip
-            grad = grads[0] if len(grads) == 1 else torch.cat(grads)
+                )  # fmt: skip
+                if len(block) == len(product):
+                    grad = block
+                else:
+                    grad[rows] = block
             grad_hidden[chunk] = grad @ weight
             if grad_weight is None:
                 return grad_hidden, grad.T @ hidden, None, None, None, None, None
