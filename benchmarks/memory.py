@@ -77,7 +77,7 @@ def size(
 SHAPES = [
     Shape("Qwen2, tied, bf16, ZeRO-1", QWEN, size(16384, 640, 2048, 10, 10, 10, tied=True), response=48),
     Shape("Qwen2, bf16, ZeRO-2", QWEN, size(16384, 768, 2304, 10, 12, 4, tied=False), ("engine.zero_stage=2",)),
-    Shape("the same without ZeRO", QWEN, size(16384, 768, 2304, 10, 12, 4, tied=False), ("engine.zero_stage=0",)),
+    Shape("Qwen2, bf16, without ZeRO", QWEN, size(16384, 768, 2304, 10, 12, 4, tied=False), ("engine.zero_stage=0",)),
     Shape("Llama, fp32, ZeRO-1", LLAMA, size(8192, 576, 1536, 12, 9, 3, tied=True), ("model.dtype=float32",)),
     Shape(
         "Llama, bf16, LoRA, recomputed activations", LLAMA, size(32768, 1024, 2816, 10, 16, 8, tied=False),

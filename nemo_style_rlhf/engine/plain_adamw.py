@@ -11,41 +11,40 @@ MASTERS = "masters"
 
 
 class PlainAdamW(torch.optim.AdamW):
-    """AdamW that clips the gradient, and gives weights of lower precision fp32 masters (arXiv 1710.03740).
+    """AdamW that clips the gradient, and gives bf16 weights fp32 masters (arXiv 1710.03740).
 
-    It has no flat buffers: on one rank, the copies into and out of those take longer than AdamW itself.
+    It has no flat buffers, which only shards need.
     """
 
     def __init__(self, weights: Iterable[Tensor], *, clip: float, **settings: Any) -> None:
         """``clip`` is the largest L2 norm of the gradient, 0 for any; ``settings`` are AdamW's."""
-        self._weights = list(weights)
+        weights = list(weights)
+        masters = [weight.detach().float() if weight.dtype == torch.bfloat16 else weight for weight in weights]
+        self._pairs = [pair for pair in zip(weights, masters, strict=True) if pair[0] is not pair[1]]
+        """The bf16 weights, each with its master."""
         self._clip = clip
         self.grad_norm = 0.0
-        """Of the last step, before clipping."""
-        super().__init__(
-            [weight.detach().float() if _is_lower(weight) else weight for weight in self._weights], **settings
-        )
+        """The global L2 norm of the last step's gradient, before it was clipped."""
+        super().__init__(masters, **settings)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update weights and masters. Gradients of lower precision are freed on the way, so that one copy exists at a time."""
+        """Update weights and masters. Gradients in bf16 are freed on the way, so that one copy exists at a time."""
+        for weight, master in self._pairs:
+            master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
         masters: list[Tensor] = self.param_groups[0]["params"]
-        for weight, master in zip(self._weights, masters, strict=True):
-            if _is_lower(weight):
-                master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
         norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
         self.grad_norm = float(norm)
         if self._clip:
             torch.nn.utils.clip_grads_with_norm_(masters, self._clip, norm)
         super().step()
-        for weight, master in zip(self._weights, masters, strict=True):
-            if _is_lower(weight):
-                weight.copy_(master)
-                master.grad = None
+        for weight, master in self._pairs:
+            weight.copy_(master)
+            master.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        if any(map(_is_lower, self._weights)):
+        if self._pairs:
             state[MASTERS] = [master.detach() for master in self.param_groups[0]["params"]]
         return state
 
@@ -54,7 +53,3 @@ class PlainAdamW(torch.optim.AdamW):
         super().load_state_dict(state_dict)
         for master, saved in zip(self.param_groups[0]["params"], state_dict.get(MASTERS, ()), strict=False):
             master.copy_(saved)
-
-
-def _is_lower(weight: Tensor) -> bool:
-    return weight.dtype in (torch.bfloat16, torch.float16)

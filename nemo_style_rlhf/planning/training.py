@@ -103,10 +103,10 @@ def optimizer_step_buffers(trained: int, largest: int, width: int, *, stage: int
     """Peak bytes of gradients and their copies on a GPU in an optimizer step.
 
     ZeRO-0 flattens one bucket of gradients at a time (``buffered_allreduce_fallback``); then fp32 gradients take the place of
-    others (engine/plain_adamw.py). ZeRO-1 reduces in the step
-    (``reduce_ipg_grads``): the first bucket is allocated while all gradients exist, the shard once a bucket of them is freed.
-    Then the shard, its flattened copy and, if it is not in fp32, its fp32 copy exist at once; ZeRO-3, which has its shard
-    already, takes a sub-group at a time (``_prepare_fp32_grad_for_sub_group``). The norm of the shard is computed before that.
+    others (engine/plain_adamw.py). ZeRO-1 reduces in the step (``reduce_ipg_grads``): the first bucket is allocated while all
+    gradients exist, the shard once a bucket of them is freed. Then the shard, its flattened copy and, if it is not in fp32, its
+    fp32 copy exist at once; ZeRO-3, which has its shard already, takes a sub-group at a time
+    (``_prepare_fp32_grad_for_sub_group``). The norm of the shard is computed before that.
     """
     whole, bucket = trained * width, min(trained, BUCKET_ELEMENTS) * width
     if stage == 0:

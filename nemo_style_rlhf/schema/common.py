@@ -165,7 +165,7 @@ class EngineConfig:
     """DeepSpeed, optimizer and micro-batching of one trained model."""
 
     zero_stage: int = 1
-    """0 to 3. On one rank, where there is nothing to shard, 0 is the fastest and takes the least memory."""
+    """0 to 3. On one rank, where there is nothing to shard, 0 takes the least memory and is no slower."""
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     gradient_clip_val: float = 1.0
