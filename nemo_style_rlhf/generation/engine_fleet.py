@@ -1,13 +1,10 @@
 """The engines of a run: found by their files in a folder, started again when they die, all with the same weights.
 
-A ready engine writes ``<folder>/<name>.json``, with its host and port. The engines of ``generation.engines.launch`` are child
-processes of the trainer's first rank.
+The engines of ``generation.engines.launch`` are child processes of the trainer's first rank.
 """
 
-import json
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections import Counter
@@ -21,6 +18,7 @@ from typing import Any
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.engine_broadcast import Broadcast
 from nemo_style_rlhf.generation.engine_client import EngineClient, EngineProcess
+from nemo_style_rlhf.generation.engine_files import client_of, ready_files
 from nemo_style_rlhf.generation.weight_store import StoredWeights
 from nemo_style_rlhf.launch.entry import USER_ERROR_EXIT
 from nemo_style_rlhf.launch.local import LocalLauncher
@@ -29,15 +27,13 @@ from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.generation import EnginesConfig
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
 from nemo_style_rlhf.transport.messages import ProtocolError
-from nemo_style_rlhf.transport.secret import LOOPBACK, own_token_made, read_token
+from nemo_style_rlhf.transport.secret import read_token
 
 log = logging.getLogger(__name__)
 LOST = (ServerUnreachable, ServerRestarted)
 POLL_S = 0.2
 WATCH_S = 2.0
 """How often an engine is asked how it is."""
-RETRIES = 1
-"""Attempts of a request after the first: another engine can do it, too."""
 
 
 class Abandoned(Exception):
@@ -234,23 +230,7 @@ class Fleet:
             return failure is not None or self.lease == lease
 
     def _client(self, name: str, where: dict[str, Any]) -> EngineClient:
-        host, token = where["host"], self._token
-        if host in LOOPBACK and where["hostname"] != socket.gethostname():
-            raise UserError(
-                f"engine {name} on {where['hostname']} listens on {host}, which leads to this host, {socket.gethostname()}: "
-                "start it with server.host=, an address of its own host"
-            )
-        if token is None:
-            if host not in LOOPBACK:
-                raise UserError(
-                    f"engine {name} at {host} wants a token: give that of its server.token in "
-                    f"generation.engines.token.token_file or the environment variable {self._config.token.token_env}"
-                )
-            token = own_token_made()
-        return EngineClient(
-            host, where["port"], token=token, retries=RETRIES, timeout_s=self._config.request_timeout_s,
-            tls=self._config.tls,
-        )  # fmt: skip
+        return client_of(name, where, self._config, self._token)
 
     def _watch(self) -> None:
         """Let new engines join, and do without those that end or hang."""
@@ -378,14 +358,11 @@ class Fleet:
 
     def _new(self) -> list[tuple[str, dict[str, Any]]]:
         """Name and ready file of engines that are neither in use nor known to be dead."""
-        found = []
-        for path in sorted(self._folder.glob("*.json")):
-            with suppress(OSError, ValueError):  # the engine may be removing it
-                where = json.loads(path.read_text())
-                known = path.stem in self._engines or path.stem in self._joining
-                if not known and self._dead.get(path.stem) != where:
-                    found.append((path.stem, where))
-        return found
+        return [
+            (name, where)
+            for name, where in ready_files(self._folder)
+            if name not in self._engines and name not in self._joining and self._dead.get(name) != where
+        ]
 
     def _wait_for_one(self) -> None:
         """Wait until an engine can be asked.
