@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from nemo_style_rlhf.launch.quick_imports import make_imports_quick
+
 NVIDIA = Path("/dev/nvidiactl")
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",  # else tokenizers forks after threads have started
@@ -28,3 +30,4 @@ def prepare() -> None:
         os.environ.setdefault(name, value)
     if not NVIDIA.exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed's import warns that it finds no accelerator
+    make_imports_quick()

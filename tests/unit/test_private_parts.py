@@ -15,6 +15,7 @@ TOUCHED = {
     },
     "Transformers": {"models/decoding.py", "models/packing.py", "models/policy.py", "models/scalar_loading.py"},
     "PEFT": {"models/lora.py"},
+    "torchmetrics": {"launch/quick_imports.py"},
     "vLLM": {"generation/cpu_batches.py", "generation/cpu_kernels.py", "generation/vllm.py"},
     "multiprocess": {"scoring/function.py"},
 }  # fmt: skip
