@@ -22,11 +22,11 @@ from nemo_style_rlhf.launch.local import POLL_S, STOP_GRACE_S, Child, end_orphan
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, SERVER_PYTHON, Program
 from nemo_style_rlhf.launch.screen import WORTH_READING, GrowingLog, Screen
+from nemo_style_rlhf.launch.starting import PART as PART
+from nemo_style_rlhf.launch.starting import STARTING
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.pair import LaunchedConfig
 
-PART = "NSR_PART"
-"""Environment variable that tells the critic server's descendants from the actor's."""
 ACTOR, CRITIC = "actor", "critic"
 COMMANDS = {
     CRITIC: (SERVER_PYTHON, "servers/serve_ppo_critic.py", "ppo_critic"),
@@ -37,6 +37,8 @@ AGAIN = "run.resume=auto"
 """The actor's argument when it is started again, whatever the first start was told to do with checkpoints."""
 PROGRESS = re.compile(r"[A-Z_]+ (\d+)/\d+  reward ")
 """Begins the line that an actor without a terminal writes after each step."""
+PHASE = re.compile(rf"[\d:]{{8}} INFO (?:{STARTING}(.+)|serving )")
+"""Begins the line of a program that says what it does while it starts, or that it is ready."""
 ERROR = "error: "
 """Begins the sentence about a user's mistake."""
 ENDS_ACTOR = (0, interrupt.INTERRUPTED_EXIT, PREEMPTED_EXIT)
@@ -94,10 +96,12 @@ class PPORun:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._interrupted)
         self._children: list[Child] = []
+        self._phases = {program.name: "loading libraries" for program in programs}
+        """What each program does until the first step is done."""
         for program, log in zip(programs, logs, strict=True):
             self._screen.say(f"{program.name}: log in {log}")
             self._children.append(self._start(program, log))
-        self._screen.progress("loading")
+        self._show_phases()
 
     def _start(self, program: Program, log: Path) -> Child:
         """The program, started; subclasses may start it elsewhere."""
@@ -151,12 +155,19 @@ class PPORun:
     def _show(self) -> None:
         for child, log in zip(self._children, self._news, strict=True):
             for line in log.news():
-                if step := PROGRESS.match(line):
+                if phase := PHASE.match(line):
+                    self._phases[child.program.name] = phase[1] or "ready"
+                    self._show_phases()
+                elif step := PROGRESS.match(line):
                     self._screen.progress(line)
                     if int(step[1]) > self._furthest:
                         self._furthest, self._deaths = int(step[1]), 0
                 elif WORTH_READING.match(line):
                     self._screen.say(f"{child.program.name}: {line}")
+
+    def _show_phases(self) -> None:
+        if not self._furthest:
+            self._screen.progress("; ".join(f"{name}: {phase}" for name, phase in self._phases.items()))
 
     def _restart(self, index: int) -> None:
         """

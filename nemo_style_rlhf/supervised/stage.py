@@ -25,6 +25,7 @@ from nemo_style_rlhf.data.templates import check_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.bootstrap import setup
+from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.models.digests import rows_fingerprint
 from nemo_style_rlhf.models.loading import load_tokenizer
@@ -80,6 +81,7 @@ class Stage:
         resumed = None if config.run.dry_run else last_checkpoint(config)
         if self.is_first_rank:
             log_differences(Path(config.run.output_dir), config)
+        starting("reading the data")
         self.tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         if isinstance(data, PairDataConfig):  # rewards and preferences judge texts as the model writes them
             check_template(config.model.path, data, self.tokenizer)
@@ -101,6 +103,7 @@ class Stage:
         self._resumed = resumed
         self._done = 0 if resumed is None else completed_micro_batches(resumed, self._identity)
         require_reachable(self._done // self._accumulate, self.total_steps, "trainer.max_steps", config.run.output_dir)
+        starting("loading the model")
 
     def fit(self, module: SupervisedModule, hf: PreTrainedModel) -> dict[str, float]:
         """Train ``module`` from the beginning or the last checkpoint, and validate; returns the last validation's metrics."""

@@ -1,0 +1,28 @@
+"""What a program does while it starts, for who waits: one short line on a terminal, which changes; or for the launcher, which
+shows what all of its programs do. Standard library only."""
+
+import logging
+import os
+import sys
+
+PART = "NSR_PART"
+"""Environment variable of a launched program, its name. It tells the critic server's descendants from the actor's."""
+STARTING = "starting: "
+"""Begins the lines in the log that the launcher reads."""
+CLEAR = "\x1b[2K"
+"""Terminal code that clears the line."""
+log = logging.getLogger(__name__)
+
+
+def starting(what: str) -> None:
+    """Say ``what`` the program does next, such as "loading vLLM"; the next output on a terminal takes its place."""
+    if PART in os.environ:
+        log.info("%s%s", STARTING, what)
+    elif sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print(f"{CLEAR}{what} ...", end="\r", file=sys.stderr, flush=True)
+
+
+def clear() -> None:
+    """Clear the line on a terminal, before output that may be shorter."""
+    if sys.stderr.isatty():
+        print(CLEAR, end="\r", file=sys.stderr, flush=True)
