@@ -11,8 +11,10 @@ import torch
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
+from nemo_style_rlhf.launch.collector import collect_as_usual
 from nemo_style_rlhf.launch.environment import prepare
 from nemo_style_rlhf.launch.malloc import keep_freed_memory
+from nemo_style_rlhf.launch.starting import clear
 from nemo_style_rlhf.schema.common import RunConfig
 
 log = logging.getLogger(__name__)
@@ -23,11 +25,11 @@ def setup(run: RunConfig) -> torch.device:
 
     DeepSpeed's process group must exist before vLLM's: in the other order, every rank would train alone.
     """
+    clear()
     prepare()
+    collect_as_usual()
     interrupt.keep_from_children()
-    warnings.filterwarnings(
-        "ignore", module=r"(torch|transformers|deepspeed|vllm|pytorch_lightning|lightning_fabric)\b.*"
-    )
+    silence_libraries()
     logging.basicConfig(
         level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING,
         stream=sys.stderr,
@@ -35,8 +37,6 @@ def setup(run: RunConfig) -> torch.device:
         datefmt="%H:%M:%S",
         force=True,
     )
-    for noisy in ("DeepSpeed", "torch", "transformers", "vllm", "numexpr", "absl", "urllib3", "httpx", "filelock"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
     if run.num_threads:
         torch.set_num_threads(run.num_threads)
     device = _device(run.device)
@@ -47,6 +47,15 @@ def setup(run: RunConfig) -> torch.device:
         use_repeatable_kernels()
         keep_freed_memory()
     return device
+
+
+def silence_libraries() -> None:
+    """Let libraries report errors only."""
+    warnings.filterwarnings(
+        "ignore", module=r"(torch|transformers|deepspeed|vllm|pytorch_lightning|lightning_fabric)\b.*"
+    )
+    for noisy in ("DeepSpeed", "torch", "transformers", "vllm", "numexpr", "absl", "urllib3", "httpx", "filelock"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
 def use_repeatable_kernels() -> None:

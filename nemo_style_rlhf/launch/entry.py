@@ -1,21 +1,31 @@
 """What every entry point does before its own work: compose, check, report a user's mistake in one sentence."""
 
+import atexit
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, TypeVar
 
 from nemo_style_rlhf.launch import interrupt
+from nemo_style_rlhf.launch.collector import collect_rarely
+from nemo_style_rlhf.launch.environment import NVIDIA, prepare
 from nemo_style_rlhf.launch.interpreter import require_own_interpreter
+from nemo_style_rlhf.launch.malloc import without_thread_caches
 
-if require_own_interpreter():  # before the first import that another Python lacks
+if OURS := require_own_interpreter():  # before the first import that another Python lacks
+    if not NVIDIA.exists():
+        without_thread_caches()  # now, so that nothing is imported twice
     interrupt.listen()
+    collect_rarely()
 
 import hydra
 import yaml
+from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -24,9 +34,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import sweep
-from nemo_style_rlhf.launch.environment import NVIDIA, prepare
 from nemo_style_rlhf.launch.limits import require_open_files
-from nemo_style_rlhf.launch.malloc import without_thread_caches
+from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.schema.base import build, literal, one_sentence
 from nemo_style_rlhf.schema.documentation import describe
 from nemo_style_rlhf.schema.paths import require_paths
@@ -38,6 +47,8 @@ USER_ERROR_EXIT = 2
 PROGRAMS: dict[str, tuple[str, type]] = {}
 """File in ``conf/`` and schema of each program, by the name of its script. Importing programs.py fills it."""
 Schema = TypeVar("Schema")
+# Else every start composes its configuration twice, the first time only to look for a hydra.mode.
+Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def entry_point(
@@ -99,6 +110,8 @@ def entry_point(
                     if device == "cpu" or (device == "auto" and not NVIDIA.exists()):
                         without_thread_caches()
                     prepare()
+                    if device is not None:  # a program that computes
+                        starting("loading libraries")
                     main(checked)
             except KeyboardInterrupt:
                 interrupt.end()
@@ -110,7 +123,7 @@ def entry_point(
                     refuse(one_sentence(cause, schema))
                 refuse(" ".join(str(error).partition("Config search path:")[0].split()))
 
-        return command_line
+        return _ended_at_once(command_line) if OURS else command_line
 
     return decorate
 
@@ -133,6 +146,37 @@ def config_file(base: str, values: Mapping[str, Any]) -> str:
     content = yaml.safe_load((CONF_DIR / f"{base}.yaml").read_text())
     content["defaults"] = [each for each in content["defaults"] if isinstance(each, str) or "override" in str(each)]
     return yaml.safe_dump({**content, **literal(values)}, sort_keys=False, allow_unicode=True)
+
+
+def _ended_at_once(run: Callable[[], None]) -> Callable[[], None]:
+    """Have the process end after ``run`` as the interpreter would end it, except that its memory is left to the kernel: to free
+    every object of every library takes a second."""
+
+    @functools.wraps(run)
+    def running() -> NoReturn:
+        code: object = None
+        try:
+            run()
+        except SystemExit as end:
+            code = end.code
+        except Exception:  # noqa: BLE001 as the interpreter does
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            code = 1
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+        end_now(code if isinstance(code, int) else int(code is not None))
+
+    return running
+
+
+def end_now(code: int) -> NoReturn:
+    """End the process with an exit code."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    with suppress(BrokenPipeError):  # whoever reads has seen enough
+        sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _is_override(word: str) -> bool:

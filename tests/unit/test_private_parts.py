@@ -8,6 +8,7 @@ PACKAGE = ROOT / "nemo_style_rlhf"
 TOUCHED = {
     "DeepSpeed": {"engine/deepspeed_private.py"},
     "Lightning": {"supervised/deepspeed_strategy.py"},
+    "Hydra": {"launch/entry.py"},
     "PyTriton": {"critic_service/backend.py"},
     "PyTorch": {
         "distributed/ranks.py", "engine/schedule.py", "engine/snapshot.py", "engine/storages.py",
@@ -15,6 +16,7 @@ TOUCHED = {
     },
     "Transformers": {"models/decoding.py", "models/packing.py", "models/policy.py", "models/scalar_loading.py"},
     "PEFT": {"models/lora.py"},
+    "Python": {"launch/entry.py"},
     "torchmetrics": {"launch/quick_imports.py"},
     "vLLM": {"generation/cpu_batches.py", "generation/cpu_kernels.py", "generation/vllm.py"},
     "multiprocess": {"scoring/function.py"},
