@@ -5,7 +5,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # for a Python that does not know the package
 
-from nemo_style_rlhf.programs import try_reward
+import nemo_style_rlhf  # noqa: F401  sets up OpenMP
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # processes that multiprocessing starts import this script, too, and need no more of it
+    from nemo_style_rlhf.programs import try_reward
+
     try_reward()
