@@ -18,6 +18,7 @@ from nemo_style_rlhf.generation.engine_pool import GROUP, EnginePool
 from nemo_style_rlhf.generation.engine_programs import describe, devices_beside
 from nemo_style_rlhf.generation.hf import HFGenerator
 from nemo_style_rlhf.generation.interface import Generator
+from nemo_style_rlhf.generation.vllm_imports import import_vllm
 from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
@@ -58,6 +59,7 @@ def make_generator(
         whole = load_causal_lm(replace(model, packing=False))
         return HFGenerator(whole, config, device=device, eos_token_ids=eos, weight_shapes=shapes)
     # Not at the top: vLLM takes seconds, which who needs none should not wait.
+    import_vllm(compiles=not config.enforce_eager)
     from nemo_style_rlhf.generation.vllm import VLLMGenerator
 
     dtype = matmul_dtype(torch.empty(0, dtype=getattr(torch, model.dtype), device=device))
@@ -66,6 +68,12 @@ def make_generator(
         eos_token_ids=eos, weight_shapes=shapes, stop_strings=stop_strings, trust_remote_code=model.trust_remote_code,
         sleeps=sleeps,
     )  # fmt: skip
+
+
+def load_libraries(config: GenerationConfig) -> None:
+    """Import what :func:`make_generator` does, in a process that will fork."""
+    if config.backend == "vllm":
+        import_vllm(compiles=not config.enforce_eager)
 
 
 def require_supported(hf: PreTrainedModel, path: str, config: GenerationConfig) -> None:

@@ -15,6 +15,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_batches, cpu_kernels, cpu_seeds, vllm_worker
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest, TransferError
+from nemo_style_rlhf.launch.collector import leaving_garbage
 from nemo_style_rlhf.launch.malloc import forget
 from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB, GenerationConfig
 
@@ -41,6 +42,7 @@ class VLLMGenerator(InProcessGenerator):
         from vllm import LLM  # type: ignore[import-not-found]
 
         super().__init__(weight_shapes)
+        _describe_models_in_this_process()
         self._knows_text = bool(config.stop or stop_strings)
         if _ranks() > 1 and not torch.cuda.is_available():
             _unlink_segment(config.tensor_parallel_size)
@@ -173,7 +175,8 @@ class VLLMGenerator(InProcessGenerator):
         return [logprobs[f"probe/{index}"] for index in range(len(prompts))]
 
     def close(self) -> None:
-        self._engine.engine_core.shutdown()
+        with leaving_garbage():
+            self._engine.engine_core.shutdown()
 
     def _sampling(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams
@@ -196,6 +199,17 @@ class VLLMGenerator(InProcessGenerator):
             detokenize=bool(stop),
             include_stop_str_in_output=True,
         )
+
+
+def _describe_models_in_this_process() -> None:
+    """Have vLLM load a model's code where it asks what the model can do. Unless a file in the user's cache knows that, it starts
+    a process for it, which imports all of vLLM: 6 s of CPU time at the first start."""
+    from vllm.model_executor.models.registry import (  # type: ignore[import-not-found]
+        _LazyRegisteredModel,
+        _ModelInfo,
+    )
+
+    _LazyRegisteredModel.inspect_model_cls = lambda self: _ModelInfo.from_model_cls(self.load_model_cls())
 
 
 def _leave_transformers_alone() -> None:
