@@ -259,8 +259,10 @@ def serve_critic(kind: str, ready_file: Path) -> None:
     address = Address(take_port("127.0.0.1", 0), TOKEN)
     if kind == "straight":
         port = listen_on_tcp()
-    binding = Binding(config, handle, address, roles=["critic"], boot_id="benchmark")
-    announce(ready_file, port if kind == "straight" else binding.door.port)
+    binding = Binding(config, address, ["critic"])
+    binding.start()
+    door = binding.open(handle, boot_id="benchmark")
+    announce(ready_file, port if kind == "straight" else door.port)
     signal.sigwait({signal.SIGTERM})
     binding.close(10)
     os._exit(0)
@@ -273,7 +275,7 @@ def listen_on_tcp() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
 
-    def start(backend: Any, plain: Callable[[Any], None] = Backend.start) -> None:
+    def launch(backend: Any, plain: Callable[[Any], None] = Backend.launch) -> None:
         backend._triton_server_config["http-address"] = "127.0.0.1"
         backend._triton_server_config["http-port"] = port
         plain(backend)
@@ -285,7 +287,7 @@ def listen_on_tcp() -> int:
         except OSError:
             return False
 
-    Backend.start, Backend._is_ready = start, is_ready  # type: ignore[method-assign]
+    Backend.launch, Backend._is_ready = launch, is_ready  # type: ignore[method-assign]
     return port
 
 

@@ -44,25 +44,26 @@ def serve_ppo_critic(config: PPOCriticConfig) -> None:
     from nemo_style_rlhf.checkpoint.owner import owned
 
     with owned(config.run, "server"):
-        from nemo_style_rlhf.critic_service.triton import preflight
+        from nemo_style_rlhf.critic_service.triton import begin
 
-        address = preflight(config.server)
+        roles = ["critic", *(["reward"] if config.critic.combine_rm_and_critic_server else [])]
+        binding = begin(config.run, config.server, roles)
         from nemo_style_rlhf.critic_service.critic_server import load_critic_server
         from nemo_style_rlhf.critic_service.process import serve
 
-        serve(config.run, config.server, address, partial(load_critic_server, config))
+        serve(config.run, config.server, binding, partial(load_critic_server, config))
 
 
 @entry_point(RewardServerProcessConfig, config_name="reward_server", no_sweep=lambda config: SERVER)
 def serve_reward_model(config: RewardServerProcessConfig) -> None:
     """A reward model alone."""
-    from nemo_style_rlhf.critic_service.triton import preflight
+    from nemo_style_rlhf.critic_service.triton import begin
 
-    address = preflight(config.server)
+    binding = begin(config.run, config.server, ["reward"])
     from nemo_style_rlhf.critic_service.process import serve
     from nemo_style_rlhf.critic_service.reward_server import load_reward_server
 
-    serve(config.run, config.server, address, partial(load_reward_server, config))
+    serve(config.run, config.server, binding, partial(load_reward_server, config))
 
 
 @entry_point(EngineProcessConfig, config_name="engine", no_sweep=lambda config: SERVER)

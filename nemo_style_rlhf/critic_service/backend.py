@@ -17,10 +17,12 @@ import sys
 import sysconfig
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytriton.triton  # type: ignore[import-untyped]
 from pytriton.models.model import Model  # type: ignore[import-untyped]
+from pytriton.proxy.data import Base64SerializerDeserializer  # type: ignore[import-untyped]
 from pytriton.server.triton_server import TritonServer  # type: ignore[import-untyped]
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 
@@ -28,17 +30,17 @@ from nemo_style_rlhf.critic_service import guardian
 from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_of_dead_servers
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.listening import within
-from nemo_style_rlhf.transport.messages import ERROR, Code, bytes_tensor
+from nemo_style_rlhf.transport.messages import ERROR, REQUEST, Code, bytes_tensor
 
 START_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 20
 ERROR_KINDS = {400: "INVALID_ARG", 404: "NOT_FOUND", 503: "UNAVAILABLE", 500: "INTERNAL"}
 """Triton's kind of error by the HTTP status into which it turns the kind."""
-EXIT_TIMEOUT_S = 12
-"""Seconds for which a stopping tritonserver waits for running calls, unless it is killed."""
+GUARDIAN_S = 6.0
+"""Seconds after which a guardian that should have killed tritonserver is killed itself."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-"""For the processes of Triton's Python backend, two per endpoint: they copy arrays and multiply none, but NumPy's import starts
-threads for every core, which took a quarter of the processor time of a server's start."""
+"""For the processes of Triton's Python backend, up to two per endpoint: they copy arrays and multiply none, but NumPy's import
+starts threads for every core, which took a quarter of the processor time of a server's start."""
 
 _APPENDIX = f'''
 
@@ -74,6 +76,13 @@ class TritonPythonModel(TritonPythonModel):
             return [pb_utils.InferenceResponse(error=error) for _ in triton_requests]
 '''
 
+_NO_STORE = """
+
+os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
+"""
+"""For endpoints that take and give only a little JSON. They need no shared memory, and so no process that keeps it, which would
+import NumPy once more."""
+
 
 def error_tensor(code: Code, text: str):  # type: ignore[no-untyped-def]
     """The ``error`` output that the appended lines read."""
@@ -84,10 +93,18 @@ class _Model(Model):  # type: ignore[misc]
     servers_name: str
     """Name of the last backend created."""
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._takes_json = all(tensor.name == REQUEST.name for tensor in self.inputs)
+        if self._takes_json:
+            self._serializer_deserializer = Base64SerializerDeserializer()
+
     def generate_model(self, model_repository: Path) -> None:
         super().generate_model(model_repository)
         with (model_repository / self.model_name / str(self.model_version) / "model.py").open("a") as code:
             code.write(_APPENDIX.replace("SERVERS_NAME", self.servers_name))
+            if self._takes_json:
+                code.write(_NO_STORE)
 
 
 class _Server(TritonServer):  # type: ignore[misc]
@@ -120,7 +137,7 @@ class _Server(TritonServer):  # type: ignore[misc]
 
 
 class Backend(Triton):  # type: ignore[misc]
-    """A Triton that only processes of this user can reach: bind endpoints, :meth:`start`, send requests to :attr:`socket`."""
+    """A Triton that only processes of this user can reach: bind endpoints, :meth:`launch`, send requests to :attr:`socket`."""
 
     def __init__(self, *, metrics: bool, verbose: bool) -> None:
         remove_those_of_dead_servers()
@@ -137,7 +154,6 @@ class Backend(Triton):  # type: ignore[misc]
             http_port=1,  # required, but without meaning beside a Unix socket
             http_header_forward_pattern=messages.HEADER_PATTERN,
             allow_grpc=False,
-            exit_timeout_secs=EXIT_TIMEOUT_S,
             allow_metrics=metrics,
             metrics_address=f"unix:{self.metrics_socket}" if metrics else None,
             metrics_port=1 if metrics else None,
@@ -155,15 +171,18 @@ class Backend(Triton):  # type: ignore[misc]
         self._triton_server_config["strict_model_config"] = True
         self._processes: list[psutil.Process] = []
 
-    def start(self) -> None:
-        """Launch Triton and serve the bound endpoints.
+    def launch(self) -> None:
+        """Start tritonserver, which loads the bound endpoints."""
+        self._initialize_server()
+        self._triton_server.name, self._triton_server.log = self._belongings.name, self._log
+        self._triton_server.start()
+
+    def wait_until_ready(self) -> None:
+        """Return once the bound endpoints are served.
 
         Raises:
             TimeoutError: Triton does not answer within ``START_TIMEOUT_S``, or died; :meth:`log_tail` says more.
         """
-        self._initialize_server()
-        self._triton_server.name, self._triton_server.log = self._belongings.name, self._log
-        self._triton_server.start()
         if not within(START_TIMEOUT_S, lambda: self._is_ready() or not self._triton_server.is_alive()):
             raise TimeoutError(f"tritonserver did not answer within {START_TIMEOUT_S:.0f} s")
         if not self._triton_server.is_alive():
@@ -182,7 +201,7 @@ class Backend(Triton):  # type: ignore[misc]
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
     def close(self) -> None:
-        """Stop Triton, by force after ``GRACE_S`` seconds, and remove its files on disk and in shared memory.
+        """Kill Triton, and remove its files on disk and in shared memory.
 
         PyTriton's threads, which have no more requests to serve, are daemons and end with this process.
         """
@@ -191,7 +210,7 @@ class Backend(Triton):  # type: ignore[misc]
             process = self._triton_server.process
             process.stdin.close()
             try:
-                process.wait(3 * guardian.GRACE_S)
+                process.wait(GUARDIAN_S)
             except subprocess.TimeoutExpired:  # the guardian is stopped, or hangs
                 process.kill()
                 process.wait()

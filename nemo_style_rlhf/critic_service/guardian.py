@@ -1,4 +1,5 @@
-"""Starts tritonserver, and kills it and all its children once the server process has gone, however that ended.
+"""Starts tritonserver, and kills it and all its children once the server process has gone, however that ended, or asks for it. No
+client waits for an answer then, since the front door is closed first; ``belongings.py`` removes what they leave.
 
 The guardian's standard input is a pipe that the server process holds. The guardian leads its own session, which tritonserver and
 its children inherit: a signal to the server's process group does not reach them, and a process that hangs, or whose parents are
@@ -11,14 +12,11 @@ import select
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 
 from nemo_style_rlhf.critic_service import belongings
 from nemo_style_rlhf.transport import confine
 
 PERIOD_S = 0.1
-GRACE_S = 2.0
-"""Seconds from SIGINT for tritonserver, which waits for running calls, to SIGKILL for all processes."""
 NEWS_S = 1.0
 """Seconds within which a server process that ends together with tritonserver has gone; otherwise it notices tritonserver's end
 itself."""
@@ -32,10 +30,6 @@ def main() -> int:
     program = subprocess.Popen([sys.executable, confine.__file__, *command], stdin=subprocess.DEVNULL)
     while program.poll() is None and not _alone(PERIOD_S):
         pass
-    if program.poll() is None:
-        program.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            program.wait(GRACE_S)
     belongings.kill_session()
     if _alone(NEWS_S):  # else the server process still reads the log
         belongings.remove(name)

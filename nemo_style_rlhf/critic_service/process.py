@@ -26,10 +26,10 @@ from nemo_style_rlhf.critic_service.triton import Binding
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import bootstrap, interrupt
+from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import ServerConfig
 from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.listening import Address
 from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, json_tensor
 
 LOGGER = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ DRY_RUN = "dryrun"
 Loader = Callable[[torch.device, Path], Service | WorkerGroup]
 
 
-def serve(run: RunConfig, server: ServerConfig, address: Address, load: Loader) -> None:
-    """Run a server process after :func:`triton.preflight`. Returns after a dry run, otherwise ends the process.
+def serve(run: RunConfig, server: ServerConfig, binding: Binding | None, load: Loader) -> None:
+    """Run a server process after :func:`triton.begin`. Returns after a dry run, otherwise ends the process.
 
     The exit code is 0 after ``critic_shutdown``, SIGTERM or SIGINT, 1 after a fatal error or the death of tritonserver.
 
@@ -73,22 +73,32 @@ def serve(run: RunConfig, server: ServerConfig, address: Address, load: Loader) 
                 rehearse(loaded)
                 loaded.dismiss()
         return
-    loaded = load(device, Path(run.output_dir))
+    starting("loading models")
+    try:
+        loaded = load(device, Path(run.output_dir))
+    except BaseException:
+        if binding is not None:
+            binding.close(CLOSE_TIMEOUT_S)
+        raise
     loading = False
     if isinstance(loaded, WorkerGroup):
         loaded.follow()
         _flush_and_exit(0)
     else:
-        _flush_and_exit(_serve(loaded, server, address, signals))
+        assert binding is not None  # it serves
+        _flush_and_exit(_serve(loaded, server, binding, signals))
 
 
-def _serve(service: Service, config: ServerConfig, address: Address, signals: SimpleQueue[int]) -> int:
+def _serve(service: Service, config: ServerConfig, binding: Binding, signals: SimpleQueue[int]) -> int:
     ready_file = Path(config.ready_file) if config.ready_file is not None else None
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
-    logging.getLogger("pytriton").setLevel(logging.INFO if config.verbose else logging.ERROR)
-    binding = Binding(config, service.handle, address, roles=service.roles, boot_id=service.gate.boot_id)
-    door = binding.door
+    starting("waiting for Triton")
+    try:
+        door = binding.open(service.handle, boot_id=service.gate.boot_id)
+    except BaseException:
+        binding.close(CLOSE_TIMEOUT_S)
+        raise
     described = {"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": service.gate.boot_id}
     where = json.dumps(described).encode()
     try:

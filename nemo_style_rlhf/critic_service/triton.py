@@ -7,6 +7,7 @@ checks every output's dtype and shape. Each endpoint has its own thread, so ``cr
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.backend import Backend, error_tensor
 from nemo_style_rlhf.critic_service.protocol import largest_tensors
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import ServerConfig
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.front_door import Route
@@ -29,77 +31,126 @@ CALLS_IN_MEMORY = 32
 Handler = Callable[[str, Mapping[str, Array]], dict[str, Array]]
 
 
-def preflight(config: ServerConfig) -> Address:
-    """:func:`take_address` in an environment in which PyTriton works.
+def begin(run: RunConfig, config: ServerConfig, roles: list[str]) -> "Binding | None":
+    """:func:`take_address` in an environment in which PyTriton works, and start Triton, which loads beside the models. A
+    rehearsal does without it. Returns None on ranks that serve nothing.
 
     Raises:
         UserError: NumPy is 2; or see :func:`take_address`.
     """
     _refuse_numpy_2()
-    return take_address(config)
+    address = take_address(config)
+    if address.listener is None:
+        return None
+    binding = Binding(config, address, roles)
+    if not run.dry_run:
+        binding.start()
+    return binding
 
 
 class Binding:
-    """Triton bound to ``handle``, and the front door before it.
+    """Triton bound to a handler, and the front door before it. Nobody reaches Triton before :meth:`open`.
 
     :attr:`fatal` is set when an internal error of this process prevented an answer.
     """
 
-    def __init__(
-        self, config: ServerConfig, handle: Handler, address: Address, *, roles: list[str], boot_id: str
-    ) -> None:
-        """Start Triton, bind the endpoints of ``roles``, open the front door."""
+    def __init__(self, config: ServerConfig, address: Address, roles: list[str]) -> None:
         self.fatal = threading.Event()
-        self._handle = handle
-        self._boot_id = boot_id
-        # Each of these happened once: Triton listened but never answered; one of its processes crashed while loading.
-        Retrying(stop=stop_after_attempt(2), reraise=True)(self._start, config, roles)
-        self.door = self._open(config, roles, address)
+        self.door: Door | None = None
+        self._config, self._address, self._roles = config, address, roles
+        self._handle: Handler | None = None
+        self._boot_id = ""
+        self._backend: Backend | None = None
+        self._ready: Future[None] = Future()
+        self._lock = threading.Lock()
+        self._closed = False
 
-    def _start(self, config: ServerConfig, roles: list[str]) -> None:
-        self._backend = Backend(metrics=config.metrics, verbose=config.verbose)
-        for endpoint in _endpoints(roles):
-            self._bind(endpoint, roles)
+    def start(self) -> None:
+        """Start Triton, in a thread."""
+        logging.getLogger("pytriton").setLevel(logging.INFO if self._config.verbose else logging.ERROR)
+        self._backend = self._bound()
+        threading.Thread(target=self._start, name="triton", daemon=True).start()
+
+    def _start(self) -> None:
         try:
-            self._backend.start()
+            # Each of these happened once: Triton listened but never answered; one of its processes crashed while loading.
+            Retrying(stop=stop_after_attempt(2), reraise=True)(self._attempt)
+        except Exception as error:  # noqa: BLE001 raised by open()
+            self._ready.set_exception(error)
+        else:
+            self._ready.set_result(None)
+
+    def _attempt(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            backend = self._backend = self._backend or self._bound()
+            backend.launch()
+        try:
+            backend.wait_until_ready()
         except Exception:
-            LOGGER.error("tritonserver did not start:\n%s", self.log_tail())
-            self._backend.close()
+            with self._lock:
+                if not self._closed:
+                    LOGGER.error("tritonserver did not start:\n%s", backend.log_tail())
+                    backend.close()
+                    self._backend = None
             raise
 
-    def _open(self, config: ServerConfig, roles: list[str], address: Address) -> Door:
+    def _bound(self) -> Backend:
+        backend = Backend(metrics=self._config.metrics, verbose=self._config.verbose)
+        for endpoint in _endpoints(self._roles):
+            self._bind(backend, endpoint)
+        return backend
+
+    def open(self, handle: Handler, *, boot_id: str) -> Door:
+        """Open the front door once Triton is ready: from now on requests reach ``handle``.
+
+        Raises:
+            TimeoutError: Triton does not start.
+            UserError: another server has taken the port.
+        """
+        self._ready.result()
+        self._handle, self._boot_id = handle, boot_id
+        backend, config = self._backend, self._config
+        assert backend is not None
         # Triton and both ends of its shared memory keep room for the largest request that each endpoint has seen.
         routes = {each: Route(each, largest_tensors(each, config.max_request_bytes)) for each in protocol.ENDPOINTS}
-        return Door(
+        self.door = Door(
             config,
-            address,
-            backend=self._backend.socket,
-            metrics=self._backend.metrics_socket,
-            routes=[routes[endpoint] for endpoint in _endpoints(roles)],
+            self._address,
+            backend=backend.socket,
+            metrics=backend.metrics_socket,
+            routes=[routes[endpoint] for endpoint in _endpoints(self._roles)],
             bytes_in_flight=CALLS_IN_MEMORY * max(route.largest_body for route in routes.values()),
         )
+        return self.door
 
     def log_tail(self) -> str:
         """The end of Triton's own log."""
+        assert self._backend is not None
         return self._backend.log_tail()
 
     @property
     def alive(self) -> bool:
         """False once the front door, one of Triton's processes or a thread that answers requests has died."""
-        return self.door.alive and self._backend.is_alive()
+        return self.door is not None and self.door.alive and self._backend is not None and self._backend.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """Close the front door, by force after ``timeout_s`` seconds, and stop Triton."""
-        self.door.close(timeout_s)
-        self._backend.close()
+        """Close the front door, by force after ``timeout_s`` seconds, and stop Triton, which may still be starting."""
+        if self.door is not None:
+            self.door.close(timeout_s)
+        with self._lock:
+            self._closed = True
+            if self._backend is not None:
+                self._backend.close()
 
-    def _bind(self, endpoint: Endpoint, roles: list[str]) -> None:
-        outputs = [spec for spec in endpoint.outputs if spec is not protocol.REWARDS or "reward" in roles]
+    def _bind(self, backend: Backend, endpoint: Endpoint) -> None:
+        outputs = [spec for spec in endpoint.outputs if spec is not protocol.REWARDS or "reward" in self._roles]
 
         def infer(requests: list[Any]) -> list[dict[str, Array]]:
             return [self._answer(endpoint.name, request) for request in requests]
 
-        self._backend.bind(
+        backend.bind(
             model_name=endpoint.name,
             infer_func=infer,
             inputs=[_tensor(spec) for spec in endpoint.inputs],
@@ -112,6 +163,7 @@ class Binding:
         headers = {str(name).lower(): str(value) for name, value in (request.parameters or {}).items()}
         try:
             self._require_boot(headers)
+            assert self._handle is not None  # the front door opens after it is set
             return self._handle(endpoint, request.data)
         except ProtocolError as error:
             if error.fatal:
