@@ -75,6 +75,18 @@ class ServerClient:
             )
         return Status(**answer)
 
+    def answers(self) -> bool:
+        """Whether the server is there already.
+
+        Raises:
+            UserError: a wrong token, or something else answers.
+        """
+        try:
+            self.status(retry=False)
+        except ServerUnreachable:
+            return False
+        return True
+
     def wait_until_ready(self, progress: Callable[[str], None], heed: Callable[[], None] = lambda: None) -> Status:
         """:func:`wait_for_any` of this one."""
         return wait_for_any([self], progress, heed)[self]

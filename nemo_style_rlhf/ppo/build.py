@@ -37,6 +37,7 @@ from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.transfer import shapes_of
 from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.launch.bootstrap import setup
+from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.models.decoding import backend, decoder_loader
 from nemo_style_rlhf.models.digests import model_fingerprint, rows_fingerprint, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
@@ -76,7 +77,8 @@ PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
 def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None) -> PPOTrainer:
     """Load data and models, meet the servers, start DeepSpeed's engine, then vLLM.
 
-    Cheap checks come first: data, checkpoints and servers are checked before any engine starts.
+    Cheap checks come first: data, checkpoints and servers are checked before any engine starts. A critic server that still loads
+    is met after that, so that both processes load at the same time.
 
     Args:
         whole: the run that ``config`` tries out; its checks apply, too.
@@ -101,6 +103,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         config.algorithm.label, config.model.path, total_steps,
         config.algorithm.num_rollout_samples, device, output_dir,
     )  # fmt: skip
+    starting("loading the policy")
     policy = load_causal_lm(config.model)
     require_supported(policy, config.model.path, config.generation)
     max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
@@ -109,18 +112,22 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     init_distributed(device)
     engines, staleness = config.generation.engines.count, config.algorithm.staleness
     ranks = Ranks(tensor_parallel=config.generation.sharing_ranks)
-    critic = _meet_critic(config, tokenizer, policy, max_length, ranks, store) if config.uses_critic_process else None
-    critic_ranks = ranks.from_first(1 if critic is None else critic.ranks)
-    values_alone = config.algorithm.uses_critic and config.reward.critic.weight == 0
-    values_late = config.values_late or (critic_ranks > 1 and values_alone)  # one request has work for all of the ranks
-    scorer = _scorer(config, [*prompts, *val_prompts], critic, tokenizer, ranks, store, values_late=values_late)
+    turns = config.placement.in_turns
+    critic = RemoteCritic(config.remote_critic_rm) if config.uses_critic_process else None
+    meet = partial(_meet_critic, config, critic, tokenizer, policy, max_length, ranks, store)
+    patient = not turns and config.remote_critic_rm.wait_for_server_s > 0
+    later = critic is not None and patient and not all(ranks.everyone(critic.answers))
+    if critic is not None and later:
+        log.info("%s does not answer yet: the policy and its generator load meanwhile", critic.where)
+    else:
+        meet()
+    sources = _sources(config, [*prompts, *val_prompts], ranks, store)
     run_id = ranks.from_first(uuid.uuid4().hex[:12] if found is None or whole is not config else found.run_id)
     add_lora(policy, config.model)
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
     engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
     engine.eval()
     recovery = Recovery(critic, store, ranks, run_id=run_id, output_dir=output_dir)
-    turns = config.placement.in_turns
     if turns:
         engine.offload()
         recovery.clear_device()
@@ -130,6 +137,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     stop_strings |= config.agent.in_use and config.generation.backend == "vllm"  # environments may bring some
     generator: Generator | None = None
     if not engines:
+        starting("loading the generator")
         generator = make_generator(
             config.model, config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed,
             max_model_len=max_length, weight_shapes=shapes, stop_strings=stop_strings, sleeps=turns,
@@ -140,6 +148,20 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
             stop_strings=stop_strings, one_by_one=config.agent.in_use, placement=config.placement,
         )  # fmt: skip
     require_all_ranks()
+    if later:
+        starting("waiting for the critic server")
+        try:
+            meet()
+        except BaseException:
+            if generator is not None:
+                generator.close()
+            for source, _ in sources.values():
+                source.close()
+            raise
+    critic_ranks = ranks.from_first(1 if critic is None else critic.ranks)
+    values_alone = config.algorithm.uses_critic and config.reward.critic.weight == 0
+    values_late = config.values_late or (critic_ranks > 1 and values_alone)  # one request has work for all of the ranks
+    scorer = _scorer(config, critic, sources, values_late=values_late)
     if ranks.is_first:
         record_start(output_dir, config, after=f"step_{found.step if found else 0:06d}")
     ranks.require_shared(output_dir)
@@ -209,6 +231,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         versions={name: importlib.metadata.version(name) for name in PACKAGES}, rollouts=rollouts,
         policy=partial(PolicyCopy, engine, ranks, config, tokenizer) if config.checkpoint.save_hf else None,
     )  # fmt: skip
+    starting("taking the first step")
     session = Session(config, engine, queue, store, saver, recovery, residency, ranks, total_steps=total_steps)
     return PPOTrainer(config, parts, session, total_steps=total_steps)
 
@@ -328,18 +351,14 @@ def _validate(config: PPOActorConfig, prompts: list[Prompt], producer: Producer,
     return validation_metrics(sampled, pass_score=algorithm.val_pass_score)
 
 
-def _scorer(
-    config: PPOActorConfig, prompts: Sequence[Prompt], critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks, store: CheckpointStore, *, values_late: bool,
-) -> Scorer:  # fmt: skip
-    """The reward sources in use, and the critic's values unless they come ``values_late``."""
+Sources = dict[str, tuple[Scorer, float]]
+"""Rewards by name, with their weights."""
+
+
+def _sources(config: PPOActorConfig, prompts: Sequence[Prompt], ranks: Ranks, store: CheckpointStore) -> Sources:
+    """The reward sources in use, but the critic server."""
     reward = config.reward
-    sources: dict[str, tuple[Scorer, float]] = {}
-    weight = reward.critic.weight
-    values = config.algorithm.uses_critic and not values_late
-    if critic is not None and (values or weight != 0):
-        want: Want = "rewards" if not values else "both" if weight != 0 else "values"
-        sources["critic"] = RemoteCriticScorer(critic, want=want), weight
+    sources: Sources = {}
     if reward.server.weight != 0:
         conversations = any(prompt.chat is not None and prompt.chat.question is None for prompt in prompts)
         model = wait_together(ranks, store, partial(served_by, reward.server, log.info, conversations=conversations))
@@ -347,15 +366,30 @@ def _scorer(
         sources["server"] = server, reward.server.weight
     verdicts = Path(config.run.output_dir) / "verdicts"
     fields = columns(prompt.metadata for prompt in prompts)
-    sources |= text_sources(reward, fields, verdicts=verdicts, rank=ranks.rank)
-    return CombinedScorer(sources, on_error=reward.on_error)
+    return sources | text_sources(reward, fields, verdicts=verdicts, rank=ranks.rank)
+
+
+def _scorer(config: PPOActorConfig, critic: RemoteCritic | None, sources: Sources, *, values_late: bool) -> Scorer:
+    """All reward sources in use, and the critic's values unless they come ``values_late``."""
+    weight = config.reward.critic.weight
+    values = config.algorithm.uses_critic and not values_late
+    if critic is not None and (values or weight != 0):
+        want: Want = "rewards" if not values else "both" if weight != 0 else "values"
+        sources = {"critic": (RemoteCriticScorer(critic, want=want), weight), **sources}
+    return CombinedScorer(sources, on_error=config.reward.on_error)
 
 
 def _meet_critic(
-    config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, max_length: int,
-    ranks: Ranks, store: CheckpointStore,
-) -> RemoteCritic:  # fmt: skip
-    critic = RemoteCritic(config.remote_critic_rm)
+    config: PPOActorConfig, critic: RemoteCritic | None, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel,
+    max_length: int, ranks: Ranks, store: CheckpointStore,
+) -> None:  # fmt: skip
+    """Wait for the critic server, if the run has one, and check that it fits.
+
+    Raises:
+        UserError: it does not, or does not answer in time.
+    """
+    if critic is None:
+        return
     status = wait_together(ranks, store, partial(critic.wait_until_ready, log.info))
     needs_rewards = config.reward.critic.weight != 0
     if needs_rewards:
@@ -372,7 +406,6 @@ def _meet_critic(
             f"sequences may reach {max_length} tokens but the critic server takes at most {status.max_length}: lower "
             "data.max_prompt_length or generation.max_length, or serve a reward model with more positions"
         )
-    return critic
 
 
 def _policy_model(config: PPOActorConfig, model: PreTrainedModel) -> PolicyModel:
