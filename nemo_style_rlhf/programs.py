@@ -9,6 +9,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -185,9 +186,12 @@ def evaluate(config: EvaluationConfig) -> None:
     from nemo_style_rlhf.checkpoint.owner import owned
 
     with owned(config.run, "evaluation"):
-        from nemo_style_rlhf.evaluation.run import evaluate
+        from nemo_style_rlhf.evaluation.child import ChildSampler
 
-        evaluate(config)
+        with closing(ChildSampler(config)) as sampler:
+            from nemo_style_rlhf.evaluation.run import evaluate
+
+            evaluate(config, sampler)
 
 
 @entry_point(InspectDataConfig, config_name="inspect_data", no_sweep=lambda config: NO_RUN)

@@ -16,12 +16,13 @@ from rich.text import Text
 from nemo_style_rlhf.checkpoint.files import storage_errors, write_atomically
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.data.prompts import Prompt
+from nemo_style_rlhf.evaluation.child import ChildSampler
 from nemo_style_rlhf.evaluation.prompts import prompts_of
 from nemo_style_rlhf.evaluation.samples import Sample, to_jsonl
-from nemo_style_rlhf.evaluation.sampling import sample_in_child
 from nemo_style_rlhf.evaluation.scoring import build_scorer, score
 from nemo_style_rlhf.evaluation.summary import CheckpointSummary, summarize
 from nemo_style_rlhf.launch.bootstrap import setup
+from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.scoring.contract import columns
 
@@ -30,7 +31,7 @@ DRY_RUN_PROMPTS = 2
 DRY_RUN_LENGTH = 8
 
 
-def evaluate(config: EvaluationConfig) -> list[CheckpointSummary]:
+def evaluate(config: EvaluationConfig, sampler: ChildSampler) -> list[CheckpointSummary]:
     """Sample from one checkpoint after the other, score, write the files, and return the summary of each checkpoint.
 
     Cheap checks come first: templates, prompts and reward sources are checked before any response is generated.
@@ -38,9 +39,10 @@ def evaluate(config: EvaluationConfig) -> list[CheckpointSummary]:
     device = setup(config.run)
     if config.run.dry_run:
         config = _tiny(config)
+    starting("reading the prompts")
     prompts = prompts_of(config)
     scorer = build_scorer(config, device, columns(prompt.metadata for each in prompts.values() for prompt in each))
-    samples = _sample(config, prompts)
+    samples = _sample(config, sampler, prompts)
     if scorer is not None:
         with closing(scorer):
             score([sample for of_checkpoint in samples.values() for sample in of_checkpoint], scorer)
@@ -61,12 +63,15 @@ def _tiny(config: EvaluationConfig) -> EvaluationConfig:
     return dataclasses.replace(config, samples_per_prompt=1, generation=generation, data=data)
 
 
-def _sample(config: EvaluationConfig, prompts: dict[str, list[Prompt]]) -> dict[str, list[Sample]]:
+def _sample(
+    config: EvaluationConfig, sampler: ChildSampler, prompts: dict[str, list[Prompt]]
+) -> dict[str, list[Sample]]:
     """Samples by name of the checkpoint."""
     samples = {}
     for checkpoint in config.parsed_checkpoints:
         started = perf_counter()
-        samples[checkpoint.name] = sample_in_child(checkpoint, config, prompts[checkpoint.name])
+        starting(f"loading {checkpoint.name}")
+        samples[checkpoint.name] = sampler.sample(checkpoint, config, prompts[checkpoint.name])
         tokens = sum(sample.length for sample in samples[checkpoint.name])
         seconds = perf_counter() - started
         log.info(

@@ -1,11 +1,7 @@
-"""Generates responses of one checkpoint in a separate process, whose end frees all memory. No engine promises that for its
-shutdown."""
+"""Generates responses of one checkpoint."""
 
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 
 from rich.console import Console
 from rich.progress import track
@@ -13,33 +9,14 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.encoding import decode_response
 from nemo_style_rlhf.data.prompts import Prompt
-from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.evaluation.prompts import max_model_length
 from nemo_style_rlhf.evaluation.samples import Sample
 from nemo_style_rlhf.generation.factory import make_generator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
 from nemo_style_rlhf.launch.bootstrap import setup
-from nemo_style_rlhf.launch.children import end_with_parent
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.rollout.producer import make_requests
 from nemo_style_rlhf.schema.evaluation import Checkpoint, EvaluationConfig
-
-
-def sample_in_child(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[Prompt]) -> list[Sample]:
-    """Call :func:`sample` in a new process, which has ended when this returns.
-
-    Raises:
-        UserError: the checkpoint cannot be loaded, or the process was killed.
-    """
-    # Spawn, since a CUDA context and threads do not survive a fork.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent) as executor:
-        try:
-            return executor.submit(sample, checkpoint, config, prompts).result()
-        except BrokenProcessPool as error:
-            raise UserError(
-                f"the process that generated with {checkpoint.path} was killed, most often for lack of memory: lower "
-                "generation.max_num_seqs, generation.kv_cache_gib or generation.gpu_memory_utilization"
-            ) from error
 
 
 def sample(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[Prompt]) -> list[Sample]:
