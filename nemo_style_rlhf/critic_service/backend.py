@@ -17,12 +17,10 @@ import sys
 import sysconfig
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytriton.triton  # type: ignore[import-untyped]
 from pytriton.models.model import Model  # type: ignore[import-untyped]
-from pytriton.proxy.data import Base64SerializerDeserializer  # type: ignore[import-untyped]
 from pytriton.server.triton_server import TritonServer  # type: ignore[import-untyped]
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 
@@ -30,7 +28,7 @@ from nemo_style_rlhf.critic_service import guardian
 from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_of_dead_servers
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.listening import within
-from nemo_style_rlhf.transport.messages import ERROR, REQUEST, Code, bytes_tensor
+from nemo_style_rlhf.transport.messages import ERROR, Code, bytes_tensor
 
 START_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 20
@@ -39,7 +37,7 @@ ERROR_KINDS = {400: "INVALID_ARG", 404: "NOT_FOUND", 503: "UNAVAILABLE", 500: "I
 GUARDIAN_S = 6.0
 """Seconds after which a guardian that should have killed tritonserver is killed itself."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-"""For the processes of Triton's Python backend, up to two per endpoint: they copy arrays and multiply none, but NumPy's import
+"""For the processes of Triton's Python backend, two per endpoint: they copy arrays and multiply none, but NumPy's import
 starts threads for every core, which took a quarter of the processor time of a server's start."""
 
 _APPENDIX = f'''
@@ -76,13 +74,6 @@ class TritonPythonModel(TritonPythonModel):
             return [pb_utils.InferenceResponse(error=error) for _ in triton_requests]
 '''
 
-_NO_STORE = """
-
-os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
-"""
-"""For endpoints that take and give only a little JSON. They need no shared memory, and so no process that keeps it, which would
-import NumPy once more."""
-
 
 def error_tensor(code: Code, text: str):  # type: ignore[no-untyped-def]
     """The ``error`` output that the appended lines read."""
@@ -93,18 +84,10 @@ class _Model(Model):  # type: ignore[misc]
     servers_name: str
     """Name of the last backend created."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self._takes_json = all(tensor.name == REQUEST.name for tensor in self.inputs)
-        if self._takes_json:
-            self._serializer_deserializer = Base64SerializerDeserializer()
-
     def generate_model(self, model_repository: Path) -> None:
         super().generate_model(model_repository)
         with (model_repository / self.model_name / str(self.model_version) / "model.py").open("a") as code:
             code.write(_APPENDIX.replace("SERVERS_NAME", self.servers_name))
-            if self._takes_json:
-                code.write(_NO_STORE)
 
 
 class _Server(TritonServer):  # type: ignore[misc]
@@ -143,6 +126,7 @@ class Backend(Triton):  # type: ignore[misc]
         remove_those_of_dead_servers()
         self._belongings = Belongings()
         folder = self._belongings.folder
+        self.folder = folder
         self.socket = folder / "http.sock"
         self.metrics_socket = folder / "metrics.sock" if metrics else None
         self._log = None if verbose else folder / "triton.log"

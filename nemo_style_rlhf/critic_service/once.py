@@ -16,7 +16,7 @@ REMEMBERED = 100
 
 
 def once(message: type[Changing], change: Callable[[Changing], dict[str, Any]]) -> Handler:
-    """Calls ``change`` for a request that it has not answered yet. Triton hands an endpoint one request at a time."""
+    """Calls ``change`` for a request that it has not answered yet. Each endpoint answers one request at a time."""
     answered: dict[str, tuple[Changing, dict[str, Any]]] = {}
 
     def endpoint(inputs: Mapping[str, Array]) -> Tensors:

@@ -129,7 +129,7 @@ def _supervise(service: Service, binding: Binding, signals: SimpleQueue[int]) ->
         told = False
         with contextlib.suppress(queue.Empty):
             told = bool(signals.get(timeout=SUPERVISION_PERIOD_S))
-        if binding.fatal.is_set():  # check this first: the end of another rank also brings a signal
+        if binding.failed:  # check this first: the end of another rank also brings a signal
             return 1
         try:
             owner.require_owned()

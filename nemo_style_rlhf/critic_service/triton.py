@@ -1,4 +1,4 @@
-"""The PyTriton binding: hands arrays to the service, turns errors into answers, and puts the front door before Triton.
+"""The binding of a service to the network: PyTriton for tensors, a backend of this process for JSON, the front door before both.
 
 With ``batching=False`` every request is computed alone, so that its answer never depends on other requests; ``strict=True``
 checks every output's dtype and shape. Each endpoint has its own thread, so ``critic_status`` answers while ``critic_train`` runs.
@@ -24,6 +24,7 @@ from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.front_door import Route
 from nemo_style_rlhf.transport.listening import Address, Door, take_address
 from nemo_style_rlhf.transport.messages import Array, Code, Endpoint, ProtocolError, TensorSpec
+from nemo_style_rlhf.transport.unix_backend import UnixBackend
 
 LOGGER = logging.getLogger(__name__)
 CALLS_IN_MEMORY = 32
@@ -49,13 +50,16 @@ def begin(run: RunConfig, config: ServerConfig, roles: list[str]) -> "Binding | 
 
 
 class Binding:
-    """Triton bound to a handler, and the front door before it. Nobody reaches Triton before :meth:`open`.
+    """Triton and a backend of this process bound to a handler, and the front door before them. Nobody reaches them before
+    :meth:`open`.
 
-    :attr:`fatal` is set when an internal error of this process prevented an answer.
+    Triton serves the endpoints that take tensors. Those that take only JSON need none of it: each would cost a server's start two
+    processes more, half a second of processor time.
     """
 
     def __init__(self, config: ServerConfig, address: Address, roles: list[str]) -> None:
-        self.fatal = threading.Event()
+        self._fatal = threading.Event()
+        self._control: UnixBackend | None = None
         self.door: Door | None = None
         self._config, self._address, self._roles = config, address, roles
         self._handle: Handler | None = None
@@ -99,7 +103,8 @@ class Binding:
     def _bound(self) -> Backend:
         backend = Backend(metrics=self._config.metrics, verbose=self._config.verbose)
         for endpoint in _endpoints(self._roles):
-            self._bind(backend, endpoint)
+            if largest_tensors(endpoint, 1):
+                self._bind(backend, endpoint)
         return backend
 
     def open(self, handle: Handler, *, boot_id: str) -> Door:
@@ -114,16 +119,26 @@ class Binding:
         backend, config = self._backend, self._config
         assert backend is not None
         # Triton and both ends of its shared memory keep room for the largest request that each endpoint has seen.
-        routes = {each: Route(each, largest_tensors(each, config.max_request_bytes)) for each in protocol.ENDPOINTS}
+        sizes = {each: largest_tensors(each, config.max_request_bytes) for each in protocol.ENDPOINTS}
+        control = backend.folder / "control.sock"
+        routes = [Route(each, sizes[each], None if sizes[each] else str(control)) for each in _endpoints(self._roles)]
+        self._control = UnixBackend(
+            control, [route for route in routes if route.backend], handle, boot_id=boot_id, one_at_a_time=True
+        )
         self.door = Door(
             config,
             self._address,
             backend=backend.socket,
             metrics=backend.metrics_socket,
-            routes=[routes[endpoint] for endpoint in _endpoints(self._roles)],
-            bytes_in_flight=CALLS_IN_MEMORY * max(route.largest_body for route in routes.values()),
+            routes=routes,
+            bytes_in_flight=CALLS_IN_MEMORY * max(Route(each, size).largest_body for each, size in sizes.items()),
         )
         return self.door
+
+    @property
+    def failed(self) -> bool:
+        """Whether an internal error of this process prevented an answer."""
+        return self._fatal.is_set() or (self._control is not None and self._control.fatal.is_set())
 
     def log_tail(self) -> str:
         """The end of Triton's own log."""
@@ -133,12 +148,16 @@ class Binding:
     @property
     def alive(self) -> bool:
         """False once the front door, one of Triton's processes or a thread that answers requests has died."""
-        return self.door is not None and self.door.alive and self._backend is not None and self._backend.is_alive()
+        if self.door is None or self._backend is None or self._control is None:
+            return False
+        return self.door.alive and self._control.alive and self._backend.is_alive()
 
     def close(self, timeout_s: float) -> None:
         """Close the front door, by force after ``timeout_s`` seconds, and stop Triton, which may still be starting."""
         if self.door is not None:
             self.door.close(timeout_s)
+        if self._control is not None:
+            self._control.close()
         with self._lock:
             self._closed = True
             if self._backend is not None:
@@ -168,11 +187,11 @@ class Binding:
         except ProtocolError as error:
             if error.fatal:
                 LOGGER.error("%s: %s", endpoint, error)
-                self.fatal.set()
+                self._fatal.set()
             return {messages.ERROR.name: error_tensor(error.code, str(error))}
         except Exception:
             LOGGER.exception("%s failed, the server ends", endpoint)
-            self.fatal.set()
+            self._fatal.set()
             text = str(ProtocolError(Code.INTERNAL, f"{endpoint} failed and the server ends; its log says why"))
             return {messages.ERROR.name: error_tensor(Code.INTERNAL, text)}
 

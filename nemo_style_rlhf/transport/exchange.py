@@ -162,7 +162,7 @@ class Exchange(HTTPMessageDelegate):
 
     async def _send(self, head: bytes, start: bytes, rest: int, *, head_bytes: int | None = None) -> None:
         """Begin the request to the backend: send a head and the start of the tensors, and announce ``rest`` more bytes."""
-        backend = await self._door.to_backend()
+        backend = await self._door.to_backend(self._route)
         headers = HTTPHeaders({
             "Host": "localhost",
             "Content-Type": "application/octet-stream",
@@ -191,7 +191,7 @@ class Exchange(HTTPMessageDelegate):
                 answer = Answer(self._connection)
                 whole = await self._hop.read_response(answer)
                 if whole and self._method != "GET":  # metrics have a separate connection
-                    self._door.rest(self._hop.stream)
+                    self._door.rest(self._route, self._hop.stream)
                     self._hop = None
                 if not answer.begun:
                     raise _gone()

@@ -17,7 +17,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,6 +56,8 @@ class Route:
     endpoint: Endpoint
     tensor_bytes: int
     """Maximum bytes of tensors in a request; 0 if the endpoint takes only JSON."""
+    backend: str | None = None
+    """Path of the Unix socket of a backend of its own; None is :attr:`Settings.backend`."""
 
     @property
     def largest_body(self) -> int:
@@ -91,7 +93,7 @@ class Settings:
     @classmethod
     def from_json(cls, text: bytes) -> "Settings":
         content = json.loads(text)
-        routes = tuple(Route(_endpoint(route["endpoint"]), route["tensor_bytes"]) for route in content["routes"])
+        routes = tuple(Route(**route | {"endpoint": _endpoint(route["endpoint"])}) for route in content["routes"])
         return cls(**content | {"routes": routes})
 
 
@@ -132,7 +134,7 @@ class FrontDoor(HTTPServerConnectionDelegate):
         self.bytes_left = settings.bytes_in_flight
         self.running: set[asyncio.Task[None]] = set()
         self._strangers: OrderedDict[Visitor, None] = OrderedDict()
-        self._resting: list[IOStream] = []
+        self._resting: dict[str, list[IOStream]] = defaultdict(list)
 
     def accept(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
         """Serve a connection. If its address has too many strangers, the oldest connection is closed."""
@@ -171,21 +173,22 @@ class FrontDoor(HTTPServerConnectionDelegate):
         self._strangers.pop(visitor, None)
         visitor.parameters.header_timeout = IDLE_S
 
-    async def to_backend(self) -> IOStream:
-        """A connection to the backend.
+    async def to_backend(self, route: Route) -> IOStream:
+        """A connection to the backend of the route.
 
         Raises:
             Refused: the backend has ended.
         """
-        while self._resting:
-            stream = self._resting.pop()
+        path = route.backend or self.settings.backend
+        while self._resting[path]:
+            stream = self._resting[path].pop()
             if not stream.closed():
                 return stream
-        return await connect(self.settings.backend)
+        return await connect(path)
 
-    def rest(self, stream: IOStream) -> None:
-        """Keep a connection to the backend for the next request."""
-        self._resting.append(stream)
+    def rest(self, route: Route, stream: IOStream) -> None:
+        """Keep a connection to the route's backend for the next request."""
+        self._resting[route.backend or self.settings.backend].append(stream)
 
 
 async def serve(settings: Settings) -> None:

@@ -45,7 +45,8 @@ def decode_request(endpoint: Endpoint, body: bytes, head_length: int) -> dict[st
 
 def encode_response(endpoint: Endpoint, outputs: Mapping[str, Array], request: Mapping[str, Any]) -> tuple[bytes, int]:
     """The body of an answer and the length of its JSON head; tensors in JSON where the head of the request wants no binary."""
-    if not request["parameters"]["binary_data_output"]:
+    chosen = request.get("outputs") or [{"parameters": {"binary_data": request["parameters"]["binary_data_output"]}}]
+    if not all(each["parameters"]["binary_data"] for each in chosen):
         described = [
             {"name": spec.name, "shape": [outputs[spec.name].size], "datatype": spec.datatype, "data": _plain(outputs[spec.name])}
             for spec in endpoint.outputs

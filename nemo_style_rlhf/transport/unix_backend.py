@@ -19,22 +19,28 @@ from nemo_style_rlhf.transport.messages import BOOT_HEADER, Array, Code, Protoco
 
 LOGGER = logging.getLogger(__name__)
 THREADS = 64
-"""Calls that may wait at the same time."""
+"""Calls that may wait at the same time, of one endpoint or of all."""
 Handle = Callable[[str, dict[str, Array]], Mapping[str, Array]]
 
 
 class UnixBackend:
     """Answers the requests of a front door with ``handle(endpoint, inputs)``, each call in a thread of a pool."""
 
-    def __init__(self, path: Path, routes: Sequence[Route], handle: Handle, *, boot_id: str) -> None:
+    def __init__(
+        self, path: Path, routes: Sequence[Route], handle: Handle, *, boot_id: str, one_at_a_time: bool = False
+    ) -> None:
         """Listen at ``path``.
 
         Args:
+            one_at_a_time: an endpoint's next call waits until its last one is answered, as Triton's do.
             handle: raises ProtocolError to refuse; any other error answers INTERNAL and sets :attr:`fatal`.
         """
         self.fatal = threading.Event()
         self._path, self._routes, self._handle, self._boot_id = path, routes, handle, boot_id
-        self._calls = ThreadPoolExecutor(THREADS, "call")
+        together = ThreadPoolExecutor(THREADS, "call")
+        self._calls = {
+            route: ThreadPoolExecutor(1, route.endpoint.name) if one_at_a_time else together for route in routes
+        }
         opened = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, args=(opened,), name="backend", daemon=True)
@@ -48,7 +54,8 @@ class UnixBackend:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._calls.shutdown(wait=False, cancel_futures=True)
+        for pool in self._calls.values():
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _serve(self, opened: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
@@ -79,9 +86,9 @@ class UnixBackend:
             failed = ProtocolError(Code.INTERNAL, f"{route.endpoint.name} failed and the server ends; its log says why")
             return failed.code.status, _error(failed), None
 
-    def call(self, *arguments: Any) -> "asyncio.Future[tuple[int, bytes, int | None]]":
+    def call(self, route: Route, *arguments: Any) -> "asyncio.Future[tuple[int, bytes, int | None]]":
         """:meth:`answer` in a thread of the pool."""
-        return self._loop.run_in_executor(self._calls, self.answer, *arguments)
+        return self._loop.run_in_executor(self._calls[route], self.answer, route, *arguments)
 
 
 class _Call(RequestHandler):
