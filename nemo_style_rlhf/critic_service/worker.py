@@ -30,6 +30,7 @@ from nemo_style_rlhf.engine.steps import OptimizerStep, TokenMeans, optimizer_st
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.compiled import compile_forward
 from nemo_style_rlhf.models.digests import module_digest, tokenizer_digest
+from nemo_style_rlhf.models.kinds import refuse_encoder
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel, pad_token
@@ -196,11 +197,7 @@ class CriticWorker:
             self.config.model, normalize=config.normalize_rewards, label_weights=config.label_weights
         )
         if isinstance(model, PooledModel):
-            raise UserError(
-                f"the reward model {path} is an encoder ({type(model.hf).__name__}), which gives no score per token: serve it "
-                "with servers/serve_reward_model.py, set critic.combine_rm_and_critic_server=false, and start the critic from a "
-                "decoder (critic.path)"
-            )
+            refuse_encoder(path, type(model.hf).__name__)
         # Not the critic's, whose chat template may be another.
         tokenizer = load_tokenizer(path, trust_remote_code=self.config.model.trust_remote_code)
         if tokenizer_digest(tokenizer) != tokenizer_digest(self.tokenizer):

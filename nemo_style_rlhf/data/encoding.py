@@ -3,20 +3,22 @@
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.records import Dropped
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Message, is_parts, plain_text
 
+if TYPE_CHECKING:  # rows are checked before transformers, and torch with it, is imported
+    from transformers import PreTrainedTokenizerBase
+
 
 class Encoder:
     """Tokenizes prompts and responses."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         # Some tokenizers close every text with EOS, but a prompt must stay open. The tokens of an ordinary text distinguish
@@ -121,6 +123,25 @@ class Encoder:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+class TokensNeeded(Exception):
+    """Without a tokenizer, nothing more can be told about a row."""
+
+
+class Untokenized(Encoder):
+    """Stands where there is no tokenizer yet, so that a row is read up to its first token.
+
+    Every method raises :class:`TokensNeeded`.
+    """
+
+    def __init__(self) -> None:
+        """It has nothing."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TokensNeeded
+
+    prompt = response = chat = rendered = _refuse
+
+
 def _holds(text: str, message: Message) -> bool:
     """Whether a rendering holds all that a turn says, as it stands or escaped as JSON; white space around it may be lost."""
     content = message.get("content") or ""
@@ -131,7 +152,7 @@ def _holds(text: str, message: Message) -> bool:
     )
 
 
-def decode_response(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], response: Sequence[int]) -> str:
+def decode_response(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], response: Sequence[int]) -> str:
     """The text of the response after its prompt: decoded alone, it would lose its leading space in SentencePiece models."""
     whole = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
     before = str(tokenizer.decode(list(prompt), skip_special_tokens=True))

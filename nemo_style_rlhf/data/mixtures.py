@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from nemo_style_rlhf.data.records import DropReport
-from nemo_style_rlhf.data.sampling import MixtureSampler, PromptSampler, Sampler
 from nemo_style_rlhf.schema.data import TrainingDataConfig
 from nemo_style_rlhf.schema.sources import Sources
+
+if TYPE_CHECKING:
+    from nemo_style_rlhf.data.sampling import Sampler
 
 Row = TypeVar("Row", covariant=True)
 IDS_PER_SOURCE = 2**32
@@ -34,8 +36,13 @@ class TrainingRows(Generic[Row]):
     """Weight of each source of a mixture; empty without one."""
     reports: list[DropReport]
 
-    def sampler(self, seed: int, shuffle: bool = True) -> Sampler:
+    def sampler(self, seed: int, shuffle: bool = True) -> "Sampler":
         """The order of training, a pure function of ``seed`` and the position in it."""
+        from nemo_style_rlhf.data.sampling import (
+            MixtureSampler,
+            PromptSampler,
+        )  # and numpy, which no check of rows needs
+
         if not self.weights:
             return PromptSampler(len(self.rows), seed, shuffle)
         return MixtureSampler(self.sizes, self.weights, seed, shuffle)
@@ -53,8 +60,7 @@ def load_training_rows(config: TrainingDataConfig, load: Load[Row]) -> TrainingR
     Raises:
         UserError: a source is missing, broken, or has no usable row.
     """
-    sources = [source.path for source in config.mixture] or [config.train_path]
-    loaded = [load(source, number * IDS_PER_SOURCE) for number, source in enumerate(sources)]
+    loaded = [load(source, number * IDS_PER_SOURCE) for number, source in enumerate(config.training_sources)]
     weights = [source.weight for source in config.mixture]
     for (_, report), weight in zip(loaded, weights, strict=False):
         report.source = f"{report.source} ({weight / sum(weights):.1%} of the mixture)"

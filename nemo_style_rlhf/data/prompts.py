@@ -1,9 +1,8 @@
 """Prompts for rollouts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from nemo_style_rlhf.data import hh
 from nemo_style_rlhf.data.encoding import Encoder
@@ -17,7 +16,7 @@ from nemo_style_rlhf.data.layouts import (
     with_system,
 )
 from nemo_style_rlhf.data.mixtures import TrainingRows, load_training_rows
-from nemo_style_rlhf.data.records import Dropped, DropReport, Record
+from nemo_style_rlhf.data.records import Dropped, DropReport, Record, usable
 from nemo_style_rlhf.data.sources import described, read_records
 from nemo_style_rlhf.data.templates import render
 from nemo_style_rlhf.data.turns import (
@@ -32,6 +31,11 @@ from nemo_style_rlhf.schema.chat import Chat, Message, plain_text
 from nemo_style_rlhf.schema.data import PromptDataConfig, PromptRowsConfig
 from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
 from nemo_style_rlhf.schema.sources import Sources
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ADVICE = "check the file, or raise data.max_prompt_length"
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Prompt:
 def load_prompts(
     sources: Sources,
     config: PromptRowsConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     whole_distribution: bool = False,
     first_id: int = 0,
@@ -76,36 +80,40 @@ def load_prompts(
         UserError: the source is missing or has broken JSON, or no prompt is left.
     """
     encoder = Encoder(tokenizer, chat_template=config.chat_template)
-    report = DropReport(described(sources))
-    prompts = []
-    for record in read_records(sources):
-        try:
-            key = _prompt_column(record, config)
-            text, chat, cut = _prompt_text(record, key, config, encoder)
-            token_ids = encoder.rendered(text) if config.by_chat_template else encoder.prompt(text)
-            if not token_ids:
-                raise Dropped("empty")
-            if len(token_ids) > config.max_prompt_length:
-                raise Dropped(f"longer than {config.max_prompt_length} tokens")
-            label, metadata = _label(record, config), _metadata(record, key, config)
-        except Dropped as reason:
-            report.drop(reason, record)
-        else:
-            sampling = _sampling(record, config)
-            if whole_distribution and sampling.cut:
-                raise UserError(
-                    f"{record.where}: {sampling.cut} leaves out a part of the distribution but algorithm.old_logprobs=sampler "
-                    "needs log-probabilities of the whole one: take it out of the row, or use algorithm.old_logprobs=trainer"
-                )
-            prompts.append(Prompt(first_id + record.index, token_ids, text, label, chat, metadata, sampling))
-            report.cut += cut
-    report.kept = len(prompts)
-    report.require_kept("check the file, or raise data.max_prompt_length")
-    return prompts, report
+    read = prompt_reader(config, encoder, whole_distribution=whole_distribution, first_id=first_id)
+    rows, report = usable(read_records(sources), read, described(sources))
+    report.cut = sum(cut for _, cut in rows)
+    report.require_kept(ADVICE)
+    return [prompt for prompt, _ in rows], report
+
+
+def prompt_reader(
+    config: PromptRowsConfig, encoder: Encoder, *, whole_distribution: bool = False, first_id: int = 0
+) -> Callable[[Record], tuple[Prompt, bool]]:
+    """What makes a row's prompt, and tells whether it was cut before its last answer; see :func:`load_prompts`."""
+
+    def read(record: Record) -> tuple[Prompt, bool]:
+        key = _prompt_column(record, config)
+        label, metadata = _label(record, config), _metadata(record, key, config)
+        text, chat, cut = _prompt_text(record, key, config, encoder)
+        token_ids = encoder.rendered(text) if config.by_chat_template else encoder.prompt(text)
+        if not token_ids:
+            raise Dropped("empty")
+        if len(token_ids) > config.max_prompt_length:
+            raise Dropped(f"longer than {config.max_prompt_length} tokens")
+        sampling = _sampling(record, config)
+        if whole_distribution and sampling.cut:
+            raise UserError(
+                f"{record.where}: {sampling.cut} leaves out a part of the distribution but algorithm.old_logprobs=sampler "
+                "needs log-probabilities of the whole one: take it out of the row, or use algorithm.old_logprobs=trainer"
+            )
+        return Prompt(first_id + record.index, token_ids, text, label, chat, metadata, sampling), cut
+
+    return read
 
 
 def load_training_prompts(
-    config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, *, whole_distribution: bool = False
+    config: PromptDataConfig, tokenizer: "PreTrainedTokenizerBase", *, whole_distribution: bool = False
 ) -> TrainingRows[Prompt]:
     """The prompts of ``data.train_path`` or ``data.mixture``; see :func:`load_prompts`."""
 

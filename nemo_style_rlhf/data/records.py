@@ -1,12 +1,13 @@
 """Rows with their positions, and the report on those that cannot be used."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_style_rlhf.errors import UserError
 
+Row = TypeVar("Row")
 _EXAMPLES_KEPT = 3
 
 
@@ -121,3 +122,15 @@ class DropReport:
         )
         dropped = f"{self.dropped.total()} dropped ({self._reasons()}; first of them: {first})"
         return f"{self.source}: {self.kept} rows kept{cut}, {dropped}"
+
+
+def usable(records: Iterable[Record], read: Callable[[Record], Row], source: str) -> tuple[list[Row], DropReport]:
+    """What ``read`` makes of the records of ``source``, and a report on those that it drops."""
+    rows, report = [], DropReport(source)
+    for record in records:
+        try:
+            rows.append(read(record))
+        except Dropped as reason:
+            report.drop(reason, record)
+    report.kept = len(rows)
+    return rows, report

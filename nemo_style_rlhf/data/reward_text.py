@@ -1,20 +1,22 @@
 """Turns prompt and response into the token ids that a reward model was trained on."""
 
 from functools import partial
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.templates import read_template, render
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Chat
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class RewardText:
     """Forms sequences as ``data/supervised.py`` forms preference pairs: template, prompt, response, end-of-text."""
 
     def __init__(
-        self, model_dir: str, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool | None, as_pair: bool = False
+        self, model_dir: str, tokenizer: "PreTrainedTokenizerBase", *, append_eos: bool | None, as_pair: bool = False
     ) -> None:
         """Take template and end-of-text from the note beside the model; without a note, use no template and an end-of-text.
 

@@ -1,17 +1,15 @@
 """Turns rows of the supervised stages into token ids."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, TypeVar
 
 from nemo_style_rlhf.data import layouts
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.examples import Conversation, PreferencePair, SFTExample, UnpairedExample
-from nemo_style_rlhf.data.records import Dropped, DropReport, Record
+from nemo_style_rlhf.data.records import Dropped, DropReport, Record, usable
 from nemo_style_rlhf.data.sources import described, read_records
 from nemo_style_rlhf.data.templates import render
 from nemo_style_rlhf.data.turns import CONVERSATION_COLUMNS, greeting, is_conversation, require_question, tools
@@ -25,24 +23,27 @@ from nemo_style_rlhf.schema.supervised import (
     UnpairedDataConfig,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Row = TypeVar("Row")
 ADVICE = "check the file, or raise data.max_length"
 
 
 def load_sft(
-    sources: Sources, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase
+    sources: Sources, config: SFTDataConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[list[SFTExample], DropReport]:
     """The usable rows of one source, in its order, and a report on the others.
 
     Raises:
         UserError: the source is missing or has broken JSON, or no row is left.
     """
-    encoder = Encoder(tokenizer, chat_template=config.chat_template)
-    return _usable(sources, read_records(sources), lambda record: _sft_example(record, config, encoder))
+    read = sft_reader((), config, Encoder(tokenizer, chat_template=config.chat_template))
+    return _kept(usable(read_records(sources), read, described(sources)))
 
 
 def load_pairs(
-    sources: Sources, config: PairDataConfig, tokenizer: PreTrainedTokenizerBase
+    sources: Sources, config: PairDataConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[list[PreferencePair], DropReport]:
     """The usable pairs of one source, in its order, and a report on the others: too long pairs, equal answers, empty answers,
     transcripts or conversations whose prompts differ.
@@ -50,14 +51,13 @@ def load_pairs(
     Raises:
         UserError: see :func:`load_sft`.
     """
-    encoder = Encoder(tokenizer, chat_template=config.chat_template)
     records = list(read_records(sources))
-    unprompted = layouts.Unprompted.of(records, config)
-    return _usable(sources, records, lambda record: _pair(record, config, encoder, unprompted))
+    read = pair_reader(records, config, Encoder(tokenizer, chat_template=config.chat_template))
+    return _kept(usable(records, read, described(sources)))
 
 
 def load_unpaired(
-    sources: Sources, config: UnpairedDataConfig, tokenizer: PreTrainedTokenizerBase
+    sources: Sources, config: UnpairedDataConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[list[UnpairedExample], DropReport]:
     """The usable judged answers of one source, in its order, and a report on the other rows. A pair becomes two answers, the
     desirable one first; if one of them is unusable, both are dropped.
@@ -65,25 +65,36 @@ def load_unpaired(
     Raises:
         UserError: see :func:`load_sft`; or a label is neither true nor false.
     """
-    encoder = Encoder(tokenizer, chat_template=config.chat_template)
     records = list(read_records(sources))
-    unprompted = layouts.Unprompted.of(records, config)
-    rows, report = _usable(sources, records, lambda record: _judged(record, config, encoder, unprompted))
+    read = unpaired_reader(records, config, Encoder(tokenizer, chat_template=config.chat_template))
+    rows, report = _kept(usable(records, read, described(sources)))
     return [example for examples in rows for example in examples], report
 
 
-def _usable(
-    sources: Sources, records: Iterable[Record], encode: Callable[[Record], Row]
-) -> tuple[list[Row], DropReport]:
-    rows, report = [], DropReport(described(sources))
-    for record in records:
-        try:
-            rows.append(encode(record))
-        except Dropped as reason:
-            report.drop(reason, record)
-    report.kept = len(rows)
-    report.require_kept(ADVICE)
-    return rows, report
+def _kept(loaded: tuple[list[Row], DropReport]) -> tuple[list[Row], DropReport]:
+    loaded[1].require_kept(ADVICE)
+    return loaded
+
+
+def sft_reader(_: Sequence[Record], config: SFTDataConfig, encoder: Encoder) -> Callable[[Record], SFTExample]:
+    """What makes an example of a row, see :func:`load_sft`; rows do not depend on each other."""
+    return lambda record: _sft_example(record, config, encoder)
+
+
+def pair_reader(
+    records: Sequence[Record], config: PairDataConfig, encoder: Encoder
+) -> Callable[[Record], PreferencePair]:
+    """What makes a pair of one of ``records``, see :func:`load_pairs`."""
+    unprompted = layouts.Unprompted.of(records, config)
+    return lambda record: _pair(record, config, encoder, unprompted)
+
+
+def unpaired_reader(
+    records: Sequence[Record], config: UnpairedDataConfig, encoder: Encoder
+) -> Callable[[Record], list[UnpairedExample]]:
+    """What makes judged answers of one of ``records``, see :func:`load_unpaired`."""
+    unprompted = layouts.Unprompted.of(records, config)
+    return lambda record: _judged(record, config, encoder, unprompted)
 
 
 def _sft_example(record: Record, config: SFTDataConfig, encoder: Encoder) -> SFTExample:
@@ -165,16 +176,16 @@ def _conversation(
 
 def _pair(record: Record, config: PairDataConfig, encoder: Encoder, unprompted: layouts.Unprompted) -> PreferencePair:
     sides = layouts.read_pair(record, config, unprompted)
+    margin, subset = 0.0, ""
+    if isinstance(config, PreferenceDataConfig):
+        margin = 0.0 if config.margin_key is None else _margin(record, config.margin_key)
+        subset = "" if config.subset_key is None else str(record.get(config.subset_key, "data.subset_key"))
     (prompt, chosen), (other_prompt, rejected) = (_rendered(side, record, config, encoder) for side in sides)
     if prompt != other_prompt:
         raise Dropped("with differing prompts")
     if chosen == rejected:
         raise Dropped("with equal responses")
     preferred, other = _examples(prompt, (chosen, rejected), config, encoder)
-    margin, subset = 0.0, ""
-    if isinstance(config, PreferenceDataConfig):
-        margin = 0.0 if config.margin_key is None else _margin(record, config.margin_key)
-        subset = "" if config.subset_key is None else str(record.get(config.subset_key, "data.subset_key"))
     return PreferencePair(preferred.token_ids, other.token_ids, margin, preferred.prompt_length, subset)
 
 

@@ -9,13 +9,14 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
 from nemo_style_rlhf.schema.templates import PLACEHOLDER
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 TEMPLATE_FILE = "prompt_template.json"
@@ -35,7 +36,7 @@ def digest(template: str | None) -> str | None:
 
 
 def describe(
-    template: str | None, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
+    template: str | None, tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None
 ) -> dict[str, Any]:
     """The note: a template, and the digests to compare; ``chat_template`` overrides the tokenizer's."""
     if chat_template is None and isinstance(tokenizer.chat_template, str):
@@ -48,7 +49,7 @@ def describe(
 def write_template(
     model_dir: Path,
     template: str | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     chat_template: str | None = None,
     *,
     append_eos: bool,
@@ -70,7 +71,7 @@ def read_template(model_dir: str) -> dict[str, Any]:
     return json.loads(note.read_text()) if note.is_file() else {}
 
 
-def check_template(model_dir: str, data: PromptTemplateConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_template(model_dir: str, data: PromptTemplateConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Compare this run's templates with those of the training of ``model_dir``, if it has a note.
 
     If they differ and ``data.on_template_mismatch`` is ``warn``, the difference is logged.

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Sequence
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
 from nemo_style_rlhf.data.templates import check_template
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.models.loading import load_tokenizer
+from nemo_style_rlhf.models.tokenizer import load_tokenizer
 from nemo_style_rlhf.schema.evaluation import Checkpoint, EvaluationConfig
 
 log = logging.getLogger(__name__)
@@ -24,10 +24,30 @@ def prompts_of(config: EvaluationConfig) -> dict[str, list[Prompt]]:
     """
     loaded: dict[str, list[Prompt]] = {}
     for checkpoint in config.parsed_checkpoints:
-        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=config.model.trust_remote_code)
-        check_template(checkpoint.path, config.data, tokenizer)
+        tokenizer = fitting_tokenizer(checkpoint, config)
         loaded[checkpoint.name], report = load_prompts(config.data.path, config.data, tokenizer)
         log.info("%s: %s", checkpoint.name, report)
+    return common_prompts(config, loaded)
+
+
+def fitting_tokenizer(checkpoint: Checkpoint, config: EvaluationConfig) -> PreTrainedTokenizerBase:
+    """
+    Raises:
+        UserError: it cannot be loaded, or the checkpoint was trained with another template.
+    """
+    tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=config.model.trust_remote_code)
+    check_template(checkpoint.path, config.data, tokenizer)
+    return tokenizer
+
+
+def common_prompts(config: EvaluationConfig, loaded: dict[str, list[Prompt]]) -> dict[str, list[Prompt]]:
+    """
+    Args:
+        loaded: the prompts that each checkpoint's tokenizer takes, by the checkpoint's name.
+
+    Raises:
+        UserError: there are none that all take, or they do not fit a checkpoint.
+    """
     kept = _common_ids(list(loaded.values()), config.data.max_prompts)
     if not kept:
         raise UserError(

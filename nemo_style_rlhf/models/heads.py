@@ -1,4 +1,7 @@
-"""Finds the score head in a checkpoint. Published reward models give it many names, and some configs a wrong size."""
+"""Finds the score head in a checkpoint. Published reward models give it many names, and some configs a wrong size.
+
+In a folder with safetensors, it is found without torch and transformers.
+"""
 
 import json
 import re
@@ -8,18 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
 
 from nemo_style_rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 HEADS = (
     "score",
@@ -32,7 +31,8 @@ HEADS = (
     "rm_head",
 )
 """Names of heads that read each token's last hidden state, as transformers, OpenRLHF, TRL and others write them."""
-WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+WEIGHT_FILES = (SAFE, f"{SAFE}.index.json", PICKLED, f"{PICKLED}.index.json")
 """Files of weights, of which transformers takes the first."""
 STATISTICS = ("mean", "std")
 """Weights in which OpenRLHF kept the statistics that normalize rewards."""
@@ -68,6 +68,12 @@ def head_of_layers(path: str) -> list[str]:
     return sorted(name for name in StoredWeights(path).names if name.partition(".")[0] in first)[:2]
 
 
+def is_pickled(path: str) -> bool:
+    """Whether only torch reads the weights in a folder."""
+    found = [name for name in WEIGHT_FILES if (Path(path) / name).is_file()]
+    return bool(found) and found[0].startswith(PICKLED)
+
+
 class StoredWeights:
     """Names and tensors of a checkpoint's files, read without loading the model."""
 
@@ -82,7 +88,7 @@ class StoredWeights:
         for name in WEIGHT_FILES:
             if (file := self._found(name)) is not None:
                 with _readable(file):
-                    whole = name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+                    whole = name in (SAFE, PICKLED)
                     index = None if whole else json.loads(Path(file).read_bytes())["weight_map"]
                     self._files = dict.fromkeys(_names(file), name) if index is None else index
                 break
@@ -91,20 +97,35 @@ class StoredWeights:
     def names(self) -> set[str]:
         return set(self._files)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> "torch.Tensor":
         """
         Raises:
             UserError: a file is missing that the index of the checkpoint names, or cannot be read.
         """
-        if (file := self._found(self._files[name])) is None:
-            raise UserError(f"{self._path} lacks the file {self._files[name]} that its index names: download it again")
-        with _readable(file):
+        with _readable(file := self._file(name)):
             if file.endswith(".safetensors"):
                 with safe_open(file, framework="pt") as tensors:
                     return tensors.get_tensor(name)  # type: ignore[no-any-return]
             return _unpickled(file)[name]
 
+    def rows(self, name: str) -> int:
+        """Size of the first dimension of a tensor. Raises as :meth:`tensor`."""
+        with _readable(file := self._file(name)):
+            if file.endswith(".safetensors"):
+                with safe_open(file, framework="np") as tensors:
+                    return int(tensors.get_slice(name).get_shape()[0])
+        return int(self.tensor(name).shape[0])
+
+    def _file(self, name: str) -> str:
+        if (file := self._found(self._files[name])) is None:
+            raise UserError(f"{self._path} lacks the file {self._files[name]} that its index names: download it again")
+        return file
+
     def _found(self, name: str) -> str | None:
+        if (folder := Path(self._path)).is_dir():
+            return str(folder / name) if (folder / name).is_file() else None
+        from transformers.utils import cached_file
+
         try:
             return cached_file(self._path, name)  # type: ignore[no-any-return]
         except OSError:
@@ -127,7 +148,7 @@ def stored_head(path: str) -> StoredHead | None:
     if not found:
         return None
     (name,) = found
-    labels = weights.tensor(f"{name}.weight").shape[0]
+    labels = weights.rows(f"{name}.weight")
     return StoredHead(name, labels, f"{name}.bias" in weights.names, weights.names.issuperset(STATISTICS))
 
 
@@ -144,12 +165,14 @@ def _readable(file: str) -> Iterator[None]:
 
 def _names(file: str) -> list[str]:
     if file.endswith(".safetensors"):
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(file, framework="np") as tensors:
             return list(tensors.keys())
     return list(_unpickled(file))
 
 
-def _unpickled(file: str) -> Mapping[str, torch.Tensor]:
+def _unpickled(file: str) -> "Mapping[str, torch.Tensor]":
+    import torch
+
     weights: Mapping[str, torch.Tensor] = torch.load(
         file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
     )

@@ -1,31 +1,28 @@
-"""Loads Hugging Face checkpoints and tokenizers; refuses an unsuitable one in one sentence."""
+"""Loads Hugging Face checkpoints; refuses an unsuitable one in one sentence."""
 
 import logging
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import CONFIG_NAME, is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.cpu_linear import use_fp32_products
+from nemo_style_rlhf.models.kinds import require_full_weights
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION, packing_by_name, require_packing
+from nemo_style_rlhf.models.tokenizer import first_line, require_directory
+from nemo_style_rlhf.models.tokenizer import load_tokenizer as load_tokenizer
 from nemo_style_rlhf.schema.common import ModelConfig
-from nemo_style_rlhf.schema.paths import model_folder
 
 log = logging.getLogger(__name__)
 LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
@@ -36,26 +33,8 @@ OTHER_MODALITIES = re.compile(
     r"(^|\.)(vision_model|vision_tower|visual|multi_modal_projector|audio_tower|embed_(vision|audio))\."
 )
 """Weights of a multimodal model outside of its language model, which alone is loaded."""
-HUB_TIMEOUT_S = 10
-"""Seconds to wait for an answer of the hub or of a proxy; the loaders themselves try for a minute."""
 MAX_NAMED_WEIGHTS = 3
 """A refusal names at most this many weights."""
-
-
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``path``. If it has no pad token, it pads with the EOS (or unknown) token, so no embedding is added."""
-    require_directory(path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        missing = "" if Path(path).is_dir() else f"there is no folder {path}, and as a hub name "
-        raise UserError(
-            f"{missing}{path} holds no tokenizer that transformers can load: {first_line(error)}"
-        ) from error
-    if tokenizer.pad_token is None:
-        substitute = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
-        tokenizer.pad_token = substitute
-    return tokenizer
 
 
 def load_causal_lm(config: ModelConfig) -> PreTrainedModel:
@@ -154,21 +133,6 @@ def load_pretrained(
     return model.eval()
 
 
-def require_full_weights(path: str, hf_config: Any) -> None:
-    """
-    Raises:
-        UserError: the checkpoint is quantized. Its weights cannot be trained; a frozen reward model is refused, too.
-    """
-    parts = (hf_config, hf_config.get_text_config())
-    for settings in (getattr(part, "quantization_config", None) for part in parts):
-        if settings:
-            method = settings.get("quant_method", "no quant_method")
-            raise UserError(
-                f"{path} is quantized (quantization_config in its config.json: {method}), and only full weights can be trained "
-                "or scored with here: give the checkpoint that it was made from, or dequantize it with transformers and save it"
-            )
-
-
 def _refuse_unread(path: str, model: PreTrainedModel, unexpected: Collection[str]) -> None:
     """
     Args:
@@ -212,30 +176,3 @@ def _attention(config: ModelConfig) -> str:
     if not torch.cuda.is_available():
         return "eager"  # the CPU backward of SDPA took 29 % of a training step
     return "flash_attention_2" if config.dtype == "bfloat16" and is_flash_attn_2_available() else "sdpa"
-
-
-def require_directory(path: str) -> None:
-    """
-    Raises:
-        UserError: ``path`` is clearly a folder, but is missing or holds no model; or it is a hub name, and the hub, which is
-            tried once, cannot be reached.
-    """
-    if problem := model_folder(path):
-        raise UserError(f"{path}: {problem}")
-    if Path(path).is_dir():
-        return
-    try:
-        if try_to_load_from_cache(path, CONFIG_NAME) is None:
-            get_hf_file_metadata(hf_hub_url(path, CONFIG_NAME), timeout=HUB_TIMEOUT_S)
-            log.info("reading %s from the hub into %s", path, HF_HUB_CACHE)
-    except (HFValidationError, HfHubHTTPError):
-        return  # the loader reports this error, and names the file
-    except (OfflineModeIsEnabled, HTTPError) as error:
-        raise UserError(
-            f"there is no folder {path}, and the hub cannot be asked for a model of that name ({first_line(error)}): correct "
-            "the path, or download the model first where the hub can be reached"
-        ) from error
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")

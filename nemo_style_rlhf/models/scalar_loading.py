@@ -9,8 +9,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.models.heads import STATISTICS, StoredHead, StoredWeights, head_of_layers, stored_head
-from nemo_style_rlhf.models.loading import first_line, load_pretrained, load_tokenizer, require_directory
+from nemo_style_rlhf.models.heads import STATISTICS, StoredHead, StoredWeights, stored_head
+from nemo_style_rlhf.models.kinds import (
+    fitting_weights,
+    is_pooled,
+    language_model,
+    require_decoder,
+    require_reward_head,
+    require_weights_of_labels,
+)
+from nemo_style_rlhf.models.loading import load_pretrained
 from nemo_style_rlhf.models.scalar import (
     PooledModel,
     ScalarModel,
@@ -20,12 +28,10 @@ from nemo_style_rlhf.models.scalar import (
     scalar_class,
     set_reward_statistics,
 )
+from nemo_style_rlhf.models.tokenizer import first_line, load_tokenizer, require_directory
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 
-CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
-"""Endings of causal LM class names, including models that read images or sound beside text."""
-POOLED = "ForSequenceClassification"
 log = logging.getLogger(__name__)
 
 
@@ -43,22 +49,13 @@ def load_reward_model(
         UserError: the model has no head, or several labels and no ``label_weights``, or is an encoder-decoder.
     """
     hf_config, head = _config_and_head(config)
-    if head is None and any(name.endswith(POOLED) for name in hf_config.architectures or ()):
+    require_reward_head(config.path, hf_config, head)
+    if is_pooled(hf_config, head):
         hf = load_pretrained(AutoModelForSequenceClassification, config)
         weights = _label_weights(config.path, hf.config.num_labels, label_weights)
         tokenizer = load_tokenizer(config.path, trust_remote_code=config.trust_remote_code)
         typed = "token_type_ids" in tokenizer.model_input_names and getattr(hf.config, "type_vocab_size", 0) > 1
         return PooledModel(hf, weights, separator=tokenizer.sep_token_id if typed else None, normalize=normalize)
-    if head is None and (layers := head_of_layers(config.path)):
-        raise UserError(
-            f"{config.path} has a score head of several layers ({', '.join(layers)}), a reward model's must be a single linear "
-            "layer: serve it by a program of its own, and take reward=endpoints"
-        )
-    if head is None and (kind := _language_model(hf_config)):
-        raise UserError(
-            f"{config.path} is {kind}, no reward model: train one from it with trainers/train_reward_model.py, or give another "
-            "path; a critic server without a reward model (critic.combine_rm_and_critic_server=false) starts its critic from it"
-        )
     return ScalarModel(_with_head(config, hf_config, head, label_weights), normalize=normalize)
 
 
@@ -87,7 +84,7 @@ def load_critic(
             than one.
     """
     hf_config, head = _config_and_head(config)
-    fitting = None if head is None or (head.labels == 1 and len(label_weights or ()) > 1) else label_weights
+    fitting = None if head is None else fitting_weights(head, label_weights)
     hf = _with_head(config, hf_config, head, fitting)
     if head is None:
         score = require_score_head(hf)
@@ -112,22 +109,8 @@ def _config_and_head(config: ModelConfig) -> tuple[Any, StoredHead | None]:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"{config.path} is not a model that transformers can load: {first_line(error)}") from error
-    if hf_config.is_encoder_decoder:
-        raise UserError(
-            f"{config.path} is an encoder-decoder ({hf_config.model_type}), a reward model must be a decoder: give a causal LM, "
-            "or a reward model made from one"
-        )
+    require_decoder(config.path, hf_config)
     return hf_config, stored_head(config.path)
-
-
-def _language_model(hf_config: Any) -> str | None:
-    """The kind of language model that config.json names; None if it names none."""
-    for name in hf_config.architectures or ():
-        if name.endswith(CAUSAL_LM):
-            return f"a causal LM ({name})"
-        if name.endswith("Model") and "Reward" not in name:
-            return f"a model without a head ({name})"
-    return None
 
 
 def _with_head(
@@ -137,7 +120,7 @@ def _with_head(
     ``label_weights``."""
     auto_class = scalar_class(hf_config, head)
     if head is None:
-        new = {"score.weight"} if _language_model(hf_config) else ()
+        new = {"score.weight"} if language_model(hf_config) else ()
         return load_pretrained(auto_class, config, may_miss=new, num_labels=1)
     weights = _label_weights(config.path, head.labels, label_weights)
     hf = load_pretrained(
@@ -162,16 +145,8 @@ def _label_weights(path: str, labels: int, given: Sequence[float] | None) -> Ten
     Raises:
         UserError: there is not one weight for each label.
     """
-    if given is None and labels == 1:
-        return torch.ones(1)
-    if given is None or len(given) != labels:
-        weights = "none" if given is None else f"{len(given)} weights"
-        raise UserError(
-            f"the reward model {path} has {labels} labels and label_weights are {weights}: give it one number per label, "
-            "critic.label_weights=[...] to a critic server, reward.label_weights=[...] to a reward server and "
-            "reward.model.label_weights=[...] to trainers/evaluate.py"
-        )
-    return torch.tensor(list(given), dtype=torch.float32)
+    require_weights_of_labels(path, labels, given)
+    return torch.tensor([1.0] if given is None else list(given), dtype=torch.float32)
 
 
 @torch.no_grad()

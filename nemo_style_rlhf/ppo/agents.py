@@ -17,7 +17,6 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.tool_calls import tool_call_reader
 from nemo_style_rlhf.rollout.episodes import EpisodeRunner
 from nemo_style_rlhf.schema.actor import PPOActorConfig
-from nemo_style_rlhf.schema.agent import AgentConfig
 
 log = logging.getLogger(__name__)
 HISTORY = {
@@ -62,25 +61,3 @@ def make_runner(
         source, encoder, agent, max_length=config.generation.max_length, max_tokens=max_tokens,
         read_message=reader, takes_stop=config.generation.backend == "vllm",
     )  # fmt: skip
-
-
-def longest_episode(agent: AgentConfig, longest_prompt: int, positions: int | None, path: str) -> int:
-    """Limit on the tokens of an episode.
-
-    Args:
-        positions: of the model, which is in ``path``; None if it has no limit.
-
-    Raises:
-        UserError: the model has fewer positions, or a prompt leaves no room.
-    """
-    limit = agent.max_tokens or positions
-    if limit is None:
-        raise UserError(f"{path} has no limit on positions: set agent.max_tokens to the longest episode in tokens")
-    if positions is not None and limit > positions:
-        raise UserError(f"agent.max_tokens={limit} is more than the {positions} positions of {path}: lower it")
-    if longest_prompt >= limit:
-        raise UserError(
-            f"a prompt of {longest_prompt} tokens leaves no room in episodes of at most {limit}: lower data.max_prompt_length, "
-            "or raise agent.max_tokens"
-        )
-    return limit

@@ -43,8 +43,9 @@ from nemo_style_rlhf.models.digests import model_fingerprint, rows_fingerprint, 
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import START, add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
-from nemo_style_rlhf.ppo.agents import longest_episode, make_runner
+from nemo_style_rlhf.ppo.agents import make_runner
 from nemo_style_rlhf.ppo.export import PolicyCopy
+from nemo_style_rlhf.ppo.limits import max_sequence_length, number_of_steps
 from nemo_style_rlhf.ppo.metrics import validation_metrics
 from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_checkpoint, wait_together
 from nemo_style_rlhf.ppo.residency import Residency
@@ -94,9 +95,9 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     prompts, val_prompts = training.rows, _validation_prompts(config, tokenizer)
     identity = run_identity(config, training)
     require_same(saved, identity, whole.run.output_dir)
-    total_steps = min(_total_steps(each, len(prompts)) for each in (whole, config))
+    total_steps = min(number_of_steps(each, len(prompts)) for each in (whole, config))
     if found is not None:
-        wanted = _total_steps(whole, len(prompts))
+        wanted = number_of_steps(whole, len(prompts))
         require_reachable(found.step, wanted, "algorithm.max_steps", whole.run.output_dir)
     log.info(
         "%s of %s: %d steps of %d samples on %s; metrics, rollouts and checkpoints go to %s",
@@ -106,7 +107,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     starting("loading the policy")
     policy = load_causal_lm(config.model)
     require_supported(policy, config.model.path, config.generation)
-    max_length = _max_sequence_length(whole, [*prompts, *val_prompts], policy)
+    max_length = max_sequence_length(whole, [*prompts, *val_prompts], policy.config)
     require_comparable(config.model, tokenizer, policy, max_length)
     check_template(config.model.path, config.data, tokenizer)
     init_distributed(device)
@@ -308,36 +309,8 @@ def _validation_prompts(config: PPOActorConfig, tokenizer: PreTrainedTokenizerBa
     return prompts
 
 
-def _total_steps(config: PPOActorConfig, num_prompts: int) -> int:
-    if config.algorithm.max_steps > 0:
-        return config.algorithm.max_steps
-    per_step = config.algorithm.num_rollout_samples // config.algorithm.samples_per_prompt
-    steps = num_prompts * config.algorithm.max_epochs // per_step
-    if steps == 0:
-        raise UserError(
-            f"{num_prompts} prompts are fewer than one rollout takes ({per_step}): set algorithm.max_steps, or a smaller "
-            "algorithm.num_rollout_samples"
-        )
-    return steps
-
-
 def _optimizer_steps_per_rollout(config: PPOActorConfig) -> int:
     return config.algorithm.ppo_epochs * config.algorithm.mini_batches
-
-
-def _max_sequence_length(config: PPOActorConfig, prompts: list[Prompt], policy: PreTrainedModel) -> int:
-    """Length in tokens of the longest prompt with a full response."""
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    needed = longest + config.generation.max_length
-    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)  # ALiBi models have none
-    if config.agent.in_use:
-        return longest_episode(config.agent, longest, limit, config.model.path)
-    if limit is not None and needed > limit:
-        raise UserError(
-            f"a prompt of {longest} tokens and generation.max_length={config.generation.max_length} make {needed}, more than the "
-            f"{limit} positions of {config.model.path}: lower data.max_prompt_length or generation.max_length"
-        )
-    return needed
 
 
 def _validate(config: PPOActorConfig, prompts: list[Prompt], producer: Producer, version: int) -> dict[str, float]:

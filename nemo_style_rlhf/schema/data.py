@@ -132,6 +132,11 @@ class TrainingDataConfig:
     """Instead of train_path: sources with weights, [{path: a.jsonl, weight: 3}, {path: b.jsonl}]. Every stretch of training rows
     holds them in these shares; a source that is used up starts again in a new order."""
 
+    @property
+    def training_sources(self) -> list[Any]:
+        """`train_path`, or the sources of the mixture."""
+        return [source.path for source in self.mixture] or [self.train_path]
+
     def validate_sources(self) -> None:
         """
         Raises:

@@ -43,6 +43,7 @@ ALLOWED = {
     | {"agents"}
     | {"rollout", "engine", "checkpoint", "tracking", "algorithms", "models", "data", "generation", "scoring"}
     | {"critic_service", "transport", "launch", "distributed"},
+    "precheck": BASE | {"data", "models", "ppo", "evaluation", "launch"},
     "planning": BASE | {"models", "data", "generation", "rollout", "distributed"},  # numbers of what it plans
     "evaluation": BASE | {"rollout", "generation", "scoring", "models", "data", "checkpoint", "launch"},
     "supervised": BASE | {"models", "data", "algorithms", "tracking", "launch", "engine", "checkpoint"},
@@ -52,7 +53,7 @@ ALLOWED = {
     "watch": BASE | {"transport", "launch", "checkpoint", "tracking", "evaluation"},
     "programs": BASE
     | {"conversion", "launch", "checkpoint", "models", "critic_service", "ppo", "supervised", "evaluation", "planning"}
-    | {"transport", "generation", "tracking", "watch"},
+    | {"transport", "generation", "tracking", "watch", "precheck"},
 }
 OWNERS = {
     "vllm": {"generation"},
@@ -65,7 +66,7 @@ OWNERS = {
     "datasets": {"data"},
     "hydra": {"launch"},
     "ray": {"launch"},
-    "pyarrow": {"tracking"},
+    "pyarrow": {"tracking", "data"},
     "jinja2": {"data", "schema"},
 }
 GENERATORS = {f"nemo_style_rlhf.generation.{name}" for name in ("vllm", "hf", "in_process")}
