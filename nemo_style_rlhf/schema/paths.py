@@ -77,8 +77,8 @@ def existing_file(path: str, _: Any = None) -> str | None:
 
 
 def _python_file(section: str, what: str, kind: str) -> Check:
-    """A check for the user's Python file, which must bind ``node.name`` somewhere; only the import shows whether that is a
-    ``kind`` of thing."""
+    """A check for the user's Python file, which must bind ``node.name`` at its top level; only the import shows whether that is
+    a ``kind`` of thing."""
 
     def check(path: str, node: Any) -> str | None:
         if not Path(path).is_file():
@@ -89,7 +89,7 @@ def _python_file(section: str, what: str, kind: str) -> Check:
             return f"it cannot be imported, SyntaxError: {error.msg} (line {error.lineno})"
         except ValueError as error:  # null bytes
             return f"it is not a Python file ({error})"
-        if {node.name, "*"} & set(_bound_names(tree)):
+        if {node.name, "*"} & set(_bound_names(tree)) or _binds_otherwise(tree):
             return None
         return f"it has no {kind} {node.name}, set {section}.name to the one it has"
 
@@ -97,13 +97,25 @@ def _python_file(section: str, what: str, kind: str) -> Check:
 
 
 def _bound_names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    """Names that statements outside of functions and classes bind."""
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.alias):
             yield node.asname or node.name
+        yield from _bound_names(node)
+
+
+def _binds_otherwise(tree: ast.AST) -> bool:
+    """Whether a file may bind names by other means than a statement at its top level."""
+    for node in ast.walk(tree):
+        named = node.id if isinstance(node, ast.Name) else getattr(node, "name", None)
+        if isinstance(node, ast.Global) or named in ("globals", "exec", "setattr", "__getattr__"):
+            return True
+    return False
 
 
 function_file = _python_file("reward.function", "reward function", "function")
