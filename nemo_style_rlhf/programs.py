@@ -42,6 +42,9 @@ NO_RUN = "and this program makes none: start it once for each setting"
 @entry_point(PPOCriticConfig, config_name="ppo_critic", no_sweep=lambda config: SERVER)
 def serve_ppo_critic(config: PPOCriticConfig) -> None:
     """The critic process."""
+    from nemo_style_rlhf.precheck.programs import check_critic
+
+    check_critic(config)
     from nemo_style_rlhf.checkpoint.owner import owned
 
     with owned(config.run, "server"):
@@ -58,6 +61,9 @@ def serve_ppo_critic(config: PPOCriticConfig) -> None:
 @entry_point(RewardServerProcessConfig, config_name="reward_server", no_sweep=lambda config: SERVER)
 def serve_reward_model(config: RewardServerProcessConfig) -> None:
     """A reward model alone."""
+    from nemo_style_rlhf.precheck.programs import check_reward_server
+
+    check_reward_server(config)
     from nemo_style_rlhf.critic_service.triton import begin
 
     binding = begin(config.run, config.server, ["reward"])
@@ -89,6 +95,9 @@ def train_ppo_actor(config: PPOActorConfig) -> None:
 
     if is_done(config, longer="algorithm.max_steps"):
         return
+    from nemo_style_rlhf.precheck.programs import check_actor
+
+    check_actor(config)
     with owned(config.run, "trainer"):
         from nemo_style_rlhf.ppo.run import run
 
@@ -98,6 +107,9 @@ def train_ppo_actor(config: PPOActorConfig) -> None:
 @entry_point(PPOLocalConfig, config_name="ppo_local")
 def train_ppo_local(config: PPOLocalConfig) -> None:
     """Both processes of PPO on this host, and the engines."""
+    from nemo_style_rlhf.precheck.programs import check_launched
+
+    check_launched(config)
     from nemo_style_rlhf.launch.ppo_local import run_on_this_host
 
     _launch(run_on_this_host, config)
@@ -106,6 +118,9 @@ def train_ppo_local(config: PPOLocalConfig) -> None:
 @entry_point(PPORayConfig, config_name="ppo_ray")
 def train_ppo_ray(config: PPORayConfig) -> None:
     """Both processes of PPO on a Ray cluster, and the engines."""
+    from nemo_style_rlhf.precheck.programs import check_launched
+
+    check_launched(config)
     from nemo_style_rlhf.launch.ppo_ray import run_on_ray
 
     _launch(run_on_ray, config)
@@ -138,6 +153,9 @@ def _stage(train: Callable[[Stage], None]) -> Callable[[Stage], None]:
 
         if is_done(config, longer="trainer.max_steps"):
             return
+        from nemo_style_rlhf.precheck.programs import check_stage
+
+        check_stage(config)
         with owned(config.run, "trainer"):
             train(config)
 
@@ -184,6 +202,9 @@ def train_kto(config: KTOConfig) -> None:
 def evaluate(config: EvaluationConfig) -> None:
     """Compare checkpoints on the same prompts."""
     from nemo_style_rlhf.checkpoint.owner import owned
+    from nemo_style_rlhf.precheck.programs import check_evaluation
+
+    check_evaluation(config)
 
     with owned(config.run, "evaluation"):
         from nemo_style_rlhf.evaluation.child import ChildSampler

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nemo_style_rlhf.launch.local import adopt_orphans
 from nemo_style_rlhf.launch.ppo_run import ACTOR, CRITIC, PART, PPORun, configurations, configured, require_environments
-from nemo_style_rlhf.launch.program import Program
+from nemo_style_rlhf.launch.program import CHECKED, Program
 from nemo_style_rlhf.schema.local import PPOLocalConfig
 
 TOKEN = "NSR_LOCAL_TOKEN"
@@ -44,7 +44,7 @@ def make_programs(config: PPOLocalConfig, folder: Path) -> list[Program]:
     def program(name: str, ranks: int, devices: list[str] | None) -> Program:
         visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
         argv = configured(name, folder, values[name])
-        return Program(name, argv, {**token, **visible, PART: name}, ranks, Path.cwd())
+        return Program(name, argv, {**token, **visible, PART: name, CHECKED: "yes"}, ranks, Path.cwd())
 
     made = [
         program(CRITIC, config.critic_ranks, config.critic_devices),

@@ -28,7 +28,7 @@ from nemo_style_rlhf.launch.ppo_run import (
     configured,
     require_environments,
 )
-from nemo_style_rlhf.launch.program import ENGINE_CONFIG, Program, engine_program
+from nemo_style_rlhf.launch.program import CHECKED, ENGINE_CONFIG, Program, engine_program
 from nemo_style_rlhf.launch.ray_cluster import Cluster, Placed, connect, gpus_there, leave, lost
 from nemo_style_rlhf.launch.ray_host import RANKS_BESIDE
 from nemo_style_rlhf.launch.ray_placement import engine_names, place
@@ -87,7 +87,7 @@ def make_programs(config: PPORayConfig, folder: Path, secrets: RunSecrets) -> li
         engines["tls"]["ca"], engines["token"]["token_file"] = str(secrets.ca), str(secrets.token)
 
     def program(name: str, ranks: int) -> Program:
-        return Program(name, configured(name, folder, values[name]), {PART: name}, ranks, Path.cwd())
+        return Program(name, configured(name, folder, values[name]), {PART: name, CHECKED: "yes"}, ranks, Path.cwd())
 
     where = folder / ACTOR / "engines"
     (where / f"{ENGINE_CONFIG}.yaml").unlink(missing_ok=True)  # of an earlier start

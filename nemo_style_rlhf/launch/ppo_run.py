@@ -20,14 +20,13 @@ from nemo_style_rlhf.launch.entry import USER_ERROR_EXIT, config_file
 from nemo_style_rlhf.launch.interpreter import ROOT
 from nemo_style_rlhf.launch.local import POLL_S, STOP_GRACE_S, Child, end_orphans
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
-from nemo_style_rlhf.launch.program import ACTOR_PYTHON, SERVER_PYTHON, Program
+from nemo_style_rlhf.launch.program import ACTOR, ACTOR_PYTHON, CRITIC, SERVER_PYTHON, Program
 from nemo_style_rlhf.launch.screen import WORTH_READING, GrowingLog, Screen
 from nemo_style_rlhf.launch.starting import PART as PART
 from nemo_style_rlhf.launch.starting import STARTING
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.pair import LaunchedConfig
 
-ACTOR, CRITIC = "actor", "critic"
 COMMANDS = {
     CRITIC: (SERVER_PYTHON, "servers/serve_ppo_critic.py", "ppo_critic"),
     ACTOR: (ACTOR_PYTHON, "trainers/train_ppo_actor.py", "ppo_actor"),

@@ -12,6 +12,10 @@ from nemo_style_rlhf.launch.interpreter import NEEDS, ROOT
 PYTHON = {folder: ROOT / f".venv-{environment}" / "bin" / "python" for folder, (environment, _) in NEEDS.items()}
 """Interpreter by folder of the script."""
 ACTOR_PYTHON, SERVER_PYTHON = PYTHON["trainers"], PYTHON["servers"]
+ACTOR, CRITIC = "actor", "critic"
+"""Names of the programs of a PPO run."""
+CHECKED = "NSR_CHECKED"
+"""Environment variable of programs whose configuration and inputs their launcher has checked, see precheck/."""
 ENGINE_CONFIG = "this_run"
 """Name of the configuration that a trainer writes for its engines; ``engine`` would be that of conf/."""
 

@@ -130,10 +130,7 @@ class Planner:
                 limits.append((reward.max_positions, f"positions of {config.critic.model.path}"))
         limit, of = min((limit or 2**31, of) for limit, of in limits)
         if longest is None:
-            if response >= limit:
-                raise UserError(
-                    f"generation.max_length={response} leaves no prompt a place in the {limit} {of}: lower generation.max_length"
-                )
+            config.generation.require_room(limit, of)
             return min(config.data.max_prompt_length, limit - response)
         if longest + response > limit:
             raise UserError(

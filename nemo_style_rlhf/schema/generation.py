@@ -137,6 +137,21 @@ class GenerationConfig:
     enforce_eager: bool = True
     """False lets vLLM compile and capture CUDA graphs: faster decoding, slower start."""
 
+    def require_room(self, limit: int, of: str) -> None:
+        """
+        Args:
+            limit: of the tokens of a sequence.
+            of: what has the limit.
+
+        Raises:
+            UserError: a full response leaves no token to the prompt.
+        """
+        if self.max_length >= limit:
+            raise UserError(
+                f"generation.max_length={self.max_length} leaves no prompt a place in the {limit} {of}: lower "
+                "generation.max_length"
+            )
+
     def validate(self) -> None:
         require_choice("generation.backend", self.backend, ("vllm", "hf"))
         require(self.max_length >= 1, "generation.max_length", self.max_length, "a number of tokens from 1 up")

@@ -241,7 +241,7 @@ MISTAKES = {
     ),
     "missing prompts": (["data.path={inputs}/none.jsonl"], r"data\.path=.*none\.jsonl: it does not exist"),
     "all too long": (["data.max_prompt_length=1"], r"all 12 rows were dropped.*data\.max_prompt_length"),
-    "too long for the model": (["generation.max_length=500"], r"makes 502 tokens, more than the 128 positions"),
+    "too long for the model": (["generation.max_length=127"], r"makes 129 tokens, more than the 128 positions"),
     "missing reward model": (
         ["reward.model.path={inputs}/none"],
         r"reward\.model\.path=.*none: there is no such folder",

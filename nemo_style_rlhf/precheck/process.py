@@ -1,0 +1,58 @@
+"""Runs checks that need a tokenizer in a process of their own: transformers imports torch where it finds it, which takes longer
+than the checks."""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.children import end_with_parent
+from nemo_style_rlhf.launch.program import CHECKED
+
+Config = TypeVar("Config")
+
+
+def is_due() -> bool:
+    """Whether this process checks: no other rank has, and no launcher."""
+    return os.environ.get("RANK", "0") == "0" and CHECKED not in os.environ
+
+
+def without_torch(check: Callable[[Config], None], config: Config) -> None:
+    """Call ``check(config)`` where transformers finds no torch, or here if torch is loaded already.
+
+    A check that fails in another way than by a :class:`UserError` has found nothing: code beside a model may need torch, and what
+    is wrong the program itself says soon.
+
+    Raises:
+        UserError: the check's.
+    """
+    if "torch" in sys.modules:
+        check(config)
+        return
+    fork = multiprocessing.get_context("fork")  # the config and all modules are there at once
+    ours, theirs = fork.Pipe(duplex=False)
+    process = fork.Process(target=_run, args=(check, config, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        sentence = ours.recv()
+    except EOFError:
+        sentence = None
+    process.join()
+    if sentence is not None:
+        raise UserError(sentence)
+
+
+def _run(check: Callable[[Config], None], config: Config, answers: Connection) -> None:
+    end_with_parent()
+    silence = os.open(os.devnull, os.O_WRONLY)  # warnings come again, from the program itself
+    for stream in (1, 2):
+        os.dup2(silence, stream)
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to say that there is none
+    try:
+        check(config)
+    except UserError as error:
+        answers.send(str(error))
