@@ -20,6 +20,8 @@ from nemo_style_rlhf.schema.sources import EXPECTED_SOURCE, JSON_SUFFIXES, DataS
 log = logging.getLogger(__name__)
 HUB_TIMEOUT_S = 5.0
 PARQUET_ROWS = 1024
+LARGE_ARRAY = 32 * 2**20
+"""Bytes of a file that is read whole."""
 Rows = Iterator[tuple[str, dict[str, Any]]]
 """Position and fields of each row."""
 
@@ -38,17 +40,17 @@ def read_records(sources: Sources) -> Iterator[Record]:
 
 
 def read_head(sources: Sources, count: int | None) -> tuple[list[Record], bool]:
-    """The first ``count`` rows of ``sources``, or all, and whether these are all of them; none of a data set that only the
-    ``datasets`` library reads, which takes longer than the checks for which this is made.
+    """The first ``count`` rows of ``sources``, or all, and whether these are all of them. None where they take longer than the
+    checks for which this is made: of data sets that only ``datasets`` reads, and of large JSON arrays.
 
     Raises:
         UserError: as :func:`read_records`, for these rows.
     """
-    names = names_of(sources)
-    if not all(Path(name).is_file() or matching_files(name) for name in names):
+    groups = [[name] if Path(name).is_file() else matching_files(name) for name in names_of(sources)]
+    files = [Path(file) for group in groups for file in group]
+    if not all(groups) or any(_may_be_array(file) and file.stat().st_size > LARGE_ARRAY for file in files):
         return [], False
-    files = itertools.chain.from_iterable([name] if Path(name).is_file() else matching_files(name) for name in names)
-    rows = _numbered(_file_rows(Path(file), _parquet_rows) for file in files)
+    rows = _numbered(_file_rows(file, _parquet_rows) for file in files)
     try:
         head = list(itertools.islice(rows, None if count is None else count + 1))
     except _Unread:
@@ -112,13 +114,17 @@ def _json_rows(path: Path) -> Rows:
     try:
         with gzip.open(path) if compressed else path.open("rb") as raw:
             text = io.TextIOWrapper(raw, encoding="utf-8-sig")  # type: ignore[type-var]
-            is_array = path.name.removesuffix(".gz").endswith(".json") and _first_character(text) == "["
+            is_array = _may_be_array(path) and _first_character(text) == "["
             yield from _array(text, path) if is_array else _lines(text, path)
     except (gzip.BadGzipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
         kind = "gzip-compressed UTF-8" if compressed else "UTF-8"
         raise UserError(f"{path} cannot be read as {kind} ({error}): write the file again") from error
     except PermissionError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): change its permissions") from error
+
+
+def _may_be_array(path: Path) -> bool:
+    return path.name.removesuffix(".gz").endswith(".json")
 
 
 def _first_character(text: TextIO) -> str:

@@ -40,11 +40,6 @@ class ConfigFile:
         return ConfigFile(inner) if isinstance(inner, dict) else self
 
     @property
-    def max_position_embeddings(self) -> int | None:
-        """In the files of older families, n_positions."""
-        return self._values.get("max_position_embeddings", self._values.get("n_positions"))
-
-    @property
     def num_labels(self) -> int:
         """Number of labels, of which transformers gives a classifier two unless its config names them."""
         return len(self._values.get("id2label") or ()) or self._values.get("num_labels") or 2

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from nemo_style_rlhf.data import sources
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.preview import FIRST_ROWS, Reader, count_rows, first_rows
 from nemo_style_rlhf.data.prompts import prompt_reader
@@ -92,9 +93,11 @@ def test_the_head_of_a_file_holds_what_all_of_it_holds(tmp_path: Path) -> None:
         assert read_head(str(tmp_path / name), 3) == (records[:3], False)
 
 
-def test_what_only_a_library_reads_is_left_to_it(tmp_path: Path) -> None:
+def test_what_takes_long_is_left_to_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Dataset.from_list([KEYLESS]).save_to_disk(tmp_path / "saved")
     (tmp_path / "broken.parquet").write_text("no rows")
-    for name in ("owner/name", str(tmp_path / "saved"), str(tmp_path / "broken.parquet")):
+    (tmp_path / "array.json").write_text(json.dumps([KEYLESS] * 9))
+    monkeypatch.setattr(sources, "LARGE_ARRAY", 99)
+    for name in ("owner/name", *(str(tmp_path / name) for name in ("saved", "broken.parquet", "array.json"))):
         assert read_head(name, 3) == ([], False)
         assert count_rows(name, prompts(), "", enough=7) == 7

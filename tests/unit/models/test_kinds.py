@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, BertConfig, GemmaConfig, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import AutoConfig, BertConfig, GemmaConfig, LlamaConfig, PretrainedConfig
 
 from nemo_style_rlhf.models.kinds import ConfigFile
 
 CONFIGS = {
     "llama": LlamaConfig(max_position_embeddings=77, architectures=["LlamaForCausalLM"]),
-    "older names": GPT2Config(n_positions=33),
     "one label": LlamaConfig(num_labels=1),
     "three labels": BertConfig(num_labels=3, architectures=["BertForSequenceClassification"]),
     "gemma": GemmaConfig(max_position_embeddings=99),
