@@ -218,6 +218,9 @@ def evaluate(config: EvaluationConfig) -> None:
 @entry_point(InspectDataConfig, config_name="inspect_data", no_sweep=lambda config: NO_RUN)
 def inspect_data(config: InspectDataConfig) -> None:
     """Show tokenized training samples."""
+    from nemo_style_rlhf.precheck.programs import check_inspection
+
+    check_inspection(config)
     from nemo_style_rlhf.supervised.inspection import inspect_data
 
     inspect_data(config)

@@ -23,6 +23,7 @@ from nemo_style_rlhf.precheck.process import is_due, without_torch
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
+from nemo_style_rlhf.schema.inspection import InspectDataConfig
 from nemo_style_rlhf.schema.pair import LaunchedConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.schema.supervised import RewardModelConfig, SupervisedConfig
@@ -87,3 +88,8 @@ def check_evaluation(config: EvaluationConfig) -> None:
         check_compared(checkpoint.path, config.generation)
     ppo.check_evaluation_prompts(config)
     without_torch(ppo.check_evaluation_tokens, config)
+
+
+@_once
+def check_inspection(config: InspectDataConfig) -> None:
+    supervised.check_rows(config.stage_data)

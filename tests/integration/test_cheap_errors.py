@@ -87,6 +87,7 @@ PROGRAMS = {
     "dpo": ("trainers/train_dpo.py", ["model.path={}/policy"]),
     "kto": ("trainers/train_kto.py", ["model.path={}/policy"]),
     "evaluate": ("trainers/evaluate.py", EVALUATION),
+    "inspect": ("trainers/inspect_data.py", ["model.path={}/policy"]),
 }  # fmt: skip
 KEYLESS = r"questions\.jsonl line 1 has no key '{}' \(the keys there are: question, answer\): set data\."
 FEW = r"40 prompts are fewer than one rollout takes \(4096\)"
@@ -126,6 +127,7 @@ WITHOUT = [
     ("evaluate", ["data.path={}/questions.jsonl"], KEYLESS.format("prompt")),
     ("evaluate", ["reward.model.path={}/policy"], CAUSAL),
     ("evaluate", ["generation.max_length=128"], ROOM),
+    ("inspect", ["stage=kto", "data.train_path={}/questions.jsonl"], r"questions\.jsonl line 1 has no key 'label'"),
 ]  # fmt: skip
 WITH = [
     ("actor", ["data.train_path={}/long.jsonl", "data.max_prompt_length=10"], TOO_LONG),
@@ -147,7 +149,8 @@ WITH = [
 def test_a_mistake_costs_a_few_seconds(program, mistake, sentence, limit_s, inputs, tmp_path):
     script, usual = PROGRAMS[program]
     given = [word.replace("{}", str(inputs)) for word in [*usual, *mistake]]
-    refused = start(script, [f"run.output_dir={tmp_path}/run", "run.device=cpu", *given])
+    run = [] if program == "inspect" else [f"run.output_dir={tmp_path}/run", "run.device=cpu"]
+    refused = start(script, [*run, *given])
     assert refused.code == 2, refused.sentence
     (line,) = refused.sentence.splitlines()
     assert line.startswith("error: ") and re.search(sentence, line), line
