@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
@@ -78,7 +79,8 @@ class ProbeTarget:
             TransferError: the difference is larger than ``max_gap``.
         """
         found = sequence_logprobs(self.sequences)
-        gap = max(float((wanted - own).abs().max()) for wanted, own in zip(self.logprobs, found, strict=True))
+        gaps = [(wanted - own).abs().max() for wanted, own in zip(self.logprobs, found, strict=True)]
+        gap = float(torch.stack(gaps).max())  # NaN if one of them is; Python's max may pass over it
         if not gap <= self.max_gap:
             raise TransferError(
                 f"after the weight transfer the generator's log-probabilities differ from the trainer's by {gap:.3g} nats on the "
