@@ -39,6 +39,20 @@ def test_a_checkpoint_of_another_dtype_is_not_restored_whatever_its_ranks(tmp_pa
         CriticCheckpointStore(tmp_path, {"model.dtype": "bfloat16"}).verified("run-step_000001", None)
 
 
+def test_another_checkpoint_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    """A manifest names the files that its run has saved, by their digests; the server's folder may hold those of another run."""
+    stores = [CriticCheckpointStore(tmp_path / name) for name in ("mine", "theirs")]
+    mine, _ = (
+        store.save(
+            "run-step_000001", 3, lambda directory, number=number: (directory / "weights").write_text(f"{number}")
+        )
+        for number, store in enumerate(stores)
+    )
+    assert stores[0].verified("run-step_000001", mine.digests)
+    with pytest.raises(ProtocolError, match=r"^\[conflict\] .* is not the one asked for: weights differ"):
+        stores[1].verified("run-step_000001", mine.digests)
+
+
 def test_after_a_fallback_both_sides_keep_the_same_checkpoints(tmp_path: Path) -> None:
     """Both prune the checkpoints that the run has gone back behind first, and not the last good ones before them."""
     critics, actors = CriticCheckpointStore(tmp_path / "server"), CheckpointStore(tmp_path / "actor", keep_last=3)

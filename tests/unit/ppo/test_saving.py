@@ -1,11 +1,12 @@
 """A save that fails keeps nothing in memory, and what cannot be gone back to is said."""
 
+import errno
 import gc
 import logging
 import shutil
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import torch
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.snapshot import Snapshot
-from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.errors import StorageError, UserError
 from nemo_style_rlhf.ppo.recovery import Recovery, restore_newest
 from nemo_style_rlhf.ppo.saving import Saver
 from nemo_style_rlhf.rollout.ahead import Ahead
@@ -64,6 +65,51 @@ def test_so_is_one_whose_server_did_not_live_to_see_it(tmp_path: Path, caplog: p
     saver.abandon(at=1)
     assert "another process; the last checkpoint is not complete" in caplog.text
     assert weights[0]() is None
+
+
+def test_a_manifest_waits_for_the_critics_checkpoint(tmp_path: Path) -> None:
+    """A kill before the critic's files are on its disk leaves the checkpoint before this one as the newest."""
+    written: Future[dict] = Future()
+    committed: list[str] = []
+    critic = SimpleNamespace(save=lambda *_, **__: written, commit=lambda name, keep: committed.append(name))
+    store = CheckpointStore(tmp_path, keep_last=2)
+    saver = Saver(store, critic, run_id="run", keep_last=2, max_failures=2, identity={}, versions={})
+    saver.save(SimpleNamespace(snapshot=Snapshot), 1, {}, ahead=Ahead(), critic_step=1, export_critic=False)
+    assert saver._writing is not None and not wait([saver._writing], timeout=0.5).done
+    assert store.committed_steps() == [] and committed == []
+    described = {"critic_step": 1, "files": {"model.pt": "digest"}}
+    written.set_result(described)
+    saver.settle()
+    manifest = store.latest()
+    assert manifest is not None and manifest.critic == described and committed == ["run-step_000001"]
+
+
+def test_a_full_disk_is_reported_once_it_has_refused_too_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(snapshot: Snapshot, directory: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = CheckpointStore(tmp_path, keep_last=2)
+    saver = Saver(store, None, run_id="run", keep_last=2, max_failures=2, identity={}, versions={})
+
+    def save(step: int) -> None:
+        saver.save(SimpleNamespace(snapshot=Snapshot), step, {}, ahead=Ahead(), critic_step=0, export_critic=False)
+
+    save(1)
+    saver.settle(at=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshot, "write", refused)
+        save(2)
+        saver.settle(at=2)
+        assert "steps that are not saved: 1; training goes on and saves anew after this step" in caplog.text
+        assert saver.owed
+        save(3)
+        with pytest.raises(StorageError, match=r"step 3 could not be saved .* the run resumes from step 1$"):
+            saver.settle(at=3)
+    save(4)
+    saver.settle(at=4)
+    assert store.committed_steps() == [1, 4] and not saver.owed
 
 
 def test_a_checkpoint_without_a_critics_half_is_not_resumed_with_one(tmp_path: Path) -> None:
