@@ -1,11 +1,14 @@
-"""Ctrl-C while a child process is being started. Everything else about Ctrl-C needs real runs: tests/integration."""
+"""Ctrl-C and the processes that multiprocessing has started. Everything else about Ctrl-C needs real runs: tests/integration."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from nemo_style_rlhf.launch.interrupt import INTERRUPTED_EXIT
+from tests.unit.agents.episodes import alive, wait_until
 
 STARTS_CHILDREN = """
 import multiprocessing, sys, threading, time
@@ -39,3 +42,36 @@ def test_a_child_that_is_being_started_says_nothing(tmp_path) -> None:
             _, said = process.communicate(timeout=120)  # its children have ended, too: they hold the pipe
         assert process.returncode == INTERRUPTED_EXIT
         assert said == "\nstopped; the same command starts again\n"
+
+
+HAS_GRANDCHILDREN = """
+import multiprocessing, subprocess, sys, time
+from nemo_style_rlhf.launch import interrupt
+
+def work():
+    print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    interrupt.listen()
+    interrupt.keep_from_children()
+    multiprocessing.get_context("spawn").Process(target=work).start()
+    time.sleep(600)
+"""
+
+
+def test_what_children_have_started_ends_too(tmp_path: Path) -> None:
+    """A reward function's process may have started others, which block SIGINT as it does."""
+    script = tmp_path / "script.py"
+    script.write_text(HAS_GRANDCHILDREN)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        grandchild = int(process.stdout.readline())
+        try:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == INTERRUPTED_EXIT
+            assert wait_until(lambda: not alive(grandchild))
+        finally:
+            process.kill()
+            if alive(grandchild):
+                os.kill(grandchild, signal.SIGKILL)

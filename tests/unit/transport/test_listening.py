@@ -4,6 +4,7 @@ import json
 import socketserver
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.critic import ServerConfig
+from nemo_style_rlhf.schema.critic import ServerConfig, ServerTlsConfig
+from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
 from nemo_style_rlhf.transport.connection import Connection, ServerUnreachable
 from nemo_style_rlhf.transport.front_door import Route, Settings
 from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
-from nemo_style_rlhf.transport.listening import Address, Door, take_port
+from nemo_style_rlhf.transport.listening import Address, Door, take_address, take_port
 from nemo_style_rlhf.transport.messages import BOOT_HEADER, REQUEST, RESPONSE, Endpoint, ProtocolError, TensorSpec
+from tests.support.certificates import certificate
 
 X = TensorSpec("x", "INT32")
 ECHO = Endpoint("echo", (X,), (X,))
@@ -47,22 +50,28 @@ class Echo(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
+@contextmanager
+def opened(folder: Path, tls: ServerTlsConfig | None = None) -> Iterator[Door]:
     Echo.boot_ids = []
-    with socketserver.ThreadingUnixStreamServer(str(tmp_path / "backend.sock"), Echo) as backend:
+    with socketserver.ThreadingUnixStreamServer(str(folder / "backend.sock"), Echo) as backend:
         threading.Thread(target=backend.serve_forever, daemon=True).start()
-        opened = Door(
-            ServerConfig(port=0), Address(take_port("127.0.0.1", 0), TOKEN), backend=tmp_path / "backend.sock", metrics=None,
-            routes=[Route(ECHO, 4096)], bytes_in_flight=LARGEST,
+        door = Door(
+            ServerConfig(port=0, tls=tls or ServerTlsConfig()), Address(take_port("127.0.0.1", 0), TOKEN),
+            backend=folder / "backend.sock", metrics=None, routes=[Route(ECHO, 4096)], bytes_in_flight=LARGEST,
         )  # fmt: skip
-        yield opened
-        opened.close(10.0)
+        yield door
+        door.close(10.0)
         backend.shutdown()
 
 
-def connection(door: Door, token: str = TOKEN) -> Connection:
-    return Connection("127.0.0.1", door.port, token=token, retries=0)
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    with opened(tmp_path) as door:
+        yield door
+
+
+def connection(door: Door, token: str = TOKEN, tls: ClientTlsConfig | None = None) -> Connection:
+    return Connection("127.0.0.1", door.port, token=token, retries=0, tls=tls or ClientTlsConfig())
 
 
 def test_requests_reach_the_backend_within_the_limits_of_their_endpoint(door: Door) -> None:
@@ -87,6 +96,27 @@ def test_the_boot_id_goes_to_endpoints_that_require_it(door: Door) -> None:
     for endpoint in (ECHO, replace(ECHO, requires_boot=False)):
         client.call(endpoint, {"x": np.zeros(1, dtype=np.int32)}, timeout_s=10)
     assert Echo.boot_ids == ["b007", None]
+
+
+def test_a_door_with_a_client_ca_wants_a_certificate_of_it(tmp_path: Path) -> None:
+    server, client, other = (str(certificate(tmp_path, name)) for name in ("server", "client", "other"))
+    sent = {"x": np.zeros(1, dtype=np.int32)}
+
+    def call(**own: str) -> None:
+        connection(door, tls=ClientTlsConfig(ca=server, **own)).call(ECHO, sent, timeout_s=10)
+
+    with opened(tmp_path, ServerTlsConfig(server, str(tmp_path / "server.key"), client_ca=client)) as door:
+        call(certificate=client, key=str(tmp_path / "client.key"))
+        for own in ({}, {"certificate": other, "key": str(tmp_path / "other.key")}):
+            with pytest.raises(UserError, match=r"certificate|unknown ca"):
+                call(**own)
+    assert len(Echo.boot_ids) == 1
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_no_address_but_loopback_opens_without_a_token(host: str) -> None:
+    with pytest.raises(UserError, match=f"server.host={host} would open the server to the network without a token"):
+        take_address(ServerConfig(host=host, port=0))
 
 
 def test_settings_survive_their_way_to_the_door() -> None:
