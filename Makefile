@@ -116,6 +116,11 @@ TARGET ?= critic
 fuzz: dev
 	$(ACTOR)/bin/python -m tests.fuzz.run --requests $(N) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(if $(TLS),--tls) --target $(TARGET)
 
+# Faults, one for each guarantee and more, put one by one into a copy of the repository: do the tests find them? ONLY=name is one.
+.PHONY: mutants
+mutants: dev
+	$(ACTOR)/bin/python -m tests.mutants.run $(if $(ONLY),--only $(ONLY))
+
 .PHONY: clean
 clean:
 	rm -rf outputs build *.egg-info .ruff_cache .mypy_cache .hypothesis
