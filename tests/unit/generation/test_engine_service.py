@@ -30,7 +30,7 @@ FORBIDDEN, BREAKING, ENDLESS = 50, 51, 52
 
 
 class Counting(InProcessGenerator):
-    """Continues a prompt with its last token plus one."""
+    """Continues a prompt with its last token plus one. The last request ends first."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -49,7 +49,8 @@ class Counting(InProcessGenerator):
         for name in ended:
             del self.queued[name]
         return [
-            Finished(name, torch.tensor([each.prompt[-1] + 1]), torch.zeros(1), "stop") for name, each in ended.items()
+            Finished(name, torch.tensor([each.prompt[-1] + 1]), torch.zeros(1), "stop")
+            for name, each in reversed(ended.items())
         ]
 
     def _abort(self, names: Sequence[str]) -> None:
