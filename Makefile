@@ -56,14 +56,20 @@ lint: dev
 	$(ACTOR)/bin/ruff format --check .
 	$(ACTOR)/bin/mypy
 
-# What starts no server and no training: minutes.
+# While you edit: lint, types, unit tests.
 .PHONY: check
 check: lint
-	$(ACTOR)/bin/python -m pytest tests/unit
+	$(ACTOR)/bin/python -m pytest -m "not more" tests/unit
 
+# Every guarantee, program and algorithm once.
 .PHONY: test
 test: lint
-	$(ACTOR)/bin/python -m pytest
+	$(ACTOR)/bin/python -m pytest -m "not more"
+
+# What else must hold before a commit lands in main: more kills, fuzz, other users, Slurm and Ray.
+.PHONY: test-more
+test-more: dev
+	$(ACTOR)/bin/python -m pytest -m more
 
 # The documentation as a site, in build/site. Every warning, a broken link among them, is an error.
 .PHONY: docs

@@ -1,4 +1,4 @@
-"""PPO jobs on the emulated cluster: `sbatch slurm/ppo_hetjob.sh` as it stands, with tiny models or the quickstart's."""
+"""PPO jobs on the emulated cluster: `sbatch slurm/ppo_hetjob.sh` as it stands, with tiny models."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from tests.support.models import save_policy, save_reward_model
 from tests.support.paths import ROOT
 
 LOADING_S = 180.0
-STEPS = 120
+STEPS = 40
 CRITIC = [
     "model.dtype=float32", "run.num_threads=1", "engine.optim.lr=1e-3", "engine.zero_stage=0",
 ]  # fmt: skip
@@ -28,6 +28,11 @@ class Overrides:
     critic: list[str]
     actor: list[str]
 
+    @property
+    def endless(self) -> "Overrides":
+        """The same run, which does not end by itself while a test lasts."""
+        return Overrides(self.critic, [*self.actor, "algorithm.max_steps=100000"])
+
 
 def tiny(folder: Path) -> Overrides:
     """A policy, a reward model and prompts are made in ``folder``."""
@@ -39,20 +44,6 @@ def tiny(folder: Path) -> Overrides:
         [*CRITIC, f"model.path={folder / 'reward'}"],
         [*ACTOR, f"model.path={folder / 'policy'}", f"data.train_path={folder / 'prompts.jsonl'}"],
     )
-
-
-def of_quickstart(outputs: Path, *, steps: int) -> Overrides:
-    """Its settings, for the first ``steps`` of its PPO."""
-    common = ["model.dtype=float32", "engine.zero_stage=0", "run.seed=3"]
-    return Overrides(
-        [*common, "engine.optim.lr=5e-4", f"model.path={outputs / 'reward_model/export'}"],
-        [
-            *common, "engine.optim.lr=1e-4", f"model.path={outputs / 'sft/export'}",
-            f"data.train_path={outputs / 'data/prompts_train.jsonl'}", f"algorithm.max_steps={steps}",
-            "algorithm.num_rollout_samples=128", "algorithm.mini_batches=4", "algorithm.critic_warmup_steps=2",
-            "algorithm.initial_policy_kl_penalty=0.1", "generation.max_length=48", "generation.temperature=0.9",
-        ],
-    )  # fmt: skip
 
 
 @dataclass

@@ -12,8 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.jobs import Job, Overrides, of_quickstart, submit, tiny
+from tests.cluster.jobs import Job, Overrides, submit, tiny
 from tests.cluster.slurm import Cluster, wait_until
+from tests.support.metrics import metrics, without_timers
+from tests.support.processes import run_pair
+
+pytestmark = pytest.mark.more
 
 CRITIC_RANKS = "2"
 RUN_S = 300.0
@@ -85,13 +89,11 @@ def test_a_job_completes_on_two_nodes_and_leaves_them_at_once(completed):
     assert not processes(job)
 
 
-def test_the_quickstarts_reward_rises(cluster, quickstart, tmp_path):
-    job = submit(cluster, of_quickstart(quickstart, steps=12), tmp_path / "run", "--time=60", CRITIC_RANKS=CRITIC_RANKS)
-    job.wait_for_end(RUN_S)
-    assert job.state == "COMPLETED", job.report()
-    rewards = [row["train_rollouts/rewards"] for row in job.rows()]
-    assert len(rewards) == 12
-    assert sum(rewards[-3:]) > sum(rewards[:3]) + 3 * 0.5
+def test_a_job_learns_what_the_two_commands_learn(completed, inputs, tmp_path):
+    run_pair(tmp_path, inputs.critic, inputs.actor, server_ranks=int(CRITIC_RANKS))
+    weights = [folder / "actor" / "export" / "model.safetensors" for folder in (completed[0].output_dir, tmp_path)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert without_timers(metrics(tmp_path / "actor")) == without_timers(completed[0].rows())
 
 
 def test_the_token_is_in_no_file(completed, cluster):
@@ -107,11 +109,14 @@ def test_engines_are_a_third_component_and_one_that_dies_is_started_again(comple
     """The weights are those of a job without engines."""
     third = ["--time=60", ":", "--nodes=1", ":", "--nodes=1"]
     job = submit(cluster, inputs, tmp_path / "a run", *third, CRITIC_RANKS=CRITIC_RANKS, ENGINES_PER_NODE="2")
-    job.wait_for_step(2)
+    job.wait_for_step(1)
+    (actor,) = processes(job, "train_ppo_actor.py")
+    actor.suspend()
     ready = job.output_dir / "actor" / "engines" / "engine-1.json"
     wait_until(ready.exists, "the second engine is ready", RUN_S)
     killed = json.loads(ready.read_text())["pid"]
     os.kill(killed, signal.SIGKILL)
+    actor.resume()
     job.wait_for_end(RUN_S)
     assert job.state == "COMPLETED", job.report()
     nodes = {job.fields(component)["NodeList"] for component in range(3)}
@@ -146,8 +151,8 @@ def kill_server(job: Job) -> None:
 
 @pytest.mark.parametrize("end_one", [cancel_component, cancel_step, kill_server])
 def test_the_end_of_one_component_ends_both(cluster, inputs, tmp_path, end_one: Callable[[Job], None]):
-    job = submit(cluster, inputs, tmp_path / "run", "--time=60")
-    job.wait_for_step(2)
+    job = submit(cluster, inputs.endless, tmp_path / "run", "--time=60")
+    job.wait_for_step(1)
     end_one(job)
     seconds = job.wait_for_end(60)
     print(f"{end_one.__name__}: both ended after {seconds:.1f} s")
@@ -182,7 +187,7 @@ def test_a_time_limit_requeues_and_the_resumed_job_ends_with_the_same_weights(co
 
 
 def test_an_actor_of_two_ranks_that_is_told_to_end_early_is_requeued(cluster, inputs, tmp_path):
-    job = submit(cluster, inputs, tmp_path / "run", "--time=60", ACTOR_RANKS="2", ACTOR_SETUP="set -e; sleep 1")
+    job = submit(cluster, inputs.endless, tmp_path / "run", "--time=60", ACTOR_RANKS="2", ACTOR_SETUP="set -e; sleep 1")
     job.wait_for_step(1)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
     job.wait_for_requeue(RUN_S)

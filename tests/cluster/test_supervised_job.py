@@ -9,6 +9,8 @@ import pytest
 from tests.cluster.slurm import ENDED, Cluster, wait_until
 from tests.support.models import save_policy
 
+pytestmark = pytest.mark.more
+
 RUN_S = 300.0
 STEPS = 60
 

@@ -10,6 +10,8 @@ import pytest
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.more
+
 SHORT = """
 import sys
 from dataclasses import replace

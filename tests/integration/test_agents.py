@@ -28,22 +28,23 @@ def overrides(inputs: Path, engines: int) -> list[str]:
     ]  # fmt: skip
 
 
-def test_three_engines_and_kills_learn_what_is_learned_one_after_another(inputs, tmp_path) -> None:
-    alone, killed = tmp_path / "alone", tmp_path / "killed"
-    run_pair(alone, ppo_runs.server_overrides(inputs), overrides(inputs, 0))
+@pytest.mark.parametrize(("engines", "steps"), [(1, 4), pytest.param(3, ppo_runs.STEPS, marks=pytest.mark.more)])
+def test_engines_and_kills_learn_what_is_learned_one_after_another(inputs, tmp_path, engines: int, steps: int) -> None:
+    alone, killed, last = tmp_path / "alone", tmp_path / "killed", f"algorithm.max_steps={steps}"
+    run_pair(alone, ppo_runs.server_overrides(inputs), [*overrides(inputs, 0), last])
 
     critic, port = start_server(killed / "critic", *ppo_runs.server_overrides(inputs))
-    actor = start_actor(killed / "actor", port, *overrides(inputs, 3))
+    actor = start_actor(killed / "actor", port, *overrides(inputs, engines), last)
     try:
         wait_for_rollouts(actor, killed / "actor", 3)
         actor.kill()
-        actor = start_actor(killed / "actor", port, *overrides(inputs, 3))
+        actor = start_actor(killed / "actor", port, *overrides(inputs, engines), last)
         assert actor.wait(240) == 0, actor.output()
     finally:
         actor.kill()
         assert critic.terminate() == 0
     assert "resumed from step" in actor.output()
-    assert result(killed) == result(alone)
+    assert result(killed, steps) == result(alone, steps)
 
     rows = [row for row in metrics(alone / "actor") if "train_rollouts/rewards" in row]
     assert sum(row["agent/retried_episodes"] for row in rows) > sum(row["agent/failed_episodes"] for row in rows) > 0

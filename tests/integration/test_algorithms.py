@@ -154,6 +154,7 @@ def test_a_reward_function_that_fails_stops_the_run_or_masks_its_samples(on_erro
     assert "raised ValueError: no number here" in line and "reward.on_error=mask" in line
 
 
+@pytest.mark.more
 def test_a_validation_without_a_single_reward_is_not_the_best(inputs, tmp_path):
     """Every validation sample of step 0 fails; the ones after it do not."""
     rows = [json.dumps({"prompt": f"w{i} w{i + 1}", "label": "-1"}) + "\n" for i in range(4)]
@@ -186,6 +187,7 @@ def reward_func(queries, prompts, labels):
 """
 
 
+@pytest.mark.more
 def test_a_run_that_collapses_says_so_and_audit_on_sign_stops_it_wherever_it_resumes(inputs, tmp_path):
     """The reward counts one word and the learning rate is far too high. Nobody asked for a check."""
     (tmp_path / "one_word.py").write_text(ONE_WORD)

@@ -6,6 +6,8 @@ import pytest
 
 from tests.chaos.run import Kind, chaos
 
+pytestmark = pytest.mark.more
+
 
 @pytest.mark.parametrize("kind", [Kind(), Kind(engines=2, staleness=1)], ids=["in_process", "engines"])
 def test_a_run_survives_whatever_happens(tmp_path, kind):

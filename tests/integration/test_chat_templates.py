@@ -78,6 +78,7 @@ def test_the_next_stage_takes_it_from_the_export(folder: Path, script: str) -> N
     assert (stage / "export_adapter" / "chat_template.jinja").read_text() == TEMPLATE
 
 
+@pytest.mark.more
 def test_ppo_and_the_evaluation_of_its_export_do_too(folder: Path) -> None:
     stage = ppo(folder, "ppo", "sft/export", f"data.val_path={folder / 'prompts.jsonl'}", "checkpoint.keep_best=true",
         "algorithm.val_check_interval=1", "algorithm.num_val_samples=2")  # fmt: skip

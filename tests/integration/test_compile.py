@@ -10,6 +10,8 @@ from tests.support.metrics import metrics, without_timers
 from tests.support.models import save_policy, save_reward_model
 from tests.support.processes import run_pair
 
+pytestmark = pytest.mark.more
+
 COMMON = [
     "model.compile=true", "model.dtype=float32", "run.num_threads=2", "engine.optim.lr=2e-3", "engine.micro_batch_tokens=256",
 ]  # fmt: skip

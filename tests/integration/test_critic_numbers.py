@@ -171,6 +171,7 @@ def test_a_token_classifiers_bias_is_served_trained_restored_and_exported(tmp_pa
     np.testing.assert_allclose(np.concatenate(restored.values), np.concatenate(values), atol=5e-6)
 
 
+@pytest.mark.more
 def test_training_in_bfloat16_learns(make_server) -> None:
     server = make_server("model.dtype=bfloat16", "engine.zero_stage=2").start()
     with server.client() as critic:

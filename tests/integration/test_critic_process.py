@@ -146,6 +146,7 @@ serve(RunConfig(output_dir={str(tmp_path)!r}, device="cpu", dry_run={dry_run}), 
     assert "received SIGTERM" in ended.stderr and "Traceback" not in ended.stderr
 
 
+@pytest.mark.more
 def test_rule_8_sigterm_abandons_a_call_that_takes_too_long(make_server) -> None:
     server = make_server("server.shutdown_grace_s=1").start()
     with server.client(retries=1) as critic:
@@ -162,6 +163,7 @@ def test_rule_8_sigterm_abandons_a_call_that_takes_too_long(make_server) -> None
     assert not list(Path("/dev/shm").glob(f"*{server.process.pid}-*"))
 
 
+@pytest.mark.more
 def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make_server) -> None:
     server = make_server().start()
     with server.client() as critic:
@@ -175,7 +177,7 @@ def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make
     assert not list(Path("/dev/shm").glob(f"*{server.process.pid}-*"))
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.more)])
 def test_rule_8_a_dead_tritonserver_is_noticed(make_server, depth: int) -> None:
     """And the death of an endpoint's process, and of one that this has."""
     server = make_server().start()
@@ -190,6 +192,7 @@ def test_rule_8_a_dead_tritonserver_is_noticed(make_server, depth: int) -> None:
     assert "tritonserver or a process of its died" in server.log.read_text()
 
 
+@pytest.mark.more
 def test_rule_8_an_endpoint_that_hangs_does_not_outlive_a_dead_tritonserver(make_server) -> None:
     server = make_server().start()
     children = psutil.Process(server.process.pid).children(recursive=True)
@@ -200,6 +203,7 @@ def test_rule_8_an_endpoint_that_hangs_does_not_outlive_a_dead_tritonserver(make
     assert not left_of(children)
 
 
+@pytest.mark.more
 def test_rule_8_an_endpoint_and_a_door_that_hang_do_not_outlive_both_parents_and_nothing_is_left(make_server) -> None:
     """These are killed at once, before either could notice that the other has gone."""
     server = make_server().start()
@@ -219,6 +223,7 @@ def test_rule_8_an_endpoint_and_a_door_that_hang_do_not_outlive_both_parents_and
         time.sleep(0.1)
 
 
+@pytest.mark.more
 def test_a_server_that_was_killed_gives_its_port_to_the_next(make_server) -> None:
     """Its Triton outlives it for some seconds, because a client keeps its connection."""
     server = make_server().start()
@@ -230,6 +235,7 @@ def test_a_server_that_was_killed_gives_its_port_to_the_next(make_server) -> Non
             critic.infer(sequences(1)).result()
 
 
+@pytest.mark.more
 def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_server, tmp_path: Path) -> None:
     (tmp_path / "slow").touch()
     server = make_server(environment={"SLOW_DISK": str(tmp_path / "slow"), "SLOW_DISK_S": "2"}).start()
@@ -251,6 +257,7 @@ def test_rule_8_an_infinite_loss_ends_the_server_and_spares_the_checkpoint(make_
         assert critic.restore("test-step_000006", files) == 0
 
 
+@pytest.mark.more
 def test_a_checkpoint_of_another_critic_is_refused_and_the_server_goes_on(
     shared_server: CriticServer, make_server
 ) -> None:
@@ -264,6 +271,7 @@ def test_a_checkpoint_of_another_critic_is_refused_and_the_server_goes_on(
         assert critic.infer(sequences(0)).result().values
 
 
+@pytest.mark.more
 def test_rule_8_the_actors_shutdown_ends_it_with_0(make_server) -> None:
     server = make_server().start()
     with server.client() as critic:

@@ -47,6 +47,7 @@ def test_rule_1_handshake_refuses_another_protocol_version(
             agree(critic, status)
 
 
+@pytest.mark.more
 def test_rule_1_client_waits_for_a_loading_server(scratch_server: CriticServer) -> None:
     """The server is started again at the same port; the client asks before it has loaded."""
     scratch_server.terminate()

@@ -29,6 +29,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.more
 def test_a_critic_from_the_policy_repeats_to_the_bit_after_both_were_killed(inputs: Path, tmp_path: Path) -> None:
     """PPO with a reward function: no reward model anywhere, and a new head that both starts of the server make alike."""
     server_settings = [*SERVER, f"model.path={inputs / 'policy'}", NO_REWARD_MODEL]
@@ -94,6 +95,7 @@ def test_unsuitable_starts_are_refused_in_one_sentence(tmp_path: Path, overrides
     assert re.search(sentence, refusal(server))
 
 
+@pytest.mark.more
 def test_a_reward_model_of_another_tokenizer_is_served_elsewhere(tmp_path: Path) -> None:
     reward, other = save_reward_model(tmp_path / "reward"), save_reward_model(tmp_path / "other")
     letter_tokenizer().save_pretrained(other)

@@ -102,6 +102,7 @@ def test_tls_and_mutual_tls(certificates: Path, tmp_path: Path, reward_model: Pa
         server.close()
 
 
+@pytest.mark.more
 def test_a_client_with_tls_and_a_server_without_is_one_sentence(
     shared_server: CriticServer, certificates: Path
 ) -> None:

@@ -20,6 +20,8 @@ from nemo_style_rlhf.schema.supervised import DPOConfig
 from tests.support.browser import Browser
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.more
+
 OPTIONS = ["--fresh-env", "--fail-on-warning", "--keep-going", "--quiet", "--builder", "html"]
 """Those of `make docs`."""
 

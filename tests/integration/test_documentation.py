@@ -70,6 +70,8 @@ def needs(command: str, table: dict[str, str]) -> list[str]:
 
 COMMANDS = list(dict.fromkeys(command for _, block in documented("bash") for command in commands_of(block)))
 RUN = [command for command in COMMANDS if ".venv-" in command and not needs(command, COMPOSED | PARSED)]
+FIRST = {command.split()[1]: command for command in reversed(RUN)}
+"""The first command of each script."""
 SECRETS = [command for command in COMMANDS if re.match(r"head -c|openssl", command)]
 """They make what other commands read: critic.token, critic.key and critic.crt."""
 
@@ -160,7 +162,10 @@ def words_of(command: str, world: dict[str, str], secrets: Path, outputs: Path) 
     return [re.sub(r"=critic\.(token|key|crt)$", rf"={secrets}/critic.\1", word) for word in shlex.split(text)]
 
 
-@pytest.mark.parametrize("command", RUN)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(command, marks=[] if command in FIRST.values() else pytest.mark.more) for command in RUN],
+)
 def test_a_command_runs(command, world, port, secrets, token, started_cold, request, tmp_path):
     """As it stands, but in a folder of its own and, where it would train for hours, with --dry-run."""
     if "$CHECKPOINT" in command:

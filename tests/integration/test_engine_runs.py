@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ROOT, Program
 from tests.support import ppo_runs
 from tests.support.certificates import certificate
 from tests.support.metrics import metrics, without_timers
-from tests.support.processes import Process, run_pair, start_actor, start_server
+from tests.support.processes import Process, start_actor, start_server
 
 FILTERED = ["algorithm.filter.low=-100", "algorithm.filter.high=100"]
 """Rounds of dynamic sampling, which drop nobody: a filter waits for scores within the step."""
@@ -40,18 +41,16 @@ def result(folder: Path, steps: int = ppo_runs.STEPS) -> tuple[object, ...]:
 
 
 @pytest.fixture(scope="module")
-def in_process(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
-    folder = tmp_path_factory.mktemp("in_process")
-    run_pair(folder, ppo_runs.server_overrides(inputs), overrides(inputs, 0))
-    return result(folder)
+def in_process(undisturbed: Callable[..., Path]) -> tuple[object, ...]:
+    return result(undisturbed("filtered", *FILTERED))
 
 
 def test_it_learns_the_same_with_engines(inputs, in_process, tmp_path) -> None:
     """One of them is killed while it starts."""
     critic, port = start_server(tmp_path / "critic", *ppo_runs.server_overrides(inputs))
-    actor = start_actor(tmp_path / "actor", port, *overrides(inputs, 3))
+    actor = start_actor(tmp_path / "actor", port, *overrides(inputs, 2))
     try:
-        ready = tmp_path / "actor" / "engines" / "engine-2.json"
+        ready = tmp_path / "actor" / "engines" / "engine-1.json"
         words = f"server.ready_file={ready}"
         while not (
             starting := [each for each in psutil.process_iter(["cmdline"]) if words in (each.info["cmdline"] or [])]
@@ -63,13 +62,14 @@ def test_it_learns_the_same_with_engines(inputs, in_process, tmp_path) -> None:
     finally:
         actor.kill()
         assert critic.terminate() == 0
-    assert "engine engine-2 is lost: it ended with exit code -9" in actor.output()
+    assert "engine engine-1 is lost: it ended with exit code -9" in actor.output()
     assert result(tmp_path) == in_process
     manifest = next((tmp_path / "actor" / "checkpoints").glob("*/manifest.json"))
     assert not weights_in_memory(json.loads(manifest.read_text())["run_id"]).exists()
     assert not list((tmp_path / "actor" / "engines").glob("*.json"))  # every engine has ended by itself
 
 
+@pytest.mark.more
 def test_weights_that_all_engines_receive_at_once(inputs, in_process, tmp_path) -> None:
     """Their group meets again after one of them was killed."""
     folder = tmp_path / "actor"
@@ -92,6 +92,7 @@ def test_weights_that_all_engines_receive_at_once(inputs, in_process, tmp_path) 
     assert not list((folder / "engines").glob("group-*"))
 
 
+@pytest.mark.more
 def test_engines_of_other_hosts_get_their_weights_sent(inputs, in_process, tmp_path) -> None:
     """One engine is on this host, one on what it takes for another: with a /dev/shm of its own. That one is killed and started
     again. They speak TLS, and want a token."""

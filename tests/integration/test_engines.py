@@ -286,6 +286,7 @@ def test_a_killed_engine_is_noticed_and_another_returns_the_same_samples(trainer
     assert same_bits(engines[0].generate(requests, lease=LEASE, version=trainer.version), wanted)
 
 
+@pytest.mark.more
 def test_an_engine_of_two_devices_samples_the_same_after_it_was_killed(trainer, launcher, policy, tmp_path):
     """Nothing is left of the one that was killed: neither its workers nor segments of memory."""
     before = set(os.listdir("/dev/shm"))
@@ -337,6 +338,7 @@ DAMAGES: list[tuple[Callable[[Path, Path], None], str]] = [
 ]
 
 
+@pytest.mark.more
 def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_process, policy, tmp_path, monkeypatch):
     """An engine that did not get its weights whole must not sample any more: it says why and ends with 1. Started again, it
     loads the whole version, and samples as ever. Two damages at a time, one in a folder, one in what is sent; then engines of

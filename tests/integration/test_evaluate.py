@@ -115,6 +115,7 @@ def test_every_checkpoint_answers_the_same_prompts_with_the_same_seeds(evaluatio
         assert 1 <= row["length"] <= MAX_LENGTH
 
 
+@pytest.mark.more
 def test_many_different_prompts_are_answered_at_vllms_own_settings(inputs: Path, tmp_path: Path):
     """More prompt tokens than vLLM computes in a step (4,096), and no two prompts begin alike."""
     rng = random.Random(0)
@@ -138,6 +139,7 @@ def test_scores_are_those_hugging_face_gives(evaluation: Path, inputs: Path):
         assert row["score"] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("format", ["messages", "text"])
 def test_a_beginning_of_text_stands_once_before_what_is_scored(inputs: Path, tmp_path: Path, format: str):
     """A chat template writes it where the tokenizer would add it, too."""
@@ -223,6 +225,7 @@ def test_hf_generates_and_a_function_scores(inputs: Path, tmp_path: Path):
     assert [found["win_rate"] for found in summary(tmp_path)] == [None, 0.5, 0.5]
 
 
+@pytest.mark.more
 def test_without_a_reward_there_are_responses_and_a_dry_run_writes_nothing(inputs: Path, tmp_path: Path):
     given = [*arguments(inputs, tmp_path), "generation=hf", f"checkpoints=[{inputs / 'sft/export'}]"]
     evaluate(*given, "--dry-run", f"reward.model.path={inputs / 'reward'}")
@@ -267,6 +270,7 @@ def test_a_mistake_is_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.more
 def test_a_failing_function_is_one_sentence_or_a_missing_score(inputs: Path, tmp_path: Path):
     (tmp_path / "broken.py").write_text(
         "def reward_func(queries, prompts, labels):\n    return [1.0 / (prompts[0] != 'w1 w2')]\n"
@@ -293,6 +297,7 @@ def generating(process: subprocess.Popen) -> int:
     raise AssertionError("no process generates")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("killed", ["generator", "evaluation"])
 def test_a_kill_ends_both_processes_and_that_of_the_generator_is_one_sentence(
     inputs: Path, tmp_path: Path, killed: str

@@ -31,6 +31,8 @@ from tests.support import warm
 from tests.support.paths import ROOT
 from tests.support.processes import start_actor, start_server
 
+pytestmark = pytest.mark.more
+
 DATA = ROOT.parent / "shared" / "data"
 ROWS = 48
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

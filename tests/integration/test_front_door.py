@@ -170,6 +170,7 @@ def test_slow_and_idle_connections_are_ended_and_hold_nobody_up(
             link.close()
 
 
+@pytest.mark.more
 def test_a_body_must_arrive_in_time(server: CriticServer, unharmed: None) -> None:
     """Also of those who know the token. (The shipped bound, 30 s, is long enough to be waited for once.)"""
     head = f"Content-Length: 1000\r\nInference-Header-Content-Length: 100\r\n{messages.TOKEN_HEADER}: {TOKEN}"

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import requests
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
@@ -16,6 +17,8 @@ from tests.chaos.run import OWN_SHM
 from tests.support.critic_server import runs, segments_of
 from tests.support.paths import ROOT
 from tests.support.processes import start_server
+
+pytestmark = pytest.mark.more
 
 
 def test_a_dead_door_ends_the_server(make_server) -> None:

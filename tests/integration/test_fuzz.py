@@ -1,4 +1,4 @@
-"""Thousands of malformed requests to a critic server, an engine and a gateway, some with a certificate; `make fuzz` has more."""
+"""Malformed requests to a critic server, an engine and a gateway, some with a certificate; `make fuzz` sends more."""
 
 import secrets
 from pathlib import Path
@@ -8,8 +8,12 @@ import pytest
 from tests.fuzz import gateway
 from tests.fuzz.run import fuzz
 
+MORE = pytest.mark.more
 
-@pytest.mark.parametrize(("requests", "tls"), [(1700, False), (300, True)])
+
+@pytest.mark.parametrize(
+    ("requests", "tls"), [(300, False), pytest.param(1700, False, marks=MORE), pytest.param(300, True, marks=MORE)]
+)
 def test_malformed_requests_change_nothing(tmp_path: Path, requests: int, tls: bool) -> None:
     """Every one is refused, nothing dies, grows or moves, and strangers read nothing but that they are none of ours."""
     seed = secrets.randbelow(2**31)
@@ -17,17 +21,19 @@ def test_malformed_requests_change_nothing(tmp_path: Path, requests: int, tls: b
     assert sum(fuzz(tmp_path, seed=seed, numbers=range(requests), tls=tls).values()) >= requests
 
 
-def test_malformed_requests_leave_an_engine_its_weights_and_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("requests", [100, pytest.param(600, marks=MORE)])
+def test_malformed_requests_leave_an_engine_its_weights_and_samples(tmp_path: Path, requests: int) -> None:
     """Every impossible one is refused; the engine neither ends nor hangs nor grows, and samples the same bits from the same
     version afterwards."""
     seed = secrets.randbelow(2**31)
-    print(f"make fuzz N=600 SEED={seed} TARGET=engine")
-    assert sum(fuzz(tmp_path, seed=seed, numbers=range(600), kind="engine").values()) >= 600
+    print(f"make fuzz N={requests} SEED={seed} TARGET=engine")
+    assert sum(fuzz(tmp_path, seed=seed, numbers=range(requests), kind="engine").values()) >= requests
 
 
-def test_malformed_requests_to_the_gateway_reach_no_other_session(tmp_path: Path) -> None:
+@pytest.mark.parametrize("requests", [100, pytest.param(600, marks=MORE)])
+def test_malformed_requests_to_the_gateway_reach_no_other_session(tmp_path: Path, requests: int) -> None:
     """Every impossible one is refused with an error of the API; every session reads its own answers afterwards, and nobody any
     other's."""
     seed = secrets.randbelow(2**31)
-    print(f"python -m tests.fuzz.gateway --requests 600 --seed {seed}")
-    assert sum(gateway.fuzz(tmp_path, seed=seed, numbers=range(600)).values()) >= 600
+    print(f"python -m tests.fuzz.gateway --requests {requests} --seed {seed}")
+    assert sum(gateway.fuzz(tmp_path, seed=seed, numbers=range(requests)).values()) >= requests

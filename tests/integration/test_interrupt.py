@@ -125,6 +125,7 @@ def test_the_actor_says_where_it_stopped_and_the_same_command_goes_on(inputs, pr
     wait_for_output(again, f"GRPO {int(said[1]) + 1}/400")
 
 
+@pytest.mark.more
 def test_what_a_reward_function_started_ends_too(inputs, program, tmp_path):
     """As functions that run code do; a terminal's Ctrl-C does not reach it."""
     starts = tmp_path / "starts.py"
@@ -140,6 +141,7 @@ def test_what_a_reward_function_started_ends_too(inputs, program, tmp_path):
     assert actor.ended(INTERRUPTED_EXIT) == "stopped in step 1; no step is saved yet; the same command goes on"
 
 
+@pytest.mark.more
 def test_a_dry_run_is_undone_at_once_also_while_it_waits(inputs, program, tmp_path):
     slow = tmp_path / "slow.py"
     slow.write_text(
@@ -157,6 +159,7 @@ def test_a_dry_run_is_undone_at_once_also_while_it_waits(inputs, program, tmp_pa
     assert time.monotonic() - started < 30 and not (tmp_path / "run" / "dry_run").exists()
 
 
+@pytest.mark.more
 def test_save_on_interrupt_commits_the_running_step_and_a_second_one_ends_at_once(inputs, program, tmp_path):
     slow = tmp_path / "slow.py"
     slow.write_text(REWARD.replace("0.2", "8"))
@@ -190,6 +193,7 @@ def test_while_it_starts(moment, inputs, program):
     assert actor.ended(INTERRUPTED_EXIT) == "stopped; the same command starts again"
 
 
+@pytest.mark.more
 def test_a_dry_run_leaves_nothing(inputs, program, tmp_path):
     actor = program(*grpo(inputs), "--dry-run")
     wait_for_output(actor, "40 rows")
@@ -198,6 +202,7 @@ def test_a_dry_run_leaves_nothing(inputs, program, tmp_path):
     assert not (tmp_path / "run" / "dry_run").exists()
 
 
+@pytest.mark.more
 def test_of_several_ranks_the_first_speaks(inputs, program):
     actor = program(*grpo(inputs), ranks=2)
     wait_for_output(actor, "GRPO 1/400")
@@ -210,6 +215,7 @@ def test_of_several_ranks_the_first_speaks(inputs, program):
     assert actor.output().count("the same command") == 1
 
 
+@pytest.mark.more
 def test_ctrl_c_through_torchrun_commits_the_running_step_and_leaves_nobody(inputs, program, tmp_path):
     """The launcher hands it down to its ranks, which are sessions of their own, and then fails with a traceback of its own."""
     actor = program(*grpo(inputs), "checkpoint.save_on_interrupt=true", "checkpoint.save_interval=100", ranks=2)
@@ -242,6 +248,7 @@ def test_a_supervised_stage_says_where_it_stopped_and_goes_on(inputs, program, t
     again.ended(INTERRUPTED_EXIT)
 
 
+@pytest.mark.more
 def test_an_evaluation_ends_with_its_child(inputs, program, tmp_path):
     evaluation = program(
         "trainers/evaluate.py", f"checkpoints=[{inputs / 'policy'}]", f"data.path={inputs / 'rows.jsonl'}", "model.dtype=float32",
@@ -286,6 +293,7 @@ def test_sigusr1_ends_an_actor_that_waits_for_a_server_from_the_start(inputs, pr
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("server", "told", "torchrun"), [("critic", [1], True), ("reward", [1], False), ("critic", [0, 1], False)]
 )
@@ -310,6 +318,7 @@ def test_so_it_does_whichever_of_its_ranks_is_told(server, told, torchrun, input
     assert not left_of(everyone)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("number", "ranks", "told"), [("SIGUSR1", 1, 0), ("SIGINT", 1, 0), ("SIGUSR1", 2, 1)])
 def test_so_does_one_that_has_lost_its_server(number, ranks, told, inputs, program, tmp_path):
     """Also if only one of its ranks is told, and not the one that changes the server."""
@@ -333,6 +342,7 @@ def test_so_does_one_that_has_lost_its_server(number, ranks, told, inputs, progr
     assert f"told to end while no server answers; step {step} is committed, the same command goes on" in actor.output()
 
 
+@pytest.mark.more
 def test_an_actor_whose_server_does_not_come_back_says_how_it_was_lost(inputs, program, tmp_path):
     (tmp_path / "critic").mkdir()
     served = ["model.dtype=float32", "run.num_threads=1", f"model.path={inputs / 'reward'}"]
@@ -347,6 +357,7 @@ def test_an_actor_whose_server_does_not_come_back_says_how_it_was_lost(inputs, p
     assert re.fullmatch(waited + "; it was lost with: .*critic server.*", actor.ended(2)), actor.output()
 
 
+@pytest.mark.more
 def test_ranks_go_on_together_when_a_disk_refuses_one_of_them_until_it_has_done_so_too_often(inputs, program, tmp_path):
     command = [*grpo(inputs), "checkpoint.save_interval=1", "checkpoint.max_failed_saves=3"]
     actor = program(*command, ranks=2, warm=True)

@@ -16,6 +16,8 @@ from tests.support.models import save_policy
 from tests.support.paths import ACTOR_PYTHON, ROOT
 from tests.support.processes import Process, proxy, start_actor
 
+pytestmark = pytest.mark.more
+
 STEPS, SAMPLES = 4, 16
 ACTOR = [
     "model=fp32", "run.num_threads=1", "run.device=cpu", "algorithm=grpo", "generation=hf", "generation.max_length=6",

@@ -107,6 +107,7 @@ def test_checkpoints_hold_adapters_and_a_resumed_run_ends_with_the_same_weights(
         assert torch.equal(weight, resumed[name]), name
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("override", "was", "given"),
     [("model.lora.alpha=32", "'alpha': 16", "'alpha': 32"), ("model.dtype=bfloat16", "dtype float32", "has bfloat16")],

@@ -12,6 +12,8 @@ import pytest
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from tests.support.critic_server import TOKEN_ENV, CriticServer
 
+pytestmark = pytest.mark.more
+
 TOKEN = secrets.token_hex(16)
 STRANGER = r"""
 import glob, json, os, socket, sys, urllib.request

@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_style_rlhf import parts
 from tests.support.models import SHAPE, letter_tokenizer
 from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.more
 
 EXAMPLE = ROOT / "examples" / "own_loop.py"
 

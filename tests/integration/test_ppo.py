@@ -146,6 +146,7 @@ def test_the_last_checkpoints_of_both_sides_convert_to_their_exports(finished, t
         assert file_digests(tmp_path / str(number)) == file_digests(export)
 
 
+@pytest.mark.more
 def test_both_exports_start_the_next_round_which_logs_to_wandb_offline(finished, inputs, tmp_path):
     """The policy goes through vLLM, the probe and the export check once more; the critic serves as reward model."""
     manifest = json.loads((finished / "actor/checkpoints/step_000006/manifest.json").read_text())
@@ -220,6 +221,7 @@ def test_killing_both_processes_changes_nothing(finished, inputs, tmp_path):
     assert critics[0][-1].read_bytes() == critics[1][-1].read_bytes()
 
 
+@pytest.mark.more
 def test_an_actor_outlives_its_servers_and_nothing_changes(finished, inputs, tmp_path):
     """The server is killed while the first checkpoint is written, killed in the first step, and told to stop in the fourth."""
     (tmp_path / "critic").mkdir()
@@ -257,6 +259,7 @@ def test_an_actor_outlives_its_servers_and_nothing_changes(finished, inputs, tmp
     ).read_bytes()
 
 
+@pytest.mark.more
 def test_sigusr1_ends_a_run_with_a_checkpoint_and_changes_nothing(finished, inputs, tmp_path):
     """While it loads, which it outlives until the first step is done, and in mid-run; the same metrics and weights."""
     (tmp_path / "critic").mkdir()
@@ -286,6 +289,7 @@ def test_sigusr1_ends_a_run_with_a_checkpoint_and_changes_nothing(finished, inpu
     ).read_bytes()
 
 
+@pytest.mark.more
 def test_a_disk_that_is_full_for_a_while_costs_nothing(finished, inputs, tmp_path):
     """The actor's refuses three checkpoints in a row, the server's one more: training goes on and nothing changes."""
     (tmp_path / "critic").mkdir()

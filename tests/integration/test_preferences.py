@@ -147,6 +147,7 @@ def hh_overrides(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.more
 @needs_hh
 def test_sft_on_hh_transcripts(tmp_path):
     write_transcripts(tmp_path, test=150)
@@ -165,6 +166,7 @@ ALL_TRANSCRIPTS = [
 and a low learning rate that a few steps lower the loss on pairs it has not seen, by a thousandth of a nat or two."""
 
 
+@pytest.mark.more
 @needs_hh
 def test_reward_model_on_hh_transcripts(tmp_path):
     write_transcripts(tmp_path, train=4166)
@@ -199,6 +201,7 @@ def test_dpo_with_the_likelihood_of_chosen_responses_learns_their_language(tmp_p
     assert all(math.isfinite(value) for value in last.values())
 
 
+@pytest.mark.more
 @needs_hh
 def test_dpo_on_hh_transcripts(tmp_path):
     write_transcripts(tmp_path, train=4166)
@@ -215,6 +218,7 @@ def test_dpo_on_hh_transcripts(tmp_path):
     assert all(math.isfinite(value) for value in lines[-1].values())
 
 
+@pytest.mark.more
 @needs_hh
 def test_kto_on_hh_answers(tmp_path):
     """Real answers, judged by whether they ask something: that much a 0.3 M model can learn in 16 steps."""

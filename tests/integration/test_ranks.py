@@ -158,6 +158,7 @@ def test_the_same_start_on_two_ranks_ends_with_the_same_bits(inputs, tmp_path):
         assert files[0] and [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
 
 
+@pytest.mark.more
 def test_four_ranks_with_two_vllms_end_where_one_does(inputs, alone, tmp_path):
     """Two of them share one, each with a half of every layer; the two vLLMs share the samples. A killed run left its memory."""
     Path("/dev/shm/-tp:0-[2-3]-cpushm_1").touch()
@@ -187,6 +188,7 @@ def test_a_weight_transfer_takes_its_largest_bucket(tmp_path):
     assert mib["largest bucket"] < 0.25 * mib["policy"]
 
 
+@pytest.mark.more
 def test_a_run_goes_on_in_another_shape(inputs, alone, tmp_path):
     """Both halves, from their second step: one rank without ZeRO before, two ranks with it after."""
     run = shutil.copytree(alone, tmp_path / "run", ignore=shutil.ignore_patterns("step_000003*", "export*"))

@@ -139,6 +139,7 @@ def test_a_reference_that_cannot_be_compared_is_refused_before_anything_starts(i
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.more
 def test_a_dry_run_and_the_plan_take_the_reference(inputs, tmp_path):
     other = f"model.reference_path={inputs / 'other'}"
     actor = start(inputs, tmp_path / "run", other, "--dry-run")

@@ -47,6 +47,7 @@ def one_after_another(inputs: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return learned
 
 
+@pytest.mark.more
 def test_everything_at_once_and_late(inputs, one_after_another, tmp_path) -> None:
     critic, port = start_server(tmp_path / "critic", *ppo_runs.server_overrides(inputs))
     with proxy(lambda: port, lambda *_: time.sleep(random.uniform(0, LONGEST_DELAY_S))) as late_port:

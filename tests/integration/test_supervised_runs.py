@@ -222,6 +222,7 @@ def test_packed_token_budgets_and_ranks_end_with_the_same_weights(folder: Path, 
             assert all(abs(line[name] - other[name]) < 1e-4 * max(1, abs(line[name])) for name in line), (line, other)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("strategy", "script"),
     [("zero1", "train_sft"), ("zero2", "train_reward_model"), ("zero3", "train_kto")],
@@ -248,6 +249,7 @@ def test_shares_over_ranks_do_not_change_the_result(folder: Path, strategy: str,
         assert evaluations[0]["all"]["accuracy"] == evaluations[1]["all"]["accuracy"]
 
 
+@pytest.mark.more
 def test_shares_over_ranks_resume_to_the_last_bit(folder: Path) -> None:
     """DPO's reference, the policy without its adapters, is sharded, too."""
     run = "dpo_shares"

@@ -1,6 +1,7 @@
 """A PPO run whose parts take turns on one device ends with the bits of one whose parts all stay there."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,8 @@ def overrides(inputs: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def together(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
-    folder = tmp_path_factory.mktemp("together")
-    run_pair(folder, ppo_runs.server_overrides(inputs), overrides(inputs))
-    return result(folder)
+def together(undisturbed: Callable[..., Path]) -> tuple[object, ...]:
+    return result(undisturbed("filtered", *FILTERED))
 
 
 def test_it_learns_the_same_in_turns(inputs, together, tmp_path) -> None:
@@ -47,6 +46,7 @@ def order(log: str) -> list[str]:
     return re.findall(r"turn of (\w+) after", log)
 
 
+@pytest.mark.more
 def test_engines_take_turns_with_two_ranks_and_one_is_killed_while_it_sleeps(inputs, tmp_path) -> None:
     """Only the first rank makes batches, and goes through the rounds of the filter while the other one waits."""
     ranks = {"ranks": 2}
@@ -67,6 +67,7 @@ def test_engines_take_turns_with_two_ranks_and_one_is_killed_while_it_sleeps(inp
     assert result(tmp_path) == result(tmp_path / "together")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("engines", [0, 2])
 def test_everybody_is_killed_in_every_phase(inputs, together, tmp_path, engines: int) -> None:
     """The trainer in each of its phases, the critic while it sleeps and while it has its turn."""
@@ -93,6 +94,7 @@ def test_everybody_is_killed_in_every_phase(inputs, together, tmp_path, engines:
     assert result(tmp_path) == together
 
 
+@pytest.mark.more
 def test_episodes_are_played_in_the_turn_of_generation(inputs, tmp_path) -> None:
     """Of agents a quarter of whose episodes has trouble; the critic gives rewards once all have ended, and values after that."""
     agents = [*test_agents.overrides(inputs, 1), "algorithm.staleness=0", "algorithm.correction.kind=none"]

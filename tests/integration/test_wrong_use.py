@@ -182,6 +182,7 @@ def test_an_unsupported_head_size_gets_one_sentence_and_the_way_out_works(inputs
     assert re.search(r"rollout took [\d.]+ s and training [\d.]+ s, .* a step lasts [\d.]+ s while", way_out.output())
 
 
+@pytest.mark.more
 def test_a_dry_run_that_fails_leaves_nothing_on_the_server(inputs, server_port, tmp_path):
     (tmp_path / "reward.py").write_text(
         "def reward_func(queries, prompts, labels):\n    raise ValueError('no rewards')\n"
@@ -254,6 +255,7 @@ ls {folder}/rollouts
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("full", "size"), [("metrics.jsonl", "8k"), ("rollouts", "80k")])
 def test_a_full_disk_of_metrics_or_rollouts_is_one_sentence_and_the_same_command_goes_on(full, size, inputs, tmp_path):
     """The disk is a real one of a few pages, which are full after a few steps."""

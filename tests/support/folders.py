@@ -1,7 +1,25 @@
-"""Folders that another user looks into, and files that nobody can read."""
+"""Folders that several workers share, or that another user looks into, and files that nobody can read."""
 
+import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that the first worker to ask for it makes, and the others find made; they only read it."""
+    own = factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
+    made = folder.with_suffix(".made")
+    with FileLock(folder.with_suffix(".lock")):
+        if not made.exists():
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder
 
 
 def let_others_read(folder: Path) -> None:

@@ -77,6 +77,7 @@ def scorer_of(config: RewardServerConfig) -> RewardServerScorer:
     return RewardServerScorer(config, served_by(config, lambda line: None))
 
 
+@pytest.mark.more
 def test_replicas_share_the_load_and_one_may_die_and_return_be_late_or_become_another(
     server: RewardServer, letters: RewardServer, reward_model: Path, tmp_path: Path
 ) -> None:
@@ -184,6 +185,7 @@ def test_texts_whose_reward_is_not_a_number_have_no_reward(tmp_path: Path) -> No
         server.close()
 
 
+@pytest.mark.more
 def test_a_replica_with_another_model_is_refused(letters: RewardServer, tmp_path: Path, reward_model: Path) -> None:
     token = f"{letters.output_dir}/token"
     server = RewardServer(tmp_path, reward_model, [f"server.token.token_file={token}"]).start()

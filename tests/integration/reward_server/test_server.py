@@ -90,6 +90,7 @@ def test_a_token_is_wanted(letters: RewardServer) -> None:
 # --- life -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_a_dry_run_passes(tmp_path: Path, reward_model: Path) -> None:
     server = RewardServer(tmp_path, reward_model)
     done = subprocess.run(server.command("--dry-run"), cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -116,6 +117,7 @@ def test_sigterm_ends_it_with_0(server: RewardServer) -> None:
     assert not (server.output_dir / "outputs").exists()
 
 
+@pytest.mark.more
 def test_several_ranks_are_refused_in_one_sentence(reward_model: Path, tmp_path: Path) -> None:
     server = RewardServer(tmp_path, reward_model, [f"run.output_dir={tmp_path}/outputs"])
     environment = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
