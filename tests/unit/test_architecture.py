@@ -133,6 +133,7 @@ def test_the_client_needs_nothing_of_the_server():
             assert imported.split(".")[0] not in {"torch", "deepspeed", "transformers", "pytriton", "tornado"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("environment", [".venv-server", ".venv-actor"])
 def test_the_package_imports_in_both_environments(environment):
     code = (

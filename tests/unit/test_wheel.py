@@ -77,12 +77,14 @@ def test_the_wheel_holds_the_whole_page_of_watch(wheel: Path) -> None:
     assert packed == files and f"{page}/vendor/uPlot.LICENSE" in files
 
 
+@pytest.mark.more
 def test_nothing_of_the_repository_is_used(commands: Path, tmp_path: Path) -> None:
     code = "from nemo_style_rlhf.launch.entry import CONF_DIR; print(CONF_DIR)"
     shown = run([commands / "python", "-c", code], tmp_path, ".venv-actor")
     assert Path(shown.stdout).is_relative_to(commands.parent), shown.stderr
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("script", ENTRY_POINTS, ids=lambda script: script.name)
 def test_every_script_has_a_command(script: Path, commands: Path, tmp_path: Path) -> None:
     libraries, other = sorted([".venv-actor", ".venv-server"], reverse=".venv-server" in own_python(script))
@@ -96,6 +98,7 @@ def test_every_script_has_a_command(script: Path, commands: Path, tmp_path: Path
     assert f"nemo_style_rlhf[{libraries.removeprefix('.venv-')}]" in line
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("script", "preset"),
     [("trainers/train_ppo_actor.py", ["algorithm=grpo"]), ("servers/serve_ppo_critic.py", [])],
@@ -122,11 +125,13 @@ done
 """
 
 
+@pytest.mark.more
 def test_the_shell_completes_keys_and_presets(commands: Path, tmp_path: Path) -> None:
     shown = run(["bash", "-c", COMPLETION.format(commands=commands)], tmp_path, ".venv-actor")
     assert shown.stdout.splitlines() == ["algorithm.max_steps=", "experiment=gsm8k_qwen05b"], shown.stderr
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("mistake", "sentence"),
     [

@@ -6,6 +6,8 @@ import sys
 PROGRAM = """
 import sys
 import torch
+
+import pytest
 from nemo_style_rlhf.engine.process_group import init_distributed
 init_distributed(torch.device("cpu"))
 from nemo_style_rlhf.engine.engine import Engine
@@ -15,6 +17,7 @@ print("torch._inductor.lowering" in sys.modules)
 """
 
 
+@pytest.mark.more
 def test_it_does_not_load_inductor():
     """For an optimizer that nobody asked for, every start took 3 s more."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)

@@ -32,6 +32,7 @@ def page_faults(keep: bool) -> int:
     return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has mallopt")
 def test_freed_tensors_are_reused_without_page_faults() -> None:
     """Fresh mappings fault on every page of every round, kept memory on hardly any; how many is the kernel's page size."""
@@ -67,6 +68,7 @@ print((libc.mallinfo2().arena - before) // 2**20)
 """
 
 
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has these caches")
 def test_without_thread_caches_freed_tensors_are_found_again(tmp_path) -> None:
     script = tmp_path / "fragment.py"

@@ -10,6 +10,8 @@ from nemo_style_rlhf.models.compiled import compile_forward
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.models.scalar import ScalarModel
 
+pytestmark = pytest.mark.more
+
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
         "pad_token_id": 0, "attn_implementation": "eager"}  # fmt: skip
 

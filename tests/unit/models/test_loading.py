@@ -327,6 +327,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("offline", ["", "1"])
 def test_a_name_that_is_no_folder_is_asked_for_once_where_the_hub_cannot_be_reached(
     tmp_path: Path, offline: str
