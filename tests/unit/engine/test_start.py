@@ -3,11 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 import torch
-
-import pytest
 from nemo_style_rlhf.engine.process_group import init_distributed
 init_distributed(torch.device("cpu"))
 from nemo_style_rlhf.engine.engine import Engine
