@@ -11,8 +11,6 @@ from nemo_style_rlhf.errors import UserError
 from tests.support import warm
 from tests.support.reshaping import CASES, Case, make_engine, resume, write
 
-pytestmark = pytest.mark.more
-
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
