@@ -127,6 +127,15 @@ fuzz: dev
 mutants: dev
 	$(ACTOR)/bin/python -m tests.mutants.run $(if $(ONLY),--only $(ONLY))
 
+# Hours, before a release: faults, malformed requests, and quickstarts, which must learn whatever the seed.
+.PHONY: soak
+soak: dev
+	$(MAKE) --no-print-directory chaos FAULTS=40
+	$(MAKE) --no-print-directory chaos FAULTS=40 ENGINES=2 STALENESS=1
+	$(MAKE) --no-print-directory fuzz N=100000
+	$(MAKE) --no-print-directory fuzz N=10000 TARGET=engine
+	for seed in 0 1 2; do $(ACTOR)/bin/python examples/quickstart/run.py --seed $$seed --output-dir outputs/soak/$$seed || exit 1; done
+
 .PHONY: clean
 clean:
 	rm -rf outputs build *.egg-info .ruff_cache .mypy_cache .hypothesis

@@ -1,4 +1,4 @@
-"""`make test` shows every guarantee of docs/guarantees.md: of the tests that a row names, some are not for `make test-more` alone."""
+"""`make test` shows every guarantee of docs/guarantees.md: each row names a test that is not left to `make test-more`."""
 
 import ast
 import re
