@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.collector import collect_rarely
 from nemo_style_rlhf.launch.environment import NVIDIA, prepare
-from nemo_style_rlhf.launch.interpreter import require_own_interpreter
+from nemo_style_rlhf.launch.interpreter import require_own_interpreter, started_for_this
 from nemo_style_rlhf.launch.malloc import without_thread_caches
 
 if OURS := require_own_interpreter():  # before the first import that another Python lacks
@@ -123,7 +123,7 @@ def entry_point(
                     refuse(one_sentence(cause, schema))
                 refuse(" ".join(str(error).partition("Config search path:")[0].split()))
 
-        return _ended_at_once(command_line) if OURS else command_line
+        return _ended_at_once(command_line) if OURS and started_for_this() else command_line
 
     return decorate
 

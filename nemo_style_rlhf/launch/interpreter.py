@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from itertools import dropwhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,3 +44,9 @@ def require_own_interpreter() -> bool:
         )
         raise SystemExit(2)
     return True
+
+
+def started_for_this() -> bool:
+    """Whether Python was started to run only the main script: not under a debugger, a test, or another program."""
+    words = list(dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:]))
+    return words[:1] == sys.argv[:1]

@@ -3,8 +3,9 @@
 import ctypes
 import os
 import sys
-from itertools import dropwhile
 from mmap import MADV_DONTNEED, PAGESIZE
+
+from nemo_style_rlhf.launch.interpreter import started_for_this
 
 # From malloc.h; Python's ctypes cannot read macros.
 M_MXFAST = 1
@@ -64,8 +65,7 @@ def without_thread_caches() -> None:
     Does nothing if the environment already sets them, or if Python was not started to run only this program.
     """
     given = os.environ.get(TUNABLES, "")
-    words = list(dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:]))
-    alone = words[:1] == sys.argv[:1] and "torch" not in sys.modules  # not under a debugger or a test
+    alone = started_for_this() and "torch" not in sys.modules
     if sys.platform == "linux" and alone and "tcache_count" not in given:
         os.environ[TUNABLES] = f"{given}:{THREAD_CACHES_OFF}" if given else THREAD_CACHES_OFF
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
