@@ -31,7 +31,7 @@ class Measured:
     """Seconds from the command to the first trained step; of a program that trains nothing, to its end."""
     cpu_s: float
     end_s: float
-    """Seconds from the last trained step to the prompt."""
+    """Seconds from the last trained step to the prompt; 0 for a program that trains nothing."""
 
 
 def main() -> None:
@@ -55,12 +55,15 @@ def main() -> None:
                         measure(checkout, program, inputs, Path(folder) / f"run-{program}-{number}-{side}")
                     )
             for name, before, after in zip(
-                ("s to the first step", "CPU s", "s from the last step to the prompt"),
+                ("s to the first step, or the end", "CPU s", "s from the last step to the prompt"),
                 *map(columns, sides),
                 strict=True,
             ):
-                ratio = statistics.median(after) / statistics.median(before) if statistics.median(before) else 0.0
-                print(f"| {program} | {name} | {described(before)} | {described(after)} | {ratio:.2f} |", flush=True)
+                if statistics.median(before):
+                    ratio = statistics.median(after) / statistics.median(before)
+                    print(
+                        f"| {program} | {name} | {described(before)} | {described(after)} | {ratio:.2f} |", flush=True
+                    )
 
 
 def columns(measured: list[Measured]) -> list[tuple[float, ...]]:
@@ -80,7 +83,13 @@ def write_supervised_rows(folder: Path) -> None:
 
 def words(program: str, inputs: Path, output: Path) -> list[str]:
     policy = [f"run.output_dir={output}", f"model.path={inputs}/policy"]
-    stage = [*policy, "model.dtype=float32", f"trainer.max_steps={STEPS}", "trainer.batch_size=8"]
+    stage = [
+        *policy,
+        "model.dtype=float32",
+        f"trainer.max_steps={STEPS}",
+        "trainer.batch_size=8",
+        "trainer.log_interval=1",
+    ]
     return {
         "train_ppo_local": [
             *policy, f"critic.model.path={inputs}/reward", f"data.train_path={inputs}/train.jsonl", "model=fp32",
