@@ -11,6 +11,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.children import end_with_parent
 from nemo_style_rlhf.launch.collector import importing
+from nemo_style_rlhf.launch.environment import NVIDIA
 from nemo_style_rlhf.schema.evaluation import Checkpoint, EvaluationConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 
@@ -19,9 +20,13 @@ if TYPE_CHECKING:
     from nemo_style_rlhf.evaluation.samples import Sample
 
 
+START_METHOD = "spawn" if NVIDIA.exists() else "fork"
+"""A CUDA context does not survive a fork, and a library may have made one while it was imported."""
+
+
 class ChildSampler:
-    """One process loads the libraries, and forks for every checkpoint. It touches neither models nor devices itself, and it is
-    spawned: a CUDA context and threads do not survive a fork."""
+    """One process loads the libraries, and forks for every checkpoint. It computes nothing itself, and it is spawned: threads do
+    not survive a fork. With GPUs every checkpoint's process loads the libraries for itself."""
 
     def __init__(self, config: EvaluationConfig) -> None:
         interrupt.keep_from_children()
@@ -52,6 +57,8 @@ class ChildSampler:
 
 
 def _load(generation: GenerationConfig) -> None:
+    if START_METHOD != "fork":
+        return
     with importing():
         from nemo_style_rlhf.evaluation import sampling  # noqa: F401
         from nemo_style_rlhf.generation.factory import load_libraries
@@ -63,5 +70,5 @@ def _load(generation: GenerationConfig) -> None:
 def _sample(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence["Prompt"]) -> list["Sample"]:
     from nemo_style_rlhf.evaluation.sampling import sample
 
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), initializer=end_with_parent) as fork:
-        return fork.submit(sample, checkpoint, config, prompts).result()
+    with ProcessPoolExecutor(1, multiprocessing.get_context(START_METHOD), initializer=end_with_parent) as child:
+        return child.submit(sample, checkpoint, config, prompts).result()
