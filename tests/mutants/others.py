@@ -297,7 +297,7 @@ OTHERS = (
         file="nemo_style_rlhf/scoring/sandbox.py",
         old='"bwrap", "--unshare-all",',
         new='"bwrap", "--unshare-all", "--share-net",',
-        tests=("tests/unit/scoring/sandbox/test_sandbox.py::test_it_is_nobody_in_namespaces_of_its_own",),
+        tests=("tests/unit/scoring/sandbox/test_sandbox.py::test_its_namespaces_are_not_those_of_the_host",),
     ),
     Fault(
         name="code_has_the_environment_of_the_trainer",

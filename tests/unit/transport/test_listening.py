@@ -59,9 +59,11 @@ def opened(folder: Path, tls: ServerTlsConfig | None = None) -> Iterator[Door]:
             ServerConfig(port=0, tls=tls or ServerTlsConfig()), Address(take_port("127.0.0.1", 0), TOKEN),
             backend=folder / "backend.sock", metrics=None, routes=[Route(ECHO, 4096)], bytes_in_flight=LARGEST,
         )  # fmt: skip
-        yield door
-        door.close(10.0)
-        backend.shutdown()
+        try:
+            yield door
+        finally:  # or the backend would wait for the door's connections
+            door.close(10.0)
+            backend.shutdown()
 
 
 @pytest.fixture

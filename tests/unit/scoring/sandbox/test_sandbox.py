@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nemo_style_rlhf.errors import UserError
@@ -19,6 +20,7 @@ from nemo_style_rlhf.scoring.sandbox import Limits, confined
 from tests.support.example_rewards import REWARDS
 from tests.support.folders import let_others_read
 from tests.support.paths import ROOT
+from tests.unit.scoring.sources import wait_until
 
 NOBODY = 65534
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -64,6 +66,20 @@ def test_it_sees_python_and_an_empty_folder():
 def test_it_is_nobody_in_namespaces_of_its_own():
     assert said("answer = [os.getuid(), os.getgid(), os.uname().nodename]") == [NOBODY, NOBODY, "sandbox"]
     assert said("answer = [os.getpid() < 5, os.getppid() < 5]") == [True, True]
+
+
+def test_its_namespaces_are_not_those_of_the_host():
+    """Looked at from outside: inside there is no /proc, and the filter alone would keep sockets from being opened."""
+    with confined(["sleep", "60"]) as process:
+
+        def innermost() -> list[psutil.Process]:
+            below = psutil.Process(process.pid).children(recursive=True)
+            return [each for each in below if each.name() == "sleep"]
+
+        wait_until(innermost)
+        (asleep,) = innermost()
+        for kind in ("net", "ipc", "pid", "mnt", "user", "uts"):
+            assert os.readlink(f"/proc/{asleep.pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}"), kind
 
 
 def test_files_of_the_run_and_of_the_user_are_not_there(tmp_path):
