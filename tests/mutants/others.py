@@ -3,6 +3,15 @@
 from tests.mutants.fault import Fault
 
 OTHERS = (
+    # --- Mistakes -----------------------------------------------------------------------------------------------------
+    Fault(
+        name="nobody_checks_before_torch_is_imported",
+        guarantee="A mistake in rows, models or names",
+        file="nemo_style_rlhf/precheck/programs.py",
+        old="        if is_due():",
+        new="        if not is_due():",
+        tests=("tests/integration/test_cheap_errors.py",),
+    ),
     # --- Runs ---------------------------------------------------------------------------------------------------------
     Fault(
         name="the_trainer_resumes_at_the_first_prompt",
