@@ -7,7 +7,8 @@ from tests.support.terminal import unknown_lines
 SAID = [
     "making data: .*", "training the (policy|reward model) .*", "answering held-out prompts (before|after) PPO",
     r"PPO: critic server and actor", r"  \d+ s(, held-out .*)?", r"(critic|actor): log in /\S+", r"(critic|actor): .* INFO .*",
-    "loading", r"(critic|actor): [\w ]+(; actor: [\w ]+)?", r"written: /\S+, /\S+", "next: .*", r" *(\d+ samples on held-out prompts|Samples) *", "[ ┏┃┡│└├┼─━╇┳┓┩┴┤┘].*",
+    "loading", r"(critic|actor): [\w ]+(; actor: [\w ]+)?",
+    r"written: /\S+, /\S+", "next: .*", r" *(\d+ samples on held-out prompts|Samples) *", "[ ┏┃┡│└├┼─━╇┳┓┩┴┤┘].*",
 ]  # fmt: skip
 """Regular expressions of the example's own lines, and of its tables."""
 
