@@ -228,11 +228,9 @@ def call_as_a_stranger(address: str, port: int, call: str) -> grpc.StatusCode | 
     return None
 
 
-def test_no_port_tells_strangers_more_than_the_documentation_says_and_a_stopped_job_leaves_nothing(
-    cluster, inputs, start, tmp_path
-):
+def test_no_port_tells_strangers_more_than_the_documentation_says(cluster, inputs, start):
     """Each of Ray's programs knows one of the calls, and refuses it; the pages that it shows everybody are in docs/ray.md."""
-    run = start(*launched(inputs), "algorithm.max_steps=1000", submitted=True)
+    run = start(*launched(inputs), "algorithm.max_steps=1000", on_cluster(cluster))
     run.wait_for_step(1)
     started = [each for process in run.processes() for each in [process, *process.children(recursive=True)]]
     ours = listening(started)
@@ -255,6 +253,10 @@ def test_no_port_tells_strangers_more_than_the_documentation_says_and_a_stopped_
             refused |= {call} if code is grpc.StatusCode.UNAUTHENTICATED else set()
     assert refused == {*RAYS_CALLS}
 
+
+def test_a_stopped_job_leaves_nothing(cluster, inputs, start, tmp_path):
+    run = start(*launched(inputs), submitted=True)
+    run.wait_for_step(1)
     started = run.processes()
     assert len(started) >= 3
     cluster.run("job", "stop", f"--address={cluster.dashboard}", tmp_path.name)
