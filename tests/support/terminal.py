@@ -17,6 +17,8 @@ KNOWN = [
     rf"{STAMP}received SIGTERM",
     rf"{STAMP}[\w-]+: \d+ responses, \d+ tokens in \d+ s",
     rf"{STAMP}dry run: .*",
+    rf"{STAMP}starting: .*",
+    rf"{STAMP}.+ does not answer yet: the policy and its generator load meanwhile",
     r"(PPO|SFT|reward model|DPO|KTO) \d+/\d+  .*eta \d+:\d\d",
 ]
 """Regular expressions of whole lines."""
