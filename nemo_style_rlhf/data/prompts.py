@@ -90,7 +90,7 @@ def load_prompts(
 def prompt_reader(
     config: PromptRowsConfig, encoder: Encoder, *, whole_distribution: bool = False, first_id: int = 0
 ) -> Callable[[Record], tuple[Prompt, bool]]:
-    """What makes a row's prompt, and tells whether it was cut before its last answer; see :func:`load_prompts`."""
+    """A function that makes a row's prompt and tells whether it was cut before its last answer; see :func:`load_prompts`."""
 
     def read(record: Record) -> tuple[Prompt, bool]:
         key = _prompt_column(record, config)

@@ -125,7 +125,7 @@ class DropReport:
 
 
 def usable(records: Iterable[Record], read: Callable[[Record], Row], source: str) -> tuple[list[Row], DropReport]:
-    """What ``read`` makes of the records of ``source``, and a report on those that it drops."""
+    """Read the records of ``source`` with ``read``; returns the rows, and a report on the records that it drops."""
     rows, report = [], DropReport(source)
     for record in records:
         try:

@@ -77,14 +77,14 @@ def _kept(loaded: tuple[list[Row], DropReport]) -> tuple[list[Row], DropReport]:
 
 
 def sft_reader(_: Sequence[Record], config: SFTDataConfig, encoder: Encoder) -> Callable[[Record], SFTExample]:
-    """What makes an example of a row, see :func:`load_sft`; rows do not depend on each other."""
+    """A function that makes an example of a row, see :func:`load_sft`; rows do not depend on each other."""
     return lambda record: _sft_example(record, config, encoder)
 
 
 def pair_reader(
     records: Sequence[Record], config: PairDataConfig, encoder: Encoder
 ) -> Callable[[Record], PreferencePair]:
-    """What makes a pair of one of ``records``, see :func:`load_pairs`."""
+    """A function that makes a pair of one of ``records``, see :func:`load_pairs`."""
     unprompted = layouts.Unprompted.of(records, config)
     return lambda record: _pair(record, config, encoder, unprompted)
 
@@ -92,7 +92,7 @@ def pair_reader(
 def unpaired_reader(
     records: Sequence[Record], config: UnpairedDataConfig, encoder: Encoder
 ) -> Callable[[Record], list[UnpairedExample]]:
-    """What makes judged answers of one of ``records``, see :func:`load_unpaired`."""
+    """A function that makes judged answers of one of ``records``, see :func:`load_unpaired`."""
     unprompted = layouts.Unprompted.of(records, config)
     return lambda record: _judged(record, config, encoder, unprompted)
 

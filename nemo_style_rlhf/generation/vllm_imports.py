@@ -14,7 +14,7 @@ from nemo_style_rlhf.launch.environment import NVIDIA
 
 MODULES = ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.model_executor.models.transformers.base")
 CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
-"""What an engine imports when it starts."""
+"""Modules that an engine imports when it starts."""
 LOWERING = "torch._inductor.lowering"
 
 

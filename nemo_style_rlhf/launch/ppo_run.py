@@ -96,7 +96,7 @@ class PPORun:
             signal.signal(number, self._interrupted)
         self._children: list[Child] = []
         self._phases = {program.name: "loading libraries" for program in programs}
-        """What each program does until the first step is done."""
+        """Phase of each program, by its name, until the first step is done."""
         for program, log in zip(programs, logs, strict=True):
             self._screen.say(f"{program.name}: log in {log}")
             self._children.append(self._start(program, log))

@@ -66,7 +66,7 @@ def _once_per_folder(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def packages_distributions() -> dict[str, list[str]]:
-    """What the function of this name in ``importlib.metadata`` returns."""
+    """Return the same as the function of this name in ``importlib.metadata``."""
     found: dict[str, list[str]] = defaultdict(list)
     for distribution in importlib.metadata.distributions():
         record = distribution.read_text("RECORD")
