@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,6 +98,21 @@ def _forget_tokens() -> Iterator[None]:
     """A test's token, which the client took out of the environment, is not that of the next test."""
     yield
     secret._from_environment.clear()
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_process_as_it_was() -> Iterator[None]:
+    """A test that ends the process group, or leaves a signal blocked, fails itself and not a later one of its worker."""
+
+    def state() -> tuple[object, set[signal.Signals]]:
+        distributed = sys.modules.get("torch.distributed")
+        return distributed and distributed.group.WORLD, signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    group, blocked = state()
+    yield
+    group_now, blocked_now = state()
+    assert blocked_now == blocked
+    assert group in (None, group_now), "the process group of this worker's tests is gone"
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,7 @@ class VLLMGenerator(InProcessGenerator):
 
         super().__init__(weight_shapes)
         _describe_models_in_this_process()
+        _leave_the_trainer_its_process_group()
         self._knows_text = bool(config.stop or stop_strings)
         if _ranks() > 1 and not torch.cuda.is_available():
             _unlink_segment(config.tensor_parallel_size)
@@ -210,6 +211,15 @@ def _describe_models_in_this_process() -> None:
     )
 
     _LazyRegisteredModel.inspect_model_cls = lambda self: _ModelInfo.from_model_cls(self.load_model_cls())
+
+
+def _leave_the_trainer_its_process_group() -> None:
+    """Keep a vLLM that ends, or is freed, from ending what it did not begin, with which no trainer of this process could go on.
+    Its own groups stay for the next one."""
+    from vllm.v1.engine import core  # type: ignore[import-not-found]
+
+    if torch.distributed.is_initialized():
+        core.cleanup_dist_env_and_memory = lambda: torch.accelerator.is_available() and torch.accelerator.empty_cache()
 
 
 def _leave_transformers_alone() -> None:

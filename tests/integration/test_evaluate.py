@@ -260,12 +260,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence(
-    mistake: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_mistake_is_one_sentence(mistake: str, inputs: Path, tmp_path: Path):
     overrides, sentence = MISTAKES[mistake]
     given = [*arguments(inputs, tmp_path), *(override.format(inputs=inputs) for override in overrides)]
-    error = refusal("trainers/evaluate.py", given, capsys, monkeypatch)
+    error = refusal("trainers/evaluate.py", given)
     assert re.search(sentence, error), error
     assert list(tmp_path.iterdir()) == []
 

@@ -1,5 +1,6 @@
 """Real vLLM beside real DeepSpeed in one process: it samples from the trainer's policy, and knows when it does not."""
 
+import gc
 import random
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -66,6 +67,17 @@ def test_a_gpu_with_too_little_free_is_told_what_to_lower(device):
         "generation.gpu_memory_utilization=0.5 is more than is free for vLLM (Free memory on device cuda:0 (10.0/80.0 GiB) on "
         "startup is less than desired GPU memory utilization (0.5, 40.0 GiB)): lower it, or end what else runs there"
     )
+
+
+def test_a_generator_that_ends_or_is_freed_leaves_the_trainer_its_process_group(tmp_path, device):
+    first, second = (Pair(save_policy(tmp_path), device, "vllm") for _ in range(2))
+    first.generator.close()
+    first.train()
+    del second.generator
+    gc.collect()
+    second.train()
+    third = Pair(tmp_path, device, "vllm")
+    assert third.gap(third.sample()) < 1e-3
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

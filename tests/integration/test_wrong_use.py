@@ -110,13 +110,13 @@ ACTOR_MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", ACTOR_MISTAKES)
-def test_the_actor_refuses(mistake, inputs, server_port, tmp_path, capsys, monkeypatch):
+def test_the_actor_refuses(mistake, inputs, server_port, tmp_path):
     overrides, sentence = ACTOR_MISTAKES[mistake]
     overrides = [override.format(inputs=inputs, port=server_port) for override in overrides]
     arguments = actor_arguments(inputs, tmp_path)
     if not any("port" in override for override in overrides):
         arguments.append(f"remote_critic_rm.port={server_port}")
-    error = refusal("trainers/train_ppo_actor.py", [*arguments, *overrides], capsys, monkeypatch)
+    error = refusal("trainers/train_ppo_actor.py", [*arguments, *overrides])
     assert re.search(sentence, error), error
 
 
@@ -141,16 +141,16 @@ def test_the_server_refuses_a_reward_model_with_two_labels(inputs, tmp_path):
     )
 
 
-def test_the_actor_refuses_a_server_with_another_tokenizer(inputs, tmp_path, capsys, monkeypatch):
+def test_the_actor_refuses_a_server_with_another_tokenizer(inputs, tmp_path):
     (tmp_path / "critic").mkdir()
     server, port = start_server(tmp_path / "critic", "model.dtype=float32", f"model.path={inputs / 'other_tokenizer'}")
     arguments = [*actor_arguments(inputs, tmp_path / "actor"), f"remote_critic_rm.port={port}"]
-    error = refusal("trainers/train_ppo_actor.py", arguments, capsys, monkeypatch)
+    error = refusal("trainers/train_ppo_actor.py", arguments)
     server.terminate()
     assert re.search(rf"127\.0\.0\.1:{port} has the tokenizer [0-9a-f]{{16}}, the policy [0-9a-f]{{16}}: serve", error)
 
 
-def test_a_wrong_token_and_a_wrong_port_are_told_apart(inputs, tmp_path, capsys, monkeypatch):
+def test_a_wrong_token_and_a_wrong_port_are_told_apart(inputs, tmp_path):
     (tmp_path / "critic").mkdir()
     (tmp_path / "token").write_text("right")
     server, port = start_server(
@@ -160,12 +160,11 @@ def test_a_wrong_token_and_a_wrong_port_are_told_apart(inputs, tmp_path, capsys,
         f"server.token.token_file={tmp_path / 'token'}",
     )
     arguments = [*actor_arguments(inputs, tmp_path / "actor"), f"remote_critic_rm.port={port}"]
-    monkeypatch.setenv("NSR_CRITIC_TOKEN", "sesame")
-    wrong_token = refusal("trainers/train_ppo_actor.py", arguments, capsys, monkeypatch)
+    wrong_token = refusal("trainers/train_ppo_actor.py", arguments, NSR_CRITIC_TOKEN="sesame")
     server.terminate()
     assert "refused the token" in wrong_token
     assert "sesame" not in wrong_token
-    stopped = refusal("trainers/train_ppo_actor.py", arguments, capsys, monkeypatch)
+    stopped = refusal("trainers/train_ppo_actor.py", arguments)
     assert f"no critic server answers at 127.0.0.1:{port}" in stopped
 
 

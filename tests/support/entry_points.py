@@ -1,27 +1,17 @@
 """An entry point that refuses what it is given."""
 
-import runpy
-import signal
-import sys
+import os
+from collections.abc import Sequence
 
-import pytest
+from tests.support import warm
 
-from tests.support.paths import ROOT
+TIMEOUT_S = 120
 
 
-def refusal(script: str, arguments: list[str], capsys, monkeypatch) -> str:
-    """Run an entry point in this process; its only line of error output."""
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    capsys.readouterr()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        with pytest.raises(SystemExit) as exit_info:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-    finally:
-        signal.pthread_sigmask(
-            signal.SIG_SETMASK, mask
-        )  # an actor blocks SIGUSR1, and later tests' children would inherit that
-    assert exit_info.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    return lines[0].removeprefix("error: ")
+def refusal(script: str, arguments: Sequence[str], **environment: str) -> str:
+    """Run an entry point of the actor's environment; its only line of error output. It is a process of its own, as an actor that
+    ends takes its process group with it."""
+    done = warm.run([script, *arguments], timeout=TIMEOUT_S, environment={**os.environ, **environment})
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    return line.removeprefix("error: ")

@@ -24,8 +24,6 @@ from nemo_style_rlhf.schema.common import EngineConfig, LoRAConfig, ModelConfig,
 from nemo_style_rlhf.schema.generation import GenerationConfig
 
 EOS = 0
-KEPT: list[VLLMGenerator | HFGenerator] = []
-"""A vLLM that is freed ends the process group, which the trainers of later tests need."""
 
 
 class Pair:
@@ -44,6 +42,7 @@ class Pair:
         self.engine = Engine(policy, EngineConfig(optim=OptimizerConfig(lr=0.02)), device=device)
         self.engine.eval()
         shapes = {name: tuple(tensor.shape) for name, tensor in self.weights()}
+        self.generator: VLLMGenerator | HFGenerator
         if backend == "hf":
             model = load_causal_lm(model_config)
             self.generator = HFGenerator(model, self.config, device=device, eos_token_ids=[EOS], weight_shapes=shapes)
@@ -58,8 +57,6 @@ class Pair:
                 weight_shapes=shapes,
                 trust_remote_code=True,
             )
-
-        KEPT.append(self.generator)
 
     version = 0
 

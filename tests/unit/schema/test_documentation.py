@@ -1,5 +1,8 @@
 """`--help KEY` explains keys, and the nearest ones are suggested for unknown ones."""
 
+import runpy
+import sys
+
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -11,9 +14,16 @@ from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build, keys
 from nemo_style_rlhf.schema.documentation import describe
 from nemo_style_rlhf.schema.supervised import SFTConfig
-from tests.support.entry_points import refusal
+from tests.support.paths import ROOT
 
-SFT = "trainers/train_sft.py"
+
+def refusal(given: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run train_sft.py in this process, which ends before it loads anything."""
+    monkeypatch.setattr(sys, "argv", ["trainers/train_sft.py", *given])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+    assert ended.value.code == 2
+    return capsys.readouterr().err.removeprefix("error: ").rstrip("\n")
 
 
 def explained(schema: type, name: str, key: str) -> str:
@@ -56,7 +66,7 @@ def test_every_key_and_group_of_a_run_can_be_explained():
 
 
 def test_the_command_line_explains_and_refuses(capsys, monkeypatch):
-    sentence = refusal(SFT, ["--help", "engine.optm"], capsys, monkeypatch)
+    sentence = refusal(["--help", "engine.optm"], capsys, monkeypatch)
     assert sentence == "--help engine.optm: there is no such key; --help alone lists all of them"
 
 
@@ -70,7 +80,7 @@ def test_the_command_line_explains_and_refuses(capsys, monkeypatch):
     ],
 )
 def test_an_unknown_key_is_compared_with_those_of_all_groups(given, meant, capsys, monkeypatch):
-    assert refusal(SFT, [f"{given}=1"], capsys, monkeypatch).endswith(meant)
+    assert refusal([f"{given}=1"], capsys, monkeypatch).endswith(meant)
 
 
 def test_all_missing_keys_are_named_at_once():
