@@ -51,8 +51,11 @@ def why_left_out(part: Path) -> str | None:
     return None if demanded in os.environ else why()
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    return True if collection_path in PARTS and why_left_out(collection_path) else None
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path in PARTS and why_left_out(collection_path):
+        return True
+    few = config.option.markexpr == "more" and collection_path.suffix == ".py"  # which most files have none of
+    return True if few and "mark.more" not in collection_path.read_text() else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -97,8 +97,9 @@ def _meant(error: OmegaConfBaseException, schema: type | None) -> str:
 
 def keys(schema: type, prefix: str = "") -> Iterator[str]:
     """The full names of all keys of ``schema`` that hold a value."""
+    kinds = get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        kind = get_type_hints(schema)[field.name]
+        kind = kinds[field.name]
         if dataclasses.is_dataclass(kind):
             yield from keys(kind, f"{prefix}{field.name}.")  # type: ignore[arg-type]
         else:

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+from functools import cache
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -61,6 +62,7 @@ def _written(value: Any) -> str:
     return '""' if value == "" else str(value)
 
 
+@cache
 def docstrings(schema: type) -> dict[str, str]:
     """The text below each field of a dataclass, its bases' included."""
     found: dict[str, str] = {}
