@@ -132,6 +132,7 @@ SCHEDULERS = {
     "a cache that preempts": {"kv_cache_gib": 0.1},
     "a small step and a smaller cache": {"kv_cache_gib": 0.004, "max_num_batched_tokens": 64, "max_num_seqs": 64},
 }
+PROMPTS = 192
 LONGER_THAN_ANY_BLOCK = 6000
 """Tokens of a prompt whose keys attention would read in blocks of different lengths, however large a processor's cache is."""
 
@@ -142,14 +143,14 @@ def test_a_sample_has_the_bits_of_one_generated_alone_however_vllm_splits_and_pr
     policy = save_policy(tmp_path, max_position_embeddings=1024)
     pair = Pair(policy, device, "vllm", max_model_len=1000, max_length=64, **settings)
     generator, rng = pair.generator, random.Random(0)
-    prompts = [tuple(rng.choices(range(1, 64), k=rng.randint(20, 900))) for _ in range(512)]
+    prompts = [tuple(rng.choices(range(1, 64), k=rng.randint(20, 900))) for _ in range(PROMPTS)]
     samples = [SampleId(1, number, 0) for number in range(len(prompts))]
     requests = [GenerationRequest(s, p, sample_seed(7, s), 64) for s, p in zip(samples, prompts, strict=True)]
     preempted = preempted_prompts(generator)
     together = {completion.request.sample: completion for completion in pair.run(requests)}
-    assert len(together) == 512 and len({tuple(c.token_ids.tolist()) for c in together.values()}) > 480
+    assert len(together) == PROMPTS and len({tuple(c.token_ids.tolist()) for c in together.values()}) > 0.9 * PROMPTS
     assert (len(preempted) > 0) == (settings["kv_cache_gib"] < 1)
-    for number in [*rng.sample(range(512), 24), *sorted(preempted)[:24]]:
+    for number in [*rng.sample(range(PROMPTS), 12), *sorted(preempted)[:12]]:
         (alone,) = pair.run([requests[number]])
         assert same_bits(together[alone.request.sample], alone)
     assert pair.publish() < 1e-3
