@@ -110,7 +110,10 @@ def words(program: str, inputs: Path, output: Path) -> list[str]:
 
 def last_step(metrics: Path) -> int:
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    return max((int(json.loads(line)["step"]) for line in lines if line.endswith("\n")), default=0)
+    steps = [int(json.loads(line)["step"]) for line in lines if line.endswith("\n")]
+    return (
+        max(steps, default=0) if metrics.parent.name == "actor" else max(steps, default=-1) + 1
+    )  # Lightning's are from 0
 
 
 def measure(checkout: Path, program: str, inputs: Path, output: Path) -> Measured:

@@ -51,42 +51,54 @@ def serve(run: RunConfig, server: ServerConfig, binding: Binding | None, load: L
         load: returns the service, or the worker group on ranks after the first; takes the device and the folder to write to.
     """
     device = bootstrap.setup(run)
-    # The signal handler may put while the same thread is in get; with an Event, its set would then deadlock.
+    # The handler may interrupt itself, since Linux sends SIGTERM for each thread of a launcher that is killed, and this thread's
+    # get. An Event would deadlock then, and so may the log.
     signals: SimpleQueue[int] = SimpleQueue()
     loading = True
 
     def on_signal(number: int, _: object) -> None:
-        LOGGER.info("received %s", signal.Signals(number).name)
+        nonlocal loading
         signals.put(number)
         if loading:  # nothing is served yet
+            loading = False
             raise SystemExit(128 + number if run.dry_run else 0)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     interrupt.hand_over()
-    if run.dry_run:
-        with tempfile.TemporaryDirectory(prefix="critic_dry_run_") as scratch:
-            loaded = load(device, Path(scratch))
-            if isinstance(loaded, WorkerGroup):
-                loaded.follow()
-            else:
-                rehearse(loaded)
-                loaded.dismiss()
-        return
-    starting("loading models")
     try:
+        if run.dry_run:
+            _rehearse(load, device)
+            return
+        starting("loading models")
         loaded = load(device, Path(run.output_dir))
+        loading = False
     except BaseException:
+        if not signals.empty():
+            _log(signals.get())
         if binding is not None:
             binding.close(CLOSE_TIMEOUT_S)
         raise
-    loading = False
     if isinstance(loaded, WorkerGroup):
         loaded.follow()
         _flush_and_exit(0)
     else:
         assert binding is not None  # it serves
         _flush_and_exit(_serve(loaded, server, binding, signals))
+
+
+def _rehearse(load: Loader, device: torch.device) -> None:
+    with tempfile.TemporaryDirectory(prefix="critic_dry_run_") as scratch:
+        loaded = load(device, Path(scratch))
+        if isinstance(loaded, WorkerGroup):
+            loaded.follow()
+        else:
+            rehearse(loaded)
+            loaded.dismiss()
+
+
+def _log(number: int) -> None:
+    LOGGER.info("received %s", signal.Signals(number).name)
 
 
 def _serve(service: Service, config: ServerConfig, binding: Binding, signals: SimpleQueue[int]) -> int:
@@ -126,9 +138,9 @@ def _serve(service: Service, config: ServerConfig, binding: Binding, signals: Si
 def _supervise(service: Service, binding: Binding, signals: SimpleQueue[int]) -> int:
     """Wait for a reason to end, and return its exit code."""
     while True:
-        told = False
+        told = 0
         with contextlib.suppress(queue.Empty):
-            told = bool(signals.get(timeout=SUPERVISION_PERIOD_S))
+            told = signals.get(timeout=SUPERVISION_PERIOD_S)
         if binding.failed:  # check this first: the end of another rank also brings a signal
             return 1
         try:
@@ -137,6 +149,7 @@ def _supervise(service: Service, binding: Binding, signals: SimpleQueue[int]) ->
             LOGGER.error("%s; the server ends", error)
             return 1
         if told:
+            _log(told)
             return 0
         if service.gate.shutdown_requested.is_set():
             LOGGER.info("asked to stop by a client")

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -38,9 +37,10 @@ ANSWER_DELIVERY_S = 1.0
 def serve(config: EngineProcessConfig, address: Address) -> None:
     """Run an engine. Ends the process: with 0 after SIGTERM, Ctrl-C or ``engine_shutdown``, with 1 after a failure."""
     device = bootstrap.setup(config.run)
-    told = threading.Event()
+    # Linux sends SIGTERM for each thread of a killed trainer. An Event would wait for the set that a second one interrupts.
+    told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: told.set())
+        signal.signal(number, lambda number, _: told.append(number))
     interrupt.hand_over()
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     described = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
@@ -80,7 +80,7 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
         LOGGER.info("engine at %s, boot id %s", door.url, boot_id)
         broken = lambda: service.failed.is_set() or backend.fatal.is_set() or not (door.alive and backend.alive)  # noqa: E731
         try:
-            service.run(lambda: told.is_set() or service.shutdown_requested.is_set() or broken())
+            service.run(lambda: bool(told) or service.shutdown_requested.is_set() or broken())
             failed = broken()
             if failed:
                 time.sleep(ANSWER_DELIVERY_S)

@@ -1,9 +1,10 @@
 """Has the imports of other libraries do the same in less time. Standard library only.
 
-transformers reads the code of all of its models twice, to find their names; and of every installed package it parses the
-metadata and the list of files, to find which packages bring which modules. torchmetrics, which Lightning imports, loads
-matplotlib for plots that nobody here asks for. Together that was an eighth of the processor time in which a supervised stage
-starts. Read in transformers 5.19 and torchmetrics 1.9; a version that has nothing of this is left alone.
+transformers reads the code of all of its models twice, line by line, to find their names; and of every installed package it
+parses the metadata and the list of files, to find which packages bring which modules. torchmetrics, which Lightning imports,
+loads matplotlib for plots that nobody here asks for. accelerate loads DeepSpeed to see that a model is none of its own. Together
+that was a quarter of the processor time of a short supervised stage. Read in transformers 5.19, torchmetrics 1.9 and accelerate
+1.15; a version that has nothing of this is left alone.
 """
 
 import functools
@@ -46,6 +47,8 @@ def _transformers(execute: Callable[[ModuleType], None], module: ModuleType) -> 
         execute(module)
     finally:
         importlib.metadata.packages_distributions = PLAIN
+    if fetch := getattr(module, "fetch__all__", None):
+        module.fetch__all__ = lambda content: fetch(content[content.rfind("\n__all__") + 1 :])  # type: ignore[attr-defined]
     if read := getattr(module, "create_import_structure_from_path", None):
         module.create_import_structure_from_path = _once_per_folder(read)  # type: ignore[attr-defined]
 
@@ -55,7 +58,16 @@ def _torchmetrics(execute: Callable[[ModuleType], None], module: ModuleType) -> 
     module._MATPLOTLIB_AVAILABLE = False  # type: ignore[attr-defined]
 
 
-QUICK = {"transformers.utils.import_utils": _transformers, "torchmetrics.utilities.imports": _torchmetrics}
+def _accelerate(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    execute(module)
+    module.is_deepspeed_available = lambda: "deepspeed" in sys.modules  # type: ignore[attr-defined]
+
+
+QUICK = {
+    "transformers.utils.import_utils": _transformers,
+    "torchmetrics.utilities.imports": _torchmetrics,
+    "accelerate.utils.other": _accelerate,
+}
 """By name of a module, what executes its code."""
 
 

@@ -1,10 +1,12 @@
 """Runs checks that need a tokenizer in a process of their own: transformers imports torch where it finds it, which takes longer
 than the checks."""
 
+import importlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -13,6 +15,13 @@ from nemo_style_rlhf.launch.children import end_with_parent
 from nemo_style_rlhf.launch.program import CHECKED
 
 Config = TypeVar("Config")
+NEEDED_BY_BOTH = (
+    "numpy", "yaml", "filelock", "fsspec", "httpx2", "h11", "jinja2.ext", "jinja2.sandbox", "huggingface_hub.file_download",
+    "safetensors", "tokenizers",
+)  # fmt: skip
+"""Libraries of the checks and of every program: a fork has them already."""
+NEEDED_BY_TORCH = ("sympy", "triton", "PIL.Image")
+"""Libraries that torch and transformers import, and that import no torch themselves."""
 
 
 def is_due() -> bool:
@@ -20,11 +29,14 @@ def is_due() -> bool:
     return os.environ.get("RANK", "0") == "0" and CHECKED not in os.environ
 
 
-def without_torch(check: Callable[[Config], None], config: Config) -> None:
+def without_torch(check: Callable[[Config], None], config: Config, *, then_torch: bool = False) -> None:
     """Call ``check(config)`` where transformers finds no torch, or here if torch is loaded already.
 
     A check that fails in another way than by a :class:`UserError` has found nothing: code beside a model may need torch, and what
     is wrong the program itself says soon.
+
+    Args:
+        then_torch: whether this process goes on to import torch: it loads what comes with that meanwhile.
 
     Raises:
         UserError: the check's.
@@ -32,11 +44,14 @@ def without_torch(check: Callable[[Config], None], config: Config) -> None:
     if "torch" in sys.modules:
         check(config)
         return
+    _load(NEEDED_BY_BOTH)
     fork = multiprocessing.get_context("fork")  # the config and all modules are there at once
     ours, theirs = fork.Pipe(duplex=False)
     process = fork.Process(target=_run, args=(check, config, theirs), daemon=True)
     process.start()
     theirs.close()
+    if then_torch:
+        _load(NEEDED_BY_TORCH)
     try:
         sentence = ours.recv()
     except EOFError:
@@ -44,6 +59,12 @@ def without_torch(check: Callable[[Config], None], config: Config) -> None:
     process.join()
     if sentence is not None:
         raise UserError(sentence)
+
+
+def _load(libraries: Sequence[str]) -> None:
+    for library in libraries:
+        with suppress(ImportError):
+            importlib.import_module(library)
 
 
 def _run(check: Callable[[Config], None], config: Config, answers: Connection) -> None:

@@ -46,7 +46,7 @@ def _once(check: Callable[[Config], None]) -> Callable[[Config], None]:
 def check_actor(config: PPOActorConfig) -> None:
     check_policy(config)
     ppo.check_prompts(config)
-    without_torch(ppo.check_tokens, config)
+    without_torch(ppo.check_tokens, config, then_torch=True)
 
 
 @_once
@@ -61,7 +61,9 @@ def check_launched(config: LaunchedConfig) -> None:
             check_critic_server(config.critic)
         except UserError as error:
             raise UserError(f"{CRITIC}: {error}") from error
-    check_actor(config)
+    check_policy(config)
+    ppo.check_prompts(config)
+    without_torch(ppo.check_tokens, config)
 
 
 @_once
@@ -76,7 +78,7 @@ def check_stage(config: SupervisedConfig) -> None:
     elif config.model.init == "pretrained":
         check_trained(config.model.path)
     supervised.check_rows(config.data)  # type: ignore[attr-defined]
-    without_torch(supervised.check_tokens, config)
+    without_torch(supervised.check_tokens, config, then_torch=True)
 
 
 @_once
@@ -87,7 +89,7 @@ def check_evaluation(config: EvaluationConfig) -> None:
     for checkpoint in config.parsed_checkpoints:
         check_compared(checkpoint.path, config.generation)
     ppo.check_evaluation_prompts(config)
-    without_torch(ppo.check_evaluation_tokens, config)
+    without_torch(ppo.check_evaluation_tokens, config, then_torch=True)
 
 
 @_once

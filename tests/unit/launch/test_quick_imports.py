@@ -37,3 +37,23 @@ def test_transformers_knows_the_same_names() -> None:
     )
     assert quick.stdout == plain.stdout
     assert "quick_imports" in quick.stderr and "quick_imports" not in plain.stderr
+
+
+def test_a_model_is_taken_from_its_wrappers_without_deepspeed() -> None:
+    """Unless DeepSpeed is loaded, when the model may be in one of its engines."""
+    program = (
+        "import sys\n"
+        "from nemo_style_rlhf.launch.quick_imports import make_imports_quick\n"
+        "make_imports_quick()\n"
+        "from accelerate.utils.other import extract_model_from_parallel\n"
+        "from torch import nn\n"
+        "model = nn.Linear(2, 2)\n"
+        "assert extract_model_from_parallel(model) is model and 'deepspeed' not in sys.modules\n"
+        "import deepspeed\n"
+        "engine = deepspeed.DeepSpeedEngine.__new__(deepspeed.DeepSpeedEngine)\n"
+        "nn.Module.__init__(engine)\n"
+        "engine.module = model\n"
+        "assert extract_model_from_parallel(engine) is model\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
