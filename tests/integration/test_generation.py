@@ -129,7 +129,7 @@ SCHEDULERS = {
         "max_num_batched_tokens": 200,
         "max_num_seqs": 64,
     },
-    "a cache that preempts": {"kv_cache_gib": 0.1},
+    "a cache that preempts": {"kv_cache_gib": 0.03},
     "a small step and a smaller cache": {"kv_cache_gib": 0.004, "max_num_batched_tokens": 64, "max_num_seqs": 64},
 }
 PROMPTS = 192
