@@ -3,7 +3,6 @@
 import http.server
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -81,9 +80,7 @@ def test_rule_1_no_server_is_one_sentence_with_the_address() -> None:
 def test_rule_1_status_answers_while_a_train_call_runs(critic: RemoteCritic) -> None:
     training = critic.train(long_batch(), step=1)
     busy = wait_until_busy(critic)
-    started = time.monotonic()
-    assert critic.status().critic_step == 0
-    assert time.monotonic() - started < 1.0
+    assert critic.status().critic_step == 0 and not training.done()
     assert "train step 1" in busy
     training.result()
     assert critic.status().critic_step == 1

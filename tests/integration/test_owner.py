@@ -34,8 +34,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def program(inputs: Path, kind: str, folder: Path) -> Program:
-    common = [f"run.takeover_s={TAKEOVER_S}", "run.num_threads=1"]
+def program(inputs: Path, kind: str, folder: Path, takeover_s: float = TAKEOVER_S) -> Program:
+    common = [f"run.takeover_s={takeover_s}", "run.num_threads=1"]
     policy = ["model.dtype=float32", f"model.path={inputs / 'policy'}"]
     if kind == "actor":
         return trainer(
@@ -60,10 +60,10 @@ def program(inputs: Path, kind: str, folder: Path) -> Program:
 
 @pytest.fixture
 def start(inputs: Path, tmp_path: Path) -> Iterator[Start]:
-    """``start(kind, elsewhere=False)``: a process on ``tmp_path / "run"``, its log beside; ``elsewhere`` on another machine."""
+    """``start(kind)``: a process on ``tmp_path / "run"``, its log beside; with ``elsewhere=True`` on another machine."""
     started: list[Process] = []
 
-    def process(kind: str, *, elsewhere: bool = False) -> Process:
+    def process(kind: str, *, elsewhere: bool = False, takeover_s: float = TAKEOVER_S) -> Process:
         log = tmp_path / f"{len(started)}.log"
         cold = None
         if elsewhere:
@@ -71,7 +71,7 @@ def start(inputs: Path, tmp_path: Path) -> Iterator[Start]:
             as_elsewhere = 'hostname elsewhere && mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
             namespaces = ["unshare", "--map-root-user", "--mount", "--uts", "sh", "-c", as_elsewhere]
             cold = [*namespaces, str(tmp_path / "boot_id")]
-        started.append(Process(program(inputs, kind, tmp_path / "run"), log, cold=cold))
+        started.append(Process(program(inputs, kind, tmp_path / "run", takeover_s), log, cold=cold))
         return started[-1]
 
     yield process
@@ -138,18 +138,17 @@ def test_a_second_one_is_refused_before_it_touches_anything(
 def test_one_that_was_killed_is_followed_at_once_whatever_its_children_do(
     start: Start, tmp_path: Path, kind: str, role: str
 ) -> None:
-    first = start(kind)
+    """Long before the time is over in which another machine might still live."""
+    first = start(kind, takeover_s=3600)
     wait_for_output(first, {"actor": f"GRPO 2/{STEPS}", "server": "serving critic"}[kind])
     children = psutil.Process(first.pid).children(recursive=True)
     assert children
     for child in children:
         child.suspend()
     first.signal(signal.SIGKILL)
-    killed = time.monotonic()
-    second = start(kind)
+    second = start(kind, takeover_s=3600)
     try:
         wait_until(lambda: owner(tmp_path, role) == second.pid, second)
-        assert time.monotonic() - killed < 5, second.output()
         assert any(child.is_running() and child.status() == psutil.STATUS_STOPPED for child in children)
         wait_for_output(second, {"actor": "resumed from step", "server": "serving critic"}[kind])
     finally:

@@ -126,7 +126,7 @@ def test_one_at_a_time_owns_a_folder_that_many_take_and_leave_as_they_found_it(t
 def test_the_next_one_need_not_wait_for_the_killed_ones_children(start: Start, tmp_path: Path) -> None:
     first = start(OURS, f"{ITS_CHILD_LIVES_ON}\ntime.sleep(120)")
     os.kill(first.pid, signal.SIGKILL)
-    assert take(tmp_path) < 1
+    assert take(tmp_path) < TAKEOVER_S / 2
     os.killpg(first.pid, 0)  # the child lives
 
 
@@ -135,15 +135,15 @@ def test_another_machine_is_refused_as_long_as_the_heart_beats(start: Start, tmp
     began = time.monotonic()
     with pytest.raises(UserError, match=f"in use by another trainer .process {first.pid} on "):
         take(tmp_path)
-    assert time.monotonic() - began < 2 * BEAT_S + 1
+    assert time.monotonic() - began < TAKEOVER_S
     assert asked(first) == "written\n"
 
 
 def test_another_machine_takes_over_from_a_killed_one_without_a_human(start: Start, tmp_path: Path) -> None:
     first = start(THEIRS)
     first.kill()
-    assert TAKEOVER_S <= take(tmp_path) < TAKEOVER_S + 2 * BEAT_S
-    assert take(tmp_path) < 1  # the last one ended by itself
+    assert TAKEOVER_S <= take(tmp_path) < 3 * TAKEOVER_S
+    assert take(tmp_path) < TAKEOVER_S / 2  # the last one ended by itself
 
 
 def test_an_owner_that_stood_still_writes_nothing_more(start: Start, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_without_locks_the_heartbeat_decides_on_one_machine_too(
 @pytest.mark.parametrize("content", [b"", b"\0" * 64, b'{"id": "x"}', b"[]", b"\xff"])
 def test_a_damaged_record_names_nobody(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".owner_trainer.json").write_bytes(content)
-    assert take(tmp_path) < 1
+    assert take(tmp_path) < TAKEOVER_S / 2
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -98,6 +98,6 @@ def test_closing_does_not_wait_for_retries(endpoints, scorer_of):
     wait_until(lambda: endpoint.bodies)
     started = time.monotonic()
     scorer.close()
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 20  # a thousand retries take minutes
     with pytest.raises(RewardError, match="closed before they answered"):
         result(future)

@@ -190,7 +190,7 @@ def test_a_function_that_hangs_is_killed_and_the_next_call_works(functions):
     started = time.monotonic()
     with pytest.raises(RewardError, match=r"ran longer than 1 s and was killed: raise reward\.function\.timeout_s"):
         result(scorer.score(samples("stubborn", "x")))
-    assert time.monotonic() - started < 8.0
+    assert time.monotonic() - started < 60
     assert not alive(pid)
     assert int(result(scorer.score(samples("pid"))).rewards[0]) != pid
 
