@@ -127,7 +127,7 @@ fuzz: dev
 mutants: dev
 	$(ACTOR)/bin/python -m tests.mutants.run $(if $(ONLY),--only $(ONLY))
 
-# Hours, before a release: faults, malformed requests, and quickstarts, which must learn whatever the seed.
+# About an hour, before a release: faults, malformed requests, and quickstarts, which must learn whatever the seed.
 .PHONY: soak
 soak: dev
 	$(MAKE) --no-print-directory chaos FAULTS=40
