@@ -26,7 +26,7 @@ def handlers(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def locks(handler: ast.AST) -> list[str]:
-    """What a handler does that may wait for a lock."""
+    """The calls of a handler that may wait for a lock."""
     calls = [node for node in ast.walk(handler) if isinstance(node, ast.Call)]
     found = [ast.unparse(call) for call in calls if getattr(call.func, "attr", None) in LOCK]
     found += [ast.unparse(call) for call in calls if getattr(call.func, "id", None) == "print"]
