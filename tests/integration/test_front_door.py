@@ -54,10 +54,12 @@ def critic(server: CriticServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
 
 @pytest.fixture
 def unharmed(server: CriticServer) -> Iterator[None]:
-    """After the test the same processes live, nothing was kept, and a good request is answered."""
+    """After the test the same processes live, nothing was kept, and a good request is answered at once."""
     before, processes = server.kept_bytes(), {process.pid for process in server.processes()}
     yield
+    started = time.monotonic()
     ask_well(server)
+    assert time.monotonic() - started < 5
     assert {process.pid for process in server.processes()} == processes
     deadline = time.monotonic() + 10
     while server.kept_bytes() - before > KEPT_BYTES and time.monotonic() < deadline:
