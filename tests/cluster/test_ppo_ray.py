@@ -5,6 +5,7 @@ import re
 import ssl
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -99,9 +100,23 @@ def start(cluster: RayNodes, tmp_path: Path) -> Iterator[Callable[..., RayRun]]:
 
     yield start
     for each in started:
-        each.stop()
-        for process in each.processes():
-            process.kill()
+        end(each)
+
+
+@pytest.fixture(scope="module")
+def running(cluster: RayNodes, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRun]:
+    """A run that has made its first step, and ends with its cluster."""
+    folder = tmp_path_factory.mktemp("running") / "run"
+    run = RayRun(cluster, folder, [], *launched(inputs), "algorithm.max_steps=1000", on_cluster(cluster))
+    run.wait_for_step(1)
+    yield run
+    end(run)
+
+
+def end(run: RayRun) -> None:
+    run.stop()
+    for process in run.processes():
+        process.kill()
 
 
 def on_cluster(cluster: RayNodes) -> str:
@@ -195,6 +210,16 @@ def test_a_lost_node_takes_no_bit_from_a_run_of_two_nodes(cluster, inputs, start
     cluster.add_node()
 
 
+def test_a_stopped_job_leaves_nothing(cluster, inputs, start, tmp_path):
+    run = start(*launched(inputs), submitted=True)
+    run.wait_for_step(1)
+    started = run.processes()
+    assert len(started) >= 3
+    cluster.run("job", "stop", f"--address={cluster.dashboard}", tmp_path.name)
+    wait_until(lambda: not run.processes(), "no process of the run is left", END_S)
+    assert not left_of(started)
+
+
 def listening(processes: list[psutil.Process]) -> dict[tuple[str, int], str]:
     """The name of the process that listens at each address and port."""
     found = {}
@@ -228,47 +253,36 @@ def call_as_a_stranger(address: str, port: int, call: str) -> grpc.StatusCode | 
     return None
 
 
-def test_no_port_tells_strangers_more_than_the_documentation_says(cluster, inputs, start):
+def refusals(name: str, address: str, port: int, table: str) -> set[str]:
+    """The calls that one of Ray's programs knows and refuses."""
+    assert f"`{name}`" in table
+    page = page_for_strangers(f"http://{address}:{port}/")
+    assert not page or page.startswith(("# HELP ", "<!doctype html>")), (name, page)
+    assert not (page.startswith("<") and page_for_strangers(f"http://{address}:{port}/api/jobs/")), name
+    codes = {call: call_as_a_stranger(address, port, call) for call in (() if page else RAYS_CALLS)}
+    assert all(code in (*NOT_THERE, grpc.StatusCode.UNAUTHENTICATED) for code in codes.values()), (name, codes)
+    return {call for call, code in codes.items() if code is grpc.StatusCode.UNAUTHENTICATED}
+
+
+def test_no_port_tells_strangers_more_than_the_documentation_says(cluster, running):
     """Each of Ray's programs knows one of the calls, and refuses it; the pages that it shows everybody are in docs/ray.md."""
-    run = start(*launched(inputs), "algorithm.max_steps=1000", on_cluster(cluster))
-    run.wait_for_step(1)
-    started = [each for process in run.processes() for each in [process, *process.children(recursive=True)]]
+    started = [each for process in running.processes() for each in [process, *process.children(recursive=True)]]
     ours = listening(started)
     rays = listening([each for node in cluster.nodes for each in node.processes() if each not in started])
-    assert len(ours) >= 2, run.report()
-    for address, port in ours:
-        assert not page_for_strangers(f"https://{address}:{port}/") and not page_for_strangers(
-            f"http://{address}:{port}/"
-        )
+    assert len(ours) >= 2, running.report()
     table = (ROOT / "docs" / "ray.md").read_text()
-    refused: set[str] = set()
-    for (address, port), name in rays.items():
-        assert f"`{name}`" in table
-        page = page_for_strangers(f"http://{address}:{port}/")
-        assert not page or page.startswith(("# HELP ", "<!doctype html>")), (name, page)
-        assert not (page.startswith("<") and page_for_strangers(f"http://{address}:{port}/api/jobs/")), name
-        for call in () if page else RAYS_CALLS:
-            code = call_as_a_stranger(address, port, call)
-            assert code in (*NOT_THERE, grpc.StatusCode.UNAUTHENTICATED), (name, call)
-            refused |= {call} if code is grpc.StatusCode.UNAUTHENTICATED else set()
-    assert refused == {*RAYS_CALLS}
+    with ThreadPoolExecutor(16) as pool:  # most say nothing until the time is over
+        pages = pool.map(
+            page_for_strangers, [f"{scheme}://{host}:{port}/" for host, port in ours for scheme in ("http", "https")]
+        )
+        refused = pool.map(lambda port: refusals(rays[port], *port, table), rays)
+        assert not any(pages)
+        assert set().union(*refused) == {*RAYS_CALLS}
 
 
-def test_a_stopped_job_leaves_nothing(cluster, inputs, start, tmp_path):
-    run = start(*launched(inputs), submitted=True)
-    run.wait_for_step(1)
-    started = run.processes()
-    assert len(started) >= 3
-    cluster.run("job", "stop", f"--address={cluster.dashboard}", tmp_path.name)
-    wait_until(lambda: not run.processes(), "no process of the run is left", END_S)
-    assert not left_of(started)
-
-
-def test_the_loss_of_the_head_ends_everything(cluster, inputs, start):
-    run = start(*launched(inputs), on_cluster(cluster))
-    run.wait_for_step(1)
-    started = run.processes()
+def test_the_loss_of_the_head_ends_everything(cluster, running):
+    started = running.processes()
     cluster.nodes[0].kill()
-    wait_until(lambda: not run.processes(), "no process of the run is left", END_S)
+    wait_until(lambda: not running.processes(), "no process of the run is left", END_S)
     assert not left_of(started)
-    assert run.wait(END_S) != 0
+    assert running.wait(END_S) != 0

@@ -11,6 +11,7 @@ import yaml
 from tests.support.paths import ENTRY_POINTS, ROOT, own_python
 
 
+@pytest.mark.slow("starts a program for each script")
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
 def test_they_set_up_openmp_and_load_no_torch() -> None:
     """``--help``, a refused key and a reward function's processes do not wait for it; libgomp, which comes with it, prints the
@@ -34,6 +35,7 @@ def test_they_set_up_openmp_and_load_no_torch() -> None:
     assert result.returncode == 0 and "GOMP_SPINCOUNT = '1000'" in result.stderr, result.stderr
 
 
+@pytest.mark.slow("starts a program for each script")
 @pytest.mark.parametrize("option", [["--config-name=sft"], ["--config-name", "sft"]])
 def test_options_may_stand_between_overrides(option: list[str]) -> None:
     words = ["run.seed=1", *option, "run.seed=2", "~tracking", "--cfg", "job", "run.device=cpu"]
@@ -70,6 +72,7 @@ main()
 """
 
 
+@pytest.mark.slow("starts a program for each script")
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has these caches")
 @pytest.mark.parametrize(
     ("given", "kept"),
@@ -100,6 +103,7 @@ def test_on_a_cpu_it_starts_itself_again_without_thread_caches(tmp_path, given: 
     assert printed == f"{program.pid} 7 {kept}\n"
 
 
+@pytest.mark.slow("starts a program for each script")
 @pytest.mark.parametrize("kind", ["the other environment", "a plain Python"])
 @pytest.mark.parametrize("script", ENTRY_POINTS, ids=lambda script: script.name)
 def test_a_wrong_interpreter_is_named_with_the_right_one(script: Path, kind: str) -> None:
@@ -114,6 +118,7 @@ def test_a_wrong_interpreter_is_named_with_the_right_one(script: Path, kind: str
     assert f": use {own_python(ROOT / script)} {script} (`make envs` builds" in line
 
 
+@pytest.mark.slow("starts a program for each script")
 @pytest.mark.parametrize("script", ENTRY_POINTS, ids=lambda script: script.name)
 def test_its_own_interpreter_starts_it_from_anywhere(script: Path, tmp_path: Path) -> None:
     command = [ROOT / own_python(script), script, "--help"]

@@ -13,6 +13,8 @@ import pytest
 from tests.support.paths import ROOT
 from tests.unit.agents.episodes import alive, wait_until
 
+pytestmark = pytest.mark.slow("each runs a script")
+
 JOB = {"SLURM_JOB_ID_HET_GROUP_1": "2", "SLURM_JOB_NAME": "ppo", "SLURM_JOB_ID": "1", "PROJECT_DIR": str(ROOT)}
 
 

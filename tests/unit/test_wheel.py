@@ -64,6 +64,7 @@ def command_of(script: Path) -> str:
     return f"nsr-{script.stem.replace('_', '-')}"
 
 
+@pytest.mark.slow("builds a wheel")
 def test_the_wheel_holds_the_whole_configuration_tree(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("nemo_style_rlhf/conf/")}
     files = (path.relative_to(ROOT) for path in (ROOT / "conf").rglob("*") if path.is_file())

@@ -70,6 +70,7 @@ def read(content: object) -> str:
         return str(refused.status)
 
 
+@pytest.mark.slow("sends some hundred requests")
 @given(JSON)
 def test_no_content_of_a_request_is_a_fault_of_ours(content):
     """Whatever it is, it is read or refused."""

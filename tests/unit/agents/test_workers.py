@@ -27,6 +27,8 @@ from tests.unit.agents.episodes import (
     wait_until,
 )
 
+pytestmark = pytest.mark.slow("each starts workers")
+
 
 def test_an_episode_of_two_turns(tmp_path):
     with Run(config(tmp_path)) as run:

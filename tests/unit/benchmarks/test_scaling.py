@@ -25,6 +25,7 @@ def world(plain: scaling.World) -> scaling.World:
     return scaling.fitted(plain, scaling.PUBLISHED)
 
 
+@pytest.mark.slow("simulates every published step")
 def test_every_published_step_is_met(plain, world):
     """Within 8 %, and within 15 % where it is left out of the fit."""
     for nodes, seconds in scaling.PUBLISHED.items():

@@ -85,6 +85,7 @@ def take(folder: Path, kernel: str = OURS) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow("waits for heartbeats that do not come")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_second_process_of_one_machine_is_told_of_the_first_even_of_a_stopped_one(
     start: Start, tmp_path: Path, stopped: bool
@@ -130,6 +131,7 @@ def test_the_next_one_need_not_wait_for_the_killed_ones_children(start: Start, t
     os.killpg(first.pid, 0)  # the child lives
 
 
+@pytest.mark.slow("waits for heartbeats that do not come")
 def test_another_machine_is_refused_as_long_as_the_heart_beats(start: Start, tmp_path: Path) -> None:
     first = start(THEIRS, GOES_ON_WRITING)
     began = time.monotonic()
@@ -139,6 +141,7 @@ def test_another_machine_is_refused_as_long_as_the_heart_beats(start: Start, tmp
     assert asked(first) == "written\n"
 
 
+@pytest.mark.slow("waits for heartbeats that do not come")
 def test_another_machine_takes_over_from_a_killed_one_without_a_human(start: Start, tmp_path: Path) -> None:
     first = start(THEIRS)
     first.kill()
@@ -146,6 +149,7 @@ def test_another_machine_takes_over_from_a_killed_one_without_a_human(start: Sta
     assert take(tmp_path) < TAKEOVER_S / 2  # the last one ended by itself
 
 
+@pytest.mark.slow("waits for heartbeats that do not come")
 def test_an_owner_that_stood_still_writes_nothing_more(start: Start, tmp_path: Path) -> None:
     """Its late heartbeat does not take the folder back."""
     first = start(THEIRS, GOES_ON_WRITING)
@@ -162,6 +166,7 @@ def test_an_owner_that_stood_still_writes_nothing_more(start: Start, tmp_path: P
     assert ".owner_trainer.json is gone" in asked(first)
 
 
+@pytest.mark.slow("waits for heartbeats that do not come")
 def test_without_locks_the_heartbeat_decides_on_one_machine_too(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

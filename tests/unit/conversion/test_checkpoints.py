@@ -132,6 +132,7 @@ def test_no_adapter_is_written_over(run: Path, tmp_path: Path) -> None:
         export_checkpoint(run / "checkpoints" / "step_000003", tmp_path / "model")
 
 
+@pytest.mark.slow("starts a program")
 def test_the_command_line_says_it_in_one_line(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "trainers/export_checkpoint.py", str(run), str(tmp_path / "model")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

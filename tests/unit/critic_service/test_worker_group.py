@@ -11,6 +11,8 @@ from nemo_style_rlhf.critic_service.worker_group import Message, OutOfStep, Work
 from nemo_style_rlhf.engine.engine import NonFiniteError
 from tests.support.gloo import on_ranks
 
+pytestmark = pytest.mark.slow("starts ranks")
+
 
 @dataclass(frozen=True)
 class Gather(Message[list[int]]):

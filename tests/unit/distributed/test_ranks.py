@@ -8,6 +8,8 @@ from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
 from tests.support.gloo import on_ranks
 
+pytestmark = pytest.mark.slow("starts ranks")
+
 VALUES = [None, 7, {"long": "text " * 10_000}, b"1234"]
 
 

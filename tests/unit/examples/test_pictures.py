@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from nemo_style_rlhf.ppo.recording import step_samples
 from nemo_style_rlhf.tracking.rollout_files import write_step
 from tests.support.paths import ROOT
@@ -12,6 +14,7 @@ from tests.support.rollout_files import byte_tokenizer
 from tests.support.rollouts import collect
 
 
+@pytest.mark.slow("draws pictures")
 def test_the_curves_and_the_page_are_drawn_from_the_files_of_a_run(tmp_path: Path) -> None:
     actor, target = tmp_path / "quickstart" / "actor", tmp_path / "target"
     (actor / "rollouts").mkdir(parents=True)

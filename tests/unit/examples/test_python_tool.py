@@ -31,6 +31,7 @@ def test_only_the_beginning_of_a_long_output_is_read(python_tool):
     assert play(python_tool, "15", call(code="print('ab' * 9999)"))[0].messages[0]["content"] == "ab" * 100
 
 
+@pytest.mark.slow("waits for a program")
 def test_other_episodes_go_on_while_a_program_runs(python_tool, monkeypatch):
     monkeypatch.setattr(python_tool, "SECONDS", 2.0)
 

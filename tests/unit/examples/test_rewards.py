@@ -12,6 +12,8 @@ from nemo_style_rlhf.scoring.interface import ScoringSample
 from tests.support.example_rewards import PROMPT, REWARDS, load, rewards_of
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow("each runs programs in a sandbox")
+
 DATA = ROOT.parent / "shared" / "data"
 GSM8K = DATA / "gsm8k" / "test.jsonl"
 VADER = DATA / "vader" / "vader_lexicon.txt"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_style_rlhf.generation import broadcast
+from nemo_style_rlhf.generation import broadcast, engine_service
 from nemo_style_rlhf.generation import engine_messages as messages
 from nemo_style_rlhf.generation.broadcast import Groups
 from nemo_style_rlhf.generation.engine_service import EngineService
@@ -117,8 +117,9 @@ class Engine:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine of the lease ``trainer`` that holds version 1."""
+    monkeypatch.setattr(engine_service, "IDLE_S", 0.01)  # after which it sees that it has to end
     engine = Engine(tmp_path)
     probe = ProbeTarget(((1, 2),), (torch.zeros(1),), 1e-3)
     store = WeightStore(tmp_path / "weights")

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from nemo_style_rlhf.launch.interrupt import INTERRUPTED_EXIT
 from tests.unit.agents.episodes import alive, wait_until
 
@@ -29,6 +31,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow("starts processes")
 def test_a_child_that_is_being_started_says_nothing(tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STARTS_CHILDREN)

@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.paths import ENTRY_POINTS, ROOT, own_python
 
+pytestmark = pytest.mark.slow("each starts a program")
+
 RUN = ["run.output_dir=outputs", "model.path=owner/model", "data.train_path=owner/rows", "run.device=cpu"]
 ARGUMENTS = {
     "evaluate": ["run.output_dir=outputs", "checkpoints=[owner/model]", "data.path=owner/rows"],

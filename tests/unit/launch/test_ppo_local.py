@@ -17,7 +17,10 @@ from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.local import PPOLocalConfig
 from tests.support.paths import ACTOR_PYTHON, ROOT, SERVER_PYTHON
 
+pytestmark = pytest.mark.slow("each starts a launcher and its programs")
+
 CRITIC = "import time\nprint('serving', flush=True)\ntime.sleep(600)"
+WAITS = "import signal, time\nsignal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})\ntime.sleep(600)"
 DIES = "raise SystemExit(3)"
 MISTAKE = "import sys\nsys.exit(print('error: model.path=x: no') or 2)"
 STEPS = """
@@ -140,7 +143,7 @@ def test_an_actor_that_dies_after_every_step_comes_to_its_end(tmp_path):
 
 
 def test_deaths_without_a_step_between_them_end_the_run(tmp_path):
-    launcher = start(tmp_path, DIES, CRITIC, restarts=2)
+    launcher = start(tmp_path, DIES, WAITS, restarts=2)
     _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 1 and said.count("is started again") == 2
     assert (

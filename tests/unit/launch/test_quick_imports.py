@@ -4,6 +4,8 @@ import importlib.metadata
 import subprocess
 import sys
 
+import pytest
+
 from nemo_style_rlhf.launch.quick_imports import packages_distributions
 
 STRUCTURE = """
@@ -30,6 +32,7 @@ def test_the_packages_are_those_of_the_standard_library() -> None:
     }
 
 
+@pytest.mark.slow("starts processes that import transformers")
 def test_transformers_knows_the_same_names() -> None:
     quick, plain = (
         subprocess.run([sys.executable, "-c", STRUCTURE, how], capture_output=True, text=True, check=True)

@@ -11,6 +11,8 @@ from nemo_style_rlhf import programs
 from nemo_style_rlhf.launch.sweep import own_folders
 from tests.support.paths import ROOT, SERVER_PYTHON
 
+pytestmark = pytest.mark.slow("each starts a program and its runs")
+
 PROGRAM = """
 import json, os, sys
 from pathlib import Path

@@ -166,6 +166,7 @@ def test_with_experts_adapters_go_to_the_attention_layers(
             )
 
 
+@pytest.mark.slow("starts a program")
 def test_merging_what_is_no_adapter_is_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "trainers/merge_lora.py", str(tmp_path), str(tmp_path / "out")]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

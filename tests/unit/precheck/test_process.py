@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow("each starts a process")
+
 CHECK = """
 import os, sys
 from nemo_style_rlhf.errors import UserError

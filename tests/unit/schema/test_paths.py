@@ -171,6 +171,7 @@ MISSING = {
 }
 
 
+@pytest.mark.slow("starts a program for each script")
 @pytest.mark.parametrize("script", MISSING)
 def test_an_entry_point_says_it_before_torch_is_loaded(script: str) -> None:
     code = (

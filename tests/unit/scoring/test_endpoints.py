@@ -20,6 +20,7 @@ def test_an_endpoint_is_sent_openrlhfs_request(endpoints, scorer_of):
     assert scores.filter_scores.tolist() == [1.0, 1.0] and scores.extra["words"].tolist() == [2.0, 2.0]
 
 
+@pytest.mark.slow("waits for endpoints that do not answer")
 @pytest.mark.parametrize(
     "behaviour, said",
     [

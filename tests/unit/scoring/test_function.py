@@ -21,6 +21,8 @@ from nemo_style_rlhf.scoring.interface import Message, RewardError, ScoringSampl
 from tests.support.paths import ROOT
 from tests.unit.scoring.sources import TENSORS, WAIT_S, alive, all_failed, masked, result, samples, stopped, wait_until
 
+pytestmark = pytest.mark.slow("each starts workers")
+
 
 def test_a_function_is_given_queries_prompts_and_labels():
     group = [*samples("a"), ScoringSample.of_texts(torch.tensor([1]), "p", "r")]

@@ -116,6 +116,7 @@ def ask_in_process(config: JudgeRewardConfig, folder: Path, start: Any, answers:
     scorer.close()
 
 
+@pytest.mark.slow("waits for retries and other processes")
 def test_processes_that_share_the_folder_ask_once(judge: Judge, tmp_path: Path) -> None:
     judge.delay_s = 0.3
     context = multiprocessing.get_context("spawn")
@@ -131,6 +132,7 @@ def test_processes_that_share_the_folder_ask_once(judge: Judge, tmp_path: Path) 
     assert {path.suffix for path in (tmp_path / "verdicts").rglob("*") if path.is_file()} == {".json"}
 
 
+@pytest.mark.slow("waits for retries and other processes")
 def test_one_that_waits_for_a_process_that_was_killed_asks_itself(
     judge: Judge, tmp_path: Path, scorer_of: Make
 ) -> None:
@@ -158,6 +160,7 @@ def test_only_the_user_reads_the_verdicts(judge: Judge, scorer_of: Make, tmp_pat
     assert json.loads(below[2].read_text()) == {"text": "8", "finish_reason": "stop"}
 
 
+@pytest.mark.slow("waits for retries and other processes")
 @pytest.mark.parametrize(
     ("status", "answer"),
     [
@@ -176,6 +179,7 @@ def test_a_judge_that_fails_is_asked_again(judge: Judge, scorer_of: Make, status
     assert result(scorer_of(judge).score([of("p", "other")])).rewards.tolist() == [12.0]  # a failure is not kept
 
 
+@pytest.mark.slow("waits for retries and other processes")
 def test_one_that_is_busy_says_when_to_come_back(judge: Judge, scorer_of: Make) -> None:
     judge.script = [(429, {"error": {"message": "slow down"}})]
     began = time.monotonic()

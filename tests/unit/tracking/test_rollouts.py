@@ -149,6 +149,7 @@ def test_old_steps_are_merged_and_nothing_changes_for_readers(tmp_path, small_bl
         next(single.iterdir()).unlink()
 
 
+@pytest.mark.slow("writes files of many megabytes")
 def test_a_resumed_run_finds_no_sample_of_a_step_that_it_repeats(tmp_path, small_blocks):
     """Whatever step it resumes from, the files are those of a run that only came so far, leftovers of a crash included."""
     for step in range(0, 9):
@@ -165,6 +166,7 @@ def test_a_resumed_run_finds_no_sample_of_a_step_that_it_repeats(tmp_path, small
         assert sorted({row["step"] for row in read_rows(folder)}) == list(range(1, 9))
 
 
+@pytest.mark.slow("writes files of many megabytes")
 def test_old_samples_leave_the_disk_block_by_block(tmp_path, small_blocks):
     kept = []
     experience = range(1, 30)

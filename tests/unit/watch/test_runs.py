@@ -79,6 +79,7 @@ def test_folders_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
     assert ids(tmp_path / "open", tmp_path / "file") == ["open"]
 
 
+@pytest.mark.slow("starts the page's process")
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -45,6 +45,7 @@ def test_a_search_is_for_the_words_as_they_are_in_either_case(
     assert [(hit["step"], hit["where"], hit["match"]) for hit in hits(folder, text)] == found
 
 
+@pytest.mark.slow("searches a megabyte in many ways")
 def test_a_hit_shows_what_stands_around_it_and_little_of_a_megabyte(tmp_path: Path) -> None:
     write_step(tmp_path, 1, table_of([sample_row(1, 0, "p", "a" * 2**20 + "needle" + "b" * 2**20) | {"tokens": []}]))
     (hit,) = hits(tmp_path, "NEEDLE")

@@ -12,6 +12,8 @@ from tests.support.example_rewards import load, rewards_of
 from tests.support.paths import ROOT
 from tests.unit.scoring.sandbox.attacks import ATTACKS
 
+pytestmark = pytest.mark.slow("each waits for an attack's end")
+
 TESTS = [
     "assert add(1, 2) == 3",
     "assert abs(add(-1, 1.5) - 0.5) < 1e-6",

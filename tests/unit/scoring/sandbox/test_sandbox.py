@@ -22,6 +22,8 @@ from tests.support.folders import let_others_read
 from tests.support.paths import ROOT
 from tests.unit.scoring.sources import wait_until
 
+pytestmark = pytest.mark.slow("each starts a sandbox")
+
 NOBODY = 65534
 SYSTEM_PYTHON = "/usr/bin/python3"
 
