@@ -64,7 +64,7 @@ check: lint
 # Every guarantee, program and algorithm once.
 .PHONY: test
 test: lint
-	$(ACTOR)/bin/python -m pytest -m "not more"
+	$(ACTOR)/bin/python -m pytest -m "not more and not soak"
 
 # What else must hold before a commit lands in main: more kills, fuzz, other users, Slurm and Ray.
 .PHONY: test-more
@@ -127,9 +127,10 @@ fuzz: dev
 mutants: dev
 	$(ACTOR)/bin/python -m tests.mutants.run $(if $(ONLY),--only $(ONLY))
 
-# About an hour, before a release: faults, malformed requests, and quickstarts, which must learn whatever the seed.
+# About an hour, before a release: faults, malformed requests, and what must be learned, of real data and whatever the seed.
 .PHONY: soak
 soak: dev
+	$(ACTOR)/bin/python -m pytest -m soak tests/integration
 	$(MAKE) --no-print-directory chaos FAULTS=40
 	$(MAKE) --no-print-directory chaos FAULTS=40 ENGINES=2 STALENESS=1
 	$(MAKE) --no-print-directory fuzz N=100000

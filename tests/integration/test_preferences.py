@@ -166,7 +166,7 @@ ALL_TRANSCRIPTS = [
 and a low learning rate that a few steps lower the loss on pairs it has not seen, by a thousandth of a nat or two."""
 
 
-@pytest.mark.more
+@pytest.mark.soak
 @needs_hh
 def test_reward_model_on_hh_transcripts(tmp_path):
     write_transcripts(tmp_path, train=4166)
@@ -201,7 +201,7 @@ def test_dpo_with_the_likelihood_of_chosen_responses_learns_their_language(tmp_p
     assert all(math.isfinite(value) for value in last.values())
 
 
-@pytest.mark.more
+@pytest.mark.soak
 @needs_hh
 def test_dpo_on_hh_transcripts(tmp_path):
     write_transcripts(tmp_path, train=4166)
