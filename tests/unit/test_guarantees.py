@@ -1,4 +1,5 @@
-"""`make test` shows every guarantee of docs/guarantees.md: each row names a test that is not left to `make test-more` or `make soak`."""
+"""`make test` shows every guarantee of docs/guarantees.md: each row names a test that is left to neither `make test-more` nor
+`make soak`."""
 
 import ast
 import re
