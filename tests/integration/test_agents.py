@@ -28,8 +28,9 @@ def overrides(inputs: Path, engines: int) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("engines", "steps"), [(1, 4), pytest.param(3, 4, marks=pytest.mark.more)])
-def test_engines_and_kills_learn_what_is_learned_one_after_another(inputs, tmp_path, engines: int, steps: int) -> None:
+@pytest.mark.parametrize("engines", [1, pytest.param(3, marks=pytest.mark.more)])
+def test_engines_and_kills_learn_what_is_learned_one_after_another(inputs, tmp_path, engines: int) -> None:
+    steps = 4
     alone, killed, last = tmp_path / "alone", tmp_path / "killed", f"algorithm.max_steps={steps}"
     run_pair(alone, ppo_runs.server_overrides(inputs), [*overrides(inputs, 0), last])
 
