@@ -5,8 +5,8 @@ r"""1 for a response whose final answer equals the label, else 0; for GSM8K and 
         data.prompt_key=question data.label_key=answer model.path=$POLICY run.output_dir=outputs/math
 
 The final answer of a response is what follows its last `####`, else its last \boxed{}, else its last number; labels are
-read alike, or are an expression as a whole. Equality is math-verify's: 1,080 = 1080, \frac{1}{2} = 0.5; a percent sign
-at the end is left out.
+read alike, or are an expression as a whole. Equality is math-verify's: 1,080 = 1\,080 = 1.08e3, \frac{1}{2} = 0.5; a
+percent sign at the end is left out.
 """
 
 import re
@@ -14,7 +14,9 @@ from typing import Any
 
 from math_verify import parse, verify
 
-_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
+_NUMBER = re.compile(r"-?\d+(?:(?:,|\\,|\{,\})\d{3})*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:/\d+)?")
+_SPACE = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\})(?=\d{3})")
+_POWER = re.compile(r"(?<=\d)[eE]([+-]?\d+)")
 _UNIT = re.compile(r"(?<=\d)\s+[A-Za-z][A-Za-z ]+$")
 
 
@@ -54,4 +56,5 @@ def last_number(text: str) -> str | None:
 def read(answer: str) -> list[Any]:
     """What math-verify makes of it; nothing where that is no mathematics."""
     answer = answer.removesuffix("%").removesuffix("\\")
+    answer = _POWER.sub(r" \\times 10^{\1}", _SPACE.sub("", answer))
     return parse(rf"\boxed{{{answer}}}", fallback_mode="no_fallback")

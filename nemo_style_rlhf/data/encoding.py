@@ -1,7 +1,10 @@
 """Turns text into token ids, in the same way in every stage."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -9,7 +12,8 @@ import jinja2
 
 from nemo_style_rlhf.data.records import Dropped
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.chat import Message, is_parts, plain_text
+from nemo_style_rlhf.schema.chat import REASONING, Message, is_parts, plain_text, reasoning_of, with_objects, with_texts
+from nemo_style_rlhf.schema.model_files import stop_ids, without_rows
 
 if TYPE_CHECKING:  # rows are checked before transformers, and torch with it, is imported
     from transformers import PreTrainedTokenizerBase
@@ -18,9 +22,20 @@ if TYPE_CHECKING:  # rows are checked before transformers, and torch with it, is
 class Encoder:
     """Tokenizes prompts and responses."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, chat_template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", *, chat_template: str | None = None, today: str | None = None,
+        stops: Collection[int] | None = None, rows: int | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            today: the date, as 2026-11-27, for chat templates that write one (they call ``strftime_now``); None is the clock's.
+            rows: of the model's embedding, beyond which a token of a text is refused; None refuses none.
+            stops: ids with which an answer of the chat template may end; None are :func:`stop_ids`.
+        """
+        self._stops, self._rows = stops, rows
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.today = today
         # Some tokenizers close every text with EOS, but a prompt must stay open. The tokens of an ordinary text distinguish
         # a closing EOS from an opening BOS even if both are the same token.
         probe = tokenizer("a")["input_ids"]
@@ -32,7 +47,7 @@ class Encoder:
     def prompt(self, text: str) -> list[int]:
         """``tokenizer(text)`` with its BOS, but without an EOS at the end, and with only one BOS if a template in ``text``
         already wrote one."""
-        ids = list(self.tokenizer(text)["input_ids"])
+        ids = self._ids(text, add_special_tokens=True)
         if self._closes_with_eos:
             del ids[-1]
         if self._opens_with_bos and ids[1:2] == [self.tokenizer.bos_token_id]:
@@ -48,7 +63,7 @@ class Encoder:
         changes the prompt's tokens, the response is tokenized by itself, as a policy would have to write it.
 
         Args:
-            append_eos: end with exactly one EOS.
+            append_eos: end where a policy would: with the stop token that the chat template wrote, or else with exactly one EOS.
             rendered: whether the texts come from a chat template, special tokens included.
 
         Raises:
@@ -58,21 +73,47 @@ class Encoder:
         if together[: len(prompt_ids)] == list(prompt_ids):
             ids = together[len(prompt_ids) :]
         else:
-            ids = list(self.tokenizer(response, add_special_tokens=False)["input_ids"])
+            ids = self._ids(response)
         if append_eos:
             if self.tokenizer.eos_token_id is None:
                 raise UserError("the tokenizer has no end-of-text token: give it one or set data.append_eos=false")
             eos = self.tokenizer.eos_token_id
-            if rendered and eos in ids:  # no policy writes the template's text after EOS, often a line break
-                del ids[len(ids) - ids[::-1].index(eos) :]
+            ends = [at for at, token in enumerate(ids) if token in self.stops] if rendered else []
+            if ends:  # no policy writes the template's text after it, often a line break
+                del ids[ends[0] + 1 :]
             elif ids[-1:] != [eos]:
                 ids.append(eos)
         return ids
 
+    @property
+    def stops(self) -> Collection[int]:
+        if self._stops is None:
+            self._stops = stop_ids(self.tokenizer)
+        return self._stops
+
+    @property
+    def _template(self) -> str:
+        return str(self.chat_template or self.tokenizer.chat_template)
+
+    @property
+    def writes_a_date(self) -> bool:
+        """Whether the chat template asks for the date."""
+        return "strftime_now" in self._template
+
+    def _readable(self, message: Message) -> Message:
+        """The message with its reasoning under the name that the chat template reads, and arguments of calls as objects."""
+        message, reasoning = with_objects(message), reasoning_of(message)
+        known = [name for name in REASONING if reasoning and re.search(rf"\b{name}\b", self._template)]
+        return {**message, **dict.fromkeys(known, reasoning)}
+
     def chat(
-        self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
-    ) -> str:
+        self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None,
+        today: str | None = None,
+    ) -> str:  # fmt: skip
         """Render ``messages`` with the chat template, which may describe ``tools`` (JSON schemas) at the beginning.
+
+        Args:
+            today: another date than the encoder's.
 
         Raises:
             UserError: there is no chat template.
@@ -80,11 +121,20 @@ class Encoder:
         """
         if self.chat_template is None and self.tokenizer.chat_template is None:
             raise UserError("messages need a chat template and the tokenizer has none: set data.chat_template")
-        render = partial(self._render, tools=tools, add_generation_prompt=add_generation_prompt)
+        day = today or self.today
+        clock: Mapping[str, Any] = (
+            {"strftime_now": datetime.fromisoformat(day).strftime} if day and self.writes_a_date else {}
+        )
+        render = partial(self._render, tools=tools, add_generation_prompt=add_generation_prompt, clock=clock)
+        messages = [self._readable(message) for message in messages]
         of_parts = [message for message in messages if is_parts(message.get("content"))]
         try:
             text = render(messages)
         except Dropped:
+            as_texts = [with_texts(message) for message in messages]
+            if as_texts != messages:
+                with suppress(Dropped):
+                    return render(as_texts)
             if not of_parts:
                 raise
             text = None
@@ -102,8 +152,9 @@ class Encoder:
         return text
 
     def _render(
-        self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None
-    ) -> str:
+        self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None,
+        clock: Mapping[str, Callable[[str], str]],
+    ) -> str:  # fmt: skip
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -112,6 +163,7 @@ class Encoder:
                     chat_template=self.chat_template,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
+                    **clock,
                 )
             )
         # Expressions of the template raise what Python raises; a conversation that transformers refuses raises ValueError.
@@ -120,7 +172,17 @@ class Encoder:
 
     def rendered(self, text: str) -> list[int]:
         """Tokens of a text in which the chat template has already written every special token."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._ids(text)
+
+    def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """
+        Raises:
+            UserError: the model has no row in its embedding for one of the tokens.
+        """
+        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        if self._rows is not None and ids and (largest := max(ids)) >= self._rows:
+            raise UserError(without_rows(self.tokenizer, largest, self._rows))
+        return ids
 
 
 class TokensNeeded(Exception):
@@ -152,10 +214,20 @@ def _holds(text: str, message: Message) -> bool:
     )
 
 
-def decode_response(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], response: Sequence[int]) -> str:
-    """The text of the response after its prompt: decoded alone, it would lose its leading space in SentencePiece models."""
-    whole = str(tokenizer.decode([*prompt, *response], skip_special_tokens=True))
-    before = str(tokenizer.decode(list(prompt), skip_special_tokens=True))
+def decode_response(
+    tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], response: Sequence[int], *,
+    special_but: Collection[int] | None = None,
+) -> str:  # fmt: skip
+    """The text of the response after its prompt: decoded alone, it would lose its leading space in SentencePiece models.
+
+    Args:
+        special_but: keep special tokens, such as the `<think>` of some tokenizers, but not one of these at the end.
+    """
+    skip = special_but is None
+    if special_but is not None and response and response[-1] in special_but:
+        response = response[:-1]
+    whole = str(tokenizer.decode([*prompt, *response], skip_special_tokens=skip))
+    before = str(tokenizer.decode(list(prompt), skip_special_tokens=skip))
     if whole.startswith(before):
         return whole.removeprefix(before)
-    return str(tokenizer.decode(list(response), skip_special_tokens=True))  # the border splits a character
+    return str(tokenizer.decode(list(response), skip_special_tokens=skip))  # the border splits a character

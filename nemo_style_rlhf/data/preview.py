@@ -15,7 +15,7 @@ Reader = Callable[[Sequence[Record], Encoder], Callable[[Record], Row]]
 FIRST_ROWS = 1000
 
 
-def first_rows(sources: Sources, reader: Reader[Row], encoder: Encoder, advice: str) -> tuple[list[Row], bool]:
+def first_rows(sources: Sources, reader: Reader[Row], encoder: Encoder) -> tuple[list[Row], bool]:
     """The usable ones of the first rows, and whether these are all rows; else there may be no usable one.
 
     Raises:
@@ -24,11 +24,11 @@ def first_rows(sources: Sources, reader: Reader[Row], encoder: Encoder, advice: 
     records, whole = read_head(sources, FIRST_ROWS)
     rows, report = usable(records, reader(records, encoder), described(sources))
     if whole:
-        report.require_kept(advice)
+        report.require_kept()
     return rows, whole
 
 
-def count_rows(sources: Sources, reader: Reader[Any], advice: str, *, enough: int = 1) -> int:
+def count_rows(sources: Sources, reader: Reader[Any], *, enough: int = 1) -> int:
     """Number of rows that may be usable, as far as that is known without a tokenizer, among the first ones; and among all, if
     those are fewer than ``enough``. Where that would take long, ``enough``.
 
@@ -39,7 +39,7 @@ def count_rows(sources: Sources, reader: Reader[Any], advice: str, *, enough: in
         records, whole = read_head(sources, count)
         _, report = usable(records, _up_to_tokens(reader(records, Untokenized())), described(sources))
         if whole:
-            report.require_kept(advice)
+            report.require_kept()
         if whole or report.kept >= enough:
             return report.kept
     return enough

@@ -24,18 +24,18 @@ from nemo_style_rlhf.data.turns import (
     is_conversation,
     require_known_speaker,
     tools,
+    unpacked,
     without_last_answer,
 )
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Chat, Message, plain_text
 from nemo_style_rlhf.schema.data import PromptDataConfig, PromptRowsConfig
 from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
+from nemo_style_rlhf.schema.model_files import rows_of
 from nemo_style_rlhf.schema.sources import Sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ADVICE = "check the file, or raise data.max_prompt_length"
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ def load_prompts(
     Raises:
         UserError: the source is missing or has broken JSON, or no prompt is left.
     """
-    encoder = Encoder(tokenizer, chat_template=config.chat_template)
+    encoder = Encoder(tokenizer, chat_template=config.chat_template, today=config.today, rows=rows_of(tokenizer))
     read = prompt_reader(config, encoder, whole_distribution=whole_distribution, first_id=first_id)
     rows, report = usable(read_records(sources), read, described(sources))
     report.cut = sum(cut for _, cut in rows)
-    report.require_kept(ADVICE)
+    report.require_kept()
     return [prompt for prompt, _ in rows], report
 
 
@@ -94,13 +94,14 @@ def prompt_reader(
 
     def read(record: Record) -> tuple[Prompt, bool]:
         key = _prompt_column(record, config)
+        record = unpacked(record, key)
         label, metadata = _label(record, config), _metadata(record, key, config)
         text, chat, cut = _prompt_text(record, key, config, encoder)
         token_ids = encoder.rendered(text) if config.by_chat_template else encoder.prompt(text)
         if not token_ids:
             raise Dropped("empty")
         if len(token_ids) > config.max_prompt_length:
-            raise Dropped(f"longer than {config.max_prompt_length} tokens")
+            raise Dropped(f"longer than {config.max_prompt_length} tokens", advice="raise data.max_prompt_length")
         sampling = _sampling(record, config)
         if whole_distribution and sampling.cut:
             raise UserError(
@@ -167,7 +168,7 @@ def _rendered(turns: list[Message], record: Record, key: str, encoder: Encoder) 
     prompt = without_last_answer(turns)
     if prompt[-1]["role"] == "user" and not plain_text(prompt[-1]).strip():
         raise Dropped("empty")
-    chat = Chat(prompt, tools(record))
+    chat = Chat(prompt, tools(record), encoder.today)
     text = encoder.chat(chat.messages, add_generation_prompt=True, tools=chat.tools)
     return text, chat, len(prompt) < len(turns)
 

@@ -14,13 +14,14 @@ _EXAMPLES_KEPT = 3
 class Dropped(Exception):
     """A row is unusable; the message is the reason for the report."""
 
-    def __init__(self, reason: str, sentence: str | None = None) -> None:
+    def __init__(self, reason: str, sentence: str | None = None, *, advice: str = "check the file") -> None:
         """
         Args:
             sentence: what the user is told if no row of the source is better: the first row's fault, and what to change.
+            advice: what to change about rows of this reason.
         """
         super().__init__(reason)
-        self.sentence = sentence
+        self.sentence, self.advice = sentence, advice
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Record:
     where: str
     """Position for error messages, e.g. `train.jsonl line 12`."""
     fields: dict[str, Any]
+    filled: bool = False
+    """Whether its source fills keys that other rows have with nulls, as tables do: a null is then no value of this row."""
 
     def has(self, key: str) -> bool:
         """Whether there is a value under ``key``: `datasets` fills keys that other rows have with nulls."""
@@ -85,6 +88,7 @@ class DropReport:
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[Record]] = field(default_factory=dict)
     _sentence: str | None = None
+    _advice: dict[str, None] = field(default_factory=dict)
 
     def drop(self, dropped: Dropped, record: Record) -> None:
         """Count ``record`` as dropped."""
@@ -92,14 +96,15 @@ class DropReport:
         if not self.dropped:
             self._sentence = dropped.sentence
         self.dropped[reason] += 1
+        self._advice[dropped.advice] = None
         first = self.examples.setdefault(reason, [])
         if len(first) < _EXAMPLES_KEPT:
             first.append(record)
 
-    def require_kept(self, advice: str) -> None:
+    def require_kept(self) -> None:
         """
         Raises:
-            UserError: no row was kept; ``advice`` says what to change, unless all rows have the first one's fault, which does.
+            UserError: no row was kept; it says why, and what to change.
         """
         if self.kept == 0 and not self.dropped:
             raise UserError(f"{self.source} is empty: expected at least one row")
@@ -107,7 +112,7 @@ class DropReport:
             if self._sentence is not None and len(self.dropped) == 1:
                 raise UserError(self._sentence)
             raise UserError(
-                f"{self.source}: all {self.dropped.total()} rows were dropped ({self._reasons()}): {advice}"
+                f"{self.source}: all {self.dropped.total()} rows were dropped ({self._reasons()}): {', or '.join(self._advice)}"
             )
 
     def _reasons(self) -> str:
@@ -124,11 +129,31 @@ class DropReport:
         return f"{self.source}: {self.kept} rows kept{cut}, {dropped}"
 
 
+def require_whole_characters(value: Any) -> None:
+    """
+    Raises:
+        Dropped: a text in ``value``, at any depth, holds half of a surrogate pair, as where somebody has cut an emoji.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise Dropped("with half of a character (a lone surrogate)") from error
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            require_whole_characters(key)
+            require_whole_characters(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            require_whole_characters(inner)
+
+
 def usable(records: Iterable[Record], read: Callable[[Record], Row], source: str) -> tuple[list[Row], DropReport]:
     """Read the records of ``source`` with ``read``; returns the rows, and a report on the records that it drops."""
     rows, report = [], DropReport(source)
     for record in records:
         try:
+            require_whole_characters(record.fields)
             rows.append(read(record))
         except Dropped as reason:
             report.drop(reason, record)

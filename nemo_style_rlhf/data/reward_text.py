@@ -27,7 +27,8 @@ class RewardText:
         self._path, self._as_pair = model_dir, as_pair
         note = read_template(model_dir)
         self._template: str | None = note.get("template")
-        self._encoder = Encoder(tokenizer)
+        # A model that was trained before the note told its stop tokens has seen EOS after them.
+        self._encoder = Encoder(tokenizer, stops=note.get("stop_token_ids", {tokenizer.eos_token_id}))
         self._trained_here = bool(note) or append_eos is not None
         append_eos = note.get("append_eos", True) if append_eos is None else append_eos
         self._append_eos = append_eos and tokenizer.eos_token_id is not None
@@ -73,7 +74,7 @@ class RewardText:
     def _conversation(self, chat: Chat, response: str) -> list[int]:
         """The conversation with its answer, whole as the chat template writes it; or, of a model trained here, as its pairs were
         formed."""
-        write = partial(self._encoder.chat, tools=chat.tools)
+        write = partial(self._encoder.chat, tools=chat.tools, today=chat.today)
         whole = write([*chat.messages, {"role": "assistant", "content": response}], add_generation_prompt=False)
         prompt = write(chat.messages, add_generation_prompt=True) if self._trained_here else None
         if prompt is None or not whole.startswith(prompt):

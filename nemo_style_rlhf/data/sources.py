@@ -22,8 +22,8 @@ HUB_TIMEOUT_S = 5.0
 PARQUET_ROWS = 1024
 LARGE_ARRAY = 32 * 2**20
 """Bytes of a file that is read whole."""
-Rows = Iterator[tuple[str, dict[str, Any]]]
-"""Position and fields of each row."""
+Rows = Iterator[tuple[str, dict[str, Any], bool]]
+"""Position and fields of each row, and whether its source is a table."""
 
 
 def read_records(sources: Sources) -> Iterator[Record]:
@@ -59,8 +59,8 @@ def read_head(sources: Sources, count: int | None) -> tuple[list[Record], bool]:
 
 
 def _numbered(parts: Iterator[Rows]) -> Iterator[Record]:
-    for index, (where, fields) in enumerate(itertools.chain.from_iterable(parts)):
-        yield Record(index, where, fields)
+    for index, row in enumerate(itertools.chain.from_iterable(parts)):
+        yield Record(index, *row)
 
 
 def described(sources: Sources) -> str:
@@ -76,7 +76,7 @@ def _rows(name: str) -> Rows:
     data_set = DataSet.parse(name)
     if data_set.is_folder or data_set.may_be_on_hub:
         for index, row in enumerate(_data_set(name, data_set)):
-            yield f"{name} row {index}", dict(row)
+            yield f"{name} row {index}", dict(row), True
     elif files := matching_files(name):
         for file in files:
             yield from _file_rows(Path(file), _built_rows)
@@ -87,7 +87,7 @@ def _rows(name: str) -> Rows:
 def _file_rows(path: Path, read_others: Callable[[Path], Iterator[Any]]) -> Rows:
     if path.name.endswith(JSON_SUFFIXES):
         return _json_rows(path)
-    return ((f"{path} row {index}", dict(row)) for index, row in enumerate(read_others(path)))
+    return ((f"{path} row {index}", dict(row), True) for index, row in enumerate(read_others(path)))
 
 
 def _built_rows(path: Path) -> Iterator[Any]:
@@ -144,7 +144,7 @@ def _lines(lines: TextIO, path: Path) -> Rows:
                 raise UserError(
                     f"{where} is not valid JSON ({error.msg} at column {error.colno}): expected one object per line"
                 ) from error
-            yield where, _object(row, where, "one JSON object per line")
+            yield where, _object(row, where, "one JSON object per line"), False
 
 
 def _array(text: TextIO, path: Path) -> Rows:
@@ -156,7 +156,7 @@ def _array(text: TextIO, path: Path) -> Rows:
         ) from error
     for index, row in enumerate(rows):
         where = f"{path} row {index}"
-        yield where, _object(row, where, "an array of JSON objects")
+        yield where, _object(row, where, "an array of JSON objects"), False
 
 
 def _object(row: Any, where: str, expected: str) -> dict[str, Any]:

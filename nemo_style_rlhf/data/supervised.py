@@ -12,8 +12,16 @@ from nemo_style_rlhf.data.examples import Conversation, PreferencePair, SFTExamp
 from nemo_style_rlhf.data.records import Dropped, DropReport, Record, usable
 from nemo_style_rlhf.data.sources import described, read_records
 from nemo_style_rlhf.data.templates import render
-from nemo_style_rlhf.data.turns import CONVERSATION_COLUMNS, greeting, is_conversation, require_question, tools
-from nemo_style_rlhf.schema.chat import Message
+from nemo_style_rlhf.data.turns import (
+    CONVERSATION_COLUMNS,
+    greeting,
+    is_conversation,
+    require_question,
+    tools,
+    unpacked,
+)
+from nemo_style_rlhf.schema.chat import Message, reasoning_of
+from nemo_style_rlhf.schema.model_files import rows_of
 from nemo_style_rlhf.schema.sources import Sources
 from nemo_style_rlhf.schema.supervised import (
     PairDataConfig,
@@ -27,19 +35,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = TypeVar("Row")
-ADVICE = "check the file, or raise data.max_length"
 
 
 def load_sft(
     sources: Sources, config: SFTDataConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[list[SFTExample], DropReport]:
-    """The usable rows of one source, in its order, and a report on the others.
+    """What one source's usable rows teach, in its order, and a report on the others. A conversation of several answers is one
+    example, or several where the chat template writes an answer otherwise once something follows it.
 
     Raises:
         UserError: the source is missing or has broken JSON, or no row is left.
     """
-    read = sft_reader((), config, Encoder(tokenizer, chat_template=config.chat_template))
-    return _kept(usable(read_records(sources), read, described(sources)))
+    read = sft_reader((), config, encoder_of(tokenizer, config))
+    rows, report = _kept(usable(read_records(sources), read, described(sources)))
+    return [example for examples in rows for example in examples], report
 
 
 def load_pairs(
@@ -52,7 +61,11 @@ def load_pairs(
         UserError: see :func:`load_sft`.
     """
     records = list(read_records(sources))
-    read = pair_reader(records, config, Encoder(tokenizer, chat_template=config.chat_template))
+    read = pair_reader(
+        records,
+        config,
+        encoder_of(tokenizer, config),
+    )
     return _kept(usable(records, read, described(sources)))
 
 
@@ -66,19 +79,31 @@ def load_unpaired(
         UserError: see :func:`load_sft`; or a label is neither true nor false.
     """
     records = list(read_records(sources))
-    read = unpaired_reader(records, config, Encoder(tokenizer, chat_template=config.chat_template))
+    read = unpaired_reader(
+        records,
+        config,
+        encoder_of(tokenizer, config),
+    )
     rows, report = _kept(usable(records, read, described(sources)))
     return [example for examples in rows for example in examples], report
 
 
+def encoder_of(tokenizer: "PreTrainedTokenizerBase", config: SupervisedDataConfig) -> Encoder:
+    return Encoder(
+        tokenizer, chat_template=config.chat_template, today=config.today, rows=rows_of(tokenizer)
+    )  # fmt: skip
+
+
 def _kept(loaded: tuple[list[Row], DropReport]) -> tuple[list[Row], DropReport]:
-    loaded[1].require_kept(ADVICE)
+    loaded[1].require_kept()
     return loaded
 
 
-def sft_reader(_: Sequence[Record], config: SFTDataConfig, encoder: Encoder) -> Callable[[Record], SFTExample]:
-    """A function that makes an example of a row, see :func:`load_sft`; rows do not depend on each other."""
-    return lambda record: _sft_example(record, config, encoder)
+def sft_reader(
+    _: Sequence[Record], config: SFTDataConfig, encoder: Encoder
+) -> Callable[[Record], Sequence[SFTExample]]:
+    """A function that makes the examples of a row, see :func:`load_sft`; rows do not depend on each other."""
+    return lambda record: _sft_examples(record, config, encoder)
 
 
 def pair_reader(
@@ -97,7 +122,9 @@ def unpaired_reader(
     return lambda record: _judged(record, config, encoder, unprompted)
 
 
-def _sft_example(record: Record, config: SFTDataConfig, encoder: Encoder) -> SFTExample:
+def _sft_examples(record: Record, config: SFTDataConfig, encoder: Encoder) -> Sequence[SFTExample]:
+    prompt_key, _ = _prompt_and_response(record, config)
+    record = unpacked(record, record.column(config.messages_key, CONVERSATION_COLUMNS), prompt_key)
     layout = _sft_format(record, config) if config.format == "auto" else config.format
     if layout == "text":
         if config.apply_chat_template:
@@ -105,7 +132,7 @@ def _sft_example(record: Record, config: SFTDataConfig, encoder: Encoder) -> SFT
         response = record.text(config.text_key, "data.text_key")
         ids = encoder.response("", [], response, append_eos=config.append_eos)
         _check(response, len(ids), config.max_length)
-        return SFTExample(ids, 0)
+        return [SFTExample(ids, 0)]
     if layout == "messages":
         key = record.column(config.messages_key, CONVERSATION_COLUMNS)
         messages = layouts.conversation(record, key, "data.messages_key", config)
@@ -118,7 +145,7 @@ def _sft_example(record: Record, config: SFTDataConfig, encoder: Encoder) -> SFT
         return _conversation([*prompt, *turns], len(prompt), record, config, encoder)
     before, response = layouts.open_prompt(record, key, config), record.text(answer, "data.response_key")
     if isinstance(before, str):
-        return _examples(_Prompt(render(config.prompt_template, before)), (response,), config, encoder)[0]
+        return _examples(_Prompt(render(config.prompt_template, before)), (response,), config, encoder)
     return _conversation([*before, layouts.said("assistant", response)], len(before), record, config, encoder)
 
 
@@ -149,8 +176,10 @@ def _sft_format(record: Record, config: SFTDataConfig) -> str:
 
 def _conversation(
     messages: list[Message], first: int, record: Record, config: SFTDataConfig, encoder: Encoder
-) -> Conversation:
-    """Tokens of the rendered conversation, turn by turn. Each answer has the tokens that follow its prompt at inference.
+) -> list[Conversation]:
+    """Tokens of the rendered conversation, turn by turn. Each answer has the tokens that follow its prompt at inference. If the
+    prompt of an answer has the answers before it as they were learned, they are one example; a template that leaves the reasoning
+    of earlier answers out, or closes them otherwise, begins another.
 
     Args:
         first: number of messages before the first whose answers are learned.
@@ -158,23 +187,36 @@ def _conversation(
     turns = [index for index, message in enumerate(messages) if index >= first and message["role"] == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
         raise Dropped("without an assistant's last turn")
-    text, answer, ids, read = "", "", list[int](), list[tuple[int, int]]()
     chat = partial(encoder.chat, tools=tools(record))
+    text, examples = "", list[list[tuple[str, str]]]()
     for turn in turns if config.learn == "all_answers" else turns[-1:]:
         prompt = chat(messages[:turn], add_generation_prompt=True)
         answer = _rendered_answer(prompt, messages[: turn + 1], chat)
-        if not prompt.startswith(text):
-            raise Dropped("rendered differently with an answer than without")
+        if not examples or not prompt.startswith(text):
+            examples.append([])
+        examples[-1].append((prompt, answer))
+        text = prompt + answer
+    return [_tokenized(answers, config, encoder) for answers in examples]
+
+
+def _tokenized(answers: list[tuple[str, str]], config: SFTDataConfig, encoder: Encoder) -> Conversation:
+    """
+    Args:
+        answers: with the text before each, which begins with the one before and its answer.
+    """
+    text, ids, read = "", list[int](), list[tuple[int, int]]()
+    for number, (prompt, answer) in enumerate(answers, start=1):
         start = len(ids)
         ids += encoder.response(text, ids, prompt[len(text) :], append_eos=False, rendered=True)
         read.append((start, len(ids)))
-        text, last = prompt + answer, turn == turns[-1]
+        text, last = prompt + answer, number == len(answers)
         ids += encoder.response(prompt, ids, answer, append_eos=config.append_eos and last, rendered=True)
-    _check(answer, len(ids), config.max_length)
+    _check(answers[-1][1], len(ids), config.max_length)
     return Conversation(ids, read[0][1], read[1:])
 
 
 def _pair(record: Record, config: PairDataConfig, encoder: Encoder, unprompted: layouts.Unprompted) -> PreferencePair:
+    record = unpacked(record, config.chosen_key, config.rejected_key, layouts.prompt_column(record, config))
     sides = layouts.read_pair(record, config, unprompted)
     margin, subset = 0.0, ""
     if isinstance(config, PreferenceDataConfig):
@@ -204,6 +246,7 @@ def _judged(
         sides = ((pair.chosen, True), (pair.rejected, False))
         return [UnpairedExample(token_ids, pair.prompt_length, desirable) for token_ids, desirable in sides]
     desirable = layouts.read_label(record, config.label_key)
+    record = unpacked(record, layouts.prompt_column(record, config))
     prompt, completion = _rendered(layouts.read_judged(record, config), record, config, encoder)
     (example,) = _examples(prompt, (completion,), config, encoder)
     return [UnpairedExample(example.token_ids, example.prompt_length, desirable)]
@@ -251,8 +294,25 @@ def _rendered_answer(prompt: str, messages: list[Message], chat: Callable[..., s
     layouts.require_content(messages[-1])
     through = chat(messages, add_generation_prompt=False)
     if not through.startswith(prompt):
-        raise Dropped("rendered differently with an answer than without")
-    return through[len(prompt) :]
+        shared = prompt.rstrip()  # after which some templates close at once the reasoning that their prompt opens
+        if through.startswith(shared) and through[len(shared) :].lstrip() == through[len(shared) :]:
+            return _with_reasoning(messages[-1], through[len(shared) :])
+        raise Dropped(
+            "rendered differently with an answer than without",
+            advice="set data.chat_template to a template that writes an answer right after its generation prompt",
+        )
+    return _with_reasoning(messages[-1], through[len(prompt) :])
+
+
+def _with_reasoning(message: Message, answer: str) -> str:
+    """``answer``, which holds the message's reasoning."""
+    reasoning = reasoning_of(message)
+    if reasoning.strip() not in answer:
+        raise Dropped(
+            "with reasoning that the chat template does not write",
+            advice="set data.chat_template to one that writes it, or take the reasoning out of the rows",
+        )
+    return answer
 
 
 def _check(response: str, length: int, max_length: int) -> None:
@@ -261,4 +321,4 @@ def _check(response: str, length: int, max_length: int) -> None:
     if length < 2:
         raise Dropped("with nothing to learn from")
     if length > max_length:
-        raise Dropped(f"longer than {max_length} tokens")
+        raise Dropped(f"longer than {max_length} tokens", advice="raise data.max_length")

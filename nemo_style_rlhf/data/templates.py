@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
+from nemo_style_rlhf.schema.model_files import stop_ids
 from nemo_style_rlhf.schema.templates import PLACEHOLDER
 
 if TYPE_CHECKING:
@@ -54,11 +55,12 @@ def write_template(
     *,
     append_eos: bool,
 ) -> None:
-    """Write a note in ``model_dir`` about the templates of the model's training, and whether its responses ended with EOS.
+    """Write a note in ``model_dir`` about the templates of the model's training, and how its responses ended.
 
     ``chat_template``, if given, becomes the chat template of the tokenizer in ``model_dir``.
     """
-    note = {**describe(template, tokenizer, chat_template), "append_eos": append_eos}
+    stops = sorted(stop_ids(tokenizer))
+    note = {**describe(template, tokenizer, chat_template), "append_eos": append_eos, "stop_token_ids": stops}
     (model_dir / TEMPLATE_FILE).write_text(json.dumps(note, indent=2) + "\n")
     if chat_template is not None:
         (model_dir / CHAT_TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")

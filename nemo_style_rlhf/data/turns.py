@@ -1,6 +1,7 @@
 """Turns of a conversation, in the layouts in which they are published, as messages for a chat template."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from nemo_style_rlhf.data.records import Dropped, Record
@@ -28,6 +29,27 @@ TOOLS_KEY = "tools"
 def is_conversation(value: Any) -> bool:
     """Whether ``value`` holds turns rather than text."""
     return isinstance(value, list | dict)
+
+
+def unpacked(record: Record, *keys: str) -> Record:
+    """``record``, with conversations in place of the JSON text as which some tables store them under ``keys``."""
+    found = {key: turns for key in keys if (turns := _packed(record.fields.get(key))) is not None}
+    return replace(record, fields={**record.fields, **found}) if found else record
+
+
+def _packed(value: Any) -> list[dict[str, Any]] | None:
+    """The turns that a text holds as JSON; None if it is another text."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return None
+    try:
+        turns = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    whole = turns and all(
+        isinstance(turn, dict) and (turn.keys() >= {"role", "content"} or turn.keys() >= {"from", "value"})
+        for turn in turns
+    )
+    return turns if whole else None
 
 
 def said(role: str, content: str) -> Message:
@@ -61,9 +83,11 @@ def _rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _message(turn: dict[str, Any], record: Record, key: str) -> Message:
-    given = without_nulls(turn)
+    given = without_nulls(turn, arguments=record.filled)
     if turn.get("tool_calls"):
         given.setdefault("content", turn.get("content"))
+    else:
+        given.pop("tool_calls", None)  # an empty list says that there are none
     if "role" not in given and "from" in given:
         speaker = given.pop("from")
         given = {"role": _ROLE_OF.get(str(speaker).strip().lower()), **given}
@@ -87,12 +111,20 @@ def _message(turn: dict[str, Any], record: Record, key: str) -> Message:
     return given
 
 
-def without_nulls(value: Any) -> Any:
-    """``value`` without the keys, at any depth, whose value is null: `datasets` fills keys that other rows have with nulls, which
-    some templates take for values."""
+def without_nulls(value: Any, *, arguments: bool) -> Any:
+    """``value`` without the keys, at any depth, whose value is null: tables fill keys that other rows have with nulls, which some
+    templates take for values.
+
+    Args:
+        arguments: also in the arguments of a call, in which a null may be meant.
+    """
     if isinstance(value, dict):
-        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {
+            name: inner if name == "arguments" and not arguments else without_nulls(inner, arguments=arguments)
+            for name, inner in value.items()
+            if inner is not None
+        }
+    return [without_nulls(inner, arguments=arguments) for inner in value] if isinstance(value, list) else value
 
 
 def greeting(turns: list[Message]) -> int:
@@ -148,8 +180,9 @@ def tools(record: Record) -> list[dict[str, Any]] | None:
     Raises:
         Dropped: they are no list of objects.
     """
-    given = record.fields.get(TOOLS_KEY)
+    given, filled = record.fields.get(TOOLS_KEY), record.filled
     if isinstance(given, str):
+        filled = False
         try:
             given = json.loads(given) if given.strip() else None
         except json.JSONDecodeError as error:
@@ -158,4 +191,4 @@ def tools(record: Record) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
         raise Dropped(f"whose {TOOLS_KEY!r} is not a list of objects")
-    return [without_nulls(tool) for tool in given]
+    return [without_nulls(tool, arguments=True) for tool in given] if filled else given

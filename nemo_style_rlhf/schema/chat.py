@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 Message = dict[str, Any]
@@ -15,6 +16,8 @@ class Chat:
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the tools that it may call."""
+    today: str | None = None
+    """The date, as 2026-11-27, for chat templates that write one; None leaves it to the clock."""
 
     @property
     def question(self) -> str | None:
@@ -24,7 +27,7 @@ class Chat:
 
     def to_json(self) -> str:
         """The conversation as JSON; a value that JSON has no type for, such as a turn's time, becomes its text."""
-        return json.dumps({"messages": self.messages, "tools": self.tools}, default=str)
+        return json.dumps({"messages": self.messages, "tools": self.tools, "today": self.today}, default=str)
 
     @staticmethod
     def from_json(text: str) -> "Chat":
@@ -36,16 +39,28 @@ class Chat:
             given = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError("it is not JSON") from error
-        if not isinstance(given, dict) or given.keys() - {"messages", "tools"}:
-            raise ValueError("expected an object of messages and tools")
-        turns, tools = given.get("messages"), given.get("tools")
+        if not isinstance(given, dict) or given.keys() - {"messages", "tools", "today"}:
+            raise ValueError("expected an object of messages, tools and today")
+        turns, tools, today = given.get("messages"), given.get("tools"), given.get("today")
         if not isinstance(turns, list) or not turns or not all(map(is_message, turns)):
             raise ValueError(
                 "messages is not a list of objects with a role, and a content that is text or parts of text"
             )
         if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
             raise ValueError("tools is not a list of objects")
-        return Chat(turns, tools)
+        if today is not None:
+            require_date(today)
+        return Chat(turns, tools, today)
+
+
+def require_date(text: Any) -> None:
+    """
+    Raises:
+        ValueError: it is no date like 2026-11-27.
+    """
+    if not isinstance(text, str) or len(text) != 10:
+        raise ValueError(f"{text!r} is no date like 2026-11-27")
+    date.fromisoformat(text)
 
 
 def is_message(turn: Any) -> bool:
@@ -54,6 +69,54 @@ def is_message(turn: Any) -> bool:
         return False
     content = turn.get("content")
     return isinstance(content, str) or is_parts(content) or (content is None and bool(turn.get("tool_calls")))
+
+
+def with_objects(message: Message) -> Message:
+    """``message`` with the arguments of its tool calls as objects, which chat templates read, where they are JSON text, as which
+    OpenAI's own format has them; text that is no object stays as it is."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def with_texts(message: Message) -> Message:
+    """``message`` with the arguments of its tool calls as JSON text, as a few chat templates read them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_text(call) for call in calls]}
+
+
+def _with_text(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_text(call["function"])}
+    given = call.get("arguments")
+    return {**call, "arguments": json.dumps(given, ensure_ascii=False)} if isinstance(given, dict) else call
+
+
+def _with_object(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_object(call["function"])}
+    try:
+        arguments = json.loads(call["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names under which an answer's reasoning is published."""
+
+
+def reasoning_of(message: Message) -> str:
+    """What the assistant thought before its answer, under whatever name; empty if it is not told apart from the answer."""
+    found = (message.get(name) for name in REASONING if message.get("role") == "assistant")
+    return next((text for text in found if isinstance(text, str) and text.strip()), "")
 
 
 def is_parts(content: Any) -> bool:

@@ -8,6 +8,7 @@ from omegaconf import MISSING
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.chat import require_date
 from nemo_style_rlhf.schema.paths import CHECK, data_source
 from nemo_style_rlhf.schema.sources import require_sources
 from nemo_style_rlhf.schema.templates import PLACEHOLDER, chat_template_text, prompt_template_text
@@ -37,6 +38,9 @@ class PromptTemplateConfig:
     """Make prompts that are texts the user's message, for the chat template."""
     system_key: str | None = None
     """Column of a system prompt for the chat template, unless the conversation has its own; null is `system` if that is text."""
+    today: str | None = None
+    """The date that a chat template writes if it asks for one, such as 2026-11-27, in every process and at every start; null is
+    the day of the run's first start, which config.yaml keeps."""
 
     def validate(self) -> None:
         """Replace both templates by the texts of their files, which thus become part of the configuration."""
@@ -46,6 +50,11 @@ class PromptTemplateConfig:
                 "data.prompt_template is set but data.apply_chat_template=true takes a chat template: set data.chat_template "
                 "instead, or data.apply_chat_template=false"
             )
+        if self.today is not None:
+            try:
+                require_date(self.today)
+            except ValueError:
+                require(False, "data.today", self.today, "a date like 2026-11-27")
         if self.chat_template is not None:
             self.chat_template = chat_template_text(self.chat_template)
         if self.prompt_template is not None:

@@ -264,6 +264,21 @@ def test_parquet_which_fills_missing_values_with_nulls_reads_the_same(tmp_path, 
     assert load(path, layout.settings, tokenizer)[0] == layout.read
 
 
+@pytest.mark.parametrize(("load", "layout"), LAYOUTS, ids=[layout.name for _, layout in LAYOUTS])
+def test_conversations_that_are_stored_as_json_text_read_the_same(tmp_path, tokenizer, load, layout):
+    """As tables hold them whose turns have no common type. An answer's own column may hold JSON that is the answer."""
+    answers = ("completion", "response", "output")
+    packed = {
+        name: json.dumps(value) if isinstance(value, list) and name not in answers else value
+        for name, value in layout.row.items()
+    }
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(packed) + "\n")
+    assert load(str(path), layout.settings, tokenizer)[0] == layout.read
+    path.write_text(json.dumps({"prompt": "[x]", "completion": "y"}) + "\n")
+    assert sft(str(path), {}, tokenizer)[0] == ["[x][y]"]
+
+
 ANSWERED = [user("x"), assistant("y")]
 TWICE = [
     (sft, {"prompt": ANSWERED, "completion": "z"}),

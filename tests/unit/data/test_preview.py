@@ -34,24 +34,24 @@ USABLE, KEYLESS = {"prompt": "a b"}, {"question": "a b"}
 
 def test_rows_are_counted_up_to_what_a_tokenizer_would_say(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [KEYLESS, USABLE, {"prompt": 3}, {"prompt": ""}, USABLE])
-    assert count_rows(path, prompts(max_prompt_length=1), "") == 3
-    assert count_rows([path, path], prompts(), "") == 6
+    assert count_rows(path, prompts(max_prompt_length=1)) == 3
+    assert count_rows([path, path], prompts()) == 6
 
 
 @pytest.mark.parametrize("extra", [0, 1, FIRST_ROWS])
 def test_a_fault_of_all_rows_is_found_however_many_there_are(tmp_path: Path, extra: int) -> None:
     path = write(tmp_path / "rows.jsonl", [KEYLESS] * (FIRST_ROWS + extra))
     with pytest.raises(UserError, match=r"line 1 has no key 'prompt' \(the keys there are: question\)"):
-        count_rows(path, prompts(), "")
+        count_rows(path, prompts())
 
 
 def test_rows_beyond_the_first_are_read_where_those_do_not_decide(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [*[KEYLESS] * FIRST_ROWS, USABLE, USABLE])
-    assert count_rows(path, prompts(), "") == 2
+    assert count_rows(path, prompts()) == 2
     path = write(tmp_path / "many.jsonl", [USABLE] * (FIRST_ROWS + 5))
-    assert count_rows(path, prompts(), "") == FIRST_ROWS
-    assert count_rows(path, prompts(), "", enough=FIRST_ROWS + 2) == FIRST_ROWS + 2
-    assert count_rows(path, prompts(), "", enough=FIRST_ROWS + 9) == FIRST_ROWS + 5
+    assert count_rows(path, prompts()) == FIRST_ROWS
+    assert count_rows(path, prompts(), enough=FIRST_ROWS + 2) == FIRST_ROWS + 2
+    assert count_rows(path, prompts(), enough=FIRST_ROWS + 9) == FIRST_ROWS + 5
 
 
 def test_pairs_without_prompts_are_read_as_most_rows_of_the_whole_file_say(tmp_path: Path) -> None:
@@ -59,14 +59,14 @@ def test_pairs_without_prompts_are_read_as_most_rows_of_the_whole_file_say(tmp_p
     pair = {"chosen": "a b c", "rejected": "a b d"}
     path = write(tmp_path / "rows.jsonl", [*[pair] * FIRST_ROWS, {**pair, "prompt": "a"}])
     config = PairDataConfig(train_path=path)
-    assert count_rows(path, lambda records, encoder: pair_reader(records, config, encoder), "") == FIRST_ROWS
-    assert count_rows(path, lambda records, encoder: pair_reader(records, config, encoder), "", enough=9999) == 1
+    assert count_rows(path, lambda records, encoder: pair_reader(records, config, encoder)) == FIRST_ROWS
+    assert count_rows(path, lambda records, encoder: pair_reader(records, config, encoder), enough=9999) == 1
 
 
 def test_the_first_rows_have_the_tokens_of_training(tmp_path: Path, tokenizer) -> None:
     rows = [{"prompt": "a" * (1 + number % 7)} for number in range(FIRST_ROWS + 3)]
     encoder = Encoder(tokenizer)
-    found, whole = first_rows(write(tmp_path / "rows.jsonl", rows), prompts(max_prompt_length=5), encoder, "")
+    found, whole = first_rows(write(tmp_path / "rows.jsonl", rows), prompts(max_prompt_length=5), encoder)
     read = prompt_reader(PromptRowsConfig(), encoder)
     records = [Record(index, "", row) for index, row in enumerate(rows[:FIRST_ROWS]) if len(row["prompt"]) < 5]
     assert not whole
@@ -75,10 +75,12 @@ def test_the_first_rows_have_the_tokens_of_training(tmp_path: Path, tokenizer) -
 
 def test_too_long_rows_are_an_error_only_if_there_are_no_others(tmp_path: Path, tokenizer) -> None:
     long = [{"prompt": "abcdef"}] * FIRST_ROWS
-    with pytest.raises(UserError, match=r"all 1000 rows were dropped \(1000 longer than 3 tokens\): shorten"):
-        first_rows(write(tmp_path / "rows.jsonl", long), prompts(max_prompt_length=3), Encoder(tokenizer), "shorten")
+    with pytest.raises(
+        UserError, match=r"all 1000 rows were dropped \(1000 longer than 3 tokens\): raise data\.max_prompt"
+    ):
+        first_rows(write(tmp_path / "rows.jsonl", long), prompts(max_prompt_length=3), Encoder(tokenizer))
     more = write(tmp_path / "more.jsonl", [*long, {"prompt": "a"}])
-    assert first_rows(more, prompts(max_prompt_length=3), Encoder(tokenizer), "shorten") == ([], False)
+    assert first_rows(more, prompts(max_prompt_length=3), Encoder(tokenizer)) == ([], False)
 
 
 def test_the_head_of_a_file_holds_what_all_of_it_holds(tmp_path: Path) -> None:
@@ -100,4 +102,4 @@ def test_what_takes_long_is_left_to_the_program(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sources, "LARGE_ARRAY", 99)
     for name in ("owner/name", *(str(tmp_path / name) for name in ("saved", "broken.parquet", "array.json"))):
         assert read_head(name, 3) == ([], False)
-        assert count_rows(name, prompts(), "", enough=7) == 7
+        assert count_rows(name, prompts(), enough=7) == 7
