@@ -11,7 +11,7 @@ from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.records import Dropped
 from nemo_style_rlhf.data.turns import said
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.chat import Message
+from nemo_style_rlhf.schema.chat import Chat, Message, plain_text
 
 
 @dataclass
@@ -19,6 +19,8 @@ class _Branch:
     """A row that still grows."""
 
     tokens: list[int]
+    observed: str | None = None
+    """What the environment said before it, if another branch precedes it."""
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -61,6 +63,8 @@ class Episode:
         """Tokens that the policy has sampled."""
         self.began_with: str | None = None
         """The text with which the environment began, if it is not the row's prompt."""
+        self.asked: Chat | None = None
+        """The conversation that ``began_with`` renders, if it is one."""
 
     @property
     def tokens(self) -> list[int]:
@@ -84,6 +88,7 @@ class Episode:
         else:
             self._messages = [message for message in observed if not isinstance(message, int)]
             self.began_with = self._whole()
+            self.asked = Chat(list(self._messages), self._tools, self._encoder.today)
             ids = self._encoder.rendered(self.began_with)
         self._branches = [_Branch(ids)]
 
@@ -100,7 +105,7 @@ class Episode:
             if ids[: len(branch.tokens)] == branch.tokens:
                 branch.read(ids[len(branch.tokens) :])
             else:
-                self._branches.append(_Branch(ids))
+                self._branches.append(_Branch(ids, "\n".join(map(plain_text, messages))))
         else:
             sampled = branch.tokens[branch.turns[-1].start :] if branch.turns else []
             branch.read(continuation(self._encoder, self._messages, sampled, observed, tools=self._tools))
@@ -135,6 +140,10 @@ class Episode:
     @property
     def total_reward(self) -> float:
         return sum(turn.reward for branch in self._branches for turn in branch.turns)
+
+    def observed(self) -> list[str | None]:
+        """Of each of :meth:`rows`, what the environment said before it; None before the first."""
+        return [branch.observed for branch in self._branches if branch.turns] or [None]
 
     def rows(self) -> list[Row]:
         """The branches up to their last answers; a single one without turns if there was no answer."""

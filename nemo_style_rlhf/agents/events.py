@@ -41,6 +41,8 @@ class Ended:
     """The last one."""
     seconds: float = 0.0
     """That the environment took."""
+    answer: int | None = None
+    """The call whose answer a program gives as the one to score; None if it names none."""
 
 
 @dataclass(frozen=True)

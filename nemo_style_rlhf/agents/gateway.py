@@ -251,5 +251,7 @@ def _event(content: Mapping[str, Any]) -> Event:
     if content["kind"] == "called":
         return Called(episode, attempt, content["call"], content["prompt"], content["tools"], content["sampling"])
     if content["kind"] == "ended":
-        return Ended(episode, attempt, Observation(**content["observation"], done=True), content["seconds"])
+        return Ended(
+            episode, attempt, Observation(**content["observation"], done=True), content["seconds"], content["answer"]
+        )
     return Failed(episode, attempt, content["reason"], content["timed_out"], content["last"])

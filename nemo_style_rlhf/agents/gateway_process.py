@@ -12,7 +12,6 @@ import hmac
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import traceback
@@ -165,8 +164,8 @@ class Chat(Handler):
             self.reply(answer.chat())
 
     async def asked(self, request: Request) -> Answer:
-        action, prompt_tokens = await self.reception.call(self.visit, request)
-        return Answer(request, action, secrets.token_hex(12), prompt_tokens)
+        action, prompt_tokens, name = await self.reception.call(self.visit, request)
+        return Answer(request, action, name, prompt_tokens)
 
     def stream(self, chunks: Iterable[dict[str, Any]]) -> None:
         """The answer is whole, so that an error still was an error, and no half of it is ever read."""
@@ -246,10 +245,9 @@ class Verdict(Handler):
 class Reward(Verdict):
     async def serve(self, *words: str) -> None:
         try:
-            last = programs.observation(self.content())
+            self.reception.end(self.visit, programs.result(self.content()))
         except programs.BadReward as error:
             raise Refused(400, str(error), param="reward") from error
-        self.reception.end(self.visit, last)
         self.reply({})
 
 

@@ -31,7 +31,7 @@ class WorkerProcess:
         self._socket, other = socket.socketpair()
         self._socket.setblocking(False)
         setup = Setup(
-            config.path, config.name, config.episodes_per_worker, config.step_timeout_s, config.episode_timeout_s,
+            config.path, config.class_name, config.episodes_per_worker, config.step_timeout_s, config.episode_timeout_s,
             [folder or os.getcwd() for folder in sys.path], os.getpid(), other.fileno(), memory,
         )  # fmt: skip
         package = str(Path(nemo_style_rlhf.__file__).parent.parent)

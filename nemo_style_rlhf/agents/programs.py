@@ -23,6 +23,7 @@ KEPT_BYTES = 2**20
 """Bytes at the end of a program's output that are kept."""
 SHOWN = 300
 """Characters of a program's error in a sentence."""
+FORMS = "a JSON number, or an object with reward, score, metrics and answer"
 
 
 class BadReward(Exception):
@@ -115,9 +116,9 @@ class _Tail:
 
 
 async def run(
-    command: Sequence[str], task: str, variables: Mapping[str, str], timeout_s: float, keeper: Keeper, folder: Path
+    command: Sequence[str], task: str, variables: Mapping[str, str], late: asyncio.Event, keeper: Keeper, folder: Path
 ) -> Exit:
-    """Run a program to its end, or for ``timeout_s`` seconds. Its process group has ended when this returns or is cancelled.
+    """Run a program to its end, or until ``late`` is set. Its process group has ended when this returns or is cancelled.
 
     Args:
         task: what it reads on standard input.
@@ -152,8 +153,12 @@ async def run(
         try:
             loop.add_reader(watched, ended.set)
             tails = _Tail(program.stdout.fileno()), _Tail(program.stderr.fileno())
-            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-                await asyncio.wait_for(ended.wait(), timeout_s)
+            waits = [asyncio.ensure_future(event.wait()) for event in (ended, late)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
         finally:
             loop.remove_reader(watched)
             os.close(watched)
@@ -165,26 +170,38 @@ async def run(
     return Exit(code if ended.is_set() else None, output, errors)
 
 
-def observation(given: Any) -> Observation:
-    """The end of an episode, from a JSON number, or an object of reward, score and metrics.
+@dataclass(frozen=True)
+class Result:
+    """What a program says at the end of its episode."""
+
+    observation: Observation
+    answer: str | None = None
+    """Id of the completion that is the sample's answer."""
+
+
+def result(given: Any) -> Result:
+    """The end of an episode, from a JSON number, or an object of reward, score, metrics and answer.
 
     Raises:
         BadReward: it is neither.
     """
     if _is_number(given):
-        return Observation(reward=float(given), done=True)
-    if not isinstance(given, dict) or given.keys() - {"reward", "score", "metrics"}:
-        raise BadReward("expected a number, or an object with reward, score and metrics")
+        return Result(Observation(reward=float(given), done=True))
+    if not isinstance(given, dict) or given.keys() - {"reward", "score", "metrics", "answer"}:
+        raise BadReward(f"expected {FORMS}")
     reward, score, metrics = given.get("reward", 0.0), given.get("score"), given.get("metrics") or {}
+    if not isinstance(answer := given.get("answer"), str | None):
+        raise BadReward("expected the id of a completion for answer")
     if not _is_number(reward) or not (score is None or _is_number(score)):
         raise BadReward("expected finite numbers for reward and score")
     if not isinstance(metrics, dict) or not all(map(_is_number, metrics.values())):
         raise BadReward("expected an object of finite numbers for metrics")
     numbers = {name: float(value) for name, value in metrics.items()}
-    return Observation(reward=float(reward), done=True, score=None if score is None else float(score), metrics=numbers)
+    score = None if score is None else float(score)
+    return Result(Observation(reward=float(reward), done=True, score=score, metrics=numbers), answer)
 
 
-def last_line(output: str) -> Observation:
+def last_line(output: str) -> Result:
     """The end of an episode, from the last line that a program wrote; 0 if it wrote none.
 
     Raises:
@@ -192,11 +209,11 @@ def last_line(output: str) -> Observation:
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if not lines:
-        return Observation(done=True)
+        return Result(Observation(done=True))
     try:
-        return observation(json.loads(lines[-1]))
+        return result(json.loads(lines[-1]))
     except (ValueError, RecursionError):
-        reason = "expected a JSON number, or an object with reward, score and metrics"
+        reason = f"expected {FORMS}"
     except BadReward as error:
         reason = str(error)
     raise BadReward(f"its last line {lines[-1][:60]!r} is no reward: {reason}")

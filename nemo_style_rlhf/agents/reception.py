@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import os
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 from nemo_style_rlhf.agents import programs
 from nemo_style_rlhf.agents.api_requests import Offer, Refused, Request
-from nemo_style_rlhf.agents.environment import Action, Observation
+from nemo_style_rlhf.agents.environment import Action
 from nemo_style_rlhf.agents.programs import BadReward, Exit, Keeper
 
 GONE = "the API key is not that of a running episode"
@@ -55,25 +54,45 @@ class Place:
     task: dict[str, Any]
 
 
+class Clock:
+    """Counts the seconds of an attempt that are its program's own: none while a call waits for the policy."""
+
+    def __init__(self, seconds: float, expired: Callable[[], object]) -> None:
+        """``expired`` is called when none are left."""
+        self._left, self._expired = seconds, expired
+        self.used = 0.0
+        """Seconds until the last pause."""
+        self.go_on()
+
+    def go_on(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._since = loop.time()
+        self._alarm = loop.call_later(self._left - self.used, self._expired)
+
+    def pause(self) -> None:
+        self._alarm.cancel()
+        self.used += asyncio.get_running_loop().time() - self._since
+
+
 @dataclass(eq=False)
 class Visit:
     """A running attempt, known by its key."""
 
     place: Place
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
-    began: float = field(default_factory=time.monotonic)
+    clock: Clock | None = None
+    """Of agent.episode_timeout_s, once the attempt has begun."""
     calls: dict[int, "asyncio.Future[tuple[Action, int]]"] = field(default_factory=dict)
     """Those that wait for the policy."""
     made: int = 0
     """Number of calls so far."""
-    waited_s: float = 0.0
-    """Seconds in which at least one call waited."""
-    waits_since: float = 0.0
+    answered: dict[str, int] = field(default_factory=dict)
+    """Those that were answered, by the name of the answer."""
     limited: bool = False
     """Whether the episode has reached a limit of the run: its program gets no more answers, and may end as it likes."""
     ended: bool = False
     ends: Callable[[], object] = lambda: None
-    """Stops the program, or the clock of an attempt that a service has fetched."""
+    """Stops the program, if this host runs it."""
 
     @property
     def task(self) -> dict[str, Any]:
@@ -152,8 +171,8 @@ class Reception:
             raise Refused(401, GONE, code="invalid_api_key")
         return visit
 
-    async def call(self, visit: Visit, request: Request) -> tuple[Action, int]:
-        """The policy's answer, and the number of tokens that it read.
+    async def call(self, visit: Visit, request: Request) -> tuple[Action, int, str]:
+        """The policy's answer, the number of tokens that it read, and a name for the answer.
 
         Raises:
             Refused: too many calls wait, the trainer refuses this one, or the episode has ended or reached a limit.
@@ -166,17 +185,20 @@ class Reception:
             raise Refused(429, f"{len(visit.calls)} calls of this key wait for answers: wait for one of them")
         number, visit.made = visit.made, visit.made + 1
         waits: asyncio.Future[tuple[Action, int]] = asyncio.get_running_loop().create_future()
+        assert visit.clock is not None
         if not visit.calls:
-            visit.waits_since = time.monotonic()
+            visit.clock.pause()
         visit.calls[number] = waits
         asked = {"prompt": request.prompt, "tools": request.tools, "sampling": request.sampling or None}
         self._tell("called", visit, call=number, **asked)
         try:
-            return await waits
+            action, prompt_tokens = await waits
+            visit.answered[name := secrets.token_hex(12)] = number
+            return action, prompt_tokens, name
         finally:
             del visit.calls[number]
-            if not visit.calls:
-                visit.waited_s += time.monotonic() - visit.waits_since
+            if not visit.calls and not visit.ended:
+                visit.clock.go_on()
 
     async def next(self, wait_s: float) -> Visit | None:
         """The next attempt, for a service; None if there is none within ``wait_s`` seconds.
@@ -206,12 +228,23 @@ class Reception:
             self._waiting.appendleft(visit.place)
             self._fill()
 
-    def end(self, visit: Visit, last: Observation) -> None:
+    def end(self, visit: Visit, result: programs.Result) -> None:
+        """
+        Raises:
+            BadReward: the result names a completion that the sample does not have.
+        """
         if visit.ended:
             return
+        answer = None
+        if result.answer is not None:
+            answer = visit.answered.get(result.answer.rpartition("-")[2])
+            if answer is None:
+                raise BadReward(f"its answer {result.answer[:60]!r} is the id of none of the sample's completions")
         self._close(visit)
+        last = result.observation
         numbers = {"reward": last.reward, "score": last.score, "metrics": dict(last.metrics)}
-        self._tell("ended", visit, observation=numbers, seconds=time.monotonic() - visit.began - visit.waited_s)
+        assert visit.clock is not None
+        self._tell("ended", visit, observation=numbers, seconds=visit.clock.used, answer=answer)
         self._fill()
 
     def fail(self, visit: Visit, reason: str, *, timed_out: bool = False) -> None:
@@ -237,16 +270,17 @@ class Reception:
             visit = Visit(self._waiting.popleft())
             self._visits[_digest(visit.key)] = visit
             self._running[visit.place.episode, visit.place.attempt] = visit
-            loop = asyncio.get_running_loop()
+            seconds = self.settings.episode_timeout_s
             if self.settings.command:
-                visit.ends = loop.create_task(self._run(visit)).cancel
+                late = asyncio.Event()
+                visit.clock = Clock(seconds, late.set)
+                visit.ends = asyncio.get_running_loop().create_task(self._run(visit, late)).cancel
             else:
-                seconds = self.settings.episode_timeout_s
-                reason = f"the service gave no reward within agent.episode_timeout_s={seconds:g} seconds"
-                visit.ends = loop.call_later(seconds, partial(self.fail, visit, reason, timed_out=True)).cancel
+                reason = f"the service gave no reward within agent.episode_timeout_s={seconds:g} seconds of its own"
+                visit.clock = Clock(seconds, partial(self.fail, visit, reason, timed_out=True))
                 self._services.popleft().set_result(visit)
 
-    async def _run(self, visit: Visit) -> None:
+    async def _run(self, visit: Visit, late: asyncio.Event) -> None:
         settings = self.settings
         here = ",".join(
             filter(None, (os.environ.get("NO_PROXY", os.environ.get("no_proxy")), "127.0.0.1,localhost,::1"))
@@ -256,12 +290,16 @@ class Reception:
         }  # fmt: skip
         task, seconds = programs.as_json(visit.task), settings.episode_timeout_s
         try:
-            done = await programs.run(settings.command, task, variables, seconds, self._keeper, Path(settings.folder))
+            done = await programs.run(settings.command, task, variables, late, self._keeper, Path(settings.folder))
         except OSError as error:
             self.fail(visit, f"the program cannot be started ({error}): correct agent.command")
             return
         if done.code is None:
-            self.fail(visit, f"the program ran longer than agent.episode_timeout_s={seconds:g} seconds", timed_out=True)
+            self.fail(
+                visit,
+                f"the program took more than agent.episode_timeout_s={seconds:g} seconds of its own",
+                timed_out=True,
+            )
         elif done.code and not visit.limited:
             self.fail(visit, f"the program ended with {_ended_with(done)}")
         else:
@@ -272,6 +310,8 @@ class Reception:
 
     def _close(self, visit: Visit) -> None:
         """Take the attempt's key, program and calls from it."""
+        if visit.clock is not None and not visit.calls:
+            visit.clock.pause()
         visit.ended = True
         del self._visits[_digest(visit.key)]
         del self._running[visit.place.episode, visit.place.attempt]

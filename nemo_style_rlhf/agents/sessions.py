@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_style_rlhf.agents.environment import Action
@@ -35,6 +35,11 @@ class _Answer:
     logprobs: tuple[float, ...]
     version: int
     finish_reason: str
+    call: int = field(compare=False)
+    """Names it among the calls of the attempt."""
+    text: str = field(compare=False)
+    asked: str = field(compare=False)
+    """What the program wrote before it, as text; empty if those were token ids."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -61,6 +66,7 @@ class Session:
         self._seed = seed
         self._asked: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._answers: list[_Answer] = []
+        self._called: dict[int, Called] = {}
         self._conversations: dict[str, list[_Node]] = {}
         self._texts: dict[str, list[_Node]] = {}
 
@@ -116,8 +122,12 @@ class Session:
                 "least one"
             )
         finish_reason = "length" if action.truncated else "stop"
-        answer = _Answer(tuple(token_ids), action.token_ids, action.logprobs, version, finish_reason)
+        asked = call.prompt if isinstance(call.prompt, str) else "\n".join(map(plain_text, _messages(call)))
+        answer = _Answer(
+            tuple(token_ids), action.token_ids, action.logprobs, version, finish_reason, call.call, action.text, asked
+        )
         self._answers.append(answer)
+        self._called[call.call] = call
         if isinstance(call.prompt, str):
             node = _Node(answer, [said("assistant", action.text)])
             self._texts.setdefault(call.prompt + action.text, []).append(node)
@@ -126,9 +136,56 @@ class Session:
             node = _Node(answer, [_readable(message) for message in messages])
             self._conversations.setdefault([*_chain(messages, call.tools)][-1], []).append(node)
 
-    def rows(self) -> list[Row]:
-        """What the answers so far teach: a row for each answer that no later call continued. Their order, and which of them
-        trains a token that several share, follow from the tokens alone."""
+    def rows(self, named: int | None = None) -> list[Row]:
+        """What the answers so far teach: a row for each answer that no later call continued, and for the sample's answer, which
+        is the last one if it is known. Their order, and which of them trains a token that several share, follow from the tokens
+        alone.
+
+        Args:
+            named: the call whose answer the program gave as the sample's.
+        """
+        answers, parents = self._tree()
+        final = _final(answers, parents, named)
+        others = sorted(_leaves(parents) - {final}, key=lambda leaf: (answers[leaf].tokens, leaf))
+        learned: set[int] = set()
+        rows = []
+        for last in [*([] if final is None else [final]), *others]:
+            path, number = [], last
+            while number not in learned:
+                path.append(number)
+                learned.add(number)
+                if (above := parents[number]) is None:
+                    break
+                number = above
+            rows.append(_row(answers[last].tokens, [answers[number] for number in reversed(path)]))
+        return rows if final is None else [*rows[1:], rows[0]]
+
+    def has_answer(self, named: int | None = None) -> bool:
+        """Whether it is known which answer is the sample's: the one that the program names; or else the only one that no later
+        call continued, or the one among these that was given after a prompt that holds all others.
+
+        Args:
+            named: as for :meth:`rows`.
+        """
+        answers, parents = self._tree()
+        return not answers or _final(answers, parents, named) is not None
+
+    def first_call(self, named: int | None = None) -> Called | None:
+        """The call with which the conversation of the sample's answer began; None if it is not known.
+
+        Args:
+            named: as for :meth:`rows`.
+        """
+        answers, parents = self._tree()
+        number = _final(answers, parents, named)
+        if number is None:
+            return None
+        while (above := parents[number]) is not None:
+            number = above
+        return self._called[answers[number].call]
+
+    def _tree(self) -> tuple[list[_Answer], list[int | None]]:
+        """The answers in the order of their content, and for each the number of the one that its prompt continues."""
         answers = sorted(self._answers)
         by_tokens: dict[tuple[int, ...], int] = {}
         for number, answer in enumerate(answers):
@@ -139,20 +196,7 @@ class Session:
             before = (answer.prompt[:length] for length in lengths if length <= len(answer.prompt))
             return next((by_tokens[tokens] for tokens in before if tokens in by_tokens), None)
 
-        parents = [parent(answer) for answer in answers]
-        leaves = sorted(set(range(len(answers))) - set(parents), key=lambda leaf: (answers[leaf].tokens, leaf))
-        learned: set[int] = set()
-        rows = []
-        for leaf in leaves:
-            path, number = [], leaf
-            while number not in learned:
-                path.append(number)
-                learned.add(number)
-                if (above := parents[number]) is None:
-                    break
-                number = above
-            rows.append(_row(answers[leaf].tokens, [answers[number] for number in reversed(path)]))
-        return rows
+        return answers, [parent(answer) for answer in answers]
 
     def _prompt_of_text(self, text: str, encoder: Encoder) -> list[int]:
         known = [before for before in self._texts if text.startswith(before)]
@@ -173,6 +217,24 @@ def request_seed(sample_seed: int, token_ids: Sequence[int], asked: int, request
     """
     key = json.dumps([sample_seed, [*token_ids], asked, request]).encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
+
+
+def _leaves(parents: Sequence[int | None]) -> set[int]:
+    """The answers that no call continued."""
+    return set(range(len(parents))) - {number for number in parents if number is not None}
+
+
+def _final(answers: Sequence[_Answer], parents: Sequence[int | None], named: int | None) -> int | None:
+    """The number of the sample's answer; None if nothing tells. The time of a call is looked at nowhere."""
+    if named is not None:
+        return next(number for number, answer in enumerate(answers) if answer.call == named)
+    leaves = _leaves(parents)
+    whole = [
+        leaf
+        for leaf in leaves
+        if all(other == leaf or answers[other].text.strip() in answers[leaf].asked for other in leaves)
+    ]
+    return whole[0] if len(whole) == 1 else None
 
 
 def _continued(

@@ -93,7 +93,7 @@ class EpisodeWorkers:
         """
         assert config.path is not None  # the caller looks whether there is an environment
         self._config, self._emit = config, emit
-        self._called = f"{config.name} of {config.path}"
+        self._called = f"{config.class_name} of {config.path}"
         self._limit_s = min(config.step_timeout_s, config.episode_timeout_s)
         self._generation = 0
         self._emitting = threading.RLock()

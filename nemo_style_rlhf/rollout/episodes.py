@@ -24,6 +24,7 @@ from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, 
 from nemo_style_rlhf.rollout.outcomes import Counts, Outcome
 from nemo_style_rlhf.rollout.types import Rollout, Turn
 from nemo_style_rlhf.schema.agent import AgentConfig
+from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.generation import SamplingOverrides
 
 ReadMessage = Callable[[str, Sequence[int]], dict[str, Any]]
@@ -48,22 +49,31 @@ class _Running:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+NO_ANSWER = (
+    "several of the program's calls were not continued and none has read the others' answers: name the one to score, by "
+    '"answer": the id of its completion, in the program\'s result'
+)
+
+
 class EpisodeRunner:
     """Runs the episodes of one batch after another."""
 
     def __init__(
         self, make_source: Callable[[Emit], EpisodeSource], encoder: Encoder, config: AgentConfig, *, max_length: int,
-        max_tokens: int, read_message: ReadMessage | None = None, takes_stop: bool = True,
+        max_tokens: int, vocabulary: int, scores_text: bool = False, read_message: ReadMessage | None = None,
+        takes_stop: bool = True,
     ) -> None:  # fmt: skip
         """
         Args:
             max_length: limit on the tokens that the policy samples in an episode.
             max_tokens: limit on all tokens of an episode.
+            vocabulary: number of the policy's token ids.
+            scores_text: whether an episode's answer is read to score it, so that a program's must be known.
             takes_stop: whether the generator knows stop strings.
         """
         self._encoder, self._config = encoder, config
-        self._max_length, self._max_tokens = max_length, max_tokens
-        self._takes_stop = takes_stop
+        self._max_length, self._max_tokens, self._vocabulary = max_length, max_tokens, vocabulary
+        self._scores_text, self._takes_stop = scores_text, takes_stop
         self._read_message = read_message or (lambda text, _: said("assistant", text))
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stream: Stream | None = None
@@ -99,7 +109,7 @@ class EpisodeRunner:
                         continue
                     elif isinstance(event, Ended):
                         counts.seconds += event.seconds
-                        outcome = self._ended(each, event.observation, counts)
+                        outcome = self._ended(each, event, counts)
                     else:
                         outcome = None
                         turn = self._turn(each, event) if isinstance(event, Asked) else self._call(each, event)
@@ -148,12 +158,13 @@ class EpisodeRunner:
             else:
                 episode.reward(observation.reward)
                 episode.begin(observation.messages)
+            prompt = tuple(episode.tokens)
+            self._require_readable(prompt)
             sampling, limit = self._sampling(each.prompt.sampling, observation.sampling)
         except UserError as error:
             each.broken, each.over = str(error), True
             self._source.finish(event)
             return None
-        prompt = tuple(episode.tokens)
         room = min(limit, each.request.max_tokens - episode.sampled_tokens, self._max_tokens - len(prompt))
         if room < 1 or episode.turns >= self._config.max_turns:
             each.truncated = each.over = True
@@ -162,17 +173,30 @@ class EpisodeRunner:
         seed = request_seed(each.request.seed, prompt, asked=0)
         return GenerationRequest(each.request.sample, prompt, seed, room, sampling=sampling)
 
+    def _require_readable(self, prompt: Sequence[int]) -> None:
+        """
+        Raises:
+            UserError: the policy cannot read a prompt: it has no tokens, or one that is not in the vocabulary.
+        """
+        if not prompt:
+            raise UserError("the policy is asked to answer a prompt of no tokens: give it a text")
+        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
+            wrong = next(token for token in prompt if not 0 <= token < self._vocabulary)
+            raise UserError(f"token id {wrong} is not in the policy's vocabulary of {self._vocabulary}")
+
     def _call(self, each: _Running, event: Called) -> GenerationRequest | None:
         """What the policy samples next for a program. All limits are those of a single call, as calls may come side by side."""
         each.session = each.session or Session(each.request.seed)
         try:
             prompt = tuple(each.session.prompt_for(event, self._encoder))
+            self._require_readable(prompt)
             sampling, limit = self._sampling(each.prompt.sampling, event.sampling)
         except UserError as error:
             self._source.finish(event, str(error))
             return None
         room = min(limit, each.request.max_tokens, self._max_tokens - len(prompt))
         if room < 1:
+            each.truncated = True
             self._source.finish(event)
             return None
         seed = each.session.seed_for(event, prompt)
@@ -218,8 +242,8 @@ class EpisodeRunner:
         each.score = each.score if observation.score is None else observation.score
         each.metrics |= observation.metrics
 
-    def _ended(self, each: _Running, last: Observation, counts: Counts) -> Outcome:
-        episode, session = each.episode, each.session
+    def _ended(self, each: _Running, event: Ended, counts: Counts) -> Outcome:
+        episode, session, last = each.episode, each.session, event.observation
         try:
             if session is not None:
                 each.score, each.metrics = last.score, dict(last.metrics)
@@ -227,20 +251,42 @@ class EpisodeRunner:
                 self._note(each, last)
         except UserError as error:
             each.broken = str(error)
+        known = session is None or session.has_answer(event.answer)
+        if not known and self._scores_text:
+            each.broken = NO_ANSWER
         if each.broken is not None:
             return self._lost(each, each.broken, counts)
-        rows = self._episode(each).rows() if session is None else session.rows() or self._episode(each).rows()
-        cut_short = bool(rows[-1].turns) and rows[-1].turns[-1].finish_reason == "length"
+        rows = session.rows(event.answer) if session is not None else []
+        rows = rows or self._episode(each).rows()
+        ends = [row.turns[-1] for row in (rows[-1:] if known else rows) if row.turns]
+        cut_short = any(turn.finish_reason == "length" for turn in ends)
         status = "truncated" if each.truncated or cut_short else "completed"
-        began_with = None if episode is None else episode.began_with
-        rollouts = [
-            as_rollout(each, row, number, status, None if number else began_with) for number, row in enumerate(rows)
-        ]
+        rollouts = [as_rollout(each, row, number, status) for number, row in enumerate(rows)]
+        of_program = session is not None and episode is None
+        if session is not None and episode is None:
+            rollouts[-1].began_with, rollouts[-1].asked = self._asked(rollouts[-1], session.first_call(event.answer))
+        else:
+            episode = self._episode(each)
+            rollouts[0].began_with, rollouts[0].asked = episode.began_with, episode.asked
+            for rollout, observed in zip(rollouts, episode.observed(), strict=True):
+                rollout.observed = observed
         turns = sum(len(row.turns) for row in rows)
         metrics = {"agent/turns": float(turns), "agent/branches": float(len(rows))}
         metrics |= {f"environment/{name}": float(value) for name, value in each.metrics.items()}
         reward = last.reward if session is not None else self._episode(each).total_reward
-        return Outcome(rollouts, reward, each.score, metrics)
+        return Outcome(rollouts, reward, each.score, metrics, of_program=of_program)
+
+    def _asked(self, rollout: Rollout, first: Called | None) -> tuple[str | None, Chat | None]:
+        """What a program asked first, as text and as a conversation; nothing if that is the row's prompt, or not known."""
+        tokens = rollout.tokens[: rollout.prompt_length].tolist()
+        if first is None or tokens == list(rollout.prompt.token_ids):
+            return None, None
+        if isinstance(first.prompt, str):
+            return first.prompt, None
+        text = str(self._encoder.tokenizer.decode(tokens, skip_special_tokens=False))
+        messages = [message for message in first.prompt if isinstance(message, dict)]
+        tools = [*first.tools] if first.tools else None
+        return text, Chat(messages, tools, self._encoder.today) if messages else None
 
     def _failed(self, each: _Running, event: Failed, counts: Counts) -> Outcome | None:
         if event.attempt != each.attempt:
@@ -262,10 +308,10 @@ class EpisodeRunner:
         counts.reasons.append(reason)
         ids = tuple(each.prompt.token_ids)
         nothing = Row(ids, (False,) * len(ids), (0.0,) * len(ids), (-1,) * len(ids), ())
-        return Outcome([as_rollout(each, nothing, 0, "failed", None)], torch.nan, None, {}, failed=True)
+        return Outcome([as_rollout(each, nothing, 0, "failed")], torch.nan, None, {}, failed=True)
 
 
-def as_rollout(each: _Running, row: Row, branch: int, status: str, began_with: str | None) -> Rollout:
+def as_rollout(each: _Running, row: Row, branch: int, status: str) -> Rollout:
     return Rollout(
         sample=each.request.sample,
         seed=each.request.seed,
@@ -278,7 +324,6 @@ def as_rollout(each: _Running, row: Row, branch: int, status: str, began_with: s
         max_length=each.request.max_tokens,
         status=status,
         branch=branch,
-        began_with=began_with,
     )
 
 

@@ -62,6 +62,13 @@ class Outcome:
     metrics: dict[str, float]
     """Its number of turns, and those of its environment."""
     failed: bool = False
+    of_program: bool = False
+    """Whether its rollouts are branches of which the last one has the program's answer; else they follow one another."""
+
+    @property
+    def scored(self) -> list[Rollout]:
+        """The rollouts whose text sources score."""
+        return self.rollouts[-1:] if self.of_program else self.rollouts
 
 
 def with_episodes(outcomes: Sequence[Outcome], asked: "Future[Scores] | None") -> "Future[Scores]":

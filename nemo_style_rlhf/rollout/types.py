@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.generation.interface import Completion, SampleId
+from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.scoring.interface import Scores
 
 
@@ -56,7 +57,11 @@ class Rollout:
     branch: int = 0
     """Number among the rollouts of the episode, from 0."""
     began_with: str | None = None
-    """The text with which the environment began the episode, if it is not that of ``prompt``."""
+    """The text with which the environment began the episode, or that a program asked first, if it is not that of ``prompt``."""
+    asked: Chat | None = None
+    """The conversation of which ``began_with`` is the rendering, if it is one."""
+    observed: str | None = None
+    """Of a later branch of an environment's episode: what the environment said before it."""
 
     @property
     def finish_reason(self) -> str:
@@ -70,6 +75,11 @@ class Rollout:
     @property
     def prompt_text(self) -> str:
         return self.prompt.text if self.began_with is None else self.began_with
+
+    @property
+    def chat(self) -> Chat | None:
+        """The conversation that ``prompt_text`` renders; None for a text."""
+        return self.prompt.chat if self.began_with is None else self.asked
 
     @property
     def prompt_length(self) -> int:
@@ -224,6 +234,11 @@ class Experience:
     """As in :class:`Batch`, and the share of groups whose scores are all equal."""
     stale: bool = False
     """Whether an older policy than the one before the update has sampled."""
+
+    @property
+    def under_the_sampler(self) -> Tensor:
+        """Log-probabilities in nats under the policy that has sampled: of stale samples the generator's, else ``logprobs``."""
+        return self.sampler_logprobs if self.stale and self.sampler_logprobs is not None else self.logprobs
 
     @cached_property
     def branches(self) -> list[int]:

@@ -1,11 +1,17 @@
 """Episodes of several turns between the policy and an environment."""
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.base import require, require_choice
 from nemo_style_rlhf.schema.gateway import GatewayConfig
-from nemo_style_rlhf.schema.paths import CHECK, environment_file
+from nemo_style_rlhf.schema.paths import CHECK, environment_file, only_environment
+
+OF_ENVIRONMENTS = ("name", "workers", "episodes_per_worker", "max_turns", "step_timeout_s", "history")
+"""Keys that say nothing about programs."""
 
 
 @dataclass
@@ -14,8 +20,8 @@ class AgentConfig(GatewayConfig):
 
     path: str | None = field(default=None, metadata={CHECK: environment_file})
     """Python file with the environment's class. Without path, command and listen, samples are single responses."""
-    name: str = "Environment"
-    """Name of the class in the file."""
+    name: str = ""
+    """Name of the class in the file; empty for the only environment that the file defines."""
     workers: int = 2
     """Number of processes in which episodes run."""
     episodes_per_worker: int = 64
@@ -37,12 +43,31 @@ class AgentConfig(GatewayConfig):
     conversation as the template renders it, in a row of its own after each rewrite."""
 
     @property
+    def class_name(self) -> str:
+        """``name``, or that of the file's only environment."""
+        return self.name or only_environment(Path(self.path or "")) or "Environment"
+
+    @property
     def in_use(self) -> bool:
         return self.path is not None or self.serves_programs
 
     @property
     def serves_programs(self) -> bool:
         return bool(self.command) or self.listen is not None
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        of_programs = [each.name for each in dataclasses.fields(GatewayConfig)]
+        for name in [each.name for each in dataclasses.fields(self)]:
+            if not self.in_use:
+                yield name, "does nothing: there is no agent (agent.path, agent.command or agent.listen)"
+            elif name in of_programs and not self.serves_programs:
+                yield (
+                    name,
+                    "does nothing: it is for programs (agent.command, agent.listen), and agent.path is an environment",
+                )
+            elif name in OF_ENVIRONMENTS and self.serves_programs:
+                yield name, "does nothing: it is for environments (agent.path), and the agent is a program"
 
     def validate(self) -> None:
         super().validate()

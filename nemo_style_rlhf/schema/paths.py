@@ -47,6 +47,14 @@ def looks_like_a_path(name: str) -> bool:
 
 def model_folder(path: str, _: Any = None) -> str | None:
     """A Hugging Face directory, or a hub name."""
+    folder = Path(path)
+    if (folder / "adapter_config.json").is_file() and not any(
+        [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    ):
+        return (
+            "it holds an adapter (adapter_config.json), not a model: merge it by `trainers/merge_lora.py ADAPTER TARGET` and "
+            "give the target"
+        )
     if not looks_like_a_path(path):
         return None
     if not Path(path).is_dir():
@@ -119,4 +127,44 @@ def _binds_otherwise(tree: ast.AST) -> bool:
 
 
 function_file = _python_file("reward.function", "reward function", "function")
-environment_file = _python_file("agent", "environment", "class")
+_environment_file = _python_file("agent", "environment", "class")
+
+
+def environment_file(path: str, node: Any) -> str | None:
+    """Without ``node.name``, set it to that of the file's only environment."""
+    if node.name == "" and Path(path).is_file():
+        node.name = only_environment(Path(path)) or "Environment"
+        found = environments(Path(path))
+        if len(found) > 1 and node.name not in found:
+            return f"it has the environments {', '.join(found)}, set agent.name to one of them"
+    return _environment_file(path, node)
+
+
+def only_environment(path: Path) -> str | None:
+    """Name of the only environment of a file."""
+    found = environments(path)
+    return found[0] if len(found) == 1 else None
+
+
+def environments(path: Path) -> list[str]:
+    """Names of the classes that a Python file defines and that look like environments, by their methods or their base; none if
+    they cannot be told from its text."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return []
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    bases = {ast.unparse(base) for node in classes.values() for base in node.bases}
+    imported = {
+        each.asname or each.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+        for each in node.names if each.name == "Environment"
+    }  # fmt: skip
+
+    def plays(node: ast.ClassDef) -> bool:
+        methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+        own = {ast.unparse(base) for base in node.bases}
+        return bool(methods & {"step", "execute"}) or any(
+            base.split(".")[-1] in imported | {"Environment"} for base in own
+        )
+
+    return [name for name, node in classes.items() if name not in bases and plays(node)]

@@ -87,6 +87,21 @@ def test_rewards_of_programs(written, text, reward):
         assert ours.rows(0) == []
 
 
+def test_a_program_names_the_answer_that_is_scored(written):
+    """By the id of its completion, of any of its calls."""
+    command = written(
+        "ids = [post('/chat/completions', messages=[user(word)])['id'] for word in ('a', 'b', 'c')]\n"
+        "ids.append(post('/completions', prompt='d')['id'])\n"
+        "print(json.dumps({'reward': 1, 'answer': ids[int(TASK['prompt'])]}))"
+    )
+    with trainer(command) as ours:
+        ours.run(*(Task(str(number)) for number in range(4)))
+        for episode in range(4):
+            assert ours.ended[episode].answer == episode
+            named = ours.sessions[episode, 1].rows(episode)[-1]
+            assert READER.rendered("abcd"[episode])[0] in named.tokens
+
+
 FAILURES = {
     "exit": ("sys.exit(3)", "the program ended with exit code 3"),
     "exception": ("raise RuntimeError('no luck')", "exit code 1: RuntimeError: no luck"),
@@ -95,9 +110,11 @@ FAILURES = {
     "NaN": ("print('NaN')", "its last line 'NaN' is no reward"),
     "truth": ("print('true')", "its last line 'true' is no reward"),
     "huge": ("print('1' + '0' * 400)", "is no reward"),
-    "surplus": ("print(json.dumps({'reward': 1, 'rewards': 2}))", "expected a number, or an object with"),
+    "surplus": ("print(json.dumps({'reward': 1, 'rewards': 2}))", "expected a JSON number, or an object with"),
     "text": ("print(json.dumps({'reward': 'a'}))", "expected finite numbers"),
     "metrics": ("print(json.dumps({'metrics': {'a': None}}))", "expected an object of finite numbers"),
+    "answer": ("print(json.dumps({'answer': 'chatcmpl-0'}))", "its answer 'chatcmpl-0' is the id of none of"),
+    "no name": ("print(json.dumps({'answer': 3}))", "expected the id of a completion for answer"),
 }
 
 

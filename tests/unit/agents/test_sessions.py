@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
@@ -101,6 +102,46 @@ def test_branches_are_rows_and_shared_tokens_are_learned_once():
     ]
     assert [len(row.turns) for row in rows] == [2, 1, 1]
     assert all(sum(turn.end - turn.start for turn in row.turns) == sum(row.mask) for row in rows)
+
+
+def drafts(*last: str, order: Sequence[int] = (0, 1, 2)) -> Session:
+    """Three drafts side by side, and a call after each of ``last``, which may quote them."""
+    session = Session(1)
+    for number in order:
+        play(session, called([said("user", f"Draft {number}")], number), answered(f"draft {number}"))
+    for number, prompt in enumerate(last, start=3):
+        play(session, called([said("user", prompt)], number), answered(f"answer {number}"))
+    return session
+
+
+def test_the_answer_that_has_read_all_others_is_the_samples() -> None:
+    """Wherever its tokens sort, and whenever its call came."""
+    for order in ((0, 1, 2), (2, 0, 1)):
+        session = drafts("Which of draft 0, draft 1 and draft 2?", order=order)
+        assert session.has_answer() and learned(session.rows()[-1]) == "answer 3<|im_end|>"
+        assert sorted(map(learned, session.rows())) == sorted(
+            ["answer 3<|im_end|>", *(f"draft {number}<|im_end|>" for number in range(3))]
+        )
+
+
+def test_nothing_tells_which_of_several_answers_is_the_samples_but_the_program() -> None:
+    for session in (drafts(), drafts("Which of draft 0 and draft 1?"), drafts("draft 0 draft 1 draft 2", "go on")):
+        assert not session.has_answer()
+        assert session.has_answer(1) and learned(session.rows(1)[-1]) == "draft 1<|im_end|>"
+        assert sorted(session.rows(1), key=lambda row: row.tokens) == session.rows()
+    assert Session(1).has_answer()
+
+
+def test_a_named_answer_may_be_one_that_a_later_call_continued() -> None:
+    """It is a row of its own, and each token is learned once."""
+    session = Session(1)
+    play(session, called([QUESTION], 0), answered("A thing"))
+    play(session, called([QUESTION, said("assistant", "A thing"), AGAIN], 1), answered("A rug"))
+    rest, named = session.rows(0)
+    assert (learned(rest), learned(named)) == ("A rug<|im_end|>", "A thing<|im_end|>")
+    assert rest.tokens[: len(named.tokens)] == named.tokens
+    (both,) = session.rows(1)
+    assert learned(both) == "A thing<|im_end|>A rug<|im_end|>" and session.rows() == [both]
 
 
 @pytest.mark.parametrize(

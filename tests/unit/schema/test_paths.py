@@ -46,6 +46,15 @@ def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
     assert "no config.json" in str(model_folder(str(tmp_path / "empty")))
 
 
+@pytest.mark.parametrize("path", ["models/good", "./empty", "empty"])
+def test_an_adapter_is_named_as_one_with_the_command_that_merges_it(path: str, tmp_path: Path) -> None:
+    (tmp_path / path / "adapter_config.json").write_text("{}")
+    (tmp_path / path / "adapter_model.safetensors").touch()
+    assert "trainers/merge_lora.py ADAPTER TARGET" in str(model_folder(path))
+    (tmp_path / path / "model.safetensors").touch()
+    assert "merge_lora" not in str(model_folder(path))
+
+
 def test_data_is_a_file_a_folder_or_a_hub_name() -> None:
     assert [data_source(path) for path in ("rows.jsonl", "models", "owner/name", "owner/name:train[10%]")] == [None] * 4
     for path in ("none.jsonl", "owner/none.parquet", "./none", "a/b/c"):
