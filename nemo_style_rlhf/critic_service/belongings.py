@@ -4,7 +4,8 @@ The names of its segments in /dev/shm and of its folder for sockets begin with t
 the mark, holds the folder's path and is locked while the server lives: the kernel releases the lock when its process ends, in any
 way. A process id would not do: it may belong to another process later, and containers may share /dev/shm but not process ids.
 
-This module imports only the standard library, so that the guardian, which imports it, starts in a moment.
+Beside the standard library, this module imports only what imports nothing else, so that the guardian, which imports it, starts in
+a moment.
 """
 
 import fcntl
@@ -18,6 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from nemo_style_rlhf.transport.short_paths import parent_of_sockets
+
 SHARED_MEMORY = Path("/dev/shm")
 ROUNDS = 100
 
@@ -27,8 +30,7 @@ class Belongings:
 
     def __init__(self) -> None:
         self.name = f"nsr{os.getpid()}-{secrets.token_hex(4)}"
-        # Mode 0700; and a short path, because socket paths end at 107 characters.
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=parent_of_sockets()))  # of mode 0700
         self._lock, unlocked = tempfile.mkstemp(prefix="nsr-", dir=SHARED_MEMORY)
         os.write(self._lock, str(self.folder).encode())
         fcntl.flock(self._lock, fcntl.LOCK_EX)

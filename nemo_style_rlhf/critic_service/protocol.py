@@ -28,7 +28,7 @@ from nemo_style_rlhf.transport.messages import (
     text_tensor,
 )
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 # --- models and tensors -----------------------------------------------------------------------------------------------
 

@@ -16,9 +16,11 @@ from typing import Any
 
 from nemo_style_rlhf.checkpoint.files import (
     STORAGE_ERRORS,
+    Space,
     deviations,
     file_digests,
     finish_publishing,
+    fsync,
     published,
     storage_failure,
     write_atomically,
@@ -88,6 +90,7 @@ class CriticCheckpointStore:
             write(directory)
             record = Record(critic_step, file_digests(directory), self._critic)
             (directory / RECORD).write_text(json.dumps(asdict(record), indent=1))
+        fsync(self._checkpoints)  # which may have a new name, before an older checkpoint is deleted
         return read_record(target)
 
     def export(self, checkpoint_id: str, write: Callable[[Path], None]) -> Path:
@@ -148,10 +151,11 @@ class CriticCheckpointStore:
             mine = mine[place + 1 :] + mine[:place]
         mine = [known for known in mine if known != checkpoint_id] + [checkpoint_id]
         committed = others + (mine if keep is None else mine[-keep:] if keep else [])
+        space = Space.of(self._checkpoints)
         try:
             write_atomically(self._committed_file, json.dumps(committed).encode())
         except OSError as error:
-            raise _storage_error(error) from error
+            raise _storage_error(error, space) from error
         self.committed = committed
         if keep is None:
             return []
@@ -214,6 +218,7 @@ def _published(target: Path) -> Iterator[Path]:
     Raises:
         ProtocolError: STORAGE if the disk refuses.
     """
+    space = Space.of(target)
     try:
         with published(target) as beside:
             beside.mkdir()
@@ -221,11 +226,11 @@ def _published(target: Path) -> Iterator[Path]:
     except STORAGE_ERRORS as error:
         if storage_failure(error) is None:
             raise
-        raise _storage_error(error) from error
+        raise _storage_error(error, space) from error
 
 
-def _storage_error(error: BaseException) -> ProtocolError:
+def _storage_error(error: BaseException, space: Space) -> ProtocolError:
     return ProtocolError(
         Code.STORAGE,
-        f"the checkpoint could not be saved ({storage_failure(error)}): make room; checkpoints saved before are whole",
+        f"the checkpoint could not be saved ({storage_failure(error, space)}): make room; checkpoints saved before are whole",
     )

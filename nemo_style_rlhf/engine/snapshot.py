@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor, UntypedStorage
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nemo_style_rlhf.engine.files import DataFiles
 
@@ -20,6 +20,12 @@ class Snapshot:
     def __init__(self) -> None:
         self.files: dict[Path, Any] = {}
         """State dicts by file; their tensors are private copies in host memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, as they will be in the files."""
+        leaves = (leaf for state in self.files.values() for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+        return sum({leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves}.values())
 
     def write(self, directory: Path) -> None:
         """Write the files. Call this once: it drops the copies, also after an error, whose traceback would keep them.

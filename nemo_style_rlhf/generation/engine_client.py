@@ -1,6 +1,7 @@
 """Client of one generation engine."""
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
@@ -54,6 +55,7 @@ class EngineClient:
         """``timeout_s`` bounds the time of one ``load`` or ``generate``."""
         self._connection = Connection(host, port, token=token, retries=retries, peer=PEER, tls=tls)
         self._timeout_s = timeout_s
+        self._closing = threading.Event()
 
     @property
     def address(self) -> str:
@@ -116,10 +118,20 @@ class EngineClient:
                     )
 
     def generate(self, requests: Sequence[GenerationRequest], *, lease: str, version: int) -> list[Completion]:
-        """Samples in the order of ``requests``. A repeated call returns the same, from this engine or another."""
+        """Samples in the order of ``requests``. A repeated call returns the same, from this engine or another.
+
+        There is no time limit: an engine at work has the call repeated every few seconds. Whoever asks looks whether it advances.
+        """
         inputs = messages.generate_inputs(requests, lease=lease, version=version)
-        outputs = self._connection.call(messages.GENERATE, inputs, timeout_s=self._timeout_s)
-        return messages.parse_completions(requests, outputs, version)
+        while True:
+            try:
+                outputs = self._connection.call(messages.GENERATE, inputs, timeout_s=self._timeout_s)
+                return messages.parse_completions(requests, outputs, version)
+            except ProtocolError as error:
+                if error.code is not Code.PENDING:
+                    raise
+                if self._closing.is_set():
+                    raise ServerUnreachable(f"the connection to the engine at {self.address} was closed") from error
 
     def sleep(self, lease: str) -> int:
         """Have the engine free weights and cache until it loads a version; returns the bytes that it still holds."""
@@ -129,6 +141,7 @@ class EngineClient:
         self._ask(messages.SHUTDOWN, lease=lease)
 
     def close(self) -> None:
+        self._closing.set()
         self._connection.stop_retrying()
         self._connection.close()
 

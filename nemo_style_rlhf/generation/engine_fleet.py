@@ -258,6 +258,8 @@ class Fleet:
             UserError: the first engine ended for a mistake in its configuration, or one ended too often.
         """
         with self._lock:
+            if self._closing.is_set():
+                return
             lost = {name: where for name, where in self._dead.items() if name not in self._engines}
             ended = [
                 child for number in range(self._config.count if self._launcher is not None else 0)
@@ -306,7 +308,8 @@ class Fleet:
 
     def close(self) -> None:
         """End the launched engines."""
-        self._closing.set()
+        with self._lock:  # none is being started again
+            self._closing.set()
         if self._broadcast is not None:
             self._broadcast.close()
         for engine in self._ready():
@@ -343,6 +346,8 @@ class Fleet:
         Raises:
             UserError: it was lost too often at one version of the weights.
         """
+        if self._closing.is_set():
+            return
         self._restarts[name] += 1
         self._losses += 1
         log.warning("engine %s is lost: %s", name, reason)

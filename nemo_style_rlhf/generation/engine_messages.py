@@ -3,6 +3,7 @@
 A lease names the trainer that an engine works for. A new lease drops the requests and the weights of the one before.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ from nemo_style_rlhf.transport.messages import (
     unragged,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 SEEDS = TensorSpec("seeds", "INT64")
 LIMITS = TensorSpec("limits", "INT32")
 """Maximum response tokens of each request."""
@@ -123,6 +124,16 @@ def parse_generate(inputs: dict[str, Array]) -> tuple[list[GenerationRequest], s
             )
         )
     return requests, content["lease"], content["version"]
+
+
+def digest(inputs: dict[str, Array]) -> str:
+    """Tells a repeated call from another one."""
+    content = hashlib.sha256()
+    for name in sorted(inputs):
+        array = inputs[name]
+        content.update(f"{name} {array.dtype} {array.shape} ".encode())
+        content.update(b"\0".join(array) if array.dtype == np.object_ else array.tobytes())
+    return content.hexdigest()
 
 
 def generate_outputs(completions: Sequence[Completion]) -> dict[str, Array]:

@@ -24,6 +24,7 @@ from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
 from nemo_style_rlhf.transport.front_door import Route
 from nemo_style_rlhf.transport.listening import Address, Door
+from nemo_style_rlhf.transport.short_paths import parent_of_sockets
 from nemo_style_rlhf.transport.unix_backend import UnixBackend
 
 LOGGER = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
         max_request_bytes=config.server.max_request_bytes, folder=None if ready_file is None else ready_file.parent,
     )  # fmt: skip
     routes = [Route(endpoint, config.server.max_request_bytes) for endpoint in messages.ENDPOINTS]
-    with tempfile.TemporaryDirectory(prefix="nsr_engine_") as folder:
+    with tempfile.TemporaryDirectory(prefix="nsr_engine_", dir=parent_of_sockets()) as folder:
         backend = UnixBackend(Path(folder) / "engine", routes, service.handle, boot_id=boot_id)
         in_flight = CALLS_IN_FLIGHT * config.server.max_request_bytes
         door = Door(

@@ -5,8 +5,10 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,13 +35,21 @@ IDLE_S = 0.5
 """How often an idle engine looks whether it should end."""
 
 
+WAIT_S = 5.0
+"""Seconds after which a call of ``engine_generate`` is told to ask again: no answer is late, and who ends waits no longer."""
+LEFT_S = 60.0
+"""Seconds after which a call is dropped that nobody asks for again."""
+
+
 @dataclass
 class _Call:
-    """A call of ``engine_generate`` under way."""
+    """A call of ``engine_generate``: under way, or done and not fetched yet."""
 
     stream: InProcessStream
     requests: list[GenerationRequest]
-    done: "Future[list[Completion]]"
+    done: "Future[list[Completion]]" = field(default_factory=Future)
+    asked: float = field(default_factory=time.monotonic)
+    """Time at which somebody last asked for it."""
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
@@ -63,7 +73,8 @@ class EngineService:
         self._vocabulary, self._max_request_bytes = vocabulary, max_request_bytes
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._ended = threading.Event()
-        self._calls: list[_Call] = []
+        self._calls: dict[str, _Call] = {}
+        """By digest: a repeat joins the call under way."""
         self._lease: str | None = None
         self._groups = None if folder is None else Groups(folder)
         self._receiving = threading.Lock()
@@ -96,10 +107,11 @@ class EngineService:
         while not ends() and not self.failed.is_set():
             try:
                 while True:
-                    _do(*self._jobs.get(block=not self._calls, timeout=IDLE_S))
+                    _do(*self._jobs.get(block=not self._generator.running, timeout=IDLE_S))
             except queue.Empty:
                 pass
-            if self._calls and self._stepped():
+            self._forget()
+            if self._generator.running and self._stepped():
                 self._settle()
         self._ended.set()
         self._refuse_jobs()
@@ -133,25 +145,34 @@ class EngineService:
                 raise ProtocolError(
                     Code.INVALID, f"token id {largest} is not in the model's vocabulary of {self._vocabulary}"
                 )
-        done: Future[list[Completion]] = Future()
+        name = messages.digest(inputs)
 
-        def begin() -> None:
+        def begin() -> _Call:
             self._require(lease)
             if self._held is None or self._held.version != version:
                 held = "none" if self._held is None else self._held.version
                 raise ProtocolError(
                     Code.WRONG_STEP, f"weights version {version!s:.20} is wanted, the engine holds {held}"
                 )
+            if (known := self._calls.get(name)) is not None:
+                known.asked = time.monotonic()
+                return known
             stream = self._generator.stream(version)
             try:
                 stream.submit(requests)
             except (ValueError, TypeError) as error:  # vLLM checks token ids and settings: no reason to end
                 stream.close()
                 raise ProtocolError(Code.INVALID, f"the generator refuses a request: {error!s:.300}") from error
-            self._calls.append(_Call(stream, requests, done))
+            return self._calls.setdefault(name, _Call(stream, requests))
 
-        self._in_turn(begin)
-        return done.result()
+        call: _Call = self._in_turn(begin)
+        try:
+            completions = call.done.result(WAIT_S)
+        except (TimeoutError, FutureTimeout) as error:
+            call.asked = time.monotonic()
+            raise ProtocolError(Code.PENDING, f"{len(requests)} samples are on their way: ask again") from error
+        self._calls.pop(name, None)
+        return completions
 
     def _status(self, _: dict[str, Array]) -> dict[str, Any]:
         held = self._held
@@ -241,7 +262,7 @@ class EngineService:
                 self._held is not None and self._held.digest == content["digest"]
             ):  # the answer was lost, or not waited for
                 return {"gap": self._gap, "keeps_bits": self._keeps_bits}
-            if self._calls:
+            if self._generator.running:
                 raise ProtocolError(Code.CONFLICT, f"{self._generator.running} requests are running")
             update = self._published(Path(content["folder"]), content["digest"])
             self._held = None
@@ -264,7 +285,7 @@ class EngineService:
 
         def sleep() -> dict[str, Any]:
             self._require(lease)
-            if self._calls:
+            if self._generator.running:
                 raise ProtocolError(Code.CONFLICT, f"{self._generator.running} requests are running")
             self._held = None
             self._generator.sleep()
@@ -307,27 +328,33 @@ class EngineService:
         except Exception:
             LOGGER.exception("the generator failed; the engine ends")
             self.failed.set()
-            for call in self._calls:
-                call.done.set_exception(
-                    ProtocolError(Code.INTERNAL, "the generator failed and the engine ends; its log says why")
-                )
-            self._calls.clear()
+            self._drop(ProtocolError(Code.INTERNAL, "the generator failed and the engine ends; its log says why"))
         return not self.failed.is_set()
 
     def _settle(self) -> None:
         """Answer the calls whose samples are all there."""
-        for call in self._calls:
+        for call in [call for call in self._calls.values() if not call.done.done()]:
             call.completions |= {each.request.sample.prompt_id: each for each in call.stream.finished()}
-        ended = [call for call in self._calls if not call.stream.unfinished]
-        self._calls = [call for call in self._calls if call.stream.unfinished]
-        for call in ended:
-            call.done.set_result([call.completions[index] for index in range(len(call.requests))])
+            if not call.stream.unfinished:
+                call.done.set_result([call.completions[index] for index in range(len(call.requests))])
+
+    def _forget(self) -> None:
+        """Drop the calls that nobody asks for any more."""
+        for name, call in list(self._calls.items()):
+            if time.monotonic() - call.asked > max(LEFT_S, 2 * WAIT_S):
+                self._end(call, ProtocolError(Code.CONFLICT, "nobody asked for these samples any more"))
+                self._calls.pop(name, None)
 
     def _drop(self, reason: ProtocolError) -> None:
-        for call in self._calls:
+        for call in list(self._calls.values()):
+            self._end(call, reason)
+        self._calls.clear()
+
+    @staticmethod
+    def _end(call: _Call, reason: ProtocolError) -> None:
+        if not call.done.done():
             call.stream.close()
             call.done.set_exception(reason)
-        self._calls.clear()
 
 
 def _do(work: Callable[[], Any], result: "Future[Any]") -> None:

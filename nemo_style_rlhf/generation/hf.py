@@ -1,6 +1,6 @@
 """transformers as a generator: slow and obvious, the oracle for vLLM and the fallback for models that vLLM lacks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from inspect import signature
 
 import torch
@@ -110,7 +110,7 @@ class HFGenerator(InProcessGenerator):
             distribution = (output.logits[:, -1].float() / temperatures).log_softmax(-1).cpu()
             ids = torch.zeros(len(batch), 1, dtype=torch.long)
             for row in sorted(active):
-                token = self._pick(distribution[row], batch[row], generators[row], len(tokens[row]))
+                token = self._pick(distribution[row], batch[row], generators[row], len(tokens[row]), stop[row])
                 ids[row] = token
                 tokens[row].append(token)
                 logprobs[row].append(float(distribution[row, token]))
@@ -128,13 +128,15 @@ class HFGenerator(InProcessGenerator):
             for row, name in enumerate(requests)
         ]
 
-    def _pick(self, logprobs: Tensor, request: GenerationRequest, generator: torch.Generator, produced: int) -> int:
+    def _pick(
+        self, logprobs: Tensor, request: GenerationRequest, generator: torch.Generator, produced: int, stop: Collection[int]
+    ) -> int:  # fmt: skip
         logprobs = logprobs.clone()
         config, own = self._config, request.sampling
         top_k = config.top_k if own.top_k is None else own.top_k
         top_p = config.top_p if own.top_p is None else own.top_p
         if produced < (config.min_length if own.min_length is None else own.min_length):
-            logprobs[list(self._stop)] = -torch.inf
+            logprobs[list(stop)] = -torch.inf
         if top_k > 0:
             logprobs[logprobs < logprobs.topk(min(top_k, len(logprobs))).values[-1]] = -torch.inf
         if top_p < 1:

@@ -32,6 +32,7 @@ class Code(Enum):
     WRONG_STEP = ("wrong_step", 400)
     CONFLICT = ("conflict", 400)
     NOT_FOUND = ("not_found", 404)
+    PENDING = ("pending", 503)
     RESTARTED = ("restarted", 503)
     STOPPING = ("stopping", 503)
     NON_FINITE = ("non_finite", 500)

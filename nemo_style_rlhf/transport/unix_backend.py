@@ -19,7 +19,8 @@ from nemo_style_rlhf.transport.messages import BOOT_HEADER, Array, Code, Protoco
 
 LOGGER = logging.getLogger(__name__)
 THREADS = 64
-"""Calls that may wait at the same time, of one endpoint or of all."""
+"""Calls of one endpoint that may wait at the same time. Those of another, such as the one that says how it stands, never wait for
+them."""
 Handle = Callable[[str, dict[str, Array]], Mapping[str, Array]]
 
 
@@ -37,10 +38,8 @@ class UnixBackend:
         """
         self.fatal = threading.Event()
         self._path, self._routes, self._handle, self._boot_id = path, routes, handle, boot_id
-        together = ThreadPoolExecutor(THREADS, "call")
-        self._calls = {
-            route: ThreadPoolExecutor(1, route.endpoint.name) if one_at_a_time else together for route in routes
-        }
+        threads = 1 if one_at_a_time else THREADS
+        self._calls = {route: ThreadPoolExecutor(threads, route.endpoint.name) for route in routes}
         opened = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, args=(opened,), name="backend", daemon=True)

@@ -32,6 +32,7 @@ from tests.support.critic_server import (
 )
 from tests.support.models import save_reward_model
 from tests.support.paths import ROOT, SERVER_PYTHON
+from tests.support.processes import start_server
 
 TOKEN = "b2d1-a-shared-secret"
 
@@ -56,6 +57,17 @@ def test_rule_7_listens_on_loopback_only_and_keeps_tritons_own_doors_shut(shared
         assert requests.post(base + path, timeout=10).status_code == 401
     for path in ("/systemsharedmemory/status", "/trace/setting", "/logging"):
         assert requests.get(base + path, timeout=10).status_code == 401
+
+
+@pytest.mark.more
+def test_it_starts_wherever_temporary_files_are(reward_model: Path, tmp_path: Path) -> None:
+    """A socket's path has 107 characters at most, and schedulers make folders of 60."""
+    long = tmp_path / ("d" * 60)
+    long.mkdir()
+    (tmp_path / "critic").mkdir()
+    words = [f"model.path={reward_model}", "model.dtype=float32"]
+    server, _ = start_server(tmp_path / "critic", *words, cold=[], environment={"TMPDIR": str(long)})
+    assert server.terminate() == 0 and list(long.iterdir()) == []
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_a_request_id_belongs_to_one_request(critic: RemoteCritic) -> None:
 @pytest.mark.more
 def test_dropout_is_that_of_the_step_whoever_trains_it(make_server) -> None:
     """In the process that trained the steps before, back at a checkpoint, and in the next one."""
-    server = make_server("model.lora.rank=4", "model.lora.dropout=0.5").start()
+    server = make_server("model.lora.rank=4", "model.lora.dropout=0.5", "model.disable_dropout=false").start()
 
     def next_step(critic: RemoteCritic) -> np.ndarray:
         critic.train(train_batch(2), step=2).result()

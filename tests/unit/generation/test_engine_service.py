@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -372,3 +373,33 @@ def test_shapes_that_are_none_are_refused(engine: Engine, shapes: dict[str, obje
         engine.ask("engine_acquire", lease="another", shapes=shapes)
     assert refused.value.code is Code.INVALID
     assert engine.generate((1,)) == [[2]]
+
+
+def test_a_call_that_takes_long_is_asked_for_again_and_computed_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No time limit ends it, and a repeat, also one beside another, joins it."""
+    monkeypatch.setattr(engine_service, "WAIT_S", 0.2)
+    go_on, step = threading.Event(), engine.generator._step
+    monkeypatch.setattr(engine.generator, "_step", lambda: step() if go_on.wait(0.01) else [])
+    for _ in range(3):
+        with pytest.raises(ProtocolError) as told:
+            engine.generate((3, 4))
+        assert told.value.code is Code.PENDING
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(engine.generate, (3, 4)) for _ in range(2)]
+        assert engine.generator.running == 1
+        go_on.set()
+        assert [each.result(10) for each in both] == [[[5]], [[5]]]
+
+
+def test_a_call_that_nobody_asks_for_any_more_is_dropped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_service, "WAIT_S", 0.1)
+    monkeypatch.setattr(engine_service, "LEFT_S", 0.5)
+    with pytest.raises(ProtocolError):
+        engine.generate((3, ENDLESS))
+    assert engine.generator.running == 1
+    deadline = time.monotonic() + 10
+    while engine.generator.running and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert engine.generator.running == 0 and engine.generate((3, 4)) == [[5]]

@@ -47,6 +47,13 @@ def test_stop_strings_are_refused(generator: HFGenerator) -> None:
     assert generator.running == 0
 
 
+def test_a_minimal_length_bans_the_rows_own_stop_tokens_too(generator: HFGenerator) -> None:
+    first = sample(generator)[0]
+    assert sample(generator, stop_token_ids=(first,)) == [first]
+    longer = sample(generator, stop_token_ids=(first,), min_length=6)
+    assert first not in longer[:6] and len(longer) >= 7
+
+
 def test_it_holds_no_weights_while_it_sleeps(generator: HFGenerator) -> None:
     weights = {name: tensor.clone() for name, tensor in generator._model.state_dict().items()}
     before = sample(generator)

@@ -220,3 +220,26 @@ def test_a_closed_backend_answers_no_more(opened):
             break
         deadline.wait(0.1)
     assert not door.backend.alive
+
+
+def test_calls_of_one_endpoint_leave_room_for_those_of_another(opened):
+    """As many as wait at a time: an engine still says how it stands."""
+    go_on = threading.Event()
+
+    def handle(endpoint: str, inputs: dict[str, Array]) -> dict[str, Array]:
+        if endpoint == "double":
+            assert go_on.wait(30)
+            return double(endpoint, inputs)
+        return {"numbers": inputs["numbers"]}
+
+    door = opened(handle)
+    with ThreadPoolExecutor(THREADS + 8) as pool:
+        waiting = [pool.submit(door.call) for _ in range(THREADS + 8)]
+        try:
+            body, length = encode_request(OTHER, {"numbers": np.array([5], dtype=np.int64)})
+            headers = {HEAD_LENGTH_HEADER: str(length), BOOT_HEADER: BOOT}
+            assert door.post("/v2/models/other/infer", body, headers)[0] == 200
+            assert not any(call.done() for call in waiting)
+        finally:
+            go_on.set()
+        assert {call.result()[0] for call in waiting} == {200}
