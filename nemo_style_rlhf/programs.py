@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.entry import entry_point, refuse
-from nemo_style_rlhf.launch.preemption import hold_stop_signal
+from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT, Preempted, hold_stop_signal
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
@@ -91,8 +91,9 @@ def train_ppo_actor(config: PPOActorConfig) -> None:
     """The actor process: PPO on a policy, against a running critic server."""
     hold_stop_signal()
     from nemo_style_rlhf.checkpoint.owner import owned
-    from nemo_style_rlhf.checkpoint.starts import is_done
+    from nemo_style_rlhf.checkpoint.starts import is_done, settle_today
 
+    settle_today(config)
     if is_done(config, longer="algorithm.max_steps"):
         return
     from nemo_style_rlhf.precheck.programs import check_actor
@@ -148,16 +149,21 @@ def _stage(train: Callable[[Stage], None]) -> Callable[[Stage], None]:
 
     @functools.wraps(train)
     def owning(config: Stage) -> None:
+        hold_stop_signal()
         from nemo_style_rlhf.checkpoint.owner import owned
-        from nemo_style_rlhf.checkpoint.starts import is_done
+        from nemo_style_rlhf.checkpoint.starts import is_done, settle_today
 
+        settle_today(config)
         if is_done(config, longer="trainer.max_steps"):
             return
         from nemo_style_rlhf.precheck.programs import check_stage
 
         check_stage(config)
         with owned(config.run, "trainer"):
-            train(config)
+            try:
+                train(config)
+            except Preempted as told:
+                raise SystemExit(PREEMPTED_EXIT) from told
 
     return owning
 

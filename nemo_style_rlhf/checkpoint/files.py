@@ -1,11 +1,13 @@
 """Durable files: written under another name, flushed to disk, renamed; and digests that prove them undamaged."""
 
+import errno
 import hashlib
 import os
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -20,35 +22,68 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 whole file takes minutes."""
 
 
-def storage_failure(error: BaseException) -> str | None:
-    """The reason for which the disk refused, in the system's words; None if the error has another cause.
+@dataclass(frozen=True)
+class Space:
+    """The space on a disk when something begins to be written there."""
+
+    folder: Path
+    free: int
+    """Bytes."""
+    needed: int
+    """Bytes of what is written; 0 if that is not known."""
+
+    @classmethod
+    def of(cls, path: Path, needed: int = 0) -> "Space":
+        """The disk of ``path``, which need not exist."""
+        folder = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
+        return cls(folder, shutil.disk_usage(folder).free, needed)
+
+    def __str__(self) -> str:
+        missing = self.needed - self.free
+        return (
+            f"disk full: {missing / 2**30:.2g} GiB missing in {self.folder}"
+            if missing > 0
+            else f"disk full: {self.folder}"
+        )
+
+
+def storage_failure(error: BaseException, space: Space | None = None) -> str | None:
+    """The reason for which the disk refused; None if the error has another cause.
 
     torch's file writer reports a full disk as one of several RuntimeErrors, safetensors as its own error class.
     """
     if isinstance(error, OSError):
-        return os.strerror(error.errno) if error.errno else str(error)  # pyarrow puts words of its own into strerror
-    from_writer = any(
-        mark in str(error) for mark in ("PytorchStreamWriter", "inline_container", "iostream", "os error")
-    )
-    return "the file could not be written whole" if from_writer else None
+        full = error.errno == errno.ENOSPC
+        reason = os.strerror(error.errno) if error.errno else str(error)  # pyarrow puts words of its own into strerror
+    elif any(mark in str(error) for mark in ("PytorchStreamWriter", "inline_container", "iostream", "os error")):
+        full = f"os error {errno.ENOSPC}" in str(error) or (space is not None and space.needed > space.free)
+        reason = "the file could not be written whole"
+    else:
+        return None
+    return (str(space) if space else "disk full") if full else reason
 
 
 @contextmanager
 def storage_errors(
-    what: str | Path, remedy: str = "make room and start again, the run goes on from its last checkpoint"
-) -> Iterator[None]:
+    what: str | Path, remedy: str = "make room and start again, the run goes on from its last checkpoint", *,
+    folder: Path | None = None, needed: int = 0,
+) -> Iterator[None]:  # fmt: skip
     """Context for everything that writes ``what``.
 
     Args:
         remedy: end of the sentence, which tells users what to do.
+        folder: where it is written, if ``what`` is not a path.
+        needed: its bytes, as far as they are known.
 
     Raises:
         StorageError: the disk refused.
     """
+    where = what if isinstance(what, Path) else folder
+    space = None if where is None else Space.of(where, needed)
     try:
         yield
     except STORAGE_ERRORS as error:
-        if (reason := storage_failure(error)) is None:
+        if (reason := storage_failure(error, space)) is None:
             raise
         raise StorageError(f"{what} cannot be written ({reason}): {remedy}") from error
 

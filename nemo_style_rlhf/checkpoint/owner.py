@@ -73,12 +73,14 @@ class Owner:
 
     def _take(self) -> None:
         pulse = self._pulse(self._mine.kernel)
+        lock = _lock_beside(pulse)
         while True:
-            self.lock = os.open(pulse, os.O_RDWR | os.O_CREAT, 0o666)
+            self.lock = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)  # whoever can read a file can lock it
             try:
                 locked = self._locked()
-                if _is_open_as(self.lock, pulse):
+                if _is_open_as(self.lock, lock):
                     self._enter(locked)
+                    self._pulse_file = os.open(pulse, os.O_RDWR | os.O_CREAT, 0o644)
                     return
             except BaseException:
                 os.close(self.lock)
@@ -133,8 +135,8 @@ class Owner:
         beat = 0
         while True:
             with suppress(OSError):  # a file system that is full or gone: others see no heartbeat
-                os.pwrite(self.lock, f"{self._mine.id} {beat:012d}".encode(), 0)
-                os.fsync(self.lock)
+                os.pwrite(self._pulse_file, f"{self._mine.id} {beat:012d}".encode(), 0)
+                os.fsync(self._pulse_file)
             if self._ended.wait(BEAT_S):
                 return
             beat += 1
@@ -160,12 +162,15 @@ class Owner:
         with suppress(OSError):
             if (found := self._read()) is not None and found.id == self._mine.id:
                 self._path.unlink()
-                self._pulse(self._mine.kernel).unlink()
+                pulse = self._pulse(self._mine.kernel)
+                for path in (pulse, _lock_beside(pulse)):
+                    path.unlink()
         if not self._heart.is_alive():  # else the file system hangs, and the lock ends with the process
+            os.close(self._pulse_file)
             os.close(self.lock)
 
     def _pulse(self, kernel: str) -> Path:
-        """Path of the file that the processes of a kernel lock, and in which the owner of the lock writes its heartbeat."""
+        """Path of the file in which the owner among the processes of a kernel writes its heartbeat."""
         return self._folder / f".owner_{self._role}.{kernel}"
 
     def _read(self) -> Record | None:
@@ -207,7 +212,7 @@ def _lives(record: Record, pulse: Path) -> bool | None:
     if record.kernel != Path("/proc/sys/kernel/random/boot_id").read_text().strip():
         return None
     try:
-        with pulse.open("rb") as file:
+        with _lock_beside(pulse).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at once; a newcomer tries for longer
     except FileNotFoundError:
         return False
@@ -277,6 +282,11 @@ def _is_open_as(descriptor: int, path: Path) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
     return False
+
+
+def _lock_beside(pulse: Path) -> Path:
+    """The file that the processes of a kernel lock, and that no other user can open."""
+    return pulse.with_name(f"{pulse.name}.lock")
 
 
 def _content(path: Path) -> bytes | None:

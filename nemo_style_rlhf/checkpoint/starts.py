@@ -10,6 +10,8 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,44 @@ from nemo_style_rlhf.errors import UserError
 
 NEWEST = "config.yaml"
 ALL = "configs"
+DAY = ".first_day"
+"""File by which the ranks of a new run agree on ``data.today``."""
 DONE = "done.json"
 """File that lists the exported files with sampled digests. It exists only between the end of a run and its next start."""
 PLACES = ("host", "port", "ready_file", "replicas", "resume", "dry_run", "takeover_s")
 """Last parts of keys that say where or how a process starts. They may change with every job, so they are not compared."""
 LONGEST_VALUE = 80
 log = logging.getLogger(__name__)
+
+
+def settle_today(config: Any) -> None:
+    """Set ``data.today``, if it is null, to that of the first start in ``run.output_dir``: a template that writes the date then
+    makes the same tokens on every day. Ranks that start around midnight agree, by a file that the first of them makes.
+
+    Args:
+        config: a checked dataclass with ``run`` and ``data``.
+    """
+    if config.data.today is not None:
+        return
+    output_dir = Path(config.run.output_dir)
+    with suppress(OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, AttributeError):
+        config.data.today = yaml.safe_load((output_dir / NEWEST).read_text())["data"].get("today")
+    if config.data.today is None:
+        config.data.today = date.today().isoformat()
+        if os.environ.get("WORLD_SIZE", "1") != "1" and not config.run.dry_run:
+            config.data.today = _agreed(output_dir / DAY, config.data.today)
+
+
+def _agreed(path: Path, own: str) -> str:
+    """The content of ``path``, which is ``own`` for whoever comes first."""
+    beside = path.with_name(f"{path.name}.{os.environ.get('RANK')}.tmp")
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(own)
+        with suppress(FileExistsError):
+            os.link(beside, path)
+        beside.unlink()
+        return path.read_text()
 
 
 def differences(output_dir: Path, config: Any) -> list[str] | None:
@@ -119,11 +153,31 @@ def require_reachable(step: int, total_steps: int, key: str, where: str) -> None
         )
 
 
-def record_end(output_dir: Path, exports: Iterable[Path]) -> None:
-    """Record that the run has ended, with the folders ``exports``."""
+def require_work(step: int, total_steps: int, config: Any, longer: str) -> None:
+    """
+    Args:
+        step: of the checkpoint that the run resumes from.
+        config: a checked dataclass with ``run``, a :class:`TrainerRunConfig`.
+        longer: configuration key that makes the run longer.
+
+    Raises:
+        UserError: the run has ended, and this start, which changes its configuration, would only write the results anew.
+    """
+    output_dir = Path(config.run.output_dir)
+    if step == total_steps and not config.run.dry_run and (ended := _recorded_end(output_dir)):
+        changed = "; ".join(differences(output_dir, config) or ["nothing"])
+        raise UserError(
+            f"the run in {output_dir} has ended after step {step} and exported {', '.join(map(str, ended[0]))}; this start "
+            f"changes {changed}, but leaves no step to train: raise {longer}, or choose another run.output_dir"
+        )
+
+
+def record_end(output_dir: Path, exports: Iterable[Path], *, why: str | None = None) -> None:
+    """Record that the run has ended, with the folders ``exports``, and ``why`` it did before its last step."""
     files = {str(folder.resolve()): file_digests(folder, sampled_sha256) for folder in exports}
+    content = {"exports": files, **({"why": why} if why else {})}
     with storage_errors(output_dir / DONE):
-        write_atomically(output_dir / DONE, json.dumps(files, indent=1).encode())
+        write_atomically(output_dir / DONE, json.dumps(content, indent=1).encode())
 
 
 def is_done(config: Any, *, longer: str) -> bool:
@@ -136,24 +190,41 @@ def is_done(config: Any, *, longer: str) -> bool:
         longer: configuration key that makes the run longer.
     """
     output_dir = Path(config.run.output_dir)
-    done = output_dir / DONE
-    if not done.is_file() or config.run.resume == "never" or differences(output_dir, config) != []:
+    if config.run.resume == "never" or differences(output_dir, config) != []:
         return False
-    is_first = os.environ.get("RANK", "0") == "0"
-    try:
-        exports = {Path(folder): dict(digests) for folder, digests in json.loads(done.read_bytes()).items()}
-    except (ValueError, AttributeError, TypeError):
-        if is_first:
-            log.warning("%s is damaged: the run goes on from its last checkpoint and exports anew", done)
+    if (ended := _recorded_end(output_dir)) is None:
         return False
-    if any(damaged_files(folder, digests, sampled_sha256) for folder, digests in exports.items()):
-        return False
-    if is_first:
+    exports, why = ended
+    if _is_first_rank():
+        names = ", ".join(map(str, exports))
         print(
-            f"done: this run has ended and exported {', '.join(map(str, exports))}; to train on raise {longer}, to start anew "
+            f"done: this run has ended{why and f' ({why})'} and exported {names}; to train on raise {longer}, to start anew "
             "choose another run.output_dir"
         )
     return True
+
+
+def _recorded_end(output_dir: Path) -> tuple[list[Path], str] | None:
+    """The exported folders of a run that has ended, and why it did early; None if it has not, or one of them is damaged."""
+    done = output_dir / DONE
+    if not done.is_file():
+        return None
+    try:
+        content = json.loads(done.read_bytes())
+        content = content if "exports" in content else {"exports": content}  # earlier versions had these alone
+        exports = {Path(folder): dict(digests) for folder, digests in content["exports"].items()}
+        why = str(content.get("why", ""))
+    except (ValueError, AttributeError, TypeError):
+        if _is_first_rank():
+            log.warning("%s is damaged: the run goes on from its last checkpoint and exports anew", done)
+        return None
+    if any(damaged_files(folder, digests, sampled_sha256) for folder, digests in exports.items()):
+        return None
+    return list(exports), why
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _text(config: Any) -> str:

@@ -16,8 +16,10 @@ from typing import Any
 
 from nemo_style_rlhf.checkpoint.files import (
     STORAGE_ERRORS,
+    Space,
     deviations,
     file_digests,
+    fsync,
     fsync_tree,
     storage_failure,
     write_atomically,
@@ -88,18 +90,24 @@ class CheckpointStore:
         content = asdict(manifest)
         content["digest"] = _digest(content)
         write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
+        for folder in (self._root, self._root.parent):  # before an older one is deleted
+            fsync(folder)
 
     @contextmanager
-    def whole_or_absent(self, step: int) -> Iterator[None]:
+    def whole_or_absent(self, step: int, *, needed: int = 0) -> Iterator[None]:
         """Context for everything that writes a checkpoint. If the disk refuses, the incomplete checkpoint is removed.
+
+        Args:
+            needed: bytes that will be written, as far as they are known.
 
         Raises:
             StorageError: the disk refused; earlier committed checkpoints are whole.
         """
+        space = Space.of(self._root, needed)
         try:
             yield
         except STORAGE_ERRORS as error:
-            if (reason := storage_failure(error)) is None:
+            if (reason := storage_failure(error, space)) is None:
                 raise
             require_owned(self._root)
             shutil.rmtree(self._folder(step), ignore_errors=True)

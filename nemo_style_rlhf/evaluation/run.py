@@ -18,6 +18,7 @@ from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.evaluation.child import ChildSampler
 from nemo_style_rlhf.evaluation.prompts import prompts_of
+from nemo_style_rlhf.evaluation.responses import Responses
 from nemo_style_rlhf.evaluation.samples import Sample, to_jsonl
 from nemo_style_rlhf.evaluation.scoring import build_scorer, score
 from nemo_style_rlhf.evaluation.summary import CheckpointSummary, summarize
@@ -66,12 +67,19 @@ def _tiny(config: EvaluationConfig) -> EvaluationConfig:
 def _sample(
     config: EvaluationConfig, sampler: ChildSampler, prompts: dict[str, list[Prompt]]
 ) -> dict[str, list[Sample]]:
-    """Samples by name of the checkpoint."""
+    """Samples by name of the checkpoint; an earlier start's where it has written them."""
     samples = {}
     for checkpoint in config.parsed_checkpoints:
         started = perf_counter()
+        responses = None if config.run.dry_run else Responses(config, checkpoint, prompts[checkpoint.name])
+        if responses is not None and (known := responses.load()) is not None:
+            samples[checkpoint.name] = known
+            log.info("%s: the %d responses of an earlier start", checkpoint.name, len(known))
+            continue
         starting(f"loading {checkpoint.name}")
         samples[checkpoint.name] = sampler.sample(checkpoint, config, prompts[checkpoint.name])
+        if responses is not None:
+            responses.store(samples[checkpoint.name])
         tokens = sum(sample.length for sample in samples[checkpoint.name])
         seconds = perf_counter() - started
         log.info(

@@ -17,6 +17,7 @@ from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.rollout.producer import make_requests
 from nemo_style_rlhf.schema.evaluation import Checkpoint, EvaluationConfig
+from nemo_style_rlhf.schema.model_files import stop_ids
 
 
 def sample(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[Prompt]) -> list[Sample]:
@@ -40,8 +41,9 @@ def sample(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[P
     completions = sorted(progress, key=lambda completion: completion.request.sample)
     generator.close()
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    ends = stop_ids(tokenizer) | {*config.generation.stop_token_ids} if config.reward.special_tokens else None
     return [
-        _sample(completion, checkpoint, by_id[completion.request.sample.prompt_id], tokenizer)
+        _sample(completion, checkpoint, by_id[completion.request.sample.prompt_id], tokenizer, ends)
         for completion in completions
     ]
 
@@ -55,8 +57,9 @@ def requests_for(prompts: Sequence[Prompt], config: EvaluationConfig) -> list[Ge
 
 
 def _sample(
-    completion: Completion, checkpoint: Checkpoint, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
-) -> Sample:
+    completion: Completion, checkpoint: Checkpoint, prompt: Prompt, tokenizer: PreTrainedTokenizerBase,
+    ends: frozenset[int] | None,
+) -> Sample:  # fmt: skip
     request, token_ids = completion.request, completion.token_ids.tolist()
     return Sample(
         prompt_id=prompt.prompt_id,
@@ -64,7 +67,7 @@ def _sample(
         index=request.sample.index,
         seed=request.seed,
         prompt=prompt.text,
-        response=decode_response(tokenizer, prompt.token_ids, token_ids),
+        response=decode_response(tokenizer, prompt.token_ids, token_ids, special_but=ends),
         length=len(token_ids),
         finish_reason=completion.finish_reason,
         label=prompt.label,

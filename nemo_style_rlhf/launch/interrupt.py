@@ -48,8 +48,58 @@ def describe(standing: Callable[[], str]) -> None:
 
 
 def remove_at_end(folder: Path) -> None:
-    """Have :func:`end` remove a folder in memory, which no other process would."""
+    """Have :func:`end`, SIGTERM and SIGHUP remove a folder in memory, which no other process would. Called in the main thread.
+
+    These two are not blocked, as children would inherit that. A thread learns of them by Python's wake-up descriptor, whatever
+    the main thread does."""
+    if not _folders:
+        heard, wakes = os.pipe()
+        os.set_blocking(wakes, False)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _leave_to_thread)
+        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
+        threading.Thread(target=_end_when_told, args=(heard,), name="ended", daemon=True).start()
     _folders.append(folder)
+
+
+_held: list[set[int | signal.Signals]] = []
+"""Signals that were blocked before each fork that is under way."""
+
+
+def _hold() -> None:
+    _held.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.pop())
+
+
+def _forget() -> None:
+    """In a forked child, whose signals would tell its parent."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is _leave_to_thread:
+            signal.signal(number, signal.SIG_DFL)
+    _release()
+
+
+def _leave_to_thread(number: int, frame: object) -> None:
+    """Does nothing, but is no default."""
+
+
+def _end_when_told(heard: int) -> None:
+    while True:
+        (number,) = os.read(heard, 1)
+        if signal.getsignal(number) is _leave_to_thread:
+            _remove_folders()
+            os._exit(128 + number)
+
+
+def _remove_folders() -> None:
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def weights_in_memory(run_id: str) -> Path:
@@ -107,8 +157,7 @@ def end() -> None:
                 if child.pid in listed or "--multiprocessing-fork" in child.cmdline():
                     for process in [*child.children(recursive=True), child]:
                         process.kill()
-        for folder in _folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        _remove_folders()
         if os.environ.get("RANK", "0") == "0":
             cursor = SHOW_CURSOR if os.isatty(stderr) else ""
             # On a separate line after any progress bar, and not through Python's buffer, which the main thread may have locked.

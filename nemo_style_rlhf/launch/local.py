@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,8 +36,8 @@ class Child:
     """A started program. It leads a process group (and session) of its own; its output is appended to ``log``, or ``shown`` where
     this process writes.
 
-    Linux sends it SIGTERM if this process, or the thread that started it, ends without having stopped it. A program that ignores
-    SIGTERM therefore outlives a killed launcher.
+    Linux sends it SIGTERM if this process ends without having stopped it. A program that ignores SIGTERM therefore outlives a
+    killed launcher.
     """
 
     def __init__(self, program: Program, log: Path, *, shown: bool = False) -> None:
@@ -45,7 +46,7 @@ class Child:
         if program.ready_file is not None:
             program.ready_file.unlink(missing_ok=True)
         self._began = log.stat().st_size if log.exists() else 0
-        self._process = self._start()
+        self._process = _starter().submit(self._start).result()
 
     def _start(self) -> Any:
         """The process; subclasses may start it in another way, as long as it offers the methods of ``subprocess.Popen``."""
@@ -58,7 +59,7 @@ class Child:
                 stdout=output,
                 stderr=None if self._shown else subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(_end_with, os.getpid()),
+                preexec_fn=functools.partial(_end_with, os.getpid()),
             )
 
     def _environment(self) -> dict[str, str]:
@@ -149,6 +150,12 @@ class Child:
             return ProgramFailed(f"{self.program.name} {how or self.end}, see above")
         tail = "\n".join(self.output().splitlines()[-LOG_TAIL_LINES:])
         return ProgramFailed(f"{self.program.name} {how or self.end}; the end of its log {self.log}:\n{tail}")
+
+
+@functools.cache
+def _starter() -> ThreadPoolExecutor:
+    """A thread that starts children and lives as long as this process: with the thread that started it, a child would end."""
+    return ThreadPoolExecutor(1, "starts-children")
 
 
 def wait_for(child: Child, *others: Child, watch: Callable[[], None] = lambda: None) -> None:

@@ -1,10 +1,10 @@
 """A run on this host: critic server and actor as child processes, each of which leads a session of its own."""
 
 import secrets
-import socket
 from pathlib import Path
 
 from nemo_style_rlhf.launch.local import adopt_orphans
+from nemo_style_rlhf.launch.ports import free_ports
 from nemo_style_rlhf.launch.ppo_run import ACTOR, CRITIC, PART, PPORun, configurations, configured, require_environments
 from nemo_style_rlhf.launch.program import CHECKED, Program
 from nemo_style_rlhf.schema.local import PPOLocalConfig
@@ -33,8 +33,7 @@ def run_on_this_host(config: PPOLocalConfig) -> int:
 def make_programs(config: PPOLocalConfig, folder: Path) -> list[Program]:
     """The critic server, if the run needs one, and the actor; their configurations are files in ``folder/configs``."""
     require_environments()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     values = configurations(config, folder)
     connection, server = values[ACTOR]["remote_critic_rm"], values[CRITIC]["server"]
     connection["port"] = server["port"] = port

@@ -1,4 +1,4 @@
-"""Handles SIGUSR1: end after the running step, with a checkpoint. slurm/ppo_hetjob.sh sends it before the time limit."""
+"""Handles SIGUSR1: end after the running step, with a checkpoint. The batch scripts send it before the time limit."""
 
 import atexit
 import signal
@@ -23,6 +23,16 @@ def hold_stop_signal() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     # An ending interpreter restores every default handler, so that a late signal would change the exit code.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
+
+
+def heed_sigterm() -> None:
+    """From now on, the first SIGTERM asks for what SIGUSR1 does; the second one ends the process."""
+
+    def first(*_: object) -> None:
+        request_stop()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, first)
 
 
 def stop_requested() -> bool:

@@ -34,6 +34,8 @@ HEADS = (
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 WEIGHT_FILES = (SAFE, f"{SAFE}.index.json", PICKLED, f"{PICKLED}.index.json")
 """Files of weights, of which transformers takes the first."""
+HEAD_FILES = ("value_head.safetensors", "value_head.bin")
+"""Files in which LLaMA-Factory keeps the head, beside the weights of a language model."""
 STATISTICS = ("mean", "std")
 """Weights in which OpenRLHF kept the statistics that normalize rewards."""
 GATING = r"gating\..*|reward_transform_matrix"
@@ -49,6 +51,8 @@ class StoredHead:
     has_bias: bool
     has_statistics: bool
     """Whether :data:`STATISTICS` are among the weights."""
+    apart: bool
+    """Whether it has a file of its own, which transformers' loader does not know."""
 
     def beside(self, *, mixed: bool) -> re.Pattern[str]:
         """Names of weights that the model's class may leave out: statistics and a bias, which are read apart, and with
@@ -92,10 +96,19 @@ class StoredWeights:
                     index = None if whole else json.loads(Path(file).read_bytes())["weight_map"]
                     self._files = dict.fromkeys(_names(file), name) if index is None else index
                 break
+        for name in HEAD_FILES:
+            if (file := self._found(name)) is not None:
+                with _readable(file):
+                    self._files |= dict.fromkeys(_names(file), name)
+                break
 
     @property
     def names(self) -> set[str]:
         return set(self._files)
+
+    def is_apart(self, name: str) -> bool:
+        """Whether a weight is in one of :data:`HEAD_FILES`."""
+        return self._files[name] in HEAD_FILES
 
     def tensor(self, name: str) -> "torch.Tensor":
         """
@@ -149,7 +162,10 @@ def stored_head(path: str) -> StoredHead | None:
         return None
     (name,) = found
     labels = weights.rows(f"{name}.weight")
-    return StoredHead(name, labels, f"{name}.bias" in weights.names, weights.names.issuperset(STATISTICS))
+    return StoredHead(
+        name, labels, f"{name}.bias" in weights.names, weights.names.issuperset(STATISTICS),
+        apart=weights.is_apart(f"{name}.weight"),
+    )  # fmt: skip
 
 
 @contextmanager

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from nemo_style_rlhf.checkpoint.files import published
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import model_fingerprint
 from nemo_style_rlhf.models.loading import first_line
@@ -140,14 +142,14 @@ def save_adapter(
         weights: its :func:`adapter_weights`, if ``hf`` has trained on since.
         export: the merged model's folder, whose notes (prompt template, chat template) are copied to the adapter, too.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     config = _peft_config(hf, model)
     config.inference_mode = True
-    config.save_pretrained(str(directory))
-    save_file(weights or adapter_weights(hf), directory / "adapter_model.safetensors")
-    (directory / MODEL_CONFIG).write_text(hf.config.to_json_string(use_diff=False))
-    if export is not None:
-        _copy_notes(export, directory)
+    with published(directory) as beside:
+        config.save_pretrained(str(beside))
+        save_file(weights or adapter_weights(hf), beside / "adapter_model.safetensors")
+        (beside / MODEL_CONFIG).write_text(hf.config.to_json_string(use_diff=False))
+        if export is not None:
+            copy_notes(str(export), beside)
 
 
 def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = False) -> None:
@@ -157,7 +159,7 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
         UserError: there is no adapter, or its base model is no longer where it was.
     """
     from peft import PeftModel, TaskType
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     from nemo_style_rlhf.models.heads import stored_head
     from nemo_style_rlhf.models.scalar import add_bias, scalar_class
@@ -182,22 +184,29 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
         )  # fmt: skip
         if head is not None and head.has_bias and hf.score.bias is None:
             add_bias(hf, torch.zeros(hf.score.out_features))  # as the head, which the adapter brings
-        PeftModel.from_pretrained(hf, directory).merge_and_unload().save_pretrained(target)
-        AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code).save_pretrained(target)
+        whole = PeftModel.from_pretrained(hf, directory).merge_and_unload()
+        whole.generation_config = GenerationConfig.from_model_config(whole.config)  # that of the base is copied
+        with published(target) as beside:
+            whole.save_pretrained(beside)
+            AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code).save_pretrained(beside)
+            copy_notes(base, beside)
+            copy_notes(directory, beside)
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"the adapter at {directory} cannot be merged into {base} as {target} ({reason}): put that model back, or correct "
             "base_model_name_or_path in adapter_config.json"
         ) from error
-    _copy_notes(Path(base), target)
-    _copy_notes(Path(directory), target)
 
 
-def _copy_notes(source: Path, target: Path) -> None:
+def copy_notes(source: str, target: Path) -> None:
+    """Copy the ``CARRIED_FILES`` of ``source``: a folder, or a name on the hub, of which loading it has fetched some."""
     for name in CARRIED_FILES:
-        if (source / name).is_file():
-            shutil.copy(source / name, target / name)
+        path: object = Path(source) / name
+        if not Path(source).exists():
+            path = try_to_load_from_cache(source, name)
+        if isinstance(path, str | Path) and Path(path).is_file():
+            shutil.copy(path, target / name)
 
 
 def _peft_config(hf: PreTrainedModel, model: ModelConfig) -> "LoraConfig":

@@ -125,8 +125,10 @@ def _with_head(
     weights = _label_weights(config.path, head.labels, label_weights)
     hf = load_pretrained(
         auto_class, config, unread=head.beside(mixed=label_weights is not None), key_mapping=head.key_mapping,
-        num_labels=head.labels,
+        num_labels=head.labels, may_miss={"score.weight", "score.bias"} if head.apart else (),
     )  # fmt: skip
+    if head.apart:
+        _take_head(require_score_head(hf), head, StoredWeights(config.path))
     if head.key_mapping:  # undone in an export, it would give the head its old name back
         hf._weight_conversions = [each for each in hf._weight_conversions if "score." not in each.target_patterns]
     if head.has_bias and isinstance(hf.score, nn.Linear) and hf.score.bias is None:
@@ -137,6 +139,13 @@ def _with_head(
         stored = StoredWeights(config.path)
         set_reward_statistics(hf.config, *(float(stored.tensor(name)) for name in STATISTICS))
     return hf
+
+
+@torch.no_grad()
+def _take_head(score: nn.Linear, head: StoredHead, stored: StoredWeights) -> None:
+    score.weight.copy_(stored.tensor(f"{head.name}.weight"))
+    if score.bias is not None:
+        score.bias.copy_(stored.tensor(f"{head.name}.bias") if head.has_bias else torch.zeros_like(score.bias))
 
 
 def _label_weights(path: str, labels: int, given: Sequence[float] | None) -> Tensor:

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nemo_style_rlhf.checkpoint.starts import log_differences, record_start, require_reachable, require_same
+from nemo_style_rlhf.checkpoint.starts import (
+    log_differences,
+    record_start,
+    require_reachable,
+    require_same,
+    require_work,
+)
 from nemo_style_rlhf.checkpoint.store import ACTOR, CheckpointStore, Manifest
 from nemo_style_rlhf.critic_service.protocol import Want
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
@@ -44,8 +50,8 @@ from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
 from nemo_style_rlhf.models.lora import START, add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.agents import make_runner
-from nemo_style_rlhf.ppo.export import PolicyCopy
-from nemo_style_rlhf.ppo.limits import max_sequence_length, number_of_steps
+from nemo_style_rlhf.ppo.export import PolicyCopy, rehearse_policy
+from nemo_style_rlhf.ppo.limits import max_sequence_length, number_of_steps, prompts_to_take
 from nemo_style_rlhf.ppo.metrics import validation_metrics
 from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_checkpoint, wait_together
 from nemo_style_rlhf.ppo.residency import Residency
@@ -59,6 +65,7 @@ from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.reference import AdaptersOff, FrozenCopy, Reference, require_comparable
 from nemo_style_rlhf.rollout.schedule import Schedule
 from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.model_files import stop_ids
 from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.contract import columns
 from nemo_style_rlhf.scoring.interface import Scorer
@@ -99,6 +106,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     if found is not None:
         wanted = number_of_steps(whole, len(prompts))
         require_reachable(found.step, wanted, "algorithm.max_steps", whole.run.output_dir)
+        require_work(found.step, wanted, whole, "algorithm.max_steps")
     log.info(
         "%s of %s: %d steps of %d samples on %s; metrics, rollouts and checkpoints go to %s",
         config.algorithm.label, config.model.path, total_steps,
@@ -107,6 +115,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     starting("loading the policy")
     policy = load_causal_lm(config.model)
     require_supported(policy, config.model.path, config.generation)
+    rehearse_policy(policy, config, tokenizer)
     max_length = max_sequence_length(whole, [*prompts, *val_prompts], policy.config)
     require_comparable(config.model, tokenizer, policy, max_length)
     check_template(config.model.path, config.data, tokenizer)
@@ -120,6 +129,10 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     later = critic is not None and patient and not all(ranks.everyone(critic.answers))
     if critic is not None and later:
         log.info("%s does not answer yet: the policy and its generator load meanwhile", critic.where)
+        if config.agent.in_use and not config.algorithm.uses_critic:
+            log.warning(
+                "the run waits for a reward model beside the environment's own rewards: if these are all, give reward=environment"
+            )
     else:
         meet()
     sources = _sources(config, [*prompts, *val_prompts], ranks, store)
@@ -170,18 +183,23 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     rollouts = _rollout_writer(config, tokenizer) if ranks.is_first else None
     producer = None
     if generator is not None:
-        runner = make_runner(config, tokenizer, prompts, max_tokens=max_length) if config.agent.in_use else None
+        runner = None
+        if config.agent.in_use:
+            vocabulary = policy.config.get_text_config().vocab_size
+            runner = make_runner(config, tokenizer, prompts, max_tokens=max_length, vocabulary=vocabulary, ranks=ranks)
         producer = Producer(
             generator,
             scorer,
             take=lambda position, count: [prompts[index] for index in sampler.take(position, count)],
-            decode=partial(decode_response, tokenizer),
+            decode=partial(decode_response, tokenizer, special_but=_ends(config, tokenizer)),
             algorithm=config.algorithm,
             max_length=config.generation.max_length,
             run_seed=config.run.seed,
             ranks=Ranks(alone=True) if engines else ranks,
             scoring_ranks=critic_ranks if config.reward.critic.weight != 0 else 1,
             episodes=runner,
+            most=prompts_to_take(whole, len(prompts)),
+            on_first=config.agent.listen is not None,
         )
     else:
         scorer.close()
@@ -237,6 +255,11 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     return PPOTrainer(config, parts, session, total_steps=total_steps)
 
 
+def _ends(config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int] | None:
+    """The tokens that end a response, where reward sources read its other special tokens; else None."""
+    return stop_ids(tokenizer) | {*config.generation.stop_token_ids} if config.reward.special_tokens else None
+
+
 def run_identity(config: PPOActorConfig, training: TrainingRows[Prompt] | None = None) -> dict[str, Any]:
     """Settings that give the weights, optimizer states and data position of a checkpoint their meaning. Without ``training``,
     those that depend on them are missing. engine.zero_stage and the number of ranks may change, so they are not among them."""
@@ -244,6 +267,8 @@ def run_identity(config: PPOActorConfig, training: TrainingRows[Prompt] | None =
         **lora_identity(config.model), "model.dtype": config.model.dtype, "run.seed": config.run.seed,
         "data.shuffle": config.data.shuffle, "algorithm.staleness": config.algorithm.staleness,
     }  # fmt: skip
+    if config.algorithm.staleness:  # batches of later steps are sampled already, so many of each prompt
+        identity["algorithm.samples_per_prompt"] = config.algorithm.samples_per_prompt
     if config.needs_reference:
         identity[REFERENCE] = model_fingerprint(config.model.reference_model.path)
     if training is not None:

@@ -1,8 +1,9 @@
 """The trained policy as a Hugging Face directory, and its adapter alone."""
 
 import logging
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from nemo_style_rlhf.data.templates import read_template, write_template
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.export import host_weights
-from nemo_style_rlhf.models.export import export_model
+from nemo_style_rlhf.models.export import export_model, rehearse_export
 from nemo_style_rlhf.models.lora import adapter_weights, save_adapter
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 
@@ -33,9 +34,21 @@ class PolicyCopy:
         if config.model.lora.rank and ranks.is_first:
             self._adapter = adapter_weights(self._hf)
 
-    def write(self, directory: Path) -> None:
-        """Write ``directory``, and with adapters ``<directory>_adapter``."""
-        write_policy(self._hf, directory, self._config, self._tokenizer, weights=self._weights, adapter=self._adapter)
+    def write(self, directory: Path, notes: Mapping[str, str] = {}) -> None:
+        """Write ``directory``, with the texts ``notes`` as further files, and with adapters ``<directory>_adapter``."""
+        write_policy(
+            self._hf,
+            directory,
+            self._config,
+            self._tokenizer,
+            weights=self._weights,
+            adapter=self._adapter,
+            notes=notes,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in [*self._weights.values(), *self._adapter.values()])
 
     def drop(self) -> None:
         self._weights.clear()
@@ -44,33 +57,61 @@ class PolicyCopy:
 
 def write_policy(
     hf: PreTrainedModel, directory: Path, config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, *,
-    weights: dict[str, Tensor] | None = None, adapter: dict[str, Tensor] | None = None,
+    weights: dict[str, Tensor] | None = None, adapter: dict[str, Tensor] | None = None, notes: Mapping[str, str] = {},
 ) -> None:  # fmt: skip
-    """Write the policy ``hf`` as ``directory``, and with adapters ``<directory>_adapter``; by default with its own weights."""
+    """Write the policy ``hf`` as ``directory``, and with adapters ``<directory>_adapter``; by default with its own weights.
+
+    Args:
+        notes: texts of further files.
+    """
+    export_model(hf, directory, weights=weights, **_beside_weights(config, tokenizer, notes))
+    if config.model.lora.rank:
+        adapter_directory = directory.with_name(f"{directory.name}_adapter")
+        save_adapter(hf, adapter_directory, config.model, weights=adapter, export=directory)
+
+
+def rehearse_policy(hf: PreTrainedModel, config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """
+    Raises:
+        UserError: :func:`write_policy` would fail after the training.
+    """
+    rehearse_export(hf, **_beside_weights(config, tokenizer, {}))
+
+
+def _beside_weights(
+    config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, notes: Mapping[str, str]
+) -> dict[str, Any]:
     model, data = config.model, config.data
-    write_notes = partial(
-        write_template, template=data.prompt_template, tokenizer=tokenizer, chat_template=data.chat_template,
-        append_eos=read_template(model.path).get("append_eos", True),
-    )  # fmt: skip
-    export_model(
-        hf, directory, source=model.path, weights=weights, write_notes=write_notes,
-        trust_remote_code=model.trust_remote_code,
-    )  # fmt: skip
-    if model.lora.rank:
-        save_adapter(hf, directory.with_name(f"{directory.name}_adapter"), model, weights=adapter, export=directory)
+
+    def write_notes(directory: Path) -> None:
+        write_template(
+            directory, data.prompt_template, tokenizer, data.chat_template,
+            append_eos=read_template(model.path).get("append_eos", True),
+        )  # fmt: skip
+        for name, text in notes.items():
+            (directory / name).write_text(text)
+
+    return {"source": model.path, "write_notes": write_notes, "trust_remote_code": model.trust_remote_code}
 
 
 def export_policy(
-    engine: Engine, ranks: Ranks, directory: Path, config: PPOActorConfig, *, tokenizer: PreTrainedTokenizerBase
-) -> None:
+    engine: Engine, ranks: Ranks, directory: Path, config: PPOActorConfig, *, tokenizer: PreTrainedTokenizerBase,
+    notes: Mapping[str, str] = {},
+) -> None:  # fmt: skip
     """Write ``directory``, and with adapters ``<directory>_adapter``. Every rank calls this; the first writes.
 
+    Args:
+        notes: texts of further files in ``directory``.
+
     Raises:
-        StorageError: the disk refused.
+        StorageError: the disk refused; on every rank.
     """
     require_owned()
     copy = PolicyCopy(engine, ranks, config, tokenizer)
-    if ranks.is_first:
-        with storage_errors(f"the policy's export {directory}"):
-            copy.write(directory)
+
+    def write() -> None:
+        with storage_errors(f"the policy's export {directory}", folder=directory, needed=copy.nbytes):
+            copy.write(directory, notes)
         log.info("exported the policy to %s", directory)
+
+    ranks.on_first(write)

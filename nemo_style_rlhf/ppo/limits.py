@@ -26,6 +26,13 @@ def number_of_steps(config: PPOActorConfig, num_prompts: int) -> int:
     return steps
 
 
+def prompts_to_take(config: PPOActorConfig, num_prompts: int) -> int | None:
+    """Number of prompts that ``algorithm.max_epochs`` lets a run take whose filter takes more than its steps train; else None."""
+    if config.algorithm.max_steps > 0 or not config.algorithm.filter.enabled:
+        return None
+    return num_prompts * config.algorithm.max_epochs
+
+
 def prompts_needed(config: PPOActorConfig) -> int:
     """Lowest number of prompts that :func:`number_of_steps` accepts."""
     return 1 if config.algorithm.max_steps > 0 else -(-_prompts_per_step(config) // config.algorithm.max_epochs)

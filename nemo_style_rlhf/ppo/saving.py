@@ -20,7 +20,7 @@ from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.ppo.export import PolicyCopy
 from nemo_style_rlhf.rollout.ahead import Ahead
-from nemo_style_rlhf.tracking.rollouts import RolloutWriter
+from nemo_style_rlhf.tracking.rollouts import RolloutWriter, Work
 from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Saver:
         state: dict[str, Any],
         ahead: Ahead,
         critic_checkpoint: "Future[dict[str, Any]] | None",
-        rows: "Future[None] | None",
+        rows: Work | None,
         policy: PolicyCopy | None,
     ) -> None:
         """Write the critic checkpoint, then the actor's, then the manifest that names both; then both sides prune."""
@@ -145,8 +145,8 @@ class Saver:
 
         def commit() -> None:
             with whole_or_absent():
-                if rows is not None:
-                    rows.result()  # a resumed run does not generate these rollouts again
+                if rows is not None and self._rollouts is not None:
+                    self._rollouts.finish(rows)  # a resumed run does not generate these rollouts again
                 ahead.save(self._store.part(step, AHEAD))
                 if policy is not None:
                     policy.write(self._store.part(step, HF))
@@ -161,7 +161,9 @@ class Saver:
 
         try:
             described = self._ranks.on_first(begin)
-            with whole_or_absent():  # deletes only after every rank has ended: none may still be writing
+            with whole_or_absent(
+                needed=copy.nbytes
+            ):  # deletes only after every rank has ended: none may still be writing
                 self._ranks.everyone(lambda: copy.write(folder / "engine"))
             copy.drop()
             self._ranks.on_first(commit)

@@ -67,6 +67,8 @@ class Session:
         """Whether actor and critic are in the state that ``progress`` describes."""
         self.stopped = False
         """Whether the run was told to end and has committed the step that was under way."""
+        self.over: str | None = None
+        """Why no step is left to train although the last one is not reached."""
         self.save_stall = 0.0
         """Seconds for which the last checkpoint held up training."""
         self._begun = False
@@ -75,7 +77,8 @@ class Session:
 
     @property
     def goes_on(self) -> bool:
-        return not self.stopped and (self.progress.step < self._total_steps or not self.restored)
+        unfinished = self.over is None and self.progress.step < self._total_steps
+        return not self.stopped and (unfinished or not self.restored)
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
@@ -148,6 +151,13 @@ class Session:
         if step > self._furthest:
             self._lost, self._furthest = 0, step
 
+    def end_here(self, why: str) -> None:
+        """Commit the last finished step as the run's last."""
+        self.over = why
+        if self.progress.step not in self._store.committed_steps() or self._config.checkpoint.export_critic:
+            self._commit()
+        self._saver.settle()
+
     def undo(self) -> None:
         """Return the critic server and its folder to the state in which this run found them (dry runs)."""
         self._recovery.undo()
@@ -161,7 +171,8 @@ class Session:
             asdict(self.progress),
             ahead=self._queue.ahead(step),
             critic_step=self.progress.critic_step,
-            export_critic=step == self._total_steps and self._config.checkpoint.export_critic,
+            export_critic=self._config.checkpoint.export_critic
+            and (step == self._total_steps or self.over is not None),
         )
         self.save_stall = perf_counter() - began
 
@@ -174,7 +185,7 @@ class Session:
 
     def _standing(self) -> str:
         committed, step = self._store.committed_steps(), self.progress.step
-        where = "in the export" if step == self._total_steps else f"in step {step + 1}"
+        where = "in the export" if step == self._total_steps or self.over else f"in step {step + 1}"
         saved = f"step {committed[-1]} is saved" if committed and committed[-1] else "no step is saved yet"
         return f"stopped {where}; {saved}; the same command goes on"
 

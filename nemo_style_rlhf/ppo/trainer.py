@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.checkpoint.starts import record_end
 from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, RemoteCritic
@@ -23,6 +22,7 @@ from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.memory import memory
 from nemo_style_rlhf.engine.utilization import GpuUtilization, by_node
+from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.generation.factory import weights_for_generator
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.ppo.export import export_policy
@@ -34,7 +34,7 @@ from nemo_style_rlhf.ppo.sampler_check import Probe, check_logprob_gap
 from nemo_style_rlhf.ppo.session import Session
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder, ShapingState
-from nemo_style_rlhf.rollout.producer import Timers
+from nemo_style_rlhf.rollout.producer import NothingLeftError, Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.types import Experience, episodes
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -107,7 +107,11 @@ class PPOTrainer:
                         self._restore()
                         continue
                     started = perf_counter()
-                    metrics = self.metrics = self.train_step()
+                    try:
+                        metrics = self.metrics = self.train_step()
+                    except NothingLeftError as end:
+                        self._end_here(str(end))
+                        continue
                     session.end_step()
                     status = ppo_status(
                         reward=metrics["train_rollouts/rewards"],
@@ -123,7 +127,7 @@ class PPOTrainer:
             self._export("export")
             if self._ranks.is_first:
                 names = ["export", "export_adapter"] if self._config.model.lora.rank else ["export"]
-                record_end(self._output_dir, [self._output_dir / name for name in names])
+                record_end(self._output_dir, [self._output_dir / name for name in names], why=session.over)
         self._on_first(self._parts.rollouts, lambda rollouts: rollouts.flush())
         if self._parts.metrics is not None:
             self._parts.metrics.close()
@@ -217,6 +221,16 @@ class PPOTrainer:
         self._check_health(step, metrics, experience)
         return metrics
 
+    def _end_here(self, why: str) -> None:
+        step = self._session.progress.step
+        sentence = f"{why}: the run ends after step {step} of {self._total_steps}"
+        if self._ranks.is_first:
+            log.info("%s", sentence)
+        self._on_first(self._parts.metrics, lambda writer: writer.event(step, "over", sentence))
+        for version in range(max(0, step - self._config.algorithm.staleness), step + 1):
+            self._write_validation(version)
+        self._session.end_here(why)
+
     def _check_health(self, step: int, metrics: dict[str, float], experience: Experience) -> None:
         def texts(row: int) -> tuple[str, str]:
             branches = episodes(experience.rollouts)[row]
@@ -285,11 +299,14 @@ class PPOTrainer:
         reward, best = metrics["val_rollouts/rewards"], self._session.progress.best_reward
         # A validation in which every sample failed has reward NaN and is never the best.
         if self._config.checkpoint.keep_best and reward > (-math.inf if best is None else best):
-            self._session.progress = replace(self._session.progress, best_reward=reward)
-            self._export("best")
-            if self._ranks.is_first:
-                note = {"step": step, "val_rollouts/rewards": reward}
-                write_atomically(self._output_dir / "best" / "best.json", json.dumps(note).encode())
+            note = {"step": step, "val_rollouts/rewards": reward}
+            try:
+                self._export("best", {"best.json": json.dumps(note)})
+            except StorageError as error:  # as for a checkpoint: there may be room for the next one
+                if self._ranks.is_first:
+                    log.error("%s; training goes on, and the best so far stays that of an earlier step", error)
+            else:
+                self._session.progress = replace(self._session.progress, best_reward=reward)
         return metrics
 
     def _restore(self) -> None:
@@ -315,11 +332,11 @@ class PPOTrainer:
         first = progress.step == 0 and self._config.algorithm.val_check_interval > 0
         self._publish(progress.step, Timers(), validate=first)
 
-    def _export(self, name: str) -> None:
+    def _export(self, name: str, notes: Mapping[str, str] = {}) -> None:
         self._parts.residency.enter(TRAIN)
         export_policy(
-            self._parts.engine, self._ranks, self._output_dir / name, self._config, tokenizer=self._parts.tokenizer
-        )
+            self._parts.engine, self._ranks, self._output_dir / name, self._config, tokenizer=self._parts.tokenizer, notes=notes,
+        )  # fmt: skip
 
 
 def critic_batch(experience: Experience, plan: list[list[int]]) -> CriticTrainBatch:

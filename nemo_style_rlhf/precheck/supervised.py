@@ -6,8 +6,9 @@ from typing import Any
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.preview import Reader, count_rows, first_rows
 from nemo_style_rlhf.data.records import Record
-from nemo_style_rlhf.data.supervised import ADVICE, pair_reader, sft_reader, unpaired_reader
+from nemo_style_rlhf.data.supervised import pair_reader, sft_reader, unpaired_reader
 from nemo_style_rlhf.data.templates import check_template
+from nemo_style_rlhf.schema.model_files import rows_of
 from nemo_style_rlhf.schema.supervised import (
     PairDataConfig,
     SFTDataConfig,
@@ -20,7 +21,7 @@ from nemo_style_rlhf.schema.supervised import (
 def check_rows(data: SupervisedDataConfig) -> None:
     """What needs no tokenizer."""
     for source in _sources(data):
-        count_rows(source, _reader(data), ADVICE)
+        count_rows(source, _reader(data))
 
 
 def check_tokens(config: SupervisedConfig) -> None:
@@ -32,7 +33,11 @@ def check_tokens(config: SupervisedConfig) -> None:
     if isinstance(data, PairDataConfig):
         check_template(config.model.path, data, tokenizer)
     for source in _sources(data):
-        first_rows(source, _reader(data), Encoder(tokenizer, chat_template=data.chat_template), ADVICE)
+        first_rows(
+            source,
+            _reader(data),
+            Encoder(tokenizer, chat_template=data.chat_template, today=data.today, rows=rows_of(tokenizer)),
+        )
 
 
 def _sources(data: SupervisedDataConfig) -> list[Any]:

@@ -1,5 +1,6 @@
 """The supervised stages: SFT, reward model, DPO and KTO."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -188,9 +189,15 @@ class SupervisedCheckpointConfig:
     """Checkpoints of an unfinished run, in <run.output_dir>/checkpoints; run.resume reads them."""
 
     save_interval: int = 500
-    """Optimizer steps between checkpoints; 0 for none, -1 for one after the last step."""
+    """Optimizer steps between checkpoints; the last step is always saved, -1 saves no other, and 0 saves none."""
     keep_last: int = 1
     """Number of checkpoints that are kept."""
+    save_on_interrupt: bool = False
+    """The first Ctrl-C ends the stage after the running step, with a checkpoint; only the second one ends it at once."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether ``save_interval`` asks for a checkpoint after ``step``."""
+        return self.save_interval > 0 and step % self.save_interval == 0
 
     def validate(self) -> None:
         require(
@@ -212,6 +219,10 @@ class SupervisedConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     export_dir: str | None = None
     """Folder for the trained model, as a plain Hugging Face directory; null is run.output_dir/export."""
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        yield "tracking.rollouts", "does nothing: a supervised stage makes no rollouts"
 
     @property
     def export_path(self) -> str:

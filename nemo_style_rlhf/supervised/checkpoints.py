@@ -1,16 +1,22 @@
 """Checkpoints of an unfinished stage. Lightning writes and reads them; this module checks that they are whole and of this run."""
 
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning.callbacks import ModelCheckpoint
+import pytorch_lightning as pl
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from nemo_style_rlhf.checkpoint.data import read_data
 from nemo_style_rlhf.checkpoint.files import published, storage_errors
-from nemo_style_rlhf.checkpoint.starts import require_same
+from nemo_style_rlhf.checkpoint.starts import DONE, differences, require_same
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.preemption import Preempted, heed_sigterm, stop_requested
 from nemo_style_rlhf.schema.supervised import SupervisedConfig
+from nemo_style_rlhf.tracking.metrics import EVENTS_FILE, METRICS_FILE, last_recorded
+
+log = logging.getLogger(__name__)
 
 IDENTITY = "stage_identity"
 PROGRESS_FILE = "progress.pt"
@@ -42,29 +48,116 @@ def saved_steps(config: SupervisedConfig) -> list[int]:
     return sorted(int(path.stem.removeprefix("step_")) for path in checkpoint_dir(config).glob("step_*.ckpt"))
 
 
-def completed_micro_batches(path: Path, identity: dict[str, Any]) -> int:
-    """Number of micro-batches per rank that were done when the checkpoint was written.
+def require_no_lost_results(config: SupervisedConfig) -> None:
+    """
+    Raises:
+        UserError: there are results but no checkpoint to go on from, and they are another command's.
+    """
+    output_dir = Path(config.run.output_dir)
+    if _results(config) and (changed := differences(output_dir, config)) != []:
+        raise UserError(
+            f"{output_dir} holds results of {_trained(output_dir)} but no checkpoint to go on from, and this start would replace "
+            f"them with others ({'; '.join(changed or ['its configuration is not known'])}): choose another run.output_dir"
+        )
+
+
+def set_results_aside(config: SupervisedConfig) -> None:
+    """Move the results of a start that left no checkpoint into a folder beside, and say so: the stage starts from the beginning.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    output_dir = Path(config.run.output_dir)
+    if not (found := _results(config)):
+        return
+    number = 1 + len(list(output_dir.glob("earlier_*")))
+    aside = output_dir / f"earlier_{number:03d}"
+    log.warning(
+        "%s holds results of %s but no checkpoint: the stage starts from the beginning, they are now in %s", output_dir,
+        _trained(output_dir), aside,
+    )  # fmt: skip
+    with storage_errors(aside):
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+
+
+def _results(config: SupervisedConfig) -> list[Path]:
+    """What earlier starts have written for their user; none if they trained nothing."""
+    output_dir, export = Path(config.run.output_dir), Path(config.export_path)
+    exports = [path for path in (export, export.with_name(f"{export.name}_adapter")) if path.parent == output_dir]
+    found = [path for path in exports if path.exists()]
+    if not found and last_recorded(output_dir) is None:
+        return []
+    names = (METRICS_FILE, EVENTS_FILE, "tensorboard", "pair_evaluation.json", DONE)
+    return [*found, *(path for name in names if (path := output_dir / name).exists())]
+
+
+def _trained(output_dir: Path) -> str:
+    last = last_recorded(output_dir)
+    return "an export" if last is None else f"{last + 1} steps"  # Lightning's steps count from 0
+
+
+def completed_steps(path: Path, identity: dict[str, Any]) -> int:
+    """Number of optimizer steps that were done when the checkpoint was written.
 
     Raises:
         UserError: the checkpoint is from a run with another model, data, batches or seed, or holds something other than data.
     """
     file = path / PROGRESS_FILE if path.is_dir() else path
     checkpoint = read_data(file, mmap=True)
-    require_same(checkpoint.get(IDENTITY, {}), identity, str(path))
-    return int(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"])
+    saved = checkpoint.get(IDENTITY, {})
+    require_same(saved, identity, str(path))
+    if "global_step" in checkpoint:
+        return int(checkpoint["global_step"])
+    done = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"]  # of an earlier version
+    return int(done * saved["ranks"] // saved["micro-batches per step"])
 
 
-def checkpoint_callback(config: SupervisedConfig, total_steps: int) -> ModelCheckpoint:
-    interval = config.checkpoint.save_interval
-    return ModelCheckpoint(
-        dirpath=checkpoint_dir(config),
-        filename="step_{step:08d}",
-        auto_insert_metric_name=False,
-        every_n_train_steps=total_steps if interval == -1 else interval,
-        monitor="step",
-        mode="max",
-        save_top_k=config.checkpoint.keep_last,
-    )
+def recount_micro_batches(checkpoint: dict[str, Any], *, per_step: int) -> None:
+    """Have Lightning's loop, which counts micro-batches, stand where ``checkpoint`` does with another number of them per step: a
+    run that was made longer may have a fuller step."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    shift = checkpoint["global_step"] * per_step - progress["current"]["processed"]
+    for counts in (progress["current"], progress["total"]):
+        for name in counts:
+            counts[name] += shift
+
+
+class StageCheckpoints(pl.Callback):
+    """Saves when ``checkpoint.save_interval`` says so, after the last step, and after the step in which the stage is told to end
+    (launch/preemption.py), which then ends it with :class:`Preempted`."""
+
+    def __init__(self, config: SupervisedConfig, total_steps: int) -> None:
+        self._folder, self._config, self._total_steps = checkpoint_dir(config), config.checkpoint, total_steps
+        self._step = 0
+        self._told = False
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._step = trainer.global_step
+        heed_sigterm()  # in place of Lightning's handler, which ends without a checkpoint
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            return  # a micro-batch within the step
+        self._step = step = trainer.global_step
+        is_last = step == self._total_steps
+        # The order may not have reached every rank yet.
+        self._told = trainer.strategy.reduce_boolean_decision(stop_requested(), all=False) and not is_last
+        if self._config.save_interval and (self._told or is_last or self._config.is_due(step)):
+            trainer.save_checkpoint(self._folder / f"step_{step:08d}.ckpt")
+            if trainer.is_global_zero:
+                self._retire()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._told:  # only now: Lightning has written the step's metrics
+            saved = "is saved" if self._config.save_interval else "is not saved, since checkpoint.save_interval=0"
+            log.info("step %d %s, the stage ends as it was told; the same command goes on", self._step, saved)
+            raise Preempted
+
+    def _retire(self) -> None:
+        for path in sorted(self._folder.glob("step_*.ckpt"))[: -self._config.keep_last]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -69,7 +69,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             super().save_checkpoint(checkpoint, unpublished(final), storage_options)
             self.barrier()
             if self.is_global_zero:
-                progress = {name: checkpoint[name] for name in (IDENTITY, "loops")}
+                progress = {name: checkpoint[name] for name in (IDENTITY, "loops", "global_step")}
                 torch.save(progress, unpublished(final) / PROGRESS_FILE)
         self.barrier()
 

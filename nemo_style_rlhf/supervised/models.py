@@ -3,13 +3,13 @@
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.templates import write_template
-from nemo_style_rlhf.models.export import export_model
+from nemo_style_rlhf.models.export import export_model, rehearse_export
 from nemo_style_rlhf.models.loading import load_causal_lm, new_causal_lm
 from nemo_style_rlhf.models.lora import add_lora, save_adapter
 from nemo_style_rlhf.models.scalar import ScalarModel
@@ -51,17 +51,33 @@ def write_model(
     Returns:
         The folders written.
     """
-    write_notes = partial(
-        write_template, template=data.prompt_template, tokenizer=tokenizer, chat_template=data.chat_template,
-        append_eos=data.append_eos,
-    )  # fmt: skip
     hf.to(getattr(torch, model.dtype))
-    export_model(
-        hf, target, source=model.path, config_source=model.config_path, write_notes=write_notes,
-        trust_remote_code=model.trust_remote_code,
-    )  # fmt: skip
+    export_model(hf, target, **_beside_weights(model, data, tokenizer))
     if not model.lora.rank:
         return [target]
     adapter = target.with_name(f"{target.name}_adapter")
     save_adapter(hf, adapter, model, export=target)
     return [target, adapter]
+
+
+def rehearse_writing(
+    hf: PreTrainedModel, model: SupervisedModelConfig, data: SupervisedDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """
+    Raises:
+        UserError: :func:`write_model` would fail after the training.
+    """
+    rehearse_export(hf, **_beside_weights(model, data, tokenizer))
+
+
+def _beside_weights(
+    model: SupervisedModelConfig, data: SupervisedDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    write_notes = partial(
+        write_template, template=data.prompt_template, tokenizer=tokenizer, chat_template=data.chat_template,
+        append_eos=data.append_eos,
+    )  # fmt: skip
+    return {
+        "source": model.path, "config_source": model.config_path, "write_notes": write_notes,
+        "trust_remote_code": model.trust_remote_code,
+    }  # fmt: skip

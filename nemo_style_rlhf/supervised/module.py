@@ -14,7 +14,7 @@ from nemo_style_rlhf.data.sampling import mixed_seed
 from nemo_style_rlhf.engine.schedule import follow_config, lr_factor
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.supervised import SupervisedEngineConfig
-from nemo_style_rlhf.supervised.checkpoints import IDENTITY
+from nemo_style_rlhf.supervised.checkpoints import IDENTITY, recount_micro_batches
 
 Sums = dict[str, Tensor | tuple[Tensor, int]]
 """By metric: a sum that is divided like the loss, or a sum with its own divisor."""
@@ -128,6 +128,7 @@ class SupervisedModule(pl.LightningModule, ABC):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Reopen a run that was made longer since: otherwise Lightning would take its data for finished and train nothing."""
+        recount_micro_batches(checkpoint, per_step=self.trainer.accumulate_grad_batches)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         progress["is_last_batch"] = checkpoint["global_step"] >= self.total_steps
 

@@ -17,7 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.files import storage_errors
 from nemo_style_rlhf.checkpoint.owner import require_owned
-from nemo_style_rlhf.checkpoint.starts import log_differences, record_end, record_start, require_reachable
+from nemo_style_rlhf.checkpoint.starts import (
+    log_differences,
+    record_end,
+    record_start,
+    require_reachable,
+    require_work,
+)
 from nemo_style_rlhf.data.mixtures import load_training_rows
 from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
@@ -25,6 +31,7 @@ from nemo_style_rlhf.data.templates import check_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.bootstrap import setup
+from nemo_style_rlhf.launch.preemption import request_stop
 from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.models.digests import rows_fingerprint
@@ -35,13 +42,15 @@ from nemo_style_rlhf.schema.supervised import ZERO_STAGES, PairDataConfig, Super
 from nemo_style_rlhf.supervised.batches import Collate, Positions, TrainingBatches, ValidationBatches, parts_within
 from nemo_style_rlhf.supervised.checkpoints import (
     AtomicCheckpointIO,
-    checkpoint_callback,
-    completed_micro_batches,
+    StageCheckpoints,
+    completed_steps,
     last_checkpoint,
+    require_no_lost_results,
     saved_steps,
+    set_results_aside,
 )
 from nemo_style_rlhf.supervised.metrics_logger import MetricsLogger
-from nemo_style_rlhf.supervised.models import write_model
+from nemo_style_rlhf.supervised.models import rehearse_writing, write_model
 from nemo_style_rlhf.supervised.module import SupervisedModule
 from nemo_style_rlhf.supervised.progress import StageProgress
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
@@ -79,6 +88,8 @@ class Stage:
         self._rank, self._world_size = (int(os.environ.get(name, default)) for name, default in RANK_VARIABLES)
         logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
         resumed = None if config.run.dry_run else last_checkpoint(config)
+        if resumed is None and not config.run.dry_run:
+            require_no_lost_results(config)
         if self.is_first_rank:
             log_differences(Path(config.run.output_dir), config)
         starting("reading the data")
@@ -101,20 +112,29 @@ class Stage:
         self._micro_batches = self._parts_of_a_step()
         self._identity = self._identify()
         self._resumed = resumed
-        self._done = 0 if resumed is None else completed_micro_batches(resumed, self._identity)
-        require_reachable(self._done // self._accumulate, self.total_steps, "trainer.max_steps", config.run.output_dir)
+        self._resumed_step = step = 0 if resumed is None else completed_steps(resumed, self._identity)
+        require_reachable(step, self.total_steps, "trainer.max_steps", config.run.output_dir)
+        require_work(step, self.total_steps, config, "trainer.max_steps")
         starting("loading the model")
 
     def fit(self, module: SupervisedModule, hf: PreTrainedModel) -> dict[str, float]:
-        """Train ``module`` from the beginning or the last checkpoint, and validate; returns the last validation's metrics."""
+        """Train ``module`` from the beginning or the last checkpoint, and validate; returns the last validation's metrics.
+
+        Raises:
+            UserError: ``hf`` could not be exported after the training.
+            Preempted: the stage was told to end early.
+        """
         config, resumed = self.config, self._resumed
+        rehearse_writing(hf, config.model, self.data, self.tokenizer)
         if config.model.gradient_checkpointing:
             hf.gradient_checkpointing_enable()
         module.train()
         module.seed, module.identity, module.validates = config.run.seed, self._identity, bool(self.val_rows)
         if self.is_first_rank and not config.run.dry_run:
+            if resumed is None:
+                set_results_aside(config)
             record_start(Path(config.run.output_dir), config, after=resumed.stem if resumed else "step_00000000")
-        self.trainer = self._trainer(resumed_step=self._done // self._accumulate)
+        self.trainer = self._trainer()
         if resumed is not None:
             logger.info("resuming from %s", resumed)
         logger.info(
@@ -122,9 +142,11 @@ class Stage:
             config.trainer.batch_size, config.model.path, self.device, config.run.output_dir,
         )  # fmt: skip
         interrupt.describe(self._standing)
+        if config.checkpoint.save_on_interrupt:
+            interrupt.on_first(self._stop_after_step)
         self.trainer.fit(
             module,
-            self._loader(self._batches(), done=self._done),
+            self._loader(self._batches(), done=self._resumed_step * self._accumulate),
             self._validation(),
             ckpt_path=resumed,
             weights_only=True,
@@ -139,6 +161,14 @@ class Stage:
         done, saved = self.trainer.global_step, saved_steps(self.config)
         where = f"in step {done + 1}" if done < self.total_steps else "after the last step"
         return f"stopped {where}; {f'step {saved[-1]} is saved' if saved else 'no step is saved yet'}; the same command goes on"
+
+    def _stop_after_step(self) -> None:
+        if self.is_first_rank:
+            logger.info(
+                "the stage ends after step %d, with a checkpoint; Ctrl-C again ends it at once",
+                self.trainer.global_step + 1,
+            )
+        request_stop()
 
     def _parts_of_a_step(self) -> int:
         """Micro-batches of a step over all ranks: the number that the fullest step needs, used for every step."""
@@ -168,11 +198,14 @@ class Stage:
     def _identify(self) -> dict[str, Any]:
         """Settings on which the order of micro-batches and the meaning of a checkpoint's weights depend."""
         fit, run = self.config.trainer, self.config.run
+        # With a budget of tokens, the number of parts depends on the fullest step, and so on the length of the run.
+        split = {"trainer.micro_batch_tokens": fit.micro_batch_tokens}
+        if not fit.micro_batch_tokens:
+            split["micro-batches per step"] = self._micro_batches
         return {
             **lora_identity(self.config.model), **self.training.identity,
             "training data": rows_fingerprint(self.train_rows), "trainer.batch_size": fit.batch_size,
-            "run.seed": run.seed, "micro-batches per step": self._micro_batches,
-            "ranks": self._world_size, "trainer.strategy": fit.strategy,
+            "run.seed": run.seed, **split, "ranks": self._world_size, "trainer.strategy": fit.strategy,
         }  # fmt: skip
 
     def _batches(self, *, micro_batches: int = 0) -> TrainingBatches[Any, Any]:
@@ -227,9 +260,8 @@ class Stage:
         clip = self.config.engine.gradient_clip_val
         return ZeroStrategy(stage, gradient_clip_val=clip, autocasts=self._autocasts, device=self.device)
 
-    def _trainer(self, *, resumed_step: int) -> pl.Trainer:
+    def _trainer(self) -> pl.Trainer:
         config, fit = self.config, self.config.trainer
-        saves = config.checkpoint.save_interval != 0 and not config.run.dry_run
         strategy = self._strategy()
         return pl.Trainer(
             accelerator="gpu" if self.device.type == "cuda" else "cpu",
@@ -244,27 +276,28 @@ class Stage:
             val_check_interval=fit.val_interval * self._accumulate if 0 < fit.val_interval < self.total_steps else None,
             num_sanity_val_steps=0,
             log_every_n_steps=fit.log_interval,
-            logger=self._loggers(resumed_step),
+            logger=self._loggers(),
             callbacks=[
-                *([checkpoint_callback(config, self.total_steps)] if saves else []),
                 *(
                     [StageProgress(self._name, self.total_steps)]
                     if config.tracking.progress and self.is_first_rank
                     else []
                 ),
+                *([] if config.run.dry_run else [StageCheckpoints(config, self.total_steps)]),
             ],
             plugins=[AtomicCheckpointIO()],
-            enable_checkpointing=saves,
+            enable_checkpointing=False,  # Lightning's own
             enable_model_summary=False,
             enable_progress_bar=False,  # Lightning's counts micro-batches
             default_root_dir=config.run.output_dir,
         )
 
-    def _loggers(self, resumed_step: int) -> list[MetricsLogger]:
+    def _loggers(self) -> list[MetricsLogger]:
         if self.config.run.dry_run or self._rank > 0:
             return []
         resolved = dataclasses.asdict(self.config)
         self.writer = MetricsWriter(Path(self.config.run.output_dir), self.config.tracking, resolved)
+        resumed_step = self._resumed_step
         self.writer.rewind(resumed_step - 1)  # Lightning's steps count from 0
         sentence = f"resumed from the checkpoint of step {resumed_step}" if resumed_step else "started"
         self.writer.event(resumed_step, "start", sentence, total_steps=self.total_steps)
@@ -293,7 +326,10 @@ class Stage:
             return
         require_owned()
         target = Path(self.config.export_path)
-        with storage_errors(f"the model's export {target}", "make room or change export_dir"):
+        needed = sum(parameter.nbytes for parameter in hf.parameters())
+        with storage_errors(
+            f"the model's export {target}", "make room or change export_dir", folder=target, needed=needed
+        ):
             written = write_model(hf, target, self.config.model, self.data, self.tokenizer)
             record_end(Path(self.config.run.output_dir), written)
         logger.info("exported to %s; next: %s", target, self._then.replace("EXPORT", str(target)))

@@ -1,7 +1,9 @@
 """Supervised runs that are killed, split over ranks or packed end with the weights of one that is not."""
 
 import json
+import re
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from tests.support import warm
 from tests.support.attacks import Attack
 from tests.support.metrics import metrics, without_timers
@@ -91,6 +94,86 @@ def test_a_killed_run_resumes_to_the_last_bit(folder: Path) -> None:
     assert logged(folder / "killed") == logged(folder / "whole")
 
 
+def ended_by(folder: Path, run: str, number: int, *settings: str, step: int = 3) -> int:
+    """The exit code of a run that gets a signal once it has logged ``step``."""
+    log = folder / f"{run}.log"
+    process = warm.Forked(command(folder, "train_sft", run, *settings), log, log)
+    deadline = time.monotonic() + 120
+    reached = folder / run / "metrics.jsonl"
+    while not (reached.exists() and f'"step": {step}' in reached.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.002)
+    process.send_signal(number)
+    return process.wait(120)
+
+
+LONG = ["trainer.micro_batch_size=4", "trainer.max_steps=200", "trainer.val_interval=0", *CONSTANT]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_run_that_is_told_to_end_saves_its_step_and_goes_on(folder: Path, number: signal.Signals) -> None:
+    run = f"told_{number.name}"
+    assert ended_by(folder, run, number, *LONG) == PREEMPTED_EXIT
+    log = (folder / f"{run}.log").read_text()
+    (step,) = re.findall(r"step (\d+) is saved, the stage ends as it was told; the same command goes on", log)
+    (saved,) = (folder / run / "checkpoints").glob("*.ckpt")
+    assert saved.name == f"step_{int(step):08d}.ckpt" and int(step) >= 4 and "Traceback" not in log
+    last = f"trainer.max_steps={int(step) + 3}"
+    resumed = train(folder, "train_sft", run, *LONG, last, "run.resume=must")
+    whole = train(folder, "train_sft", f"whole_{number.name}", *LONG, last)
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+    assert logged(folder / run) == logged(folder / f"whole_{number.name}")
+
+
+def test_the_last_step_is_saved_whatever_the_interval_and_the_run_can_be_made_longer(folder: Path) -> None:
+    """Also one with a budget of tokens, whose later steps may be fuller."""
+    settings = ["trainer.micro_batch_tokens=60", "trainer.val_interval=0", *CONSTANT]
+    train(folder, "train_sft", "short", *settings, "trainer.max_steps=3")
+    (saved,) = (folder / "short" / "checkpoints").glob("*.ckpt")
+    assert saved.name == "step_00000003.ckpt"
+    longer = train(folder, "train_sft", "short", *settings, "trainer.max_steps=9", "run.resume=must")
+    assert [row["step"] for row in metrics(folder / "short")][-1] == 8
+    assert_near(longer, train(folder, "train_sft", "planned_tokens", *settings, "trainer.max_steps=9"), 1e-5)
+
+
+def test_results_without_a_checkpoint_are_moved_aside_or_the_start_is_refused(folder: Path) -> None:
+    settings = [*LONG, "checkpoint.save_interval=0"]
+    assert ended_by(folder, "unsaved", signal.SIGKILL, *settings) == -signal.SIGKILL
+    before = (folder / "unsaved" / "metrics.jsonl").read_bytes()
+    refused = warm.run(command(folder, "train_sft", "unsaved", *settings, "engine.optim.lr=2e-3"), timeout=120)
+    assert refused.returncode == 2
+    assert re.search(
+        r"unsaved holds results of \d+ steps but no checkpoint .* \(engine\.optim\.lr: 0\.001 -> 0\.002\): choose another",
+        refused.stderr,
+    )
+    assert (folder / "unsaved" / "metrics.jsonl").read_bytes() == before
+    again = warm.Forked(
+        command(folder, "train_sft", "unsaved", *settings), folder / "unsaved.log", folder / "unsaved.log"
+    )
+    aside = folder / "unsaved" / "earlier_001" / "metrics.jsonl"
+    while not (aside.exists() and (folder / "unsaved" / "metrics.jsonl").exists()):
+        assert again.poll() is None
+        time.sleep(0.01)
+    again.kill()
+    again.wait()
+    assert (folder / "unsaved" / "earlier_001" / "metrics.jsonl").read_bytes() == before
+    assert "they are now in" in (folder / "unsaved.log").read_text()
+
+
+def test_a_start_that_would_train_nothing_changes_no_file(folder: Path) -> None:
+    settings = ["trainer.max_steps=3", "trainer.val_interval=0", *CONSTANT]
+    train(folder, "train_sft", "ended", *settings)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "ended").rglob("*") if path.is_file()}
+    again = warm.run(command(folder, "train_sft", "ended", *settings, "engine.optim.lr=2e-3"), timeout=120)
+    assert again.returncode == 2
+    assert re.search(
+        r"has ended after step 3 and exported .*; this start changes engine\.optim\.lr: 0\.001 -> 0\.002, but leaves no step to "
+        r"train: raise trainer\.max_steps",
+        again.stderr,
+    )
+    assert {path: path.stat().st_mtime_ns for path in (folder / "ended").rglob("*") if path.is_file()} == before
+
+
 def test_adapters_resume_to_the_last_bit_and_merge(folder: Path) -> None:
     """DPO, whose reference is the adapter switched off; gradient checkpointing and packing are on."""
     settings = [
@@ -99,10 +182,11 @@ def test_adapters_resume_to_the_last_bit_and_merge(folder: Path) -> None:
     ]  # fmt: skip
     whole = train(folder, "train_dpo", "adapters", *settings)
     saved = sorted((folder / "adapters" / "checkpoints").glob("*.ckpt"))
-    assert [path.name for path in saved] == ["step_00000010.ckpt", "step_00000020.ckpt"]
+    assert [path.name for path in saved] == ["step_00000010.ckpt", "step_00000020.ckpt", "step_00000024.ckpt"]
     weights = torch.load(saved[0], weights_only=True)["state_dict"]
     assert weights and all("lora_" in name for name in weights)
-    saved[1].unlink()  # as if it had been killed before
+    for later in saved[1:]:
+        later.unlink()  # as if it had been killed before
     resumed = train(folder, "train_dpo", "adapters", *settings, "run.resume=must")
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
@@ -259,7 +343,7 @@ def test_shares_over_ranks_resume_to_the_last_bit(folder: Path) -> None:
     ]  # fmt: skip
     whole = train(folder, "train_dpo", run, *settings, ranks=2)
     saved = sorted((folder / run / "checkpoints").glob("*.ckpt"))
-    assert [path.name for path in saved] == ["step_00000010.ckpt", "step_00000020.ckpt"]
+    assert [path.name for path in saved] == ["step_00000010.ckpt", "step_00000020.ckpt", "step_00000024.ckpt"]
     shutil.rmtree(saved[1])
     shutil.rmtree(folder / run / "export")
     lines = logged(folder / run)

@@ -104,6 +104,15 @@ def test_a_second_process_of_one_machine_is_told_of_the_first_even_of_a_stopped_
     Owner(tmp_path, "server", TAKEOVER_S, kernel=OURS).end()  # another role may share the folder
 
 
+def test_no_other_user_can_hold_the_lock_and_all_can_see_the_heartbeat(tmp_path: Path) -> None:
+    """Whoever can open a file can lock it, and would keep every start of the run waiting."""
+    owned = Owner(tmp_path, "trainer", TAKEOVER_S, kernel=OURS)
+    modes = {path.name.removeprefix(".owner_trainer."): path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes[f"{OURS}.lock"] == 0o600 and modes[OURS] & 0o444 == 0o444
+    owned.end()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_one_at_a_time_owns_a_folder_that_many_take_and_leave_as_they_found_it(tmp_path: Path) -> None:
     inside: list[int] = []
 

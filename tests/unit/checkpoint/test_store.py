@@ -48,7 +48,7 @@ def test_an_attempt_that_died_before_its_manifest_does_not_count_and_can_be_repe
             (store.begin(2) / "w.bin").write_text("hal")
             raise OSError(28, "No space left on device")
 
-    sentence = r"step 2 could not be saved .*\(No space left on device\).* resumes from step 1"
+    sentence = r"step 2 could not be saved .*\(disk full: .*\).* resumes from step 1"
     with pytest.raises(UserError, match=sentence):
         no_space()
     assert store.latest().step == 1

@@ -78,3 +78,40 @@ def test_what_children_have_started_ends_too(tmp_path: Path) -> None:
             process.kill()
             if alive(grandchild):
                 os.kill(grandchild, signal.SIGKILL)
+
+
+HAS_A_FOLDER = """
+import os, signal, sys, threading
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests may ignore it
+from pathlib import Path
+from nemo_style_rlhf.launch import interrupt
+
+interrupt.remove_at_end(Path(sys.argv[1]))
+child = os.fork()
+if not child:
+    threading.Event().wait()
+print(child, flush=True)
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_can_be_caught_leaves_no_folder_in_memory(number: int, tmp_path: Path) -> None:
+    """Whatever the main thread does; a forked child ends by itself."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    command = [sys.executable, "-c", HAS_A_FOLDER, folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            os.kill(child, number)
+            assert wait_until(lambda: not alive(child))
+            assert process.poll() is None and folder.exists()
+            process.send_signal(number)
+            assert process.wait(60) == 128 + number and not folder.exists()
+        finally:
+            process.kill()

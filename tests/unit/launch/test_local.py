@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -184,3 +185,16 @@ with LocalLauncher(Path({str(tmp_path)!r})) as launcher:
     os.kill(process.pid, number)
     assert process.wait(30) == -number
     assert soon(lambda: not any(map(alive, children)))
+
+
+def test_a_program_outlives_the_thread_that_asked_for_it(tmp_path):
+    """Linux ends a child with the thread that started it."""
+    with LocalLauncher(tmp_path) as launcher:
+        thread = threading.Thread(target=launcher.start, args=(python("sleeper", SLEEP),))
+        thread.start()
+        thread.join()
+        again = threading.Thread(target=launcher.restart, args=("sleeper",))
+        again.start()
+        again.join()
+        time.sleep(0.5)
+        assert launcher["sleeper"].poll() is None

@@ -35,6 +35,7 @@ from transformers import (
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.export import export_model
+from nemo_style_rlhf.models.heads import HEAD_FILES
 from nemo_style_rlhf.models.lora import add_lora, merge_adapter, save_adapter
 from nemo_style_rlhf.models.scalar import pad_token
 from nemo_style_rlhf.models.scalar_loading import load_critic, load_reward_model
@@ -142,6 +143,28 @@ def test_heads_of_other_names(tmp_path: Path, family: str, name: str) -> None:
     expected = rewards(path)
     rewrite(path, renamed("score.", f"{name}."), architectures=["SomebodysRewardModel"])
     assert torch.equal(rewards(path), expected)
+
+
+@pytest.mark.parametrize("file", HEAD_FILES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_head_in_a_file_beside_a_language_model(tmp_path: Path, family: str, file: str) -> None:
+    """As LLaMA-Factory saves it: the reward is the head's output at the last token."""
+    path = write(tmp_path, AutoModelForCausalLM, FAMILIES[family])
+    save_tokenizer(path)
+    generator = torch.Generator().manual_seed(3)
+    hf = AutoModelForCausalLM.from_pretrained(path).eval()
+    size = hf.config.hidden_size
+    head = {
+        "v_head.summary.weight": torch.randn(1, size, generator=generator),
+        "v_head.summary.bias": torch.tensor([0.75]),
+    }
+    (save_file if file.endswith(".safetensors") else torch.save)(head, path / file)
+    with torch.no_grad():
+        hidden = [hf(row[None, :n], output_hidden_states=True).hidden_states[-1][0, -1] for row, n in zip(IDS, (6, 3))]
+    expected = torch.stack([head["v_head.summary.weight"][0] @ each + 0.75 for each in hidden])
+    torch.testing.assert_close(rewards(path), expected, atol=1e-5, rtol=0)
+    critic = load_critic(config(path), seed=0)
+    assert torch.equal(critic.hf.score.weight.float(), head["v_head.summary.weight"])
 
 
 def test_an_export_has_transformers_name_of_the_head(tmp_path: Path) -> None:
