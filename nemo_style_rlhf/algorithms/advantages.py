@@ -82,7 +82,8 @@ def group_advantages(
 def equal_share(scores: Tensor, group_size: int, *, keep: Tensor) -> float:
     """Share of the non-empty groups of ``scores`` [n] whose kept scores are all equal; 0 if every group is empty.
 
-    :func:`group_advantages` gives these groups 0. This is TRL's ``frac_reward_zero_std``, but over groups, not samples.
+    If a group's KL is no part of its reward, :func:`group_advantages` gives it 0. TRL has this as ``frac_reward_zero_std``, but
+    over samples, not groups.
 
     Args:
         keep: [n], 0 for a sample that is left out of its group.

@@ -234,12 +234,13 @@ def micro_batch_loss(
     }
     if config.kl_in == "loss" and experience.ref_logprobs is not None:
         reference = experience.ref_logprobs[batch.positions].to(mask.device)
+        sampled = experience.under_the_sampler[batch.positions]
         kl = kl_loss(
             result.logprobs,
             reference,
             kind=config.kl_estimator,
             unbiased=config.kl_gradient == "unbiased",
-            old_logprobs=old.to(mask.device),
+            old_logprobs=sampled.to(mask.device),
         )
         loss = loss + experience.kl_coef * aggregated(kl)
         statistics["kl_loss"] = kl.detach().mean()

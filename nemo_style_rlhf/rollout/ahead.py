@@ -16,6 +16,7 @@ from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.generation.interface import SampleId
 from nemo_style_rlhf.generation.weight_store import StoredWeights, WeightStore
 from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout, ScoresToCome, Turn
+from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.scoring.interface import Scores
 
 VALIDATIONS = "validations.json"
@@ -64,6 +65,8 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> Packed:
                 "status": rollout.status,
                 "branch": rollout.branch,
                 "began_with": rollout.began_with,
+                "asked": None if rollout.asked is None else rollout.asked.to_json(),
+                "observed": rollout.observed,
             }
             for rollout in rollouts
         ],
@@ -94,6 +97,8 @@ def unpack_rollouts(packed: Packed, prompts: Mapping[int, Prompt]) -> list[Rollo
                 status=each["status"],
                 branch=each["branch"],
                 began_with=each["began_with"],
+                asked=None if (asked := each.get("asked")) is None else Chat.from_json(asked),
+                observed=each.get("observed"),
             )
         )
     return rollouts

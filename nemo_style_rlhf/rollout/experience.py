@@ -17,8 +17,8 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.rollout.logprobs import PolicyForward, action_aligned, action_mask, batch_logprobs
 from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers
 from nemo_style_rlhf.rollout.reference import Reference
-from nemo_style_rlhf.rollout.training_signal import Signal, estimate, shape_scores
-from nemo_style_rlhf.rollout.types import Batch, Experience, Rollout, branch_counts, sums
+from nemo_style_rlhf.rollout.training_signal import Shaped, Signal, estimate, shape_scores
+from nemo_style_rlhf.rollout.types import Batch, Experience, Rollout, branch_counts, episodes, sums
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig
 from nemo_style_rlhf.scoring.interface import Scores
@@ -189,8 +189,8 @@ class ExperienceBuilder:
         )
         values = None if scores.values is None else pad(scores.values, lengths)
         return estimate(
-            shaped, pad(kl, lengths), values, pad(compared, lengths), self.algorithm, kl_coef=self._kl.coef,
-            learned=pad(learned, lengths), early=early_rewards(rollouts, lengths),
+            shaped.scores, pad(kl, lengths), values, pad(compared, lengths), self.algorithm, kl_coef=self._kl.coef,
+            learned=pad(learned, lengths), early=early_rewards(rollouts, lengths, shaped),
         )  # fmt: skip
 
     def _correction(
@@ -205,22 +205,28 @@ class ExperienceBuilder:
         return unpad(weights, lengths)
 
 
-def early_rewards(rollouts: Sequence[Rollout], lengths: Sequence[int]) -> Tensor | None:
-    """[E, T] float32: the environment's reward for each turn but the episode's last, at its last action; None if all are 0.
+def early_rewards(rollouts: Sequence[Rollout], lengths: Sequence[int], shaped: Shaped) -> Tensor | None:
+    """[E, T] float32: what shaping leaves of the environment's reward for each turn but the episode's last, at its last action;
+    None if all are 0. In an episode of several turns, what no turn earned stands at the first action, so that it changes what the
+    episode returns and not what a later turn does.
 
     Args:
         lengths: [E] tokens per episode.
     """
-    rewarded, offset = [], 0
-    for number, rollout in enumerate(rollouts):
-        ends_episode = number + 1 == len(rollouts) or rollouts[number + 1].branch == 0
-        turns = rollout.turns[:-1] if ends_episode else rollout.turns
-        rewarded += [(offset + turn.end - 2, turn.reward) for turn in turns if turn.reward]
-        offset += len(rollout.tokens)
-    if not rewarded:
+    scales, offsets = shaped.scale.tolist(), shaped.offset.tolist()
+    rewarded, begin = list[tuple[int, float]](), 0
+    for branches, scale, offset in zip(episodes(rollouts), scales, offsets, strict=True):
+        turns = []
+        for rollout in branches:
+            turns += [(begin + turn.start - 1, begin + turn.end - 2, turn.reward) for turn in rollout.turns]
+            begin += len(rollout.tokens)
+        rewarded += [(last, scale * reward) for _, last, reward in turns[:-1]]
+        rewarded += [(first, offset) for first, *_ in turns[:1] if len(turns) > 1]
+    if not any(reward for _, reward in rewarded):
         return None
     places, rewards = zip(*rewarded)
-    return pad(torch.zeros(offset).index_put((torch.tensor(places),), torch.tensor(rewards)), lengths)
+    flat = torch.zeros(begin).index_put((torch.tensor(places),), torch.tensor(rewards), accumulate=True)
+    return pad(flat, lengths)
 
 
 def require_one_critic_step(steps: frozenset[int]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
@@ -33,6 +34,18 @@ Decode = Callable[[list[int], list[int]], str]
 
 class NothingToLearnError(UserError):
     """A whole rollout is masked: a step on it would silently learn nothing."""
+
+
+class NothingLeftError(Exception):
+    """The run has come to its end, before the last of its steps."""
+
+
+class AllSolvedError(NothingLeftError):
+    """Every prompt of a step's rollouts is above the filter's range: the policy has nothing left to learn from them."""
+
+
+class DataTakenError(NothingLeftError):
+    """With a filter, which takes more prompts than a step trains, algorithm.max_epochs passes over them are over."""
 
 
 @dataclass
@@ -107,6 +120,10 @@ class Producer:
     """Number of ranks that answer a scoring request."""
     episodes: EpisodeRunner | None = None
     """Makes samples of several turns with an environment; None for single responses."""
+    most: int | None = None
+    """Number of prompts that the run may take; None if the number of its steps is its only end."""
+    on_first: bool = False
+    """Whether the first rank makes all samples: programs have one place to call."""
     turn: Callable[[str], None] = lambda phase: None
     """Called before generation and before scores are waited for, with the phase that begins."""
     clock_metrics: dict[str, float] = field(default_factory=dict)
@@ -120,14 +137,21 @@ class Producer:
             version: version of the weights to sample with.
 
         Raises:
-            NothingToLearnError: the filter dropped every prompt.
+            DataTakenError: the prompts that the run may take do not suffice.
+            AllSolvedError: every prompt's filtering score is above the filter's range.
+            NothingToLearnError: the filter dropped every prompt, not all of them for that.
         """
         algorithm = self.algorithm
         wanted = algorithm.num_rollout_samples // algorithm.samples_per_prompt
         seen: Counter[int] = Counter()
         kept: list[Sampled] = []
         first_round = math.ceil(wanted * algorithm.filter.oversample)
-        found = dropped = rounds = 0
+        if self.most is not None and 0 < position > self.most - first_round:
+            raise DataTakenError(
+                f"{position} prompts were taken, as many steps of {first_round} as algorithm.max_epochs={algorithm.max_epochs} "
+                "allows"
+            )
+        found = dropped = solved = rounds = 0
         counts: Counter[str] = Counter()
         while found < wanted and rounds < algorithm.filter.max_rounds:
             rounds += 1
@@ -145,16 +169,16 @@ class Producer:
             self.turn(SCORE)
             sampled = Sampled(rollouts, pending.result())
             timers.lap("wait_for_scores")
-            rows = self._rows_that_teach(sampled.scores)[: (wanted - found) * algorithm.samples_per_prompt]
+            teaching, above = self._sides(sampled.scores)
+            rows = teaching.repeat_interleave(algorithm.samples_per_prompt).nonzero().flatten().tolist()
+            rows = rows[: (wanted - found) * algorithm.samples_per_prompt]
+            solved += int(above.sum())
             if rows:
                 kept.append(sampled.select(rows))
             found += len(rows) // algorithm.samples_per_prompt
-            dropped += len(prompts) - len(rows) // algorithm.samples_per_prompt
+            dropped += int((~teaching).sum())
         if found == 0:
-            raise NothingToLearnError(
-                f"algorithm.filter dropped all {dropped} prompts of {rounds} rollouts: widen algorithm.filter.low and high, "
-                "or raise max_rounds"
-            )
+            raise self._nothing_found(dropped, solved, rounds)
         rollouts = [rollout for part in kept for rollout in part.rollouts]
         scores = KnownScores(Scores.joined([part.scores for part in kept]))
         filtered = {"filtered_prompts": float(dropped), "rounds": float(rounds)}
@@ -174,16 +198,31 @@ class Producer:
             self.episodes.close()
         self.scorer.close()
 
-    def _rows_that_teach(self, scores: Scores) -> list[int]:
-        """Rows of the prompts whose mean filtering score lies strictly between the bounds."""
+    def _sides(self, scores: Scores) -> tuple[Tensor, Tensor]:
+        """[P] bool each: the prompts whose mean filtering score lies strictly between the bounds, and those above."""
         bounds, size = self.algorithm.filter, self.algorithm.samples_per_prompt
         looked_at = scores.rewards if scores.filter_scores is None else scores.filter_scores
         # Comparing with a tensor rounds the bounds to fp32, like the scores: as Python floats, 2 of 10 would be above 0.2.
-        means = looked_at.double().view(-1, size).nanmean(-1).float()  # NaN, which is dropped, if all samples failed
+        means = looked_at.double().view(-1, size).nanmean(-1).float()  # NaN, on no side, if all samples failed
         low = -torch.inf if bounds.low is None else bounds.low
         high = torch.inf if bounds.high is None else bounds.high
-        teach = (low < means) & (means < high)
-        return teach.repeat_interleave(size).nonzero().flatten().tolist()
+        return (low < means) & (means < high), means >= high
+
+    def _nothing_found(self, dropped: int, solved: int, rounds: int) -> Exception:
+        bounds = self.algorithm.filter
+        if solved == dropped:
+            return AllSolvedError(
+                f"all {dropped} prompts of {rounds} rollouts reach algorithm.filter.high={bounds.high:g}"
+            )
+        remedies = [
+            *([f"lower algorithm.filter.low={bounds.low:g}"] if bounds.low is not None else []),
+            *([f"raise algorithm.filter.high={bounds.high:g}"] if solved and bounds.high is not None else []),
+            f"raise algorithm.filter.max_rounds={bounds.max_rounds}, or give prompts that are solved sometimes",
+        ]
+        return NothingToLearnError(
+            f"algorithm.filter dropped all {dropped} prompts of {rounds} rollouts, {solved} of them since they are above it, the "
+            f"others below it or failed: {', '.join(remedies)}"
+        )
 
     def _generate(
         self, requests: Sequence[GenerationRequest], prompts: Sequence[Prompt], version: int
@@ -199,7 +238,7 @@ class Producer:
         """
         self.turn(GENERATE)
         ranks, by_id = self.ranks, {prompt.prompt_id: prompt for prompt in prompts}
-        own = [requests[number] for number in ranks.deal(len(requests))[ranks.generator]]
+        own = [requests[number] for number in self._dealt(len(requests))[ranks.generator]]
         stream = self.generator.stream(version)
         if self.episodes is not None:
             return self._run_episodes(requests, own, by_id, stream)
@@ -220,8 +259,14 @@ class Producer:
             groups = self._groups(len(whole), dict(enumerate(whole)))
             for place in range(len(whole)):
                 groups.add(place)
-        order = list(range(len(whole))) if together else dealt(ranks, len(whole))
+        order = list(range(len(whole))) if together else flat(self._dealt(len(whole)))
         return whole, PendingScores(groups.scores, [len(rollout.tokens) for rollout in whole], ranks, order), {}
+
+    def _dealt(self, samples: int) -> Sequence[Sequence[int]]:
+        """By generator, the numbers below ``samples`` that it makes."""
+        if self.on_first:
+            return [range(samples), *[range(0)] * (self.ranks.generators - 1)]
+        return self.ranks.deal(samples)
 
     @property
     def _scoring_group(self) -> int:
@@ -231,7 +276,7 @@ class Producer:
         """Groups of ``samples`` whose ``rollouts``, by place, will be there when they are complete."""
 
         def score(rows: range) -> "Future[Scores]":
-            return self.scorer.score([scoring_sample(rollouts[row], self.decode) for row in rows])
+            return self.scorer.score([scoring_sample([rollouts[row]], self.decode) for row in rows])
 
         return ScoringGroups(samples, self._scoring_group, score)
 
@@ -244,8 +289,7 @@ class Producer:
 
         def score(rows: range) -> "Future[Scores]":
             group = [outcomes[row] for row in rows]
-            alive = [each.rollouts[-1] for each in group if not each.failed]
-            asked = [scoring_sample(rollout, self.decode) for rollout in alive]
+            asked = [scoring_sample(each.scored, self.decode) for each in group if not each.failed]
             return with_episodes(group, self.scorer.score(asked) if asked else None)
 
         groups = ScoringGroups(len(own), self._scoring_group, score)
@@ -265,7 +309,7 @@ class Producer:
         made = [rollout for place in sorted(outcomes) for rollout in outcomes[place].rollouts]
         whole = gather_episodes(self.ranks, made, requests, by_id)
         lengths = [sum(len(rollout.tokens) for rollout in branches) for branches in episodes(whole)]
-        order = dealt(self.ranks, len(lengths))
+        order = flat(self._dealt(len(lengths)))
         return whole, PendingScores(groups.scores, lengths, self.ranks, order), counts.of_episodes
 
 
@@ -289,9 +333,8 @@ class ScoringGroups:
             self.scores[group] = self._score(rows)
 
 
-def dealt(ranks: Ranks, samples: int) -> list[int]:
-    """The numbers below ``samples`` in the order of the generators to which they are dealt."""
-    return [number for own in ranks.deal(samples) for number in own]
+def flat(dealt: Sequence[Sequence[int]]) -> list[int]:
+    return [number for own in dealt for number in own]
 
 
 def gather_rollouts(
@@ -331,17 +374,22 @@ def gather_episodes(
     return [rollout for request in requests for rollout in by_sample[request.sample]]
 
 
-def scoring_sample(rollout: Rollout, decode: Decode) -> ScoringSample:
+def scoring_sample(branches: Sequence[Rollout], decode: Decode) -> ScoringSample:
+    """What sources score: the tokens of the last branch, and as text what was said in all of them."""
+    last = branches[-1]
+
     def messages() -> list[Message]:
-        tokens, end = rollout.tokens.tolist(), rollout.prompt_length
-        prompt = decode([], tokens[:end]) if rollout.branch else rollout.prompt_text
-        read = [Message("prompt", prompt)]
-        for turn in rollout.turns:
-            if turn.start > end:
-                read.append(Message("environment", decode(tokens[:end], tokens[end : turn.start])))
-            read.append(Message("response", decode(tokens[: turn.start], tokens[turn.start : turn.end])))
-            end = turn.end
+        read = [Message("prompt", branches[0].prompt_text)]
+        for rollout in branches:
+            tokens, end = rollout.tokens.tolist(), rollout.prompt_length
+            if rollout is not branches[0] and rollout.observed:
+                read.append(Message("environment", rollout.observed))
+            for turn in rollout.turns:
+                if turn.start > end:
+                    read.append(Message("environment", decode(tokens[:end], tokens[end : turn.start])))
+                read.append(Message("response", decode(tokens[: turn.start], tokens[turn.start : turn.end])))
+                end = turn.end
         return read
 
-    prompt = rollout.prompt
-    return ScoringSample(rollout.tokens, prompt.label, messages, prompt.metadata, prompt.chat)
+    prompt = last.prompt
+    return ScoringSample(last.tokens, prompt.label, messages, prompt.metadata, branches[0].chat)

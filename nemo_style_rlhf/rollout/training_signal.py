@@ -18,6 +18,18 @@ from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 
 
 @dataclass
+class Shaped:
+    """Scores, and how shaping changed them: ``scale * raw + offset``, and penalties for length."""
+
+    scores: Tensor
+    """[B]."""
+    scale: Tensor
+    """[B], from 0 up: by it the rewards of turns are multiplied."""
+    offset: Tensor
+    """[B]: no turn earned it."""
+
+
+@dataclass
 class Signal:
     """Tensors are [batch, time], 0 except at loss tokens."""
 
@@ -27,13 +39,13 @@ class Signal:
     returns: Tensor | None
     """Training targets of the critic; None without a critic."""
     equal_groups: float | None
-    """Share of non-empty groups whose scores are all equal; None with one sample per prompt."""
+    """Share of non-empty groups whose scores are all equal, whatever their KL penalties; None with one sample per prompt."""
 
 
 def shape_scores(
     scores: Tensor, failed: Tensor, lengths: Tensor, truncated: Tensor, config: AlgorithmConfig, *, max_length: Tensor | int,
     normalizer: RunningNormalizer,
-) -> Tensor:  # fmt: skip
+) -> Shaped:  # fmt: skip
     """Normalize and clip scores [B], then penalize length or replace scores, all before any baseline sees them.
 
     Args:
@@ -43,10 +55,15 @@ def shape_scores(
         max_length: limit on response tokens, one for all or [B]; overlong_buffer is at most that.
     """
     shaping = config.shaping
+    scale, offset = torch.ones_like(scores), torch.zeros_like(scores)
     if shaping.normalize == "running":
         normalizer.update(scores[~failed])
         scores = normalizer.normalize(scores)
-    scores = clip_scores(scores, low=shaping.clip_low, high=shaping.clip_high)
+        offset = normalizer.normalize(offset)
+        scale = normalizer.normalize(scale) - offset
+    whole, scores = scores, clip_scores(scores, low=shaping.clip_low, high=shaping.clip_high)
+    kept = torch.where(whole == 0, 1.0, (scores / whole).clamp(0, 1))
+    scale, offset = scale * kept, offset * kept + (scores - whole * kept)
     if shaping.overlong_buffer:
         limits = torch.as_tensor(max_length)
         buffer = limits.clamp(max=shaping.overlong_buffer)
@@ -55,7 +72,8 @@ def shape_scores(
         scores = truncation_penalty(scores, truncated, coef=config.truncation_penalty)
     elif config.truncated_samples == "replace":
         scores = scores.masked_fill(truncated, config.truncation_penalty)
-    return scores.masked_fill(failed, 0.0)
+        scale, offset = scale.masked_fill(truncated, 0.0), offset.masked_fill(truncated, 0.0)
+    return Shaped(*(each.masked_fill(failed, 0.0) for each in (scores, scale, offset)))
 
 
 def estimate(
@@ -105,5 +123,5 @@ def estimate(
         zero_masked(rewards, learned),
         zero_masked(advantages, learned),
         None if returns is None else zero_masked(returns, learned),
-        equal_groups=equal_share(compared, group_size, keep=kept) if group_size > 1 else None,
+        equal_groups=equal_share(scores, group_size, keep=kept) if group_size > 1 else None,
     )

@@ -96,6 +96,9 @@ class RewardConfig:
     function: FunctionRewardConfig = field(default_factory=FunctionRewardConfig)
     endpoints: EndpointRewardConfig = field(default_factory=EndpointRewardConfig)
     judge: JudgeRewardConfig = field(default_factory=JudgeRewardConfig)
+    special_tokens: bool = False
+    """Whether functions, endpoints, judges and reward servers read a response's special tokens, such as a `<think>` that is one,
+    but not the token that ends it."""
     on_error: str = "stop"
     """Reaction to a source that fails on samples, or gives them NaN or infinite rewards. stop: end the run with the reason; mask:
     leave the samples out of training and count them in train_rollouts/reward_failures."""

@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable, Collection, Mapping
+from ipaddress import ip_address
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import requests
 from requests.auth import AuthBase
@@ -12,6 +14,8 @@ from nemo_style_rlhf.scoring.balance import LeastBusy
 from nemo_style_rlhf.scoring.interface import RewardError, quoted
 
 Answer = TypeVar("Answer")
+NO_PROXY: Mapping[str, str | None] = {"http": None, "https": None, "all": None}
+"""Whatever the environment says of proxies."""
 LONGEST_ADVISED_WAIT_S = 60
 
 
@@ -62,7 +66,10 @@ class HttpServers:
         raise RewardError(f"the {config.called}s were closed before they answered")
 
     def _post(self, url: str, body: Mapping[str, object]) -> requests.Response:
-        answer = requests.post(url + self._route, json=body, timeout=self._config.timeout_s, auth=self._auth)
+        answer = requests.post(
+            url + self._route, json=body, timeout=self._config.timeout_s, auth=self._auth,
+            proxies=dict(NO_PROXY) if is_loopback(url) else None,  # type: ignore[arg-type]  # None means none
+        )  # fmt: skip
         if not answer.ok and answer.status_code not in self._refusals:
             if (wait_s := answer.headers.get("Retry-After", "")).isdecimal():
                 self.closing.wait(min(int(wait_s), LONGEST_ADVISED_WAIT_S))
@@ -99,6 +106,15 @@ class HttpServers:
         if isinstance(error, requests.ConnectionError):
             return RewardError(f"the {called} {url} cannot be reached: start it, or correct {section}.urls")
         return RewardError(f"the request to the {called} {url} failed ({error}): correct {section}.urls")
+
+
+def is_loopback(url: str) -> bool:
+    """Whether ``url`` is of this host, of which a proxy has another one."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _message(answer: requests.Response) -> str:

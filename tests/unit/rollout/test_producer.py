@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers, make_requests
+from nemo_style_rlhf.rollout.producer import AllSolvedError, DataTakenError, NothingToLearnError, Timers, make_requests
 from nemo_style_rlhf.schema.algorithm import FilterConfig
 from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
 from tests.support.rollouts import PROMPTS, LengthScorer, collect, make_collector
@@ -54,7 +54,7 @@ def test_of_more_prompts_than_wanted_the_first_that_teach_are_taken_in_the_order
     experience = make_collector(filter=FilterConfig(low=-1000.0, oversample=1.3)).collect(take, step=1)
     assert takes == [6] and len(experience.rollouts) == 40  # 4 are wanted, and 1.3 times as many are 5.2
     assert [rollout.sample.prompt_id for rollout in experience.rollouts[::10]] == [0, 1, 2, 3]
-    assert experience.counts["filtered_prompts"] == 2
+    assert experience.counts["filtered_prompts"] == 0  # the other two would teach, too
 
 
 class FieldsScorer(LengthScorer):
@@ -97,9 +97,34 @@ def test_a_mean_that_equals_a_bound_lies_neither_above_nor_below_it():
     assert experience.counts["filtered_prompts"] == 3
 
 
-def test_a_filter_that_nothing_passes_stops_the_run():
-    with pytest.raises(NothingToLearnError, match=r"dropped all 16 prompts of 4 rollouts: widen algorithm\.filter"):
+def test_a_filter_that_nothing_passes_stops_the_run_and_says_what_to_change():
+    sentence = (
+        r"dropped all 16 prompts of 4 rollouts, 0 of them since they are above it, .*: lower algorithm\.filter\.low=1000, raise "
+        r"algorithm\.filter\.max_rounds=4"
+    )
+    with pytest.raises(NothingToLearnError, match=sentence):
         collect(filter=FilterConfig(low=1000.0))
+    sentence = r"dropped all 4 prompts .*, 1 of them since they are above it, .*low=0\.35, raise algorithm\.filter\.high=0\.4, "
+    with pytest.raises(NothingToLearnError, match=sentence):
+        collect(scorer=SharesScorer(), filter=FilterConfig(low=0.35, high=0.4, max_rounds=1))
+
+
+def test_when_every_prompt_is_above_the_filter_there_is_nothing_left_to_learn():
+    with pytest.raises(AllSolvedError, match=r"all 16 prompts of 4 rollouts reach algorithm\.filter\.high=-1000"):
+        collect(filter=FilterConfig(high=-1000.0))
+
+
+def test_a_run_with_a_filter_ends_when_its_passes_over_the_prompts_do():
+    """Whatever the filter has dropped was taken, too."""
+    producer = make_collector(filter=FilterConfig(low=-1000.0, oversample=1.5)).producer
+    producer.most = 12
+    assert len(producer.batch(1, 6, 0, Timers()).rollouts) == 40  # 4 prompts, of the 6 that are left
+    with pytest.raises(
+        DataTakenError, match=r"7 prompts were taken, as many steps of 6 as algorithm\.max_epochs=1 allows"
+    ):
+        producer.batch(2, 7, 0, Timers())
+    producer.most = 3  # the first step is made whatever there is: fewer prompts than one takes are refused before
+    assert len(producer.batch(1, 0, 0, Timers()).rollouts) == 40
 
 
 class RecordingScorer(LengthScorer):

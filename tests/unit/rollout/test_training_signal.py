@@ -61,7 +61,7 @@ def test_a_small_kl_beside_a_large_score_still_tells_responses_apart():
     penalties = -0.01 * kl.double().sum(-1)
     expected = (penalties - penalties.mean()) / (penalties.std() + algorithm.group_eps)
     torch.testing.assert_close(result.advantages[:, 0].double(), expected, rtol=1e-5, atol=1e-6)
-    assert result.equal_groups == 0
+    assert result.equal_groups == 1  # of scores, as the metric says
 
 
 def test_a_sample_that_trains_nothing_is_compared_with():
@@ -111,7 +111,7 @@ def shape(scores, failed=(False, False), lengths=(4, 9), truncated=(False, False
     return shape_scores(
         torch.tensor(scores), torch.tensor(failed), torch.tensor(lengths), torch.tensor(truncated), config(**overrides),
         max_length=torch.tensor(limits), normalizer=RunningNormalizer(),
-    )  # fmt: skip
+    ).scores  # fmt: skip
 
 
 def test_scores_are_normalised_then_clipped_then_charged():
@@ -146,7 +146,7 @@ def test_n_plus_gives_a_truncated_response_minus_1_whatever_its_score():
     result = shape_scores(
         torch.tensor([5.0, 5.0]), torch.tensor([False, False]), torch.tensor([9, 9]), torch.tensor([True, False]), algorithm,
         max_length=9, normalizer=RunningNormalizer(),
-    )  # fmt: skip
+    ).scores  # fmt: skip
     assert result.tolist() == [-1.0, 5.0]
 
 

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from nemo_style_rlhf.scoring.http import is_loopback
 from nemo_style_rlhf.scoring.interface import RewardError, ScoringSample
 from tests.unit.scoring.sources import Endpoint, all_failed, masked, result, samples, stopped, wait_until
 
@@ -102,3 +103,16 @@ def test_closing_does_not_wait_for_retries(endpoints, scorer_of):
     assert time.monotonic() - started < 20  # a thousand retries take minutes
     with pytest.raises(RewardError, match="closed before they answered"):
         result(future)
+
+
+def test_an_endpoint_on_this_host_is_not_asked_through_a_proxy(endpoints, scorer_of, monkeypatch):
+    """Whose localhost is another one."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    (endpoint,) = endpoints("rewards")
+    assert len(result(scorer_of(endpoint, retries=0).score(samples("42"))).rewards) == 1
+    assert [is_loopback(url) for url in ("http://[::1]:1/x", "http://localhost/", "http://10.0.0.1", "https://a.b")] == [
+        True, True, False, False,
+    ]  # fmt: skip
