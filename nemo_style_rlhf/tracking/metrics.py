@@ -3,6 +3,7 @@ a run beside them, such as its starts and failed health checks, goes to events.j
 
 import json
 import logging
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from nemo_style_rlhf.schema.tracking import TrackingConfig
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+WANDB_ID_FILE = "wandb_id"
 TIME = "clock/time"
 """Seconds since 1970 at which a line was written. All metrics in ``clock/`` are times, which no resumed run repeats."""
 log = logging.getLogger(__name__)
@@ -27,7 +29,8 @@ class MetricsWriter:
         output_dir.mkdir(parents=True, exist_ok=True)
         self._path = output_dir / METRICS_FILE
         self._events = output_dir / EVENTS_FILE
-        self._loggers = _loggers(output_dir, config)
+        self._output_dir, self._tensorboard = output_dir, _tensorboard(output_dir) if config.tensorboard else None
+        self._loggers = [*filter(None, [self._tensorboard]), *_wandb(output_dir, config)]
         for logger in self._loggers:
             logger.log_hyperparams(resolved)
 
@@ -42,6 +45,10 @@ class MetricsWriter:
             lines, steps = found
             end = steps.index(step) + 1 if step in steps else len(lines)
             _keep(self._path, lines[:end], steps, step)
+            if self._tensorboard is not None and lines:
+                self._tensorboard.finalize("")
+                place = self._loggers.index(self._tensorboard)
+                self._tensorboard = self._loggers[place] = _tensorboard(self._output_dir, purge_step=step + 1)
         if (found := _lines(self._events)) is not None:
             _keep(self._events, *found, step)
 
@@ -70,6 +77,12 @@ class MetricsWriter:
     def close(self) -> None:
         for logger in self._loggers:
             logger.finalize("success")
+
+
+def last_recorded(output_dir: Path) -> int | None:
+    """The last step of which ``output_dir`` has metrics; None if there are none."""
+    _, steps = _lines(output_dir / METRICS_FILE) or ([], [])
+    return max((step for step in steps if step is not None), default=None)
 
 
 def _append(path: Path, line: Mapping[str, float | str]) -> None:
@@ -109,23 +122,29 @@ def _step_of(line: bytes) -> int | None:
     return step if type(step) is int else None  # True is an int, too
 
 
-def _loggers(output_dir: Path, config: TrackingConfig) -> list[Any]:
-    loggers: list[Any] = []
-    if config.tensorboard:
-        from pytorch_lightning.loggers import TensorBoardLogger
+def _tensorboard(output_dir: Path, **settings: Any) -> Any:
+    from pytorch_lightning.loggers import TensorBoardLogger
 
-        loggers.append(TensorBoardLogger(str(output_dir), name="tensorboard", version="", default_hp_metric=False))
-    if config.wandb.enabled:
-        from pytorch_lightning.loggers import WandbLogger
+    return TensorBoardLogger(str(output_dir), name="tensorboard", version="", default_hp_metric=False, **settings)
 
-        loggers.append(
-            WandbLogger(
-                project=config.wandb.project,
-                entity=config.wandb.entity,
-                group=config.wandb.group,
-                name=config.wandb.name,
-                save_dir=str(output_dir),
-                offline=config.wandb.offline,
-            )
+
+def _wandb(output_dir: Path, config: TrackingConfig) -> list[Any]:
+    if not config.wandb.enabled:
+        return []
+    from pytorch_lightning.loggers import WandbLogger
+
+    return [
+        WandbLogger(
+            project=config.wandb.project, entity=config.wandb.entity, group=config.wandb.group, name=config.wandb.name,
+            version=_wandb_id(output_dir), save_dir=str(output_dir), offline=config.wandb.offline,
         )
-    return loggers
+    ]  # fmt: skip
+
+
+def _wandb_id(output_dir: Path) -> str:
+    """The run's id on W&B, the same at every start, so that a resumed run goes on there, too."""
+    path = output_dir / WANDB_ID_FILE
+    if not path.exists():
+        with storage_errors(path):
+            write_atomically(path, secrets.token_hex(8).encode())
+    return path.read_text()

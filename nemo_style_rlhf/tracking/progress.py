@@ -53,5 +53,10 @@ class StepProgress:
 
 def ppo_status(*, reward: float, kl: float | None, tokens_per_second: float) -> str:
     """``kl`` is None if there is no reference to measure it."""
-    divergence = "" if kl is None else f"KL {kl:.4f}  "
-    return f"reward {reward:.3f}  {divergence}{tokens_per_second:,.0f} tokens/s"
+    divergence = "" if kl is None else f"KL {_rounded(kl, 4):.4f}  "
+    return f"reward {_rounded(reward, 3):.3f}  {divergence}{tokens_per_second:,.0f} tokens/s"
+
+
+def _rounded(number: float, digits: int) -> float:
+    """0, and not -0, for a small negative number."""
+    return round(number, digits) + 0.0

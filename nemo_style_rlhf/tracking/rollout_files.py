@@ -8,7 +8,7 @@ leftover of a crash; readers skip it, and :func:`rewind` removes it.
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from nemo_style_rlhf.checkpoint.files import published, storage_errors
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.tracking.sample_files import SampleFile, sample_files
 
+UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, TypeError)
+"""Errors that a file may cause that is no whole recording."""
 BLOCK = 50
 """Steps in a merged file."""
 LARGEST = 2**30
@@ -31,6 +33,33 @@ KINDS = {"prompt_id": pa.int64(), "index": pa.int32(), "reward": pa.float32(), "
 """Types of the columns of a sample that are no text."""
 TURNS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("finish_reason", pa.string())]))
 Array = np.ndarray[Any, Any]
+
+
+class DamagedFile(Exception):
+    """A file in the folder of samples that cannot be read."""
+
+    def __init__(self, path: Path, error: BaseException) -> None:
+        super().__init__(path, error)
+        self.path, self.error = path, error
+
+    def set_aside(self) -> str:
+        """Give the file a name that no reader looks for; returns the sentence that says so."""
+        aside = self.path.with_name(f"damaged_{self.path.name}")
+        self.path.rename(aside)
+        said = " ".join(str(self.error).split())[:200]
+        return f"{self.path} cannot be read ({said}): it is now {aside.name}, its samples are left out"
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """
+    Raises:
+        DamagedFile: what was read from ``path`` is no recording.
+    """
+    try:
+        yield
+    except UNREADABLE as error:
+        raise DamagedFile(path, error) from error
 
 
 @dataclass
@@ -159,30 +188,58 @@ def _summaries(per_token: Mapping[str, Array | None], mask: Array, offsets: Arra
     }
 
 
-def compact(folder: Path, keep: int) -> None:
+def compact(folder: Path, keep: int) -> list[str]:
     """Merge old step files once ``2 * BLOCK`` lie there, and remove the oldest files that the newest ``keep`` recorded steps do
-    not need; 0 keeps all.
+    not need; 0 keeps all. A file that is damaged is set aside, and the rest left to the next call.
+
+    Returns:
+        Warnings.
 
     Raises:
         StorageError: the disk refused the merged file.
     """
-    files = sample_files(folder)
-    single = [file for file in files if file.first == file.last]
-    if len(single) >= 2 * BLOCK and (block := _block(single[:-BLOCK])):
-        schema = pa.unify_schemas([pq.read_schema(file.path) for file in block])
-        rows = (pq.read_table(file.path) for file in block)
-        _write(_merged_path(folder, block[0].first, block[-1].last), schema, rows)
+    try:
+        _merge(folder)
+        _forget(folder, keep)
+    except DamagedFile as damaged:
+        return [damaged.set_aside()]
+    return []
+
+
+def _merge(folder: Path) -> None:
+    single = [file for file in sample_files(folder) if file.first == file.last]
+    if len(single) < 2 * BLOCK or not (block := _block(single[:-BLOCK])):
+        return
+    schema = pa.schema([])
+    for file in block:
+        with _reading(file.path):
+            schema = pa.unify_schemas([schema, pq.read_schema(file.path)])
+
+    def tables() -> Iterator[pa.Table]:
         for file in block:
-            file.path.unlink()
-        files = sample_files(folder)
-    if keep and sum(map(_most_steps, files)) > keep:
-        counts = [1 if file.first == file.last else pq.read_metadata(file.path).num_row_groups for file in files]
-        newer = sum(counts)
-        for file, count in zip(files, counts):
-            newer -= count
-            if newer < keep:
-                break
-            file.path.unlink()
+            with _reading(file.path):
+                rows = pq.read_table(file.path)
+            yield rows
+
+    _write(_merged_path(folder, block[0].first, block[-1].last), schema, tables())
+    for file in block:
+        file.path.unlink()
+
+
+def _forget(folder: Path, keep: int) -> None:
+    files = sample_files(folder)
+    if not keep or sum(map(_most_steps, files)) <= keep:
+        return
+    counts = []
+    for file in files:
+        with _reading(file.path):
+            counts.append(1 if file.first == file.last else pq.read_metadata(file.path).num_row_groups)
+    newer = sum(counts)
+    for file, count in zip(files, counts):
+        newer -= count
+        if newer < keep:
+            break
+        file.path.unlink()
 
 
 def _most_steps(file: SampleFile) -> int:
@@ -205,27 +262,47 @@ def _block(single: Sequence[SampleFile]) -> list[SampleFile]:
     return block if len(block) > 1 else []
 
 
-def rewind(folder: Path, step: int) -> None:
+def rewind(folder: Path, step: int) -> list[str]:
     """Remove the samples of steps after ``step``, which will be repeated, and leftovers of a crash.
+
+    Returns:
+        Warnings.
 
     Raises:
         StorageError: the disk refused a file.
     """
+    warnings: list[str] = []
     kept = sample_files(folder)
     for path in {*folder.glob("step*.parquet*")} - {file.path for file in kept}:
         path.unlink()
     for file in kept:
-        if file.first <= step < file.last:
-            content = pq.ParquetFile(file.path)
-            steps = [
-                content.read_row_group(group, ["step"])["step"][0].as_py() for group in range(content.num_row_groups)
-            ]
-            groups = [group for group, its in enumerate(steps) if its <= step]
-            last = steps[groups[-1]]
-            target = _step_path(folder, last) if len(groups) == 1 else _merged_path(folder, file.first, last)
-            _write(target, content.schema_arrow, map(content.read_row_group, groups))
-        if step < file.last:
-            file.path.unlink()
+        try:
+            if file.first <= step < file.last:
+                _shorten(folder, file, step)
+        except DamagedFile as damaged:
+            warnings.append(damaged.set_aside())
+        else:
+            if step < file.last:
+                file.path.unlink()
+    return warnings
+
+
+def _shorten(folder: Path, file: SampleFile, step: int) -> None:
+    """Write what ``file`` holds up to ``step`` into a file of its own."""
+    with _reading(file.path):
+        content = pq.ParquetFile(file.path)
+        steps = [content.read_row_group(group, ["step"])["step"][0].as_py() for group in range(content.num_row_groups)]
+        groups = [group for group, its in enumerate(steps) if its <= step]
+        last = steps[groups[-1]]
+
+    def tables() -> Iterator[pa.Table]:
+        for group in groups:
+            with _reading(file.path):
+                rows = content.read_row_group(group)
+            yield rows
+
+    target = _step_path(folder, last) if len(groups) == 1 else _merged_path(folder, file.first, last)
+    _write(target, content.schema_arrow, tables())
 
 
 def _step_path(folder: Path, step: int) -> Path:

@@ -1,9 +1,11 @@
 """Decodes and writes the samples of a run in a process beside training. Imports no torch, so that it starts fast."""
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,9 @@ from nemo_style_rlhf.schema.tracking import RolloutsConfig
 if TYPE_CHECKING:
     from nemo_style_rlhf.tracking.rollout_files import StepSamples
 
+log = logging.getLogger(__name__)
+Work = Future[list[str]]
+"""Work of the writing process; its result are warnings."""
 NICENESS = 10
 """Niceness of the writing process: training goes first where cores are scarce."""
 _to_text: Any = None
@@ -34,14 +39,17 @@ class RolloutWriter:
         """
         self._folder = folder
         self._config = config
-        # Spawn, since this process has threads, and maybe a CUDA context, which do not survive a fork.
-        self._process = ProcessPoolExecutor(
-            1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(load_decoder,)
-        )
+        self._load_decoder = load_decoder
+        self._process = self._start()
         self._tokenizer = tokenizer
-        self._compacting: Future[None] | None = None
-        self.writing: Future[None] | None = None
-        """Write of the last recorded step's samples; None once it is known to be done."""
+        self._compacting: Work | None = None
+        self.writing: Work | None = None
+        """Write of the last recorded step's samples, for :meth:`finish`; None once it is known to be done."""
+
+    def _start(self) -> ProcessPoolExecutor:
+        # Spawn, since this process has threads, and maybe a CUDA context, which do not survive a fork.
+        spawn = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(1, spawn, initializer=_prepare, initargs=(self._load_decoder,))
 
     def rewind(self, step: int) -> None:
         """Remove the samples of steps after ``step``, which will be repeated.
@@ -51,7 +59,7 @@ class RolloutWriter:
         """
         self.flush()
         if self._config.every or self._folder.is_dir():  # an earlier start may have recorded
-            self._process.submit(_begin, self._folder, step, self._tokenizer).result()
+            self.finish(self._submit(_begin, self._folder, step, self._tokenizer))
 
     def write(self, samples: "StepSamples") -> None:
         """Start to write a step's samples, and then to merge older ones, for which no checkpoint waits.
@@ -60,22 +68,43 @@ class RolloutWriter:
             StorageError: the disk refused the samples of an earlier step.
         """
         if self.writing is not None:
-            self.writing.result()
-        self.writing = self._process.submit(_write, self._folder, samples)
+            self.finish(self.writing)
+        self.writing = self._submit(_write, self._folder, samples)
         if self._compacting is None or self._compacting.done():
             if self._compacting is not None:
-                self._compacting.result()
-            self._compacting = self._process.submit(_compact, self._folder, self._config.keep)
+                self.finish(self._compacting)
+            self._compacting = self._submit(_compact, self._folder, self._config.keep)
 
     def flush(self) -> None:
         """Wait until everything is written and merged."""
         begun = [work for work in (self.writing, self._compacting) if work is not None]
         self.writing = self._compacting = None
         for work in begun:
-            work.result()
+            self.finish(work)
+
+    def finish(self, work: Work) -> None:
+        """Wait for ``work``, and log once what went wrong with it: recording ends no training.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        try:
+            warnings = work.result()
+        except BrokenProcessPool:
+            log.warning("the process that records samples has died; the samples that it had are not recorded")
+            return
+        while warnings:
+            log.warning("%s", warnings.pop(0))
 
     def close(self) -> None:
         self._process.shutdown()
+
+    def _submit(self, do: Callable[..., list[str]], *arguments: Any) -> Work:
+        try:
+            return self._process.submit(do, *arguments)
+        except BrokenProcessPool:
+            self._process = self._start()
+            return self._process.submit(do, *arguments)
 
 
 def _prepare(load_decoder: Callable[[], Callable[[list[int]], str]]) -> None:
@@ -85,23 +114,27 @@ def _prepare(load_decoder: Callable[[], Callable[[list[int]], str]]) -> None:
     _to_text = load_decoder()
 
 
-def _begin(folder: Path, step: int, tokenizer: str | None) -> None:
+def _begin(folder: Path, step: int, tokenizer: str | None) -> list[str]:
     from nemo_style_rlhf.tracking.rollout_files import TOKENIZER_FILE, rewind
 
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if tokenizer is not None:
             write_atomically(folder / TOKENIZER_FILE, tokenizer.encode())
-        rewind(folder, step)
+        return rewind(folder, step)
 
 
-def _write(folder: Path, samples: "StepSamples") -> None:
+def _write(folder: Path, samples: "StepSamples") -> list[str]:
     from nemo_style_rlhf.tracking.rollout_files import write_step
 
-    write_step(folder, samples, [_to_text(ids) for ids in samples.responses()])
+    try:
+        write_step(folder, samples, [_to_text(ids) for ids in samples.responses()])
+    except ValueError as error:  # what Arrow cannot hold, such as half of a surrogate pair in a prompt
+        return [f"the samples of step {samples.step} are not recorded ({' '.join(str(error).split())[:200]})"]
+    return []
 
 
-def _compact(folder: Path, keep: int) -> None:
+def _compact(folder: Path, keep: int) -> list[str]:
     from nemo_style_rlhf.tracking.rollout_files import compact
 
-    compact(folder, keep)
+    return compact(folder, keep)

@@ -13,9 +13,11 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.evaluation.samples import Sample, from_jsonl
 from nemo_style_rlhf.evaluation.summary import summarize
 from nemo_style_rlhf.watch.rollout_index import RolloutIndex
+from nemo_style_rlhf.watch.run_files import read
 from nemo_style_rlhf.watch.samples import PATIENCE_S, step_samples
 
 RESULTS = "results.jsonl"
+RESULTS_BYTES = 2**30
 LONGEST_TEXT = 20_000
 """Characters of a response; a link leads to the whole of it."""
 
@@ -60,16 +62,16 @@ def evaluation_sides(folder: Path) -> list[Side]:
     path = folder / RESULTS
     try:
         return _evaluation_sides(path, path.stat().st_mtime_ns)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is no result of trainers/evaluate.py ({error}): run the evaluation again") from error
 
 
 @lru_cache(maxsize=4)
 def _evaluation_sides(path: Path, _changed: int) -> list[Side]:
     samples: dict[str, list[Sample]] = {}
-    with path.open() as lines:
-        for sample in from_jsonl(lines):
-            samples.setdefault(sample.checkpoint, []).append(sample)
+    lines = read(path, path.parent, most=RESULTS_BYTES).decode().split("\n")
+    for sample in from_jsonl(filter(None, lines)):
+        samples.setdefault(sample.checkpoint, []).append(sample)
     if not samples:
         raise ValueError("it has no sample")
     told = {each["name"]: each["path"] for each in facts(path.parent).get("checkpoints", [])}
@@ -80,10 +82,10 @@ def _evaluation_sides(path: Path, _changed: int) -> list[Side]:
 def facts(folder: Path) -> dict[str, Any]:
     """The summary that an evaluation has written; empty if there is none."""
     try:
-        told: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        return told
-    except (OSError, ValueError):
+        told = json.loads(read(folder / "summary.json", folder, most=RESULTS_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return told if isinstance(told, dict) else {}
 
 
 def rollout_side(index: RolloutIndex, run: str, step: int) -> Side:

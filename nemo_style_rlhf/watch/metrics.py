@@ -13,6 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from nemo_style_rlhf.tracking.metrics import TIME
+from nemo_style_rlhf.watch.run_files import opened
+
+AT_ONCE = 64 * 2**20
+"""Bytes of a file that are read at a time."""
+LARGEST = 2**53
+"""Whole numbers from here on are damage: a browser does not tell them apart."""
 MOST_POINTS = 2000
 """Maximum number of points of a metric in one answer; a chart has fewer pixels."""
 SEEN_BYTES = 256
@@ -45,6 +52,8 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.damage = ""
+        """Why the file that is there cannot be read; empty if it can."""
         self._lock = threading.Lock()
         self._life = time.monotonic_ns()
         self._forget()
@@ -66,25 +75,30 @@ class Log:
             return self._rows[known:], Cursor(self._life, len(self._rows))
 
     def _read(self) -> None:
+        self.damage = ""
         try:
-            with self._path.open("rb") as file:
-                self._read_new(file.fileno())
-        except OSError:  # not there, or not ours to read
+            with opened(self._path, self._path.parent) as file:
+                while self._read_new(file):
+                    pass
+        except OSError as error:  # not there, or not ours to read
+            self.damage = "" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
             if self._rows:
                 self._begin_again()
 
-    def _read_new(self, file: int) -> None:
+    def _read_new(self, file: int) -> bool:
+        """Whether there were new lines."""
         before = len(self._seen)
-        content = os.pread(file, os.fstat(file).st_size, self._offset - before)
+        content = os.pread(file, before + AT_ONCE, self._offset - before)
         if content[:before] != self._seen:
             self._begin_again()
-            before, content = 0, os.pread(file, os.fstat(file).st_size, 0)
+            before, content = 0, os.pread(file, AT_ONCE, 0)
         end = content.rfind(b"\n") + 1
         if end <= before:
-            return
+            return False
         self._rows += filter(None, map(_parsed, content[before:end].split(b"\n")))
         self._offset += end - before
         self._seen = content[max(end - SEEN_BYTES, 0) : end]
+        return True
 
     def _begin_again(self) -> None:
         self._life += 1
@@ -96,9 +110,18 @@ def _parsed(line: bytes) -> Row | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
+    if not isinstance(row, dict) or type(row.get("step")) is not int or abs(row["step"]) >= LARGEST:
         return None
-    return {sys.intern(key): value for key, value in row.items()}  # else each row has names of its own
+    if not isinstance(row.get(TIME, 0.0), int | float):
+        del row[TIME]
+    return {
+        sys.intern(key): value for key, value in row.items() if _is_plain(value)
+    }  # else each row has names of its own
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is text or a number that the page can calculate with."""
+    return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < LARGEST)
 
 
 class Logs:

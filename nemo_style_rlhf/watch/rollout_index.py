@@ -31,8 +31,8 @@ COLUMNS = {
 FIRST_FILES_S = 5.0
 """Longest wait for the first files: without them a page has nothing to show."""
 SHORT_TEXT = "finish_reason"
-UNREADABLE = (duckdb.IOException, duckdb.InvalidInputException, duckdb.PermissionException)
-"""Errors of damaged files, and of links to files elsewhere."""
+UNREADABLE = (duckdb.Error,)
+"""Errors of damaged files, whatever they hold, and of links to files elsewhere."""
 
 
 class RolloutIndex:

@@ -68,11 +68,14 @@ class Search:
     def _in_span(self, file: RolloutFile, first: int, last: int) -> list[dict[str, Any]]:
         self._check()
         try:
-            return self._query([file.path], first, last)
-        except duckdb.IOException:  # compacted or thinned out meanwhile
-            paths = [each.path for each in list_files(self._folder) if each.first <= last and first <= each.last]
-            return self._query(paths, first, last) if paths else []
-        except duckdb.PermissionException:  # a link to a file elsewhere
+            try:
+                return self._query([file.path], first, last)
+            except duckdb.IOException:  # compacted or thinned out meanwhile
+                paths = [each.path for each in list_files(self._folder) if each.first <= last and first <= each.last]
+                return self._query(paths, first, last) if paths else []
+        except duckdb.InterruptException:
+            raise
+        except duckdb.Error:  # damaged, or a link to a file elsewhere
             return []
 
     def _check(self) -> None:

@@ -1,5 +1,6 @@
 """Tells of a run what kind it is, whether it goes on, and when it will end."""
 
+import logging
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,10 @@ from typing import Any
 import yaml
 
 from nemo_style_rlhf.checkpoint.owner import Sighting, sightings
-from nemo_style_rlhf.checkpoint.starts import DONE, NEWEST
+from nemo_style_rlhf.checkpoint.starts import ALL, DONE, NEWEST
 from nemo_style_rlhf.tracking.metrics import EVENTS_FILE, METRICS_FILE, TIME
-from nemo_style_rlhf.watch.metrics import Logs, Row
+from nemo_style_rlhf.watch.metrics import LARGEST, Logs, Row
+from nemo_style_rlhf.watch.run_files import read
 from nemo_style_rlhf.watch.runs import Run
 
 PACE_STEPS = 20
@@ -24,6 +26,11 @@ HEADLINES = {
     "ppo": ("train_rollouts/rewards", "train_rollouts/init_policy_kl"),
     "supervised": ("val/loss", "train/loss"),
 }
+CONFIG_BYTES = 4 * 2**20
+LONGEST_FAULT = 200
+DAMAGED = (OSError, yaml.YAMLError, ValueError, RecursionError)
+"""What reading a configuration raises that is none; a date or a number may be an impossible one."""
+log = logging.getLogger(__name__)
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -35,7 +42,17 @@ class States:
         self._pulses: dict[str, tuple[bytes | None, float]] = {}
 
     def of(self, run: Run) -> dict[str, Any]:
-        """The run's entry in ``/api/runs``."""
+        """The run's entry in ``/api/runs``. One that is damaged in a way that nobody has foreseen is in the list, too."""
+        try:
+            return self._of(run)
+        except Exception as error:
+            damaged = [f"{type(error).__name__}: {error}"[:LONGEST_FAULT]]
+            log.exception("%s cannot be shown", run.folder)
+            unknown = ("owner", "step", "total_steps", "seconds_per_step", "eta_s", "updated", "critic")
+            shown = {"id": run.id, "folder": str(run.folder), "kind": "run", "state": "damaged", "damaged": damaged}
+            return shown | dict.fromkeys(unknown) | {"headline": {}, "warnings": 0}
+
+    def _of(self, run: Run) -> dict[str, Any]:
         config = read_config(run.folder)
         rows = self._logs(run.folder / METRICS_FILE).rows()
         events = self._logs(run.folder / EVENTS_FILE).rows()
@@ -62,13 +79,21 @@ class States:
             "updated": rows[-1].get(TIME) or _modified(run.folder / METRICS_FILE) if rows else None,
             "headline": _headline(rows, "ppo" if kind == "PPO" else "supervised"),
             "warnings": sum(event.get("kind") == "health" for event in events),
+            "damaged": self._damaged(run.folder),
             "critic": _sibling(run, kind),
         }
+
+    def _damaged(self, folder: Path) -> list[str]:
+        """What of the run's files cannot be read, and why."""
+        found = [(name, self._logs(folder / name).damage) for name in (METRICS_FILE, EVENTS_FILE)]
+        found.append((NEWEST, config_damage(folder / NEWEST)))
+        return [f"{name}: {why}" for name, why in found if why]
 
     def _owner(self, folder: Path, config: Mapping[str, Any]) -> tuple[Sighting, bool] | None:
         """The owner of the folder, one that lives if there is one, and whether it does."""
         section = config.get("run")
-        patience_s = section.get("takeover_s", DEFAULT_PATIENCE_S) if isinstance(section, dict) else DEFAULT_PATIENCE_S
+        given = section.get("takeover_s") if isinstance(section, dict) else None
+        patience_s = float(given) if isinstance(given, int | float) and given < LARGEST else DEFAULT_PATIENCE_S
         found = [(each, self._lives(each, patience_s)) for each in sightings(folder)]
         return max(found, key=lambda pair: pair[1], default=None)
 
@@ -100,14 +125,31 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
         return _read_yaml(path, path.stat().st_mtime_ns)
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+    except DAMAGED:
         return {}
+
+
+def config_damage(path: Path) -> str:
+    """Why the configuration that is there cannot be read; empty if it can."""
+    try:
+        _read_yaml(path, path.stat().st_mtime_ns)
+    except FileNotFoundError:
+        return ""
+    except DAMAGED as error:
+        return " ".join((getattr(error, "strerror", None) or str(error)).split())[:LONGEST_FAULT]
+    return ""
 
 
 @lru_cache(maxsize=1024)
 def _read_yaml(path: Path, _changed: int) -> dict[str, Any]:
-    config = yaml.load(path.read_bytes(), Loader)
-    return config if isinstance(config, dict) else {}
+    within = path.parent.parent if path.parent.name == ALL else path.parent
+    content = read(path, within, most=CONFIG_BYTES)
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, Loader)):
+        raise yaml.YAMLError("it has aliases, which no run writes")  # a few of them are a tree of a million leaves
+    config = yaml.load(content, Loader)
+    if not isinstance(config, dict):
+        raise yaml.YAMLError("it is no configuration")
+    return config
 
 
 def kind_of(config: Mapping[str, Any], folder: Path) -> str:
@@ -133,7 +175,7 @@ def total_steps(config: Mapping[str, Any], events: Sequence[Row]) -> int | None:
         return int(recorded[-1])
     groups = [config.get(name) for name in ("algorithm", "trainer")]
     given = [group.get("max_steps") for group in groups if isinstance(group, dict)]
-    return next((each for each in given if isinstance(each, int) and each > 0), None)
+    return next((each for each in given if isinstance(each, int) and 0 < each < LARGEST), None)
 
 
 def seconds_per_step(rows: Sequence[Row]) -> float | None:

@@ -1,30 +1,40 @@
 """Texts of tokens: which characters each token of a sample adds."""
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from nemo_style_rlhf.watch.run_files import read
+
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, hence tokens that may share one."""
 MOST_WAITING = 16
 """Tokens in a row that each end one character and begin another."""
+TOKENIZER_BYTES = 256 * 2**20
+log = logging.getLogger(__name__)
 BROKEN = "\ufffd"
 
 
 def load_tokenizer(rollouts: Path) -> Tokenizer | None:
-    """The tokenizer beside the rollouts; None if the run has written none, as for a tokenizer of another kind."""
+    """The tokenizer beside the rollouts; None if it is damaged, or the run has written none, as for one of another kind."""
     path = rollouts / "tokenizer.json"
     try:
-        return _loaded(str(path), path.stat().st_mtime_ns)
-    except FileNotFoundError:
+        return _loaded(path, path.stat().st_mtime_ns)
+    except OSError:
         return None
 
 
 @lru_cache(maxsize=4)
-def _loaded(path: str, _changed: int) -> Tokenizer:
-    return Tokenizer.from_file(path)
+def _loaded(path: Path, _changed: int) -> Tokenizer | None:
+    content = read(path, path.parent.parent, most=TOKENIZER_BYTES)
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception:  # noqa: BLE001 the library has no class of its own for a damaged file
+        log.warning("%s is damaged: the page shows ids in place of texts", path)
+        return None
 
 
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | None]:

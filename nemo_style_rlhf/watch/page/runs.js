@@ -8,6 +8,7 @@ const STATES = {
   stopped: ["■", "stopped"],
   died: ["✕", "died"],
   new: ["○", "no step yet"],
+  damaged: ["⚠", "damaged"],
 };
 const WHY = {
   running: "A process owns the folder.",
@@ -15,13 +16,16 @@ const WHY = {
   stopped: "Its process ended in peace before the last step; the same command goes on.",
   died: "Its process was killed; the same command goes on.",
   new: "Nothing has been logged.",
+  damaged: "Its files cannot be shown.",
 };
 
 /** A run's state: a sign and a word, since color alone does not reach everybody. */
 export function stateOf(run) {
   const [sign, word] = STATES[run.state];
-  const title = [WHY[run.state], run.owner && `Owner: ${run.owner}.`].filter(Boolean).join(" ");
-  return el(`span.state.${run.state}`, { title }, el("span", { "aria-hidden": "true" }, sign), " ", word);
+  const damaged = run.damaged ?? [];
+  const title = [WHY[run.state], run.owner && `Owner: ${run.owner}.`, ...damaged].filter(Boolean).join(" ");
+  const files = damaged.length && run.state !== "damaged" ? " ⚠ damaged files" : "";
+  return el(`span.state.${run.state}`, { title }, el("span", { "aria-hidden": "true" }, sign), " ", word, files);
 }
 
 /** The runs of an address; without any, the one that has most to show. */

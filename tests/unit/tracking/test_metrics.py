@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.tracking import TrackingConfig
-from nemo_style_rlhf.tracking.metrics import MetricsWriter
+from nemo_style_rlhf.tracking.metrics import MetricsWriter, _wandb_id
+from nemo_style_rlhf.tracking.progress import ppo_status
 from tests.support.folders import let_others_read
 from tests.support.metrics import metrics, without_timers
 
@@ -137,3 +139,26 @@ def test_events_of_repeated_steps_are_forgotten_with_their_metrics(tmp_path: Pat
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
     writer.rewind(-1)
     assert (tmp_path / "events.jsonl").read_bytes() == b""
+
+
+def test_a_resumed_run_goes_on_in_tensorboard_and_on_wandb(tmp_path: Path) -> None:
+    """TensorBoard forgets the steps that are repeated, and a run has one id on W&B."""
+    config = TrackingConfig(tensorboard=True)
+    first = MetricsWriter(tmp_path, config, {})
+    for step in range(1, 5):
+        first.write(step, {"reward": float(step)})
+    first.close()
+    again = MetricsWriter(tmp_path, config, {})
+    again.rewind(2)
+    again.write(3, {"reward": 30.0})
+    again.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    ids = {_wandb_id(tmp_path), _wandb_id(tmp_path)}
+    (tmp_path / "other").mkdir()
+    assert len(ids) == 1 and _wandb_id(tmp_path / "other") not in ids
+
+
+def test_a_small_negative_number_is_shown_as_0() -> None:
+    assert ppo_status(reward=-0.0004, kl=-0.00001, tokens_per_second=1.0) == "reward 0.000  KL 0.0000  1 tokens/s"
+    assert "reward -0.001  KL -0.0001" in ppo_status(reward=-0.0006, kl=-0.00006, tokens_per_second=1.0)

@@ -1,12 +1,16 @@
 """Samples on disk."""
 
+import contextlib
 import itertools
 import json
 import math
+import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -111,13 +115,15 @@ def small_blocks(monkeypatch):
 
 
 def write_steps(folder, steps, keep=0):
-    experience = collect()
+    """Returns the warnings."""
+    experience, warnings = collect(), []
     for step in steps:
         experience.scores.extra.clear()
         experience.scores.extra[f"score of {step % 3}"] = experience.scores.rewards  # columns differ between steps
         samples = step_samples(step, experience, None)
         write_step(folder, samples, [f"response {step}.{row}" for row in range(len(samples.lengths))])
-        compact(folder, keep)
+        warnings += compact(folder, keep)
+    return warnings
 
 
 def names(folder):
@@ -205,3 +211,55 @@ def test_the_columns_are_those_that_the_page_is_tested_with(tmp_path):
     assert {field.name: field.type for field in written if not field.name.startswith("score/")} == {
         field.name: field.type for field in SCHEMA
     }
+
+
+DAMAGES = {
+    "cut short": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "another file": lambda content: b"{}",
+    "a bit": lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_set_aside_and_recording_goes_on(tmp_path, small_blocks, damage):
+    """Before it is merged, and after: a merged file that a resumed run has to shorten."""
+    write_steps(tmp_path, range(1, 5))
+    bad = tmp_path / "step_000002.parquet"
+    bad.write_bytes(DAMAGES[damage](bad.read_bytes()))
+    (warning,) = write_steps(tmp_path, range(5, 12))
+    assert re.search(r"step_000002\.parquet cannot be read \(.+\): it is now damaged_step_000002\.parquet", warning)
+    assert (tmp_path / "damaged_step_000002.parquet").exists()
+    assert sorted({row["step"] for row in read_rows(tmp_path)}) == [1, *range(3, 12)]
+
+    (merged,) = tmp_path.glob("steps_*.parquet")
+    merged.write_bytes(DAMAGES[damage](merged.read_bytes()))
+    (warning,) = rewind(tmp_path, 3)
+    assert warning.startswith(str(merged)) and (tmp_path / f"damaged_{merged.name}").exists()
+    assert list(read_rows(tmp_path)) == []
+
+
+def test_a_recording_that_is_no_file_is_left_alone(tmp_path, small_blocks):
+    write_steps(tmp_path, range(1, 4))
+    os.mkfifo(tmp_path / "step_000004.parquet")
+    write_steps(tmp_path, range(5, 12))
+    assert sorted({row["step"] for row in read_rows(tmp_path)}) == [1, 2, 3, *range(5, 12)]
+
+
+def test_the_death_of_the_process_that_records_ends_no_training(tmp_path, caplog):
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    load = decoder_loader(tokenizer, str(tmp_path), trust_remote_code=False)
+    writer = RolloutWriter(tmp_path / "rollouts", RolloutsConfig(), load, None)
+    writer.rewind(0)
+    experience = collect()
+    (child,) = psutil.Process().children()[-1:]
+    child.kill()
+    for step in (1, 2, 3):
+        writer.write(step_samples(step, experience, None))
+        with contextlib.suppress(Exception):
+            writer.writing.exception(20)
+    writer.flush()
+    writer.close()
+    assert "the process that records samples has died" in caplog.text
+    assert 3 in {row["step"] for row in read_rows(tmp_path / "rollouts")}
