@@ -35,8 +35,9 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import sweep
 from nemo_style_rlhf.launch.limits import require_open_files
+from nemo_style_rlhf.launch.program import CHECKED
 from nemo_style_rlhf.launch.starting import starting
-from nemo_style_rlhf.schema.base import build, literal, one_sentence
+from nemo_style_rlhf.schema.base import build, idle_settings, literal, one_sentence
 from nemo_style_rlhf.schema.documentation import describe
 from nemo_style_rlhf.schema.paths import require_paths
 
@@ -110,6 +111,9 @@ def entry_point(
                     if device == "cpu" or (device == "auto" and not NVIDIA.exists()):
                         without_thread_caches()
                     prepare()
+                    if os.environ.get("RANK", "0") == "0" and CHECKED not in os.environ:
+                        for sentence in idle_settings(checked):
+                            print(f"warning: {sentence}", file=sys.stderr)
                     if device is not None:  # a program that computes
                         starting("loading libraries")
                     main(checked)

@@ -211,6 +211,12 @@ class PPOActorConfig:
             )
         buffer, longest = self.algorithm.shaping.overlong_buffer, self.generation.max_length
         require(buffer <= longest, "algorithm.shaping.overlong_buffer", buffer, f"0 to generation.max_length={longest}")
+        if self.algorithm.correction.kind != "none" and not self.generation.samples_whole_distribution:
+            raise UserError(
+                f"algorithm.correction.kind={self.algorithm.correction.kind} weighs the trainer's log-probabilities against the "
+                f"sampler's, which with {self.generation.cut} are of a truncated distribution: use "
+                "generation.top_p=1, top_k=0 and min_length=0, or algorithm.correction.kind=none"
+            )
         if self.algorithm.old_logprobs == "sampler":
             self._validate_sampler_logprobs()
         if self.algorithm.staleness:

@@ -1,5 +1,6 @@
 """The algorithm: how often, from which signal, and with which loss the policy is updated."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nemo_style_rlhf.algorithms.names import AGGREGATIONS, CORRECTIONS, GROUP_KINDS, KL_KINDS
@@ -92,7 +93,8 @@ class AlgorithmConfig:
     max_steps: int = -1
     """PPO steps (rollout, then update); -1 takes the number that max_epochs gives."""
     max_epochs: int = 1
-    """Passes over the training prompts when max_steps is -1."""
+    """Passes over the training prompts when max_steps is -1. With a filter, the prompts that it drops count, so that the run may
+    end before the steps that would train all of them."""
     num_rollout_samples: int = 512
     """Responses per PPO step."""
     samples_per_prompt: int = 1
@@ -237,6 +239,11 @@ class AlgorithmConfig:
                 f"algorithm.critic_warmup_steps={self.critic_warmup_steps} but "
                 f"algorithm.advantage_estimator={self.advantage_estimator} has no critic: set it to 0"
             )
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        if 0 < self.max_steps <= self.critic_warmup_steps:
+            yield "critic_warmup_steps", f"leaves no step to the policy: algorithm.max_steps={self.max_steps}"
 
     def _validate_staleness(self) -> None:
         given = f"algorithm.staleness={self.staleness}"

@@ -6,6 +6,7 @@ Every default lives in a dataclass of this package; YAML files only override. A 
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, get_type_hints
 
@@ -123,6 +124,32 @@ def validate(node: Any) -> None:
                 raise UserError(f"{field.metadata[SPEAKER]}: {error}") from error
     if hasattr(node, "validate"):
         node.validate()
+
+
+def idle_settings(node: Any, prefix: str = "") -> Iterator[str]:
+    """A sentence for each setting that differs from its default and that nothing reads, as the dataclasses in ``node`` say in
+    ``idle``: names of fields, or of fields of fields, and why."""
+    for name, why in node.idle() if hasattr(node, "idle") else ():
+        owner, _, last = f".{name}".rpartition(".")
+        holder = functools.reduce(getattr, filter(None, owner.split(".")), node)
+        (field,) = (each for each in dataclasses.fields(holder) if each.name == last)
+        for key, value in _changed(getattr(holder, last), _default(field), prefix + name):
+            yield f"{key}={value} {why}"
+    for field in dataclasses.fields(node):
+        if dataclasses.is_dataclass(value := getattr(node, field.name)):
+            yield from idle_settings(value, f"{prefix}{field.name}.")
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _changed(value: Any, default: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(value) and type(value) is type(default):
+        for field in dataclasses.fields(value):
+            yield from _changed(getattr(value, field.name), getattr(default, field.name), f"{key}.{field.name}")
+    elif value != default:
+        yield key, value
 
 
 def require(condition: bool, key: str, value: object, expected: str) -> None:

@@ -66,7 +66,7 @@ class LoRAConfig:
     alpha: int = 16
     """The adapter's output is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Dropout on the adapter's input."""
+    """Dropout on the adapter's input; needs model.disable_dropout=false."""
     target_modules: list[str] | None = None
     """Last names of the layers that get an adapter, such as q_proj; null for all linear layers but the head."""
 
@@ -101,6 +101,11 @@ class ModelConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     def validate(self) -> None:
+        if self.lora.rank and self.lora.dropout and self.disable_dropout:
+            raise UserError(
+                f"model.lora.dropout={self.lora.dropout:g} needs model.disable_dropout=false, which is true: set it, or leave "
+                "out the adapters' dropout"
+            )
         require_choice("model.dtype", self.dtype, ("bfloat16", "float32"))
         require_choice(
             "model.attn_implementation", self.attn_implementation, ("auto", "eager", "sdpa", "flash_attention_2")
@@ -129,6 +134,14 @@ class OptimizerConfig:
 
     def validate(self) -> None:
         require(self.lr > 0, "engine.optim.lr", self.lr, "a number above 0")
+        require(
+            all(0 <= each < 1 for each in self.betas),
+            "engine.optim.betas",
+            self.betas,
+            "two numbers from 0 up, below 1",
+        )
+        require(self.eps > 0, "engine.optim.eps", self.eps, "a number above 0")
+        require(self.weight_decay >= 0, "engine.optim.weight_decay", self.weight_decay, "a number from 0 up")
 
 
 @dataclass
@@ -148,6 +161,9 @@ class SchedulerConfig:
         require_choice("engine.scheduler.name", self.name, ("constant", "linear", "cosine"))
         require(
             self.warmup_steps >= 0, "engine.scheduler.warmup_steps", self.warmup_steps, "a number of steps from 0 up"
+        )
+        require(
+            0 <= self.min_lr_ratio <= 1, "engine.scheduler.min_lr_ratio", self.min_lr_ratio, "a share of lr, 0 to 1"
         )
 
 

@@ -134,6 +134,9 @@ class EvaluationRewardConfig:
     function: FunctionSourceConfig = field(default_factory=FunctionSourceConfig)
     on_error: str = "stop"
     """Reaction to a source that fails on samples. stop: end the run with the reason; mask: leave the samples without a score."""
+    special_tokens: bool = False
+    """Whether responses, here and in the results, keep special tokens, such as a `<think>` that is one, but not the token that
+    ends them."""
 
     @property
     def sources(self) -> list[str]:

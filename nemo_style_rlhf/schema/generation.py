@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -152,6 +152,12 @@ class GenerationConfig:
                 "generation.max_length"
             )
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        if self.backend == "hf":
+            for name in ("max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_gib", "enforce_eager"):
+                yield name, "does nothing: it is vLLM's, and generation.backend is hf"
+
     def validate(self) -> None:
         require_choice("generation.backend", self.backend, ("vllm", "hf"))
         require(self.max_length >= 1, "generation.max_length", self.max_length, "a number of tokens from 1 up")
@@ -180,9 +186,15 @@ class GenerationConfig:
             )
 
     @property
+    def cut(self) -> str:
+        """The settings that leave out a part of the distribution of the trainer's log-probabilities; empty if none does."""
+        settings = {"top_p": self.top_p != 1.0, "top_k": self.top_k > 0, "min_length": self.min_length != 0}
+        return ", ".join(f"generation.{name}={getattr(self, name):g}" for name, cuts in settings.items() if cuts)
+
+    @property
     def samples_whole_distribution(self) -> bool:
         """Whether log-probabilities of sampler and trainer refer to the same distribution."""
-        return self.top_p == 1.0 and self.top_k <= 0 and self.min_length == 0
+        return not self.cut
 
 
 @dataclass
@@ -232,6 +244,11 @@ class TrainingGenerationConfig(GenerationConfig):
     """How a training run samples."""
 
     engines: EnginesConfig = field(default_factory=EnginesConfig)
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle()
+        if not self.engines.count:
+            yield "engines", "does nothing: generation.engines.count=0 samples in the trainer's process"
 
     @property
     def sharing_ranks(self) -> int:

@@ -7,6 +7,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.actor import CheckpointConfig, PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import build
+from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.supervised import SupervisedCheckpointConfig
 
 
@@ -56,3 +57,27 @@ def test_a_reference_that_nothing_would_read_or_move_is_refused() -> None:
             UserError, match=r"reference=cpu_offload but with model\.lora\.rank=4 there is no second model"
         ):
             built(f"model.reference_path={empty}", adapters, offload)
+
+
+@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=5", "min_length=2"])
+def test_a_correction_needs_log_probabilities_of_the_whole_distribution(cut: str) -> None:
+    paths = ["run.output_dir=x", "model.path=x", "data.train_path=x"]
+    for correction in ("algorithm.correction.kind=tis", "algorithm.staleness=1"):
+        given = [*paths, correction, "generation.engines.count=1", f"generation.{cut}"]
+        if "staleness" in correction:
+            given.append("algorithm.correction.kind=tis")
+        with pytest.raises(
+            UserError, match=rf"correction\.kind=tis .*generation\.{cut} .*top_p=1, top_k=0 and min_length=0"
+        ):
+            build(PPOActorConfig, OmegaConf.from_dotlist(given))
+    build(PPOActorConfig, OmegaConf.from_dotlist([*paths, f"generation.{cut}"]))
+
+
+def test_adapters_have_dropout_only_where_dropout_is_on() -> None:
+    build(ModelConfig, OmegaConf.from_dotlist(["path=x", "lora.dropout=0.1"]))  # no adapters
+    adapters = ["path=x", "lora.rank=4", "lora.dropout=0.1"]
+    with pytest.raises(
+        UserError, match=r"lora\.dropout=0\.1 needs model\.disable_dropout=false, which is true: set it"
+    ):
+        build(ModelConfig, OmegaConf.from_dotlist(adapters))
+    build(ModelConfig, OmegaConf.from_dotlist([*adapters, "disable_dropout=false"]))
