@@ -279,7 +279,11 @@ def test_a_failing_function_is_one_sentence_or_a_missing_score(inputs: Path, tmp
     done = warm.run(["trainers/evaluate.py", *given], timeout=400)
     assert done.returncode == 2
     assert "ZeroDivisionError" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    assert not (tmp_path / "out" / "results.jsonl").exists()
+    (generated,) = (tmp_path / "out" / "responses").iterdir()  # they are there before anything is scored
+    before = generated.stat().st_mtime_ns
     evaluate(*given, "reward.on_error=mask", warning="2 of 6 samples have no reward: .*ZeroDivisionError.*")
+    assert generated.stat().st_mtime_ns == before
     assert {row["prompt_id"]: row["score"] for row in results(tmp_path / "out")} == {0: 1.0, 1: None, 2: 1.0}
     assert [found["unscored"] for found in summary(tmp_path / "out")] == [SAMPLES]
 
