@@ -5,6 +5,7 @@ import os
 
 import torch
 
+from nemo_style_rlhf.distributed.alone import init_alone
 from nemo_style_rlhf.engine import deepspeed_private
 
 
@@ -17,10 +18,9 @@ def init_distributed(device: torch.device) -> None:
     deepspeed_private.compile_no_shm_comm()
     deepspeed_private.compile_no_muon()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" not in os.environ and not torch.distributed.is_initialized():
-        # A group of one needs no rendezvous, so no port to race for and no variables that child processes inherit.
-        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed requires it
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
+        init_alone(backend)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
 
 

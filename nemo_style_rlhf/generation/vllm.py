@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from nemo_style_rlhf.distributed.alone import init_alone
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_batches, cpu_kernels, cpu_seeds, vllm_worker
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
@@ -43,6 +44,8 @@ class VLLMGenerator(InProcessGenerator):
 
         super().__init__(weight_shapes)
         _describe_models_in_this_process()
+        if _ranks() == config.tensor_parallel_size == 1:
+            init_alone("nccl" if torch.cuda.is_available() else "gloo")
         _leave_the_trainer_its_process_group()
         self._knows_text = bool(config.stop or stop_strings)
         if _ranks() > 1 and not torch.cuda.is_available():

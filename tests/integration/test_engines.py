@@ -139,6 +139,15 @@ def in_process(trainer, policy) -> VLLMGenerator:
     )  # fmt: skip
 
 
+def test_an_engine_listens_on_its_port_alone(launcher, engines):
+    for name in ("engine-0", "engine-1"):
+        where = launcher[name].ready()
+        process = psutil.Process(where["pid"])
+        tree = [process, *process.children(recursive=True)]
+        listening = [each for one in tree for each in one.net_connections() if each.status == "LISTEN"]
+        assert [each.laddr.port for each in listening] == [where["port"]]
+
+
 def test_engines_sample_the_bits_of_a_generator_in_the_trainers_process(trainer, engines, in_process):
     for engine in engines:
         engine.acquire(LEASE, trainer.shapes)

@@ -274,18 +274,9 @@ def test_the_token_is_in_no_argument_environment_or_child(server: CriticServer) 
 
 def test_one_door_listens_and_nothing_else(server: CriticServer) -> None:
     listening = {
-        (process.pid, connection.laddr.port)
+        connection.laddr.port
         for process in server.processes()
         for connection in process.net_connections("tcp")
         if connection.status == "LISTEN"
     }
-    gloo = {
-        port for pid, port in listening if pid == server.process.pid
-    }  # torch's, for other ranks; on loopback with one
-    assert {port for _, port in listening} - gloo == {server.port}
-    for port in gloo:
-        with socket.create_connection(("127.0.0.1", port)) as link:
-            link.sendall(b"POST / HTTP/1.1\r\n\r\n")
-            link.settimeout(1)
-            with pytest.raises(TimeoutError):
-                link.recv(1)
+    assert listening == {server.port}

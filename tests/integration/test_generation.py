@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -109,6 +110,11 @@ def test_a_model_that_comes_with_code_trains_generates_and_is_exported(tmp_path,
 @pytest.fixture(scope="module")
 def vllm_pair(tmp_path_factory, device):
     return Pair(save_policy(tmp_path_factory.mktemp("policy")), device, "vllm")
+
+
+def test_the_process_that_trains_and_samples_listens_on_no_port(vllm_pair):
+    vllm_pair.train()
+    assert [each for each in psutil.Process().net_connections() if each.status == "LISTEN"] == []
 
 
 def test_samples_depend_on_their_seeds_not_on_who_runs_beside_them(vllm_pair):

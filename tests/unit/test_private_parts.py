@@ -11,7 +11,7 @@ TOUCHED = {
     "Hydra": {"launch/entry.py"},
     "PyTriton": {"critic_service/backend.py"},
     "PyTorch": {
-        "distributed/ranks.py", "engine/schedule.py", "engine/snapshot.py", "engine/storages.py",
+        "distributed/alone.py", "distributed/ranks.py", "engine/schedule.py", "engine/snapshot.py", "engine/storages.py",
         "models/cpu_linear.py", "planning/blueprint.py", "planning/tracing.py",
     },
     "Transformers": {"models/decoding.py", "models/packing.py", "models/policy.py", "models/scalar_loading.py"},
