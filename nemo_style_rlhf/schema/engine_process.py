@@ -1,5 +1,6 @@
 """Configuration of a generation engine, ``conf/engine.yaml``."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nemo_style_rlhf.schema.base import require
@@ -43,3 +44,18 @@ class EngineProcessConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     """With share=turns the engine sleeps until it is sent weights, and whenever the trainer says so."""
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=5569))
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        for name in ("model.lora", "model.gradient_checkpointing"):
+            yield name, "does nothing: an engine trains nothing"
+        for name in ("server.metrics", "server.verbose", "server.shutdown_grace_s"):
+            yield name, "does nothing: it is for servers with Triton, and an engine has none"
+
+    def validate(self) -> None:
+        require(
+            not self.run.dry_run,
+            "run.dry_run",
+            self.run.dry_run,
+            "false: an engine has no rehearsal, --dry-run of the trainer starts its engines, too",
+        )

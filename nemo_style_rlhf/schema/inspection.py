@@ -1,6 +1,7 @@
 """Configuration of `trainers/inspect_data.py`."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nemo_style_rlhf.errors import UserError
@@ -52,6 +53,12 @@ class InspectDataConfig:
         """``data`` in the form that the stage's trainer reads."""
         names = {field.name for field in dataclasses.fields(STAGES[self.stage])}
         return STAGES[self.stage](**{name: getattr(self.data, name) for name in names})
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        for key in dataclasses.fields(self.model):
+            if key.name not in ("path", "trust_remote_code"):
+                yield f"model.{key.name}", "does nothing: no model is loaded, only its tokenizer"
 
     def validate(self) -> None:
         if self.stage in ("prompts", "ppo"):

@@ -1,5 +1,6 @@
 """Configuration of the reward-only server, ``conf/reward_server.yaml``."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nemo_style_rlhf.schema.base import require
@@ -60,6 +61,10 @@ class RewardServerProcessConfig:
     """The reward model, decoder or encoder, in a layout of docs/models.md. It is frozen: keys about training have no effect."""
     reward: RewardModelConfig = field(default_factory=RewardModelConfig)
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=5568))
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        yield "model.gradient_checkpointing", "does nothing: this server trains nothing"
 
     def validate(self) -> None:
         require(

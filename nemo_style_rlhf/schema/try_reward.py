@@ -1,5 +1,6 @@
 """Configuration of `trainers/try_reward.py`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
@@ -42,6 +43,12 @@ class TryRewardConfig:
     def unread(self) -> tuple[str, ...]:
         """Sections whose files this process does not read."""
         return self.reward.unread
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        yield "reward.server", "does nothing: reward models cannot be tried without a model"
+        yield "reward.on_error", "does nothing: all failures are shown"
+        yield "reward.special_tokens", "does nothing: responses are read as they stand in the file"
 
     def validate(self) -> None:
         self.reward.require_source()
