@@ -20,7 +20,7 @@ from nemo_style_rlhf.data.turns import (
     tools,
     unpacked,
 )
-from nemo_style_rlhf.schema.chat import Message, reasoning_of
+from nemo_style_rlhf.schema.chat import Message, plain_text, reasoning_of
 from nemo_style_rlhf.schema.model_files import rows_of
 from nemo_style_rlhf.schema.sources import Sources
 from nemo_style_rlhf.schema.supervised import (
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = TypeVar("Row")
+OPENED, CLOSED = "<think>", "</think>"
+"""Tags of reasoning: DeepSeek's templates end a prompt with the first, and leave all reasoning out of the answers."""
 
 
 def load_sft(
@@ -297,11 +299,21 @@ def _rendered_answer(prompt: str, messages: list[Message], chat: Callable[..., s
         shared = prompt.rstrip()  # after which some templates close at once the reasoning that their prompt opens
         if through.startswith(shared) and through[len(shared) :].lstrip() == through[len(shared) :]:
             return _with_reasoning(messages[-1], through[len(shared) :])
+        before_reasoning = shared.removesuffix(OPENED)
+        if before_reasoning != shared and through.startswith(before_reasoning):
+            reasoning = reasoning_of(messages[-1]) or _opened_in(plain_text(messages[-1]))
+            return f"{reasoning.strip()}\n{CLOSED}\n\n{through[len(before_reasoning) :]}"
         raise Dropped(
             "rendered differently with an answer than without",
             advice="set data.chat_template to a template that writes an answer right after its generation prompt",
         )
     return _with_reasoning(messages[-1], through[len(prompt) :])
+
+
+def _opened_in(content: str) -> str:
+    """Reasoning that stands in an answer's text, before it."""
+    before, closed, _ = content.partition(CLOSED)
+    return before.strip().removeprefix(OPENED) if closed else ""
 
 
 def _with_reasoning(message: Message, answer: str) -> str:

@@ -101,7 +101,7 @@ def test_an_empty_list_of_tool_calls_says_that_there_are_none() -> None:
 OF_IMAGES = ("idefics3", "llava_next", "smolvlm")
 """They write no turn that is plain text."""
 OPENS_REASONING = ("deepseek_r1_distill", "deepseekv3")
-"""Their prompt opens reasoning, which they leave out of every answer."""
+"""Their prompt opens reasoning, which they leave out of every answer. The policy has to close it."""
 SAID = ["2+2?", "It is 4.", "3+3?", "It is 6.", "4+4?", "It is 8."]
 CONVERSATION = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(SAID)]
 
@@ -112,8 +112,8 @@ def test_every_answer_is_learned_after_the_text_that_the_model_sees_at_inference
     """Also under templates that write an answer otherwise once a question follows it."""
     reader = encoder(REAL[name])
     config = SFTDataConfig(train_path="unused", append_eos=False, max_length=4096)
-    if name in OF_IMAGES or name in OPENS_REASONING:
-        with pytest.raises(Dropped, match=r"leaves out|rendered differently"):
+    if name in OF_IMAGES:
+        with pytest.raises(Dropped, match="leaves out"):
             sft_reader((), config, reader)(Record(0, "line 1", {"messages": CONVERSATION}))
         return
     examples = sft_reader((), config, reader)(Record(0, "line 1", {"messages": CONVERSATION}))
@@ -128,6 +128,26 @@ def test_every_answer_is_learned_after_the_text_that_the_model_sees_at_inference
     prompts = [reader.chat(CONVERSATION[:turn], add_generation_prompt=True) for turn in (1, 3, 5)]
     assert [reader.rendered(text) for text, _ in learned] == [reader.rendered(prompt) for prompt in prompts]
     assert all(CONVERSATION[turn]["content"] in answer for turn, (_, answer) in zip((1, 3, 5), learned, strict=True))
+
+
+@pytest.mark.skipif(not REAL, reason="the chat templates of public models do not lie beside this checkout")
+@pytest.mark.parametrize("name", OPENS_REASONING)
+@pytest.mark.parametrize(
+    ("answer", "reasoning"),
+    [
+        ({"content": "It is 4."}, ""),
+        ({"content": "It is 4.", "reasoning_content": "Two and two."}, "Two and two."),
+        ({"content": "<think>\nTwo and two.\n</think>\n\nIt is 4."}, "Two and two."),
+    ],
+)
+def test_an_answer_closes_the_reasoning_that_its_prompt_opens(name: str, answer: dict, reasoning: str) -> None:
+    reader = encoder(REAL[name])
+    config = SFTDataConfig(train_path="unused", append_eos=False)
+    turns = [CONVERSATION[0], {"role": "assistant", **answer}]
+    (example,) = sft_reader((), config, reader)(Record(0, "line 1", {"messages": turns}))
+    start = example.learned().index(True)
+    said = reader.tokenizer.decode(example.token_ids[start:], skip_special_tokens=False)
+    assert said.startswith(f"{reasoning}\n</think>\n\n") and "It is 4." in said and said.count("</think>") == 1
 
 
 def test_what_to_do_about_rows_depends_on_why_they_were_dropped() -> None:
