@@ -1,6 +1,7 @@
 """Dependencies between rooms point one way; heavy libraries stay in the room that owns them; tests lie where the code does."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,3 +160,33 @@ def test_no_file_is_long():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE} == {}
     assert len(files) > len(FILES)
+
+
+CALLS_OF_USERS = re.compile(
+    r"(.*\.)?_?environment\.\w+|.*\.make|own|getattr\(environment, .*\)|load_function\(.*\)|[A-Z_]+\.load"
+)
+"""What is called where an environment or a reward function of a user is loaded, made or called."""
+
+
+def test_code_of_users_is_called_where_its_errors_end_one_sample_alone():
+    """In a worker's attempt, and in a worker's call: both turn whatever is raised into a sentence about one sample or call. What
+    programs and environments ask of the policy becomes a request where it is checked."""
+    called, requested = set(), set()
+    for path in [
+        *(PACKAGE / "agents").glob("*.py"),
+        *(PACKAGE / "scoring").glob("*.py"),
+        *(PACKAGE / "rollout").glob("*.py"),
+    ]:
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                calls = [ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)]
+                where = f"{path.parent.name}/{path.name} {function.name}"
+                called |= {where for call in calls if CALLS_OF_USERS.fullmatch(call)}
+                if path.name == "episodes.py" and "GenerationRequest" in calls:
+                    requested.add(where)
+                    assert "self._require_readable" in calls, where
+    assert called == {
+        "agents/attempt.py _execute", "agents/attempt.py called", "agents/attempt.py _close", "agents/worker.py load",
+        "scoring/worker.py call", "scoring/worker.py load_function",
+    }  # fmt: skip
+    assert requested
