@@ -151,6 +151,24 @@ class Encoder:
                 raise Dropped(f"with a turn of the role {message['role']!r}, which the chat template leaves out")
         return text
 
+    def whole_chat(
+        self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """:meth:`chat` of a row of data.
+
+        Raises:
+            UserError: see there.
+            Dropped: see there; or the template leaves out a call or a tool, without which the row would teach otherwise.
+        """
+        text = self.chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        for what, given in (("a call", _calls(messages)), ("a tool", tools or [])):
+            if lost := [name for name in map(_function_name, given) if name not in text]:
+                raise Dropped(
+                    f"with {what} of {lost[0]!r}, which the chat template leaves out",
+                    advice="set data.chat_template to one that writes tools, or take them out of the rows",
+                )
+        return text
+
     def _render(
         self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None,
         clock: Mapping[str, Callable[[str], str]],
@@ -201,7 +219,18 @@ class Untokenized(Encoder):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TokensNeeded
 
-    prompt = response = chat = rendered = _refuse
+    prompt = response = chat = whole_chat = rendered = _refuse
+
+
+def _calls(messages: list[Message]) -> list[Any]:
+    return [call for message in messages for call in message.get("tool_calls") or ()]
+
+
+def _function_name(tool: Any) -> str:
+    """Name of a tool, or of the one that a call calls, in OpenAI's form or without its wrapper; empty in another form."""
+    tool = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = tool.get("name") if isinstance(tool, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _holds(text: str, message: Message) -> bool:

@@ -169,7 +169,7 @@ def _rendered(turns: list[Message], record: Record, key: str, encoder: Encoder) 
     if prompt[-1]["role"] == "user" and not plain_text(prompt[-1]).strip():
         raise Dropped("empty")
     chat = Chat(prompt, tools(record), encoder.today)
-    text = encoder.chat(chat.messages, add_generation_prompt=True, tools=chat.tools)
+    text = encoder.whole_chat(chat.messages, add_generation_prompt=True, tools=chat.tools)
     return text, chat, len(prompt) < len(turns)
 
 

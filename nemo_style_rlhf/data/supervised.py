@@ -189,7 +189,7 @@ def _conversation(
     turns = [index for index, message in enumerate(messages) if index >= first and message["role"] == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
         raise Dropped("without an assistant's last turn")
-    chat = partial(encoder.chat, tools=tools(record))
+    chat = partial(encoder.whole_chat, tools=tools(record))
     text, examples = "", list[list[tuple[str, str]]]()
     for turn in turns if config.learn == "all_answers" else turns[-1:]:
         prompt = chat(messages[:turn], add_generation_prompt=True)
@@ -272,7 +272,7 @@ def _rendered(
         assert isinstance(answer, str)
         return _Prompt(render(config.prompt_template, prompt)), answer
     assert isinstance(answer, dict)
-    chat = partial(encoder.chat, tools=tools(record))
+    chat = partial(encoder.whole_chat, tools=tools(record))
     text = chat(prompt, add_generation_prompt=True)
     return _Prompt(text, by_chat_template=True), _rendered_answer(text, [*prompt, answer], chat)
 

@@ -184,6 +184,29 @@ def test_a_null_is_a_value_where_nothing_fills_rows_with_nulls() -> None:
     ]
 
 
+CALLING = {"role": "assistant", "content": "Let me see.", "tool_calls": [NULLS]}
+
+
+@pytest.mark.parametrize(
+    ("turns", "given"),
+    [
+        ([*QUESTION, CALLING], {}),
+        ([*QUESTION, CALLING, *QUESTION, ANSWER], {}),
+        ([*QUESTION, ANSWER], {"tools": [SCHEMA]}),
+    ],
+)
+def test_calls_and_tools_that_no_template_writes_are_a_reason_to_drop_a_row(turns: list, given: dict) -> None:
+    """Else a model would learn to say that it looks, and not to look."""
+    writes = CHATML.replace(
+        "message.content", "message.content + (message.tool_calls or [])|tojson + (tools or [])|tojson"
+    )
+    record = Record(0, "line 1", {"messages": turns, **given})
+    config = SFTDataConfig(train_path="unused", max_length=4096)
+    with pytest.raises(Dropped, match=r"a (call|tool) of 'look_up', which the chat template leaves out"):
+        sft_reader((), config, encoder(CHATML))(record)
+    assert sft_reader((), config, encoder(writes))(record)
+
+
 THINKING = {
     name: CHATML.replace("message.content", f"(message.{name} or '') + '|' + message.content") for name in REASONING
 }
