@@ -50,8 +50,7 @@ def serve_ppo_critic(config: PPOCriticConfig) -> None:
     with owned(config.run, "server"):
         from nemo_style_rlhf.critic_service.triton import begin
 
-        roles = ["critic", *(["reward"] if config.critic.combine_rm_and_critic_server else [])]
-        binding = begin(config.run, config.server, roles)
+        binding = begin(config.run, config.server, config.roles)
         from nemo_style_rlhf.critic_service.critic_server import load_critic_server
         from nemo_style_rlhf.critic_service.process import serve
 

@@ -46,6 +46,10 @@ class Critic:
             raise ProtocolError(
                 Code.INVALID, f"request.want is {wanted.want} but this server has no reward model: ask for values"
             )
+        if wanted.values and not self._worker.has_critic:
+            raise ProtocolError(
+                Code.INVALID, f"request.want is {wanted.want} but this server has no critic: ask for rewards"
+            )
         with self._gate.models(f"infer of {len(request.lengths)} sequences"):
             if expected not in (None, self._ledger.step):
                 raise ProtocolError(
@@ -154,6 +158,9 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
         worker.group.require_shared(output_dir)
     if not worker.group.is_first:
         return worker.group
+    if not worker.has_critic:
+        record_start(output_dir, config, after="step_000000")
+        return _composed(config, worker, None, gate)
     described = {
         "model.dtype": config.model.dtype,
         "model.lora.rank": config.model.lora.rank,
@@ -168,33 +175,41 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
     return _composed(config, worker, store, gate)
 
 
-def _composed(config: PPOCriticConfig, worker: CriticWorker, store: CriticCheckpointStore, gate: Gate) -> Service:
+def _composed(
+    config: PPOCriticConfig, worker: CriticWorker, store: CriticCheckpointStore | None, gate: Gate
+) -> Service:
+    """``store`` is None without a critic."""
     ledger = Ledger(max_staged_bytes=config.critic.max_staged_bytes)
     limits = worker.identity.limits(config.server.max_request_bytes)
-    critic, checkpoints = Critic(worker, ledger, limits, gate), Checkpoints(worker, store, ledger, gate)
+    critic = Critic(worker, ledger, limits, gate)
     handlers: dict[messages.Endpoint, Handler] = {
         protocol.INFER: critic.infer,
-        protocol.TRAIN: critic.train,
-        protocol.SAVE: checkpoints.save,
-        protocol.COMMIT: once(protocol.CommitRequest, checkpoints.commit),
-        protocol.RESTORE: once(protocol.RestoreRequest, checkpoints.restore),
         protocol.ACQUIRE: once(protocol.AcquireRequest, critic.acquire),
         protocol.SLEEP: once(protocol.TurnRequest, critic.sleep),
         protocol.WAKE: once(protocol.TurnRequest, critic.wake),
         protocol.SHUTDOWN: critic.shutdown,
     }
+    if store is not None:
+        checkpoints = Checkpoints(worker, store, ledger, gate)
+        handlers |= {
+            protocol.TRAIN: critic.train,
+            protocol.SAVE: checkpoints.save,
+            protocol.COMMIT: once(protocol.CommitRequest, checkpoints.commit),
+            protocol.RESTORE: once(protocol.RestoreRequest, checkpoints.restore),
+        }
     if worker.reward is not None:
         handlers[protocol.REWARD_INFER] = reward_handler(worker.reward, limits, gate)
     return Service(
         worker.identity,
         limits,
+        config.roles,
         handlers,
         gate,
         extended=lambda status: replace(
             status,
-            max_staged_bytes=ledger.max_staged_bytes,
+            max_staged_bytes=0 if store is None else ledger.max_staged_bytes,
             critic_step=ledger.step,
-            last_committed=store.last_committed,
+            last_committed=None if store is None else store.last_committed,
             lease_holder=ledger.holder,
             ranks=worker.group.size,
         ),

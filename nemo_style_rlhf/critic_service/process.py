@@ -116,7 +116,9 @@ def _serve(service: Service, config: ServerConfig, binding: Binding, signals: Si
     try:
         if ready_file is not None:
             write_atomically(ready_file, where)
-        keys = "remote_critic_rm" if "critic" in service.roles else "reward=server reward.server"
+        keys = "reward=server reward.server" if service.roles == ["reward"] else "remote_critic_rm"
+        if "tokens" in service.roles:
+            keys = f"algorithm=grpo {keys}"
         then = f"; next: trainers/train_ppo_actor.py {keys}.port={door.port}" if ready_file is None else ""
         LOGGER.info("serving %s at %s, boot id %s%s", " and ".join(service.roles), door.url, service.gate.boot_id, then)
         code = _supervise(service, binding, signals)
@@ -178,15 +180,26 @@ def rehearse(service: Service) -> None:
         service.handle(protocol.REWARD_INFER.name, protocol.reward_tensors(["a", "b"], ["a", "b"]))
     if "critic" in service.roles:
         passed += f", value loss {_rehearse_critic(service):.4g}"
+    if "tokens" in service.roles:
+        lease, ragged = _lease_and_sequences(service)
+        service.handle(protocol.INFER.name, ragged | {REQUEST.name: json_tensor({"want": "rewards"})})
+        _ask(service, protocol.SLEEP, lease=lease)
+        _ask(service, protocol.WAKE, lease=lease)
     LOGGER.info("dry run passed: %s", passed)
+
+
+def _lease_and_sequences(service: Service) -> tuple[str, dict[str, Array]]:
+    """A lease of the rehearsal, and the tensors of two sequences of one length."""
+    status = service.status()
+    lease = _ask(service, protocol.ACQUIRE, run_id=DRY_RUN, tokenizer_digest=status.tokenizer_digest)["lease"]
+    length = min(4, status.max_length)
+    return lease, messages.ragged([np.arange(length, dtype=np.int32) % status.vocab_size] * 2)
 
 
 def _rehearse_critic(service: Service) -> float:
     """Rehearse the critic's requests, and return the loss of its train step."""
-    status = service.status()
-    lease = _ask(service, protocol.ACQUIRE, run_id=DRY_RUN, tokenizer_digest=status.tokenizer_digest)["lease"]
-    length = min(4, status.max_length)
-    ragged = messages.ragged([np.arange(length, dtype=np.int32) % status.vocab_size] * 2)
+    lease, ragged = _lease_and_sequences(service)
+    length = int(ragged[messages.SEQUENCE_LENGTHS.name][0])
     wanted = {REQUEST.name: json_tensor({"want": "values"})}
     values = service.handle(protocol.INFER.name, ragged | wanted)[protocol.VALUES.name]
     mask = np.array(([1.0] * (length - 1) + [0.0]) * 2, dtype=np.float32)

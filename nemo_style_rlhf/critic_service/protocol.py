@@ -46,23 +46,25 @@ PLAN_BYTES = 17 * 2**20
 """Largest JSON of a train plan, which max_request_bytes does not count."""
 
 
-def _json_endpoint(name: str) -> Endpoint:
-    return Endpoint(name, (REQUEST,), (RESPONSE,), role="critic")
+ONE_RUNS = ("critic", "tokens")
+"""Roles of a server that works for one run and reads its policy's token ids."""
+
+
+def _json_endpoint(name: str, *roles: str) -> Endpoint:
+    return Endpoint(name, (REQUEST,), (RESPONSE,), roles)
 
 
 STATUS = Endpoint("critic_status", (), (RESPONSE,), requires_boot=False)
-INFER = Endpoint("critic_infer", (TOKENS, SEQUENCE_LENGTHS, REQUEST), (VALUES, REWARDS, CRITIC_STEP), role="critic")
-TRAIN = Endpoint(
-    "critic_train", (TOKENS, SEQUENCE_LENGTHS, RETURNS, OLD_VALUES, MASK, PLAN), (RESPONSE,), role="critic"
-)
-SAVE = _json_endpoint("critic_save")
-COMMIT = _json_endpoint("critic_commit")
-RESTORE = _json_endpoint("critic_restore")
-ACQUIRE = _json_endpoint("critic_acquire")
-SLEEP = _json_endpoint("critic_sleep")
-WAKE = _json_endpoint("critic_wake")
-SHUTDOWN = _json_endpoint("critic_shutdown")
-REWARD_INFER = Endpoint("reward_infer", (PROMPTS, RESPONSES, CONVERSATIONS), (REWARDS,), role="reward")
+INFER = Endpoint("critic_infer", (TOKENS, SEQUENCE_LENGTHS, REQUEST), (VALUES, REWARDS, CRITIC_STEP), ONE_RUNS)
+TRAIN = Endpoint("critic_train", (TOKENS, SEQUENCE_LENGTHS, RETURNS, OLD_VALUES, MASK, PLAN), (RESPONSE,), ("critic",))
+SAVE = _json_endpoint("critic_save", "critic")
+COMMIT = _json_endpoint("critic_commit", "critic")
+RESTORE = _json_endpoint("critic_restore", "critic")
+ACQUIRE = _json_endpoint("critic_acquire", *ONE_RUNS)
+SLEEP = _json_endpoint("critic_sleep", *ONE_RUNS)
+WAKE = _json_endpoint("critic_wake", *ONE_RUNS)
+SHUTDOWN = _json_endpoint("critic_shutdown", *ONE_RUNS)
+REWARD_INFER = Endpoint("reward_infer", (PROMPTS, RESPONSES, CONVERSATIONS), (REWARDS,), ("reward",))
 ENDPOINTS = (STATUS, INFER, TRAIN, SAVE, COMMIT, RESTORE, ACQUIRE, SLEEP, WAKE, SHUTDOWN, REWARD_INFER)
 
 
@@ -95,7 +97,7 @@ class Status:
     boot_id: str
     """Changes with every start of the server process."""
     roles: list[str]
-    """critic, reward."""
+    """critic: values and training. reward: rewards of texts. tokens: without a critic, but with a lease, rewards of token ids."""
     model_digest: str
     """SHA-256 over the reward model's weights, which the critic starts from."""
     config_digest: str

@@ -73,13 +73,16 @@ class RemoteCritic(ServerClient):
 
     # --- handshake ----------------------------------------------------------------------------------------------------
 
-    def handshake(self, *, tokenizer_digest: str, vocab_size: int, needs_rewards: bool) -> Status:
+    def handshake(
+        self, *, tokenizer_digest: str, vocab_size: int, needs_rewards: bool, needs_critic: bool = True
+    ) -> Status:
         """Check that both processes mean the same, and remember which server process it is.
 
         Args:
             tokenizer_digest: :func:`models.digests.tokenizer_digest` of the policy's tokenizer.
             vocab_size: rows of the policy's embedding; it may sample every one of these ids.
             needs_rewards: the server must serve a reward model.
+            needs_critic: the server must have a critic.
 
         Raises:
             UserError: something differs; both sides' values are in the sentence.
@@ -88,13 +91,19 @@ class RemoteCritic(ServerClient):
             "tokenizer_digest": tokenizer_digest,
             "vocab_size": vocab_size,
             "needs_rewards": needs_rewards,
+            "needs_critic": needs_critic,
         }
         status = self.status()
         where = self.where
-        if "critic" not in status.roles:
+        if needs_critic and "tokens" in status.roles:
+            raise UserError(
+                f"{where} runs with critic.enabled=false but the algorithm needs a critic: start it with critic.enabled=true, or "
+                "choose an algorithm without a critic, such as algorithm=grpo"
+            )
+        if not {"critic", "tokens"} & {*status.roles}:
             raise UserError(
                 f"{where} has no critic, it serves {', '.join(status.roles)}: start servers/serve_ppo_critic.py and give its "
-                "remote_critic_rm.host and remote_critic_rm.port"
+                "remote_critic_rm.host and remote_critic_rm.port, or with an algorithm without a critic give reward=server"
             )
         if status.tokenizer_digest != tokenizer_digest:
             raise UserError(

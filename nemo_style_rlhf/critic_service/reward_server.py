@@ -85,4 +85,4 @@ def load_reward_server(config: RewardServerProcessConfig, device: torch.device, 
     gate, limits = Gate(), identity.limits(config.server.max_request_bytes)
     reward = RewardModel(model, text, batches, WorkerGroup())
     handlers = {protocol.REWARD_INFER: reward_handler(reward, limits, gate)}
-    return Service(identity, limits, handlers, gate)
+    return Service(identity, limits, ["reward"], handlers, gate)

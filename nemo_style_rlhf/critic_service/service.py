@@ -22,6 +22,7 @@ class Service:
         self,
         identity: Identity,
         limits: Limits,
+        roles: list[str],
         handlers: Mapping[Endpoint, Handler],
         gate: Gate,
         *,
@@ -30,13 +31,14 @@ class Service:
     ) -> None:
         """
         Args:
-            handlers: of all endpoints but ``critic_status``, which needs no lock.
+            roles: as in :class:`protocol.Status`.
+            handlers: of all endpoints of these roles but ``critic_status``, which needs no lock.
             extended: the status with what the critic has to add.
             dismiss: lets other ranks end, too; nothing is computed after it.
         """
         self.gate = gate
         self.dismiss = dismiss
-        self.roles = list(dict.fromkeys(each.role for each in protocol.ENDPOINTS if each in handlers and each.role))
+        self.roles = roles
         self._handlers = {endpoint.name: handler for endpoint, handler in handlers.items()}
         self._handlers[protocol.STATUS.name] = lambda _: {
             messages.RESPONSE.name: messages.bytes_tensor(self.status().to_json())

@@ -206,7 +206,7 @@ class Binding:
 
 def _endpoints(roles: list[str]) -> list[Endpoint]:
     """The endpoints of a server with these roles; an unused Triton model would cost start-up time."""
-    return [endpoint for endpoint in protocol.ENDPOINTS if endpoint.role is None or endpoint.role in roles]
+    return [endpoint for endpoint in protocol.ENDPOINTS if not endpoint.roles or {*endpoint.roles} & {*roles}]
 
 
 def _tensor(spec: TensorSpec) -> Any:

@@ -113,13 +113,13 @@ class Abandoned(Exception):
 
 
 class CriticWorker:
-    """The trained critic, and the frozen reward model beside it. Not thread-safe: one message at a time.
+    """The trained critic, and the frozen reward model beside it, or one of them alone. Not thread-safe: one message at a time.
 
     The ranks of :attr:`group` share the micro-batches.
     """
 
     def __init__(self, config: PPOCriticConfig, device: torch.device, *, should_stop: Callable[[], bool]) -> None:
-        """Load the reward model, if it is served, and the model from which the critic starts.
+        """Load the reward model, if it is served, and the model from which the critic starts, if there is one.
 
         Args:
             should_stop: asked between the micro-batches of a train step. No message carries it: each rank has its own, and
@@ -129,6 +129,7 @@ class CriticWorker:
             UserError: a checkpoint is missing or unsuitable.
         """
         self.config = config
+        self.has_critic = config.critic.enabled
         self.group = WorkerGroup()
         self.group.join(
             {
@@ -147,21 +148,20 @@ class CriticWorker:
         self._start = config.critic_start
         self.tokenizer = load_tokenizer(self._start.path, trust_remote_code=config.model.trust_remote_code)
         served, text = self._served_reward_model() or (None, None)
-        critic = starting_critic(config)
+        critic = starting_critic(config) if self.has_critic else None
+        models = [model for model in (served, critic) if model is not None]
         self.identity = Identity.of(
-            [critic] if served is None else [served, critic],
+            models,
             self.tokenizer,
             path=config.model.path,
             reads_conversations=text is not None and text.reads_conversations,
             max_length=config.critic.max_length,
             decisive=_decisive(config),
         )
-        self.start_digest = module_digest(critic)
-        """SHA-256 over the weights from which the critic starts."""
         self.batches = Batches(
             micro_batch_tokens=config.engine.micro_batch_tokens,
             row_multiple=row_multiple(config.engine.row_multiple, device.type),
-            pad_token_id=pad_token(critic.hf),
+            pad_token_id=pad_token(models[-1].hf),
             device=device,
             ranks=self.group.size,
         )
@@ -170,6 +170,11 @@ class CriticWorker:
             if config.model.compile and config.engine.zero_stage < 3:
                 compile_forward(served)
             self.reward = RewardModel(served, text, self.batches, self.group, offload=offload, engine=config.engine)
+        self._should_stop = should_stop
+        if critic is None:
+            return
+        self.start_digest = module_digest(critic)
+        """SHA-256 over the weights from which the critic starts."""
         add_lora(critic.hf, self._start)
         self.trained = sum(parameter.numel() for parameter in critic.parameters() if parameter.requires_grad)
         """Parameters that learn."""
@@ -181,7 +186,6 @@ class CriticWorker:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._snapshot = Snapshot()
         self._files: Future[None] = Future()
-        self._should_stop = should_stop
         self.engine.eval()
 
     def _served_reward_model(self) -> tuple[ScalarModel, RewardText] | None:
@@ -305,13 +309,15 @@ class CriticWorker:
         return self._files.exception()
 
     def _sleep(self, _: Sleep) -> int:
-        self.engine.offload()
+        if self.has_critic:
+            self.engine.offload()
         if self.reward is not None:
             self.reward.sleep()
         return held_bytes()
 
     def _wake(self, _: Wake) -> int:
-        self.engine.offload(keep_weights=True)
+        if self.has_critic:
+            self.engine.offload(keep_weights=True)
         return held_bytes()
 
     def _load(self, message: Load) -> None:

@@ -61,7 +61,7 @@ def require_environments() -> None:
 def configurations(config: LaunchedConfig, folder: Path) -> dict[str, dict[str, Any]]:
     """The configurations of actor and critic server, in folders of their own below ``folder``, by the name of the program."""
     values = dataclasses.asdict(config)
-    critic = values["critic"]
+    critic = dataclasses.asdict(config.critic_server)
     actor = {field.name: values[field.name] for field in dataclasses.fields(PPOActorConfig)}
     actor["run"]["output_dir"] = str(folder / ACTOR)
     actor["tracking"]["progress"] = True

@@ -6,7 +6,7 @@ from nemo_style_rlhf.data.ragged import padded_rows
 from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import CRITIC, Phase, ProcessPlan
-from nemo_style_rlhf.planning.training import checkpoint_copy, frozen_weights, resting, trained_model, training_phases
+from nemo_style_rlhf.planning.training import frozen_weights, trained_model, training_phases
 from nemo_style_rlhf.rollout.producer import SCORING_GROUP
 from nemo_style_rlhf.schema.plan import PlanConfig
 
@@ -16,12 +16,16 @@ def plan_critic(
 ) -> ProcessPlan:
     """
     Args:
+        critic: the critic, or without one the reward model.
         reward: the reward model, which counts if the server serves it.
         prompt_length: length of the longest prompt in tokens.
     """
-    server, ranks, algorithm = config.critic, config.critic_ranks, config.algorithm
+    server, ranks, algorithm = config.critic_server, config.critic_ranks, config.algorithm
     length = prompt_length + config.generation.max_length
-    held = trained_model(critic, server.engine, device, ranks=ranks, libraries=device.libraries("critic"))
+    libraries = device.libraries("critic")
+    held = Counter({"libraries": libraries})
+    if server.critic.enabled:
+        held = trained_model(critic, server.engine, device, ranks=ranks, libraries=libraries)
     samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
     batch = _batch(config, min(samples, SCORING_GROUP), length)
     scoring = critic.inference(batch)
@@ -33,11 +37,8 @@ def plan_critic(
             scoring["reward model"] = reward.base_weights
         else:
             held["reward model"] = frozen_weights(reward, server.engine, ranks=ranks)
-    if not algorithm.uses_critic:  # served and saved, but never stepped, and the first step makes Adam's states
-        copied = checkpoint_copy(critic.trained, critic.width, stage=server.engine.zero_stage, ranks=ranks)
-        held["checkpoint"] = 0 if device.cuda else copied - held["optimizer states"]
-        held["optimizer states"] = 0
-        return ProcessPlan(CRITIC, (Phase("rewards", resting(server.engine, held) + scoring),), ranks)
+    if not server.critic.enabled:
+        return ProcessPlan(CRITIC, (Phase("rewards", held + scoring),), ranks)
     phases = training_phases(
         critic, server.engine, device, held, {"values and rewards": scoring},
         critic.training(_batch(config, -(-samples // algorithm.mini_batches), length)), ranks=ranks,

@@ -93,8 +93,8 @@ class Planner:
         return sum(on_device(plan, self.device) for plan in processes)
 
     def _models(self, config: PlanConfig) -> tuple[Blueprint, Blueprint | None]:
-        """The policy, and the critic if the run needs its process."""
-        critic = self._blueprint(config.critic.critic_start, scalar=True) if config.uses_critic_process else None
+        """The policy, and if the run needs the critic server the critic, or the reward model if there is no critic."""
+        critic = self._blueprint(config.critic_server.critic_start, scalar=True) if config.uses_critic_process else None
         return self._blueprint(config.model, scalar=False), critic
 
     def _reference(self, config: PlanConfig, policy: Blueprint) -> Blueprint | None:
@@ -105,7 +105,8 @@ class Planner:
 
     def _reward(self, config: PlanConfig, critic: Blueprint) -> Blueprint:
         """The critic server's reward model, which is the critic's start without critic.critic.path."""
-        same = config.critic.critic.path is None or not config.critic.critic.combine_rm_and_critic_server
+        server = config.critic_server
+        same = server.critic_start == server.model or not server.critic.combine_rm_and_critic_server
         return critic if same else self._blueprint(config.critic.model, scalar=True)
 
     def _blueprint(self, model: ModelConfig, *, scalar: bool) -> Blueprint:
@@ -123,7 +124,7 @@ class Planner:
             limits.append((reference.max_positions, f"positions of {config.model.reference_path}"))
         if critic is not None:
             limits += [
-                (critic.max_positions, f"positions of {config.critic.critic_start.path}"),
+                (critic.max_positions, f"positions of {config.critic_server.critic_start.path}"),
                 (config.critic.critic.max_length, "tokens of critic.critic.max_length"),
             ]
             if (reward := self._reward(config, critic)) is not critic:

@@ -141,7 +141,8 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     optimizer_steps = (total_steps - config.algorithm.critic_warmup_steps) * _optimizer_steps_per_rollout(config)
     engine = Engine(_policy_model(config, policy), config.engine, device=device, total_steps=optimizer_steps)
     engine.eval()
-    recovery = Recovery(critic, store, ranks, run_id=run_id, output_dir=output_dir)
+    uses_critic = config.algorithm.uses_critic
+    recovery = Recovery(critic, store, ranks, run_id=run_id, output_dir=output_dir, restores=uses_critic)
     if turns:
         engine.offload()
         recovery.clear_device()
@@ -245,8 +246,8 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         ranks=ranks,
     )
     saver = Saver(
-        store, critic, run_id=run_id, keep_last=config.checkpoint.keep_last, max_failures=config.checkpoint.max_failed_saves,
-        identity=identity,
+        store, critic if uses_critic else None, run_id=run_id, keep_last=config.checkpoint.keep_last,
+        max_failures=config.checkpoint.max_failed_saves, identity=identity,
         versions={name: importlib.metadata.version(name) for name in PACKAGES}, rollouts=rollouts,
         policy=partial(PolicyCopy, engine, ranks, config, tokenizer) if config.checkpoint.save_hf else None,
     )  # fmt: skip
@@ -313,7 +314,7 @@ def _found(config: PPOActorConfig) -> tuple[Manifest | None, dict[str, Any]]:
     if START in saved:
         saved.setdefault(REFERENCE, saved[START])  # likewise
     require_same(saved, run_identity(config), config.run.output_dir)
-    if config.uses_critic_process:
+    if config.algorithm.uses_critic:
         require_critic_checkpoint(manifest)
     return manifest, saved
 
@@ -398,7 +399,13 @@ def _meet_critic(
         tokenizer_digest=tokenizer_digest(tokenizer),
         vocab_size=policy.config.get_text_config().vocab_size,
         needs_rewards=needs_rewards,
+        needs_critic=config.algorithm.uses_critic,
     )
+    if "critic" in status.roles and not config.algorithm.uses_critic and ranks.is_first:
+        log.warning(
+            "%s holds a critic, which algorithm.advantage_estimator=%s does not use: start it with critic.enabled=false, and it "
+            "needs only the reward model's memory", critic.where, config.algorithm.advantage_estimator,
+        )  # fmt: skip
     if status.max_length < max_length:
         raise UserError(
             f"sequences may reach {max_length} tokens but the critic server takes at most {status.max_length}: lower "

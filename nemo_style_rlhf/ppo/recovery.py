@@ -24,22 +24,26 @@ class Recovery:
     """Every rank makes the same calls; only the first changes the server."""
 
     def __init__(
-        self, critic: RemoteCritic | None, store: CheckpointStore, ranks: Ranks, *, run_id: str, output_dir: Path
-    ) -> None:
+        self, critic: RemoteCritic | None, store: CheckpointStore, ranks: Ranks, *, run_id: str, output_dir: Path,
+        restores: bool = True,
+    ) -> None:  # fmt: skip
+        """``restores`` says whether the server's critic belongs to the run's checkpoints; a reward model does not change."""
         self._critic = critic
+        self._restores = restores
         self._store = store
         self._ranks = ranks
         self._run_id = run_id
         self._output_dir = output_dir
 
     def restore_critic(self, cause: Exception | None = None) -> Manifest | None:
-        """Have the server restore the critic checkpoint that belongs to the run's newest usable checkpoint.
+        """Take the server's lease, and have it restore the critic checkpoint, if the run has a critic, of the newest usable
+        checkpoint.
 
         Args:
             cause: the error by which the last server was lost.
 
         Returns:
-            The restored checkpoint; None for a new run.
+            The newest usable checkpoint; None for a new run.
 
         Raises:
             UserError: no server appeared, no checkpoint can be restored, or the server has trained for another run.
@@ -70,7 +74,7 @@ class Recovery:
 
     def _restore_critic(self, critic: RemoteCritic, status: Status) -> Manifest | None:
         found = self._acquired(critic, status)
-        manifest = restore_newest(critic, self._store)
+        manifest = restore_newest(critic, self._store) if self._restores else self._store.latest()
         if manifest is None:
             self._require_untouched(found)
         return manifest
@@ -92,9 +96,10 @@ class Recovery:
 
     def undo(self) -> None:
         """Return the server to the state in which this run found it, and remove the run's files there."""
-        if self._critic is not None and self._ranks.is_first and (committed := self._store.committed_steps()):
-            self._critic.restore(checkpoint_id(self._run_id, committed[0]), None)
-            self._critic.commit(checkpoint_id(self._run_id, committed[0]), keep=0)
+        critic = self._critic if self._restores else None
+        if critic is not None and self._ranks.is_first and (committed := self._store.committed_steps()):
+            critic.restore(checkpoint_id(self._run_id, committed[0]), None)
+            critic.commit(checkpoint_id(self._run_id, committed[0]), keep=0)
 
 
 def wait_together(ranks: Ranks, store: CheckpointStore, wait: Callable[[Callable[[], None]], Answer]) -> Answer:

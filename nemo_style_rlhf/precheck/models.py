@@ -99,7 +99,8 @@ def check_critic_server(config: PPOCriticConfig) -> None:
     """
     if config.critic.combine_rm_and_critic_server:
         check_reward_model(config.model.path, config.critic.label_weights, per_token=True)
-    check_start(config.critic_start.path, config.critic.label_weights)
+    if config.critic.enabled:
+        check_start(config.critic_start.path, config.critic.label_weights)
 
 
 def _config_and_head(path: str) -> tuple[ConfigFile, StoredHead | None] | None:

@@ -58,7 +58,7 @@ def check_critic(config: PPOCriticConfig) -> None:
 def check_launched(config: LaunchedConfig) -> None:
     if config.uses_critic_process:
         try:
-            check_critic_server(config.critic)
+            check_critic_server(config.critic_server)
         except UserError as error:
             raise UserError(f"{CRITIC}: {error}") from error
     check_policy(config)

@@ -1,5 +1,6 @@
 """Configuration of the actor process."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from nemo_style_rlhf.errors import UserError
@@ -182,6 +183,12 @@ class PPOActorConfig:
     def unread(self) -> tuple[str, ...]:
         """Sections whose files this process does not read."""
         return self.reward.unread if self.uses_critic_process else (*self.reward.unread, "remote_critic_rm")
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        if not self.algorithm.uses_critic:
+            why = f"does nothing: algorithm.advantage_estimator={self.algorithm.advantage_estimator} has no critic"
+            yield "checkpoint.export_critic", why
 
     def validate(self) -> None:
         self.engine.validate_with(self.model)

@@ -1,6 +1,7 @@
 """Configuration of the critic process, ``conf/ppo_critic.yaml``."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from nemo_style_rlhf.schema.base import require
@@ -19,6 +20,9 @@ def require_label_weights(setting: str, weights: list[float] | None) -> None:
 class CriticConfig:
     """The critic's loss, and the models and limits of its server."""
 
+    enabled: bool = True
+    """false loads, trains and saves no critic: the server then serves the reward model alone, for algorithms without a critic
+    (algorithm=grpo and others). Commands that start both processes set it by the algorithm."""
     path: str | None = field(default=None, metadata={CHECK: model_folder})
     """Where the critic starts: a Hugging Face directory or hub name of a reward model, of an earlier run's critic, or of a
     language model, which gets a new score head; null is model.path."""
@@ -42,7 +46,19 @@ class CriticConfig:
     """Keep the reward model's weights in host memory while the critic trains (CUDA only; no effect on CPU). Otherwise it stays on
     the device, with engine.zero_stage=3 sharded over the ranks."""
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        if not self.enabled:
+            for name in ("path", "loss_clip_val", "max_staged_bytes"):
+                yield name, "does nothing: there is no critic (critic.enabled=false)"
+
     def validate(self) -> None:
+        require(
+            self.enabled or self.combine_rm_and_critic_server,
+            "critic.combine_rm_and_critic_server",
+            False,
+            "true with critic.enabled=false, which leaves a server nothing else to serve",
+        )
         clip = self.loss_clip_val
         require(clip is None or clip > 0, "critic.loss_clip_val", clip, "a number above 0, or null for no clipping")
         require_label_weights("critic.label_weights", self.label_weights)
@@ -117,8 +133,15 @@ class PPOCriticConfig:
 
     @property
     def critic_start(self) -> ModelConfig:
-        """The model from which the critic starts."""
-        return replace(self.model, path=self.critic.path or self.model.path)
+        """The model from which the critic starts; the reward model if there is no critic."""
+        return replace(self.model, path=(self.critic.path if self.critic.enabled else None) or self.model.path)
+
+    @property
+    def roles(self) -> list[str]:
+        """See :attr:`protocol.Status.roles`."""
+        if not self.critic.enabled:
+            return ["reward", "tokens"]
+        return ["critic", "reward"] if self.critic.combine_rm_and_critic_server else ["critic"]
 
     def validate(self) -> None:
         self.engine.validate_with(self.model)

@@ -1,6 +1,6 @@
 """Configuration of both processes of a run, for the commands that take the two together."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -22,8 +22,18 @@ class PairConfig(PPOActorConfig):
     critic_ranks: int = 1
     """Number of ranks of the critic server."""
 
+    @property
+    def critic_server(self) -> PPOCriticConfig:
+        """The critic server's configuration, without a critic if the algorithm has none."""
+        return replace(self.critic, critic=replace(self.critic.critic, enabled=self.algorithm.uses_critic))
+
     def validate(self) -> None:
         super().validate()
+        if self.algorithm.uses_critic and not self.critic.critic.enabled:
+            raise UserError(
+                "critic.critic.enabled=false but algorithm.advantage_estimator=gae needs the critic: leave it out, this command "
+                "sets it by the algorithm"
+            )
         require(self.ranks > 0, "ranks", self.ranks, "a number of ranks above 0")
         size = self.generation.sharing_ranks
         require(self.ranks % size == 0, "ranks", self.ranks, f"a multiple of generation.tensor_parallel_size={size}")

@@ -110,8 +110,8 @@ class Endpoint:
     name: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    role: str | None = None
-    """Bound only by a server with this role; None by every server."""
+    roles: tuple[str, ...] = ()
+    """Bound only by servers with one of these roles; by every server if there are none."""
     requires_boot: bool = True
     """Whether the client sends the boot id that it believes in. An endpoint that tells the boot id answers without it."""
 

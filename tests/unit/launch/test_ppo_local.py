@@ -78,6 +78,19 @@ def test_both_get_their_part_of_the_configuration_and_the_same_address(tmp_path)
     assert [each.env["CUDA_VISIBLE_DEVICES"] for each in programs] == ["1", "2,3"]
 
 
+@pytest.mark.parametrize(("estimator", "enabled"), [("gae", True), ("grpo", False), ("reinforce", False)])
+def test_the_server_has_a_critic_if_the_algorithm_has_one(estimator, enabled, tmp_path):
+    words = [f"algorithm.advantage_estimator={estimator}", "algorithm.samples_per_prompt=2"]
+    make_programs(config(tmp_path, *words), tmp_path)
+    critic = yaml.safe_load((tmp_path / "configs" / "critic.yaml").read_text())
+    assert critic["critic"]["enabled"] == enabled
+
+
+def test_a_critic_that_the_algorithm_needs_is_not_left_out(tmp_path):
+    with pytest.raises(UserError, match=r"^critic\.critic\.enabled=false but algorithm\.advantage_estimator=gae needs"):
+        config(tmp_path, "critic.critic.enabled=false")
+
+
 def test_no_server_is_started_for_an_actor_that_asks_none(tmp_path):
     words = [
         "algorithm.advantage_estimator=reinforce",

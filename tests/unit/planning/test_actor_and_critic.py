@@ -63,18 +63,24 @@ def test_a_reference_of_its_own_has_its_own_size_also_beside_adapters(models, tm
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_critic_that_never_learns_takes_no_step(models, device):
+def test_without_a_critic_the_server_holds_the_reward_model_alone(models, device):
     given = (f"run.device={device}", "critic.model.dtype=bfloat16")
     learns, scores = (
         plans(models, *given)[CRITIC],
         plans(models, *given, "algorithm.advantage_estimator=reinforce")[CRITIC],
     )
-    assert scores["weights"] == scores["reward model"] == learns["weights"]
-    assert scores["fp32 masters"] == learns["fp32 masters"]
-    assert {"optimizer states", "optimizer step", "gradients"} & (+learns).keys()
-    assert not {"optimizer states", "optimizer step", "gradients"} & (+scores).keys()
-    saved = scores["weights"] + scores["fp32 masters"]
-    assert scores["checkpoint"] == (saved if device == "cpu" else 0)
+    assert scores["reward model"] == learns["reward model"] == learns["weights"]
+    assert {"weights", "fp32 masters", "optimizer states"} <= (+learns).keys()
+    assert (+scores).keys() <= {"libraries", "reward model", "activations", "logits"}
+
+
+def test_where_a_critic_would_start_does_not_count_without_one(models, tmp_path):
+    start = (
+        f"critic.critic.path={save_reward_model(tmp_path / 'start', max_position_embeddings=32, num_hidden_layers=6)}"
+    )
+    none = "algorithm.advantage_estimator=reinforce"
+    assert plans(models, none, start) == plans(models, none)
+    assert plans(models, start) != plans(models)
 
 
 def test_a_gpu_offloads_and_gives_vllm_its_share(models):

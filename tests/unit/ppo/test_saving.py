@@ -135,6 +135,24 @@ def test_a_server_that_belonged_to_another_run_is_taken_over_and_named(
         caplog.clear()
 
 
+def test_without_a_critic_of_its_own_a_run_asks_the_server_for_no_checkpoint(tmp_path: Path) -> None:
+    """Not even for one that an earlier start saved there, with a critic that nothing trained."""
+    store = CheckpointStore(tmp_path, keep_last=2)
+    store.begin(3)
+    store.commit(3, "run", critic={"critic_step": 0, "files": {"model.pt": "digest"}}, state={}, versions={})
+    status = SimpleNamespace(critic_step=0, lease_holder=None)
+    critic = SimpleNamespace(
+        wait_until_ready=lambda *_: status,
+        acquire=lambda run: 0,
+        forget_queued=lambda: None,
+        shake_hands_again=lambda: None,
+    )
+    recovery = Recovery(critic, store, Ranks(), run_id="run", output_dir=tmp_path, restores=False)
+    manifest = recovery.restore_critic()
+    assert manifest is not None and manifest.step == 3
+    recovery.undo()
+
+
 def test_a_folder_that_is_taken_away_while_it_is_written_to_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from nemo_style_rlhf import programs
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build, idle_settings
+from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.schema.local import PPOLocalConfig
 from nemo_style_rlhf.schema.supervised import SFTConfig
@@ -22,6 +23,7 @@ from tests.support.paths import ROOT
 ACTOR = ["run.output_dir=x", "model.path=x", "data.train_path=x"]
 LOCAL = [*ACTOR, "critic.model.path=x", "critic.run.output_dir=''"]
 SFT = [*ACTOR]
+CRITIC = ["run.output_dir=x", "model.path=x"]
 EVALUATION = ["run.output_dir=x", "checkpoints=[x]", "data.path=x"]
 GIVEN = [
     (PPOActorConfig, ACTOR, ["agent.workers=4"], ["agent.workers=4 does nothing: there is no agent"]),
@@ -38,6 +40,11 @@ GIVEN = [
     (PPOActorConfig, ACTOR, ["algorithm.max_steps=3", "algorithm.critic_warmup_steps=3"],
      ["algorithm.critic_warmup_steps=3 leaves no step to the policy: algorithm.max_steps=3"]),
     (PPOActorConfig, ACTOR, ["algorithm.max_steps=4", "algorithm.critic_warmup_steps=3"], []),
+    (PPOActorConfig, ACTOR, ["algorithm.advantage_estimator=reinforce", "checkpoint.export_critic=true"],
+     ["checkpoint.export_critic=True does nothing: algorithm.advantage_estimator=reinforce has no critic"]),
+    (PPOActorConfig, ACTOR, ["checkpoint.export_critic=true"], []),
+    (PPOCriticConfig, CRITIC, ["critic.path=x", "critic.enabled=false"], ["critic.path=x does nothing: there is no critic"]),
+    (PPOCriticConfig, CRITIC, ["critic.path=x"], []),
     (PPOLocalConfig, LOCAL, ["agent.workers=4"], ["agent.workers=4 does nothing: there is no agent"]),
     (SFTConfig, SFT, ["tracking.rollouts.every=2"], ["tracking.rollouts.every=2 does nothing: a supervised stage"]),
     (SFTConfig, SFT, ["tracking.tensorboard=true"], []),
@@ -51,6 +58,16 @@ def test_it_is_named_with_the_reason(schema: type, needed: list[str], given: lis
     found = list(idle_settings(build(schema, OmegaConf.from_dotlist([*needed, *given]))))
     assert len(found) == len(said), found
     assert all(sentence.startswith(beginning) for sentence, beginning in zip(found, said, strict=True)), found
+
+
+def test_a_server_without_anything_to_serve_is_refused() -> None:
+    from nemo_style_rlhf.errors import UserError
+
+    words = [*CRITIC, "critic.enabled=false", "critic.combine_rm_and_critic_server=false"]
+    with pytest.raises(
+        UserError, match=r"^critic\.combine_rm_and_critic_server=False is not possible: expected true with"
+    ):
+        build(PPOCriticConfig, OmegaConf.from_dotlist(words))
 
 
 @pytest.mark.parametrize(
