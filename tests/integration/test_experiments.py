@@ -86,6 +86,7 @@ RECIPES = {
     "dapo_qwen7b": ("qwen2", dapo),
     "hh_rlhf_llama1b": ("llama", hh),
     "tldr_pythia1b": ("gpt_neox", tldr),
+    "tldr_pythia1b_grpo": ("gpt_neox", tldr),
     "tinystories_cpu": ("llama", beginnings),
 }
 
