@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from tornado.httpserver import HTTPServer
 from tornado.iostream import StreamClosedError
 from tornado.web import Application, HTTPError, RequestHandler, stream_request_body
 
@@ -27,10 +26,8 @@ from nemo_style_rlhf.agents import programs
 from nemo_style_rlhf.agents.api_answers import Answer, models
 from nemo_style_rlhf.agents.api_requests import Refused, Request, read_chat, read_json, read_text
 from nemo_style_rlhf.agents.reception import Reception, Settings, Visit
+from nemo_style_rlhf.transport.entrance import BODY_S, SLOWEST_LINK, STRANGERS, Entrance, visitor_of
 
-HEAD_BYTES = 16 * 2**10
-IDLE_S, BODY_S = 120.0, 60.0
-"""Seconds for which a connection may rest, and in which a body must arrive."""
 MOST_DIGITS = 18
 """Digits of a length that are looked at: with as many, any body is too large."""
 UNREAD_BYTES = 2**20
@@ -105,6 +102,7 @@ class Handler(RequestHandler):
             Refused: the key opens nothing here.
         """
         self.visit: Visit = self.reception.visit(key)
+        visitor_of(self.request).welcome()
 
     def data_received(self, chunk: bytes) -> None:
         self._read += len(chunk)
@@ -205,6 +203,7 @@ class Next(Handler):
     def admit(self, key: str) -> None:
         if not hmac.compare_digest(key.encode(), self.reception.settings.token.encode()):
             raise Refused(401, "this needs the token of the run (agent.token)", code="invalid_api_key")
+        visitor_of(self.request).welcome()
 
     async def serve(self, *words: str) -> None:
         wait_s = self.content().get("wait_s", 20.0) if self._body else 20.0
@@ -291,13 +290,10 @@ async def serve(link: socket.socket, parent: int, keeper: programs.Keeper, setti
 
     reception = Reception(settings, send, keeper)
     application = Application(ROUTES, default_handler_class=Nothing, reception=reception)
-    server = HTTPServer(
-        application, max_header_size=HEAD_BYTES, max_body_size=2**62, max_buffer_size=2**62,
-        idle_connection_timeout=IDLE_S, body_timeout=BODY_S,
-    )  # fmt: skip
-    listener = socket.socket(fileno=settings.listener)
-    listener.setblocking(False)
-    server.add_socket(listener)
+    body_s = BODY_S + settings.max_request_bytes / SLOWEST_LINK
+    # All programs of a host have one address.
+    entrance = Entrance(application, largest_body=2**62, body_s=body_s, strangers_per_address=STRANGERS)
+    entrance.open(socket.socket(fileno=settings.listener))
 
     async def obey() -> None:
         with suppress(ConnectionError):  # a trainer that was killed, with events that it has not read

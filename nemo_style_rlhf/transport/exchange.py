@@ -6,7 +6,6 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tornado.http1connection import HTTP1Connection, HTTP1ConnectionParameters
@@ -14,21 +13,18 @@ from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine,
 from tornado.iostream import IOStream, StreamClosedError
 
 from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.entrance import BODY_S, CHUNK_BYTES, SLOWEST_LINK, Visitor
 from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER, binary_request, canonical_head
 from nemo_style_rlhf.transport.messages import Code, ProtocolError
 
 if TYPE_CHECKING:
     from nemo_style_rlhf.transport.front_door import FrontDoor
 
-BODY_S = 30.0
-SLOWEST_LINK = 2**18
-"""Bytes per second. A body may take BODY_S seconds plus its transfer time at this rate."""
 TENSOR_HEAD_BYTES = 64 * 2**10
 JSON_BODY_BYTES = 2**20
 """Largest request without binary tensors, or to an endpoint that takes only JSON."""
 UNREAD_BYTES, UNREAD_S = 2**20, 1.0
 """Limits on reading a refused body. The door reads some of it so that the client can read the answer."""
-CHUNK_BYTES = 2**18
 SOCKET_BUFFER_BYTES = 4 * 2**20
 FORWARDED = ("Content-Type", "Content-Length", HEAD_LENGTH_HEADER)
 REASONS = {400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed", 411: "Length Required",
@@ -42,15 +38,6 @@ class Refused(Exception):
         super().__init__(sentence)
         self.status = status
         self.code = code
-
-
-@dataclass(eq=False)
-class Visitor:
-    """One connection."""
-
-    stream: IOStream
-    address: str
-    parameters: HTTP1ConnectionParameters
 
 
 class Exchange(HTTPMessageDelegate):
@@ -107,7 +94,7 @@ class Exchange(HTTPMessageDelegate):
         if not hmac.compare_digest(given, self._door.token):
             problem = "is wrong" if given else "is missing"
             raise Refused(401, Code.UNAUTHORIZED, f"the header {messages.TOKEN_HEADER} {problem}")
-        self._door.welcome(visitor)
+        visitor.welcome()
         self._connection.set_body_timeout(BODY_S)
         if (start_line.method, start_line.path) == ("GET", "/metrics") and self._door.settings.metrics is not None:
             self._body_bytes = 0

@@ -9,7 +9,6 @@ waits, so that the backend never sees a client hang up. The token stays in this 
 """
 
 import asyncio
-import errno
 import json
 import logging
 import os
@@ -17,36 +16,21 @@ import signal
 import socket
 import ssl
 import sys
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tornado.http1connection import HTTP1ConnectionParameters, HTTP1ServerConnection
 from tornado.httputil import HTTPServerConnectionDelegate
-from tornado.iostream import IOStream, SSLIOStream
-from tornado.netutil import add_accept_handler
+from tornado.iostream import IOStream
 
 from nemo_style_rlhf.launch.malloc import return_freed_memory
 from nemo_style_rlhf.transport import confine
-from nemo_style_rlhf.transport.exchange import (
-    CHUNK_BYTES,
-    JSON_BODY_BYTES,
-    TENSOR_HEAD_BYTES,
-    Exchange,
-    Visitor,
-    connect,
-)
+from nemo_style_rlhf.transport.entrance import Entrance
+from nemo_style_rlhf.transport.exchange import JSON_BODY_BYTES, TENSOR_HEAD_BYTES, Exchange, connect
 from nemo_style_rlhf.transport.messages import Endpoint, TensorSpec
 
-BUFFER_BYTES = 2**24
-HTTP_HEAD_BYTES = 16 * 2**10
-HTTP_HEAD_S = 10.0
-"""Seconds within which a stranger's connection must bring a whole head, TLS handshake included."""
-IDLE_S = 600.0
-"""Seconds for which a connection that has shown the token may rest between requests."""
-STRANGERS = 256
-STRANGERS_PER_ADDRESS = 64
-"""Maximum number of connections that have not shown the token; a new one replaces the oldest."""
+REST_S = 10.0
+"""Seconds for which a connection to the backend is kept that nobody uses."""
 
 
 @dataclass(frozen=True)
@@ -111,67 +95,20 @@ def tls_context(certificate: str, key: str | None, client_ca: str | None) -> ssl
     return context
 
 
-class TlsStream(SSLIOStream):
-    """Takes a record that cannot be decrypted for a reset of the connection; Tornado would log a traceback for each."""
-
-    def read_from_fd(self, buf: bytearray | memoryview) -> int | None:
-        try:
-            return super().read_from_fd(buf)
-        except ssl.SSLError as error:
-            raise ConnectionResetError(errno.ECONNRESET, str(error)) from error
-
-
 class FrontDoor(HTTPServerConnectionDelegate):
-    """Accepts connections and starts an :class:`Exchange` for each request."""
+    """Starts an :class:`Exchange` for each request."""
 
     def __init__(self, settings: Settings) -> None:
-        self._tls: ssl.SSLContext | None = None
-        if settings.certificate is not None:
-            self._tls = tls_context(settings.certificate, settings.key, settings.client_ca)
         self.settings = settings
         self.token = settings.token.encode()
         self.routes = {route.path: route for route in settings.routes}
         self.bytes_left = settings.bytes_in_flight
         self.running: set[asyncio.Task[None]] = set()
-        self._strangers: OrderedDict[Visitor, None] = OrderedDict()
-        self._resting: dict[str, list[IOStream]] = defaultdict(list)
-
-    def accept(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
-        """Serve a connection. If its address has too many strangers, the oldest connection is closed."""
-        try:
-            stream = self._stream(connection)
-        except OSError:  # the client has hung up already
-            connection.close()
-            return
-        parameters = HTTP1ConnectionParameters(
-            chunk_size=CHUNK_BYTES, max_header_size=HTTP_HEAD_BYTES, header_timeout=HTTP_HEAD_S, max_body_size=2**62
-        )
-        visitor = Visitor(stream, str(address[0]), parameters)
-        neighbors = [other for other in self._strangers if other.address == visitor.address]
-        if len(neighbors) >= STRANGERS_PER_ADDRESS:
-            neighbors[0].stream.close()
-        elif len(self._strangers) >= STRANGERS:
-            next(iter(self._strangers)).stream.close()
-        self._strangers[visitor] = None
-        stream.set_nodelay(True)
-        HTTP1ServerConnection(stream, parameters, visitor).start_serving(self)
-
-    def _stream(self, connection: socket.socket) -> IOStream:
-        if self._tls is None:
-            return IOStream(connection, max_buffer_size=BUFFER_BYTES, read_chunk_size=CHUNK_BYTES)
-        link = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-        return TlsStream(link, max_buffer_size=BUFFER_BYTES, read_chunk_size=CHUNK_BYTES)
+        self._resting: dict[str, dict[IOStream, asyncio.TimerHandle]] = defaultdict(dict)
+        """Unused connections by backend, each with what closes it."""
 
     def start_request(self, server_conn: object, request_conn: Any) -> "Exchange":
         return Exchange(self, request_conn)
-
-    def on_close(self, server_conn: Any) -> None:
-        self._strangers.pop(server_conn.context, None)
-
-    def welcome(self, visitor: Visitor) -> None:
-        """Note that the connection has shown the token."""
-        self._strangers.pop(visitor, None)
-        visitor.parameters.header_timeout = IDLE_S
 
     async def to_backend(self, route: Route) -> IOStream:
         """A connection to the backend of the route.
@@ -181,22 +118,31 @@ class FrontDoor(HTTPServerConnectionDelegate):
         """
         path = route.backend or self.settings.backend
         while self._resting[path]:
-            stream = self._resting[path].pop()
+            stream, end = self._resting[path].popitem()
+            end.cancel()
             if not stream.closed():
                 return stream
         return await connect(path)
 
     def rest(self, route: Route, stream: IOStream) -> None:
-        """Keep a connection to the route's backend for the next request."""
-        self._resting[route.backend or self.settings.backend].append(stream)
+        """Keep a connection to the route's backend for the next request, if one comes soon."""
+        resting = self._resting[route.backend or self.settings.backend]
+
+        def end() -> None:
+            del resting[stream]
+            stream.close()
+
+        resting[stream] = asyncio.get_running_loop().call_later(REST_S, end)
 
 
 async def serve(settings: Settings) -> None:
     """Serve until standard input ends: the server process has ended, or has closed it."""
+    tls = None
+    if settings.certificate is not None:
+        tls = tls_context(settings.certificate, settings.key, settings.client_ca)
     door = FrontDoor(settings)
     listener = socket.socket(fileno=settings.listener)
-    listener.setblocking(False)
-    stop_accepting = add_accept_handler(listener, door.accept)
+    stop_accepting = Entrance(door, largest_body=2**62, tls=tls).open(listener)
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), ended.set)

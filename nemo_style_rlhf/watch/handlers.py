@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 from tornado.web import HTTPError, RequestHandler, StaticFileHandler
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.transport.entrance import visitor_of
 from nemo_style_rlhf.watch.door import Door
 from nemo_style_rlhf.watch.runs import UnknownRun
 
@@ -47,6 +48,7 @@ class Guarded(RequestHandler):
             raise HTTPError(403, "this page answers only under its host's own name or address")
         if not self.door.knows(self._shown_token()):
             raise HTTPError(401, "this page wants its token: open the link that watch.py printed, or give the token")
+        visitor_of(self.request).welcome()
 
     def _shown_token(self) -> str:
         header = self.request.headers.get("Authorization", "")

@@ -19,10 +19,10 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from tornado.httpclient import AsyncHTTPClient
-from tornado.httpserver import HTTPServer
 from tornado.web import Application
 
 from nemo_style_rlhf.checkpoint.files import storage_errors, write_atomically
+from nemo_style_rlhf.transport.entrance import Entrance
 from nemo_style_rlhf.watch.door import Door
 from nemo_style_rlhf.watch.handlers import PAGE, to_json
 
@@ -77,12 +77,11 @@ def export(application: Application, door: Door, target: Path) -> int:
 
 
 async def _collect(application: Application, door: Door) -> dict[str, Any]:
-    server = HTTPServer(application)
-    door.listener.setblocking(False)
-    server.add_socket(door.listener)
+    stop_accepting = Entrance(application, largest_body=0).open(door.listener)
     client = _Client(AsyncHTTPClient(max_body_size=2**31), door)
     answers = {key: answer async for key, answer in _answers(client)}
-    server.stop()
+    stop_accepting()
+    door.listener.close()
     answers["exported"] = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
     return answers
 

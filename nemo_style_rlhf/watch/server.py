@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tornado.httpserver import HTTPServer
 from tornado.web import Application
 
+from nemo_style_rlhf.transport.entrance import Entrance
+from nemo_style_rlhf.transport.exchange import JSON_BODY_BYTES
+from nemo_style_rlhf.transport.listening import BACKLOG
 from nemo_style_rlhf.watch import report, rollout_routes, run_routes
 from nemo_style_rlhf.watch.door import Door, take_door
 from nemo_style_rlhf.watch.handlers import PAGE, Login, Page, Style
@@ -32,10 +34,8 @@ def application(runs: Runs, door: Door) -> Application:
 
 async def serve(runs: Runs, door: Door) -> None:
     """Serve until the process ends."""
-    server = HTTPServer(application(runs, door), ssl_options=door.tls, xheaders=False)
-    door.listener.setblocking(False)
-    door.listener.listen(128)
-    server.add_socket(door.listener)
+    door.listener.listen(BACKLOG)
+    Entrance(application(runs, door), largest_body=JSON_BODY_BYTES, tls=door.tls).open(door.listener)
     print(f"open {door.link}  (Ctrl-C ends it)", flush=True)
     await asyncio.Event().wait()
 
@@ -56,7 +56,7 @@ def watch(
         UserError: a folder does not exist, the address is not to be had, or the disk refused the file.
     """
     runs = Runs(folders)
-    logging.getLogger("tornado.access").setLevel(logging.ERROR)
+    logging.getLogger("tornado").setLevel(logging.ERROR)
     if export is not None:
         door = report.loopback_door()
         size = report.export(application(runs, door), door, export)

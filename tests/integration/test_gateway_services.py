@@ -26,6 +26,7 @@ from nemo_style_rlhf.schema.gateway import GatewayConfig
 from tests.integration.test_gateway import learned
 from tests.support.agents import OFFER, Trainer, until
 from tests.support.paths import ROOT
+from tests.support.strangers import crowd
 from tests.unit.agents.chat_templates import CHATML, encoder
 
 READER = encoder(CHATML)
@@ -108,7 +109,7 @@ def test_a_service_may_fail_and_gets_the_next_attempt(token_file):
         running.join(30)
         assert [each["task"]["attempt"] for each in (first, second, third)] == [1, 2, 3]
         assert [each.reason for each in ours.failed[0]] == [
-            "the service failed: no luck", "the service gave no reward within agent.episode_timeout_s=1.5 seconds",
+            "the service failed: no luck", "the service gave no reward within agent.episode_timeout_s=1.5 seconds of its own",
         ]  # fmt: skip
         assert ours.ended[0].observation.reward == 2.0
 
@@ -195,6 +196,22 @@ def test_only_keys_open_and_each_its_own_door(token_file):
         assert post(f"{url}/sessions/reward", key, {"reward": 1})[0] == 200
         assert post(f"{url}/v1/chat/completions", key, asked)[0] == 401
         running.join(30)
+
+
+def test_strangers_hold_no_program_up_and_fill_no_log(token_file, capfd):
+    with pulled(token_file) as (ours, url):
+        running = in_background(ours, Task("q"))
+        key = post(f"{url}/sessions/next", TOKEN)[1]["api_key"]
+        (gateway,) = (each for each in psutil.Process().children() if "gateway_process" in " ".join(each.cmdline()))
+
+        def ask() -> None:
+            hello = {"messages": [{"role": "user", "content": "hello"}]}
+            assert post(f"{url}/v1/chat/completions", key, hello)[0] == 200
+
+        crowd(ours.gateway.port, gateway.pid, ask)
+        assert post(f"{url}/sessions/reward", key, {"reward": 1})[0] == 200
+        running.join(30)
+    assert len(capfd.readouterr().err) < 1000
 
 
 WRONG = [

@@ -1,5 +1,6 @@
 """A front door before a backend that is not Triton: the door knows of endpoints only what its server tells it."""
 
+import asyncio
 import json
 import socketserver
 import threading
@@ -10,17 +11,20 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.critic import ServerConfig, ServerTlsConfig
 from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
+from nemo_style_rlhf.transport import front_door
 from nemo_style_rlhf.transport.connection import Connection, ServerUnreachable
-from nemo_style_rlhf.transport.front_door import Route, Settings
+from nemo_style_rlhf.transport.front_door import FrontDoor, Route, Settings
 from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
 from nemo_style_rlhf.transport.listening import Address, Door, take_address, take_port
 from nemo_style_rlhf.transport.messages import BOOT_HEADER, REQUEST, RESPONSE, Endpoint, ProtocolError, TensorSpec
 from tests.support.certificates import certificate
+from tests.support.strangers import crowd
 
 X = TensorSpec("x", "INT32")
 ECHO = Endpoint("echo", (X,), (X,))
@@ -92,6 +96,13 @@ def test_requests_reach_the_backend_within_the_limits_of_their_endpoint(door: Do
         connection(door).call(ECHO, sent, timeout_s=10)
 
 
+def test_strangers_hold_no_client_up_and_fill_no_log(door: Door, capfd: pytest.CaptureFixture[str]) -> None:
+    sent = {"x": np.zeros(1, dtype=np.int32)}
+    (process,) = (each for each in psutil.Process().children() if "front_door" in " ".join(each.cmdline()))
+    crowd(door.port, process.pid, lambda: connection(door).call(ECHO, sent, timeout_s=10))
+    assert len(capfd.readouterr().err) < 1000
+
+
 def test_the_boot_id_goes_to_endpoints_that_require_it(door: Door) -> None:
     client = connection(door)
     client.boot_id = "b007"
@@ -126,3 +137,24 @@ def test_settings_survive_their_way_to_the_door() -> None:
     settings = Settings(3, TOKEN, "/backend.sock", None, routes, 2**20, certificate="server.pem")
     assert Settings.from_json(settings.to_json()) == settings
     assert [route.largest_body for route in routes] == [LARGEST, 2**20]
+
+
+def test_connections_to_the_backend_are_kept_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a peak of calls has left."""
+    monkeypatch.setattr(front_door, "REST_S", 0.2)
+    path, route = str(tmp_path / "backend.sock"), Route(ECHO, 4096)
+
+    async def peak() -> None:
+        async with await asyncio.start_unix_server(lambda *_: asyncio.Event().wait(), path):
+            door = FrontDoor(Settings(3, TOKEN, path, None, (route,), 2**20))
+            streams = [await door.to_backend(route) for _ in range(20)]
+            for stream in streams:
+                door.rest(route, stream)
+            again = [await door.to_backend(route) for _ in range(5)]
+            assert {*again} < {*streams}
+            await asyncio.sleep(0.4)
+            assert {stream for stream in streams if not stream.closed()} == {*again}
+            for stream in again:
+                stream.close()
+
+    asyncio.run(peak())

@@ -6,12 +6,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.support.browser import Browser
 from tests.support.certificates import certificate
-from tests.support.watching import watching
+from tests.support.strangers import crowd
+from tests.support.watching import watcher, watching
 
 RUN = "a run\u202e%<b>"
 
@@ -71,6 +73,13 @@ def test_a_run_id_is_printable(link: str) -> None:
 def test_strangers_get_nothing(link: str, path: str, headers: dict[str, str], status: int, words: str) -> None:
     found, body = fetch(link, path, **headers)
     assert found == status and words in body and "a run" not in body
+
+
+def test_strangers_hold_nobody_up_and_fill_no_log(tmp_path: Path) -> None:
+    with watcher(tmp_path) as (link, process):
+        crowd(urlsplit(link).port or 0, process.pid, lambda: fetch(link, "api/runs")[1].index("runs"))
+        process.kill()
+        assert process.stdout is not None and len(process.stdout.read()) < 1000
 
 
 def test_the_form_takes_the_token(browser: Browser, link: str) -> None:
