@@ -103,10 +103,9 @@ class ServerClient:
             )
 
     def close(self) -> None:
-        """Wait for running calls and close the connections; the server keeps running."""
-        self._connection.stop_retrying()
-        self._infer_pool.shutdown(cancel_futures=True)
+        """End running calls and close the connections; the server keeps running."""
         self._connection.close()
+        self._infer_pool.shutdown(cancel_futures=True)
 
     def _ask(self, endpoint: Endpoint, content: dict[str, Any]) -> dict[str, Any]:
         inputs = {messages.REQUEST.name: messages.json_tensor(content)}

@@ -281,10 +281,9 @@ class RemoteCritic(ServerClient):
 
     def close(self) -> None:
         self._turn.end()
-        self._connection.stop_retrying()
-        for pool in (self._infer_pool, self._train_pool, self._save_pool):
-            pool.shutdown(cancel_futures=True)
         super().close()
+        for pool in (self._train_pool, self._save_pool):
+            pool.shutdown(cancel_futures=True)
 
     def _require_lease(self) -> str:
         if self._lease is None:

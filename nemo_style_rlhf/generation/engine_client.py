@@ -142,7 +142,6 @@ class EngineClient:
 
     def close(self) -> None:
         self._closing.set()
-        self._connection.stop_retrying()
         self._connection.close()
 
     def _ask(self, endpoint: Endpoint, tensors: Mapping[str, Array] = NO_TENSORS, **content: Any) -> dict[str, Any]:

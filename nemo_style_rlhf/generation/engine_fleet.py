@@ -34,6 +34,8 @@ LOST = (ServerUnreachable, ServerRestarted)
 POLL_S = 0.2
 WATCH_S = 2.0
 """How often an engine is asked how it is."""
+END_S = 10.0
+"""Seconds in which launched engines must end. They hold nothing that is worth a longer wait."""
 
 
 class Abandoned(Exception):
@@ -183,7 +185,9 @@ class Fleet:
     def _look(self) -> None:
         """Let engines join that have become ready, each in a thread of its own."""
         with self._lock:
-            if self._published is None or len(self._engines) + len(self._joining) >= self._config.count:
+            if self._closing.is_set() or self._published is None:
+                return
+            if len(self._engines) + len(self._joining) >= self._config.count:
                 return
             new = []
             for name, where in self._new():
@@ -307,15 +311,18 @@ class Fleet:
         return counts
 
     def close(self) -> None:
-        """End the launched engines."""
+        """End the launched engines, and have whatever other threads wait for here end with :class:`Abandoned`."""
         with self._lock:  # none is being started again
             self._closing.set()
+            self._broken = Abandoned()
+            engines = [*self._engines.values(), *self._joining.values()]
+        for engine in engines:
+            engine.give_up("the trainer ends")
+            engine.client.close()
         if self._broadcast is not None:
             self._broadcast.close()
-        for engine in self._ready():
-            engine.client.close()
         if self._launcher is not None:
-            self._launcher.__exit__(None, None, None)
+            self._launcher.stop_all(END_S)
 
     def _load(self, engine: EngineProcess, lease: str, published: StoredWeights | None) -> Exception | None:
         """Have one engine load the published weights; returns the error by which it was lost."""

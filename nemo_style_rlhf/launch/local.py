@@ -221,6 +221,13 @@ class LocalLauncher:
         """Stop the program, as :meth:`Child.stop`, and forget it; returns the exit code."""
         return self._children.pop(name).stop(grace_s)
 
+    def stop_all(self, grace_s: float) -> None:
+        """Stop the programs, all at the same time."""
+        for child in self._children.values():
+            child.signal(signal.SIGTERM)
+        for name in list(self._children):
+            self.stop(name, grace_s)
+
 
 def _end_with(parent: int) -> None:
     """Runs in the child before the program: have it end with ``parent``, which may be gone already.

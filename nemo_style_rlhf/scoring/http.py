@@ -12,6 +12,7 @@ from requests.auth import AuthBase
 from nemo_style_rlhf.schema.judge import HttpSourceConfig
 from nemo_style_rlhf.scoring.balance import LeastBusy
 from nemo_style_rlhf.scoring.interface import RewardError, quoted
+from nemo_style_rlhf.transport.sessions import Sessions
 
 Answer = TypeVar("Answer")
 NO_PROXY: Mapping[str, str | None] = {"http": None, "https": None, "all": None}
@@ -35,10 +36,12 @@ class HttpServers:
         self._route, self._auth, self._refusals = route, auth, refusals
         self._servers = LeastBusy(config.urls, rest_s=config.cooldown_s, first=rank)
         self.closing = threading.Event()
+        self._sessions = Sessions()
 
     def close(self) -> None:
-        """Make no further attempt."""
+        """End the requests under way, and make no further attempt."""
         self.closing.set()
+        self._sessions.close()
 
     def ask(self, body: Mapping[str, object], read: Callable[[object, str], Answer]) -> Answer:
         """Send ``body`` to a server, and return what ``read`` makes of its JSON answer and its name for errors.
@@ -66,10 +69,11 @@ class HttpServers:
         raise RewardError(f"the {config.called}s were closed before they answered")
 
     def _post(self, url: str, body: Mapping[str, object]) -> requests.Response:
-        answer = requests.post(
-            url + self._route, json=body, timeout=self._config.timeout_s, auth=self._auth,
-            proxies=dict(NO_PROXY) if is_loopback(url) else None,  # type: ignore[arg-type]  # None means none
-        )  # fmt: skip
+        with self._sessions.new() as session:
+            answer = session.post(
+                url + self._route, json=body, timeout=self._config.timeout_s, auth=self._auth,
+                proxies=dict(NO_PROXY) if is_loopback(url) else None,  # type: ignore[arg-type]  # None means none
+            )  # fmt: skip
         if not answer.ok and answer.status_code not in self._refusals:
             if (wait_s := answer.headers.get("Retry-After", "")).isdecimal():
                 self.closing.wait(min(int(wait_s), LONGEST_ADVISED_WAIT_S))

@@ -18,6 +18,7 @@ from nemo_style_rlhf.schema.remote_critic import SYSTEM, ClientTlsConfig, Peer, 
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
 from nemo_style_rlhf.transport.messages import Array, Code, Endpoint, ProtocolError
+from nemo_style_rlhf.transport.sessions import Sessions
 
 LOGGER = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
@@ -79,18 +80,16 @@ class Connection:
         self._retries = retries
         self._closing = threading.Event()
         self._threads = threading.local()
-        self._sessions: list[requests.Session] = []
-        self._sessions_lock = threading.Lock()
+        self._sessions = Sessions()
 
     def stop_retrying(self) -> None:
         """Make no further attempt after one that fails from now on."""
         self._closing.set()
 
     def close(self) -> None:
-        with self._sessions_lock:
-            for session in self._sessions:
-                session.close()
-            self._sessions.clear()
+        """End the calls under way, which raise ServerUnreachable."""
+        self.stop_retrying()
+        self._sessions.close()
 
     def call(
         self, endpoint: Endpoint, inputs: Mapping[str, Array], *, timeout_s: float, retry: bool = True
@@ -235,14 +234,12 @@ class Connection:
 
     def _session(self) -> requests.Session:
         if not hasattr(self._threads, "session"):
-            self._threads.session = requests.Session()
+            self._threads.session = self._sessions.new()
             self._threads.session.trust_env = False  # no proxy and no .netrc between the two processes
             self._threads.session.verify = True if self._tls.ca in (None, SYSTEM) else self._tls.ca
             if self._tls.certificate is not None:
                 key = self._tls.key
                 self._threads.session.cert = (self._tls.certificate, key) if key else self._tls.certificate
-            with self._sessions_lock:
-                self._sessions.append(self._threads.session)
         session: requests.Session = self._threads.session
         return session
 

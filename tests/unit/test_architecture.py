@@ -72,7 +72,7 @@ OWNERS = {
 }
 GENERATORS = {f"nemo_style_rlhf.generation.{name}" for name in ("vllm", "hf", "in_process")}
 CLIENT_SIDE = {
-    "transport": {"messages", "kserve", "connection", "secret"},
+    "transport": {"messages", "kserve", "connection", "secret", "sessions"},
     "critic_service": {"protocol", "client", "remote_critic", "remote_reward"},
 }
 """Files of the client by room."""

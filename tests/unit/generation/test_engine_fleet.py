@@ -1,13 +1,26 @@
 """A fleet deals out devices, and waits for no call to an engine that it gave up. tests/integration has real engines."""
 
+import socket
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import psutil
 import pytest
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation import engine_fleet
 from nemo_style_rlhf.generation.engine_client import EngineClient, EngineProcess
+from nemo_style_rlhf.generation.engine_fleet import Abandoned, Fleet
+from nemo_style_rlhf.generation.engine_pool import EnginePool
 from nemo_style_rlhf.generation.engine_programs import devices_beside
+from nemo_style_rlhf.generation.interface import ProbeTarget
+from nemo_style_rlhf.generation.weight_store import StoredWeights
+from nemo_style_rlhf.launch.local import LocalLauncher
+from nemo_style_rlhf.launch.program import Program
+from nemo_style_rlhf.schema.generation import EnginesConfig
 from nemo_style_rlhf.transport.connection import ServerUnreachable
 
 
@@ -38,6 +51,86 @@ def test_answers_and_errors_of_calls_arrive() -> None:
     assert engine.call(lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
         engine.call(lambda: 1 // 0)
+
+
+def test_nobody_waits_for_an_engine_of_a_pool_that_is_closed(tmp_path: Path) -> None:
+    pool = EnginePool(Fleet(EnginesConfig(count=1, launch=False), tmp_path), weight_shapes={}, calls=1)
+    weights = StoredWeights(3, "digest", ProbeTarget((), (), 1.0), (), Path("weights"))
+    with ThreadPoolExecutor(1) as trainer:
+        calls = [trainer.submit(pool.load, weights), pool.ask([], 3)]
+        time.sleep(0.2)
+        pool.close()
+        for call in calls:
+            with pytest.raises(Abandoned):
+                call.result(10)
+
+
+@pytest.mark.parametrize("known", ["_engines", "_joining"])
+def test_a_fleet_that_is_closed_has_no_call_under_way(tmp_path: Path, known: str) -> None:
+    """Or the process could not end before generation.engines.request_timeout_s is over."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        client = EngineClient("127.0.0.1", silent.getsockname()[1], token=None, retries=1, timeout_s=60)
+        client._connection.boot_id = "b007"
+        engine = EngineProcess("engine-0", client, {})
+        fleet = Fleet(EnginesConfig(count=1, launch=False), tmp_path)
+        getattr(fleet, known)[engine.name] = engine
+        call = pool.submit(engine.call, lambda: client.acquire("lease", {}))
+        with silent.accept()[0] as link:
+            assert link.recv(1)
+            closed = time.monotonic()
+            fleet.close()
+            with pytest.raises(ServerUnreachable, match="the trainer ends"):
+                call.result(10)
+            engine._threads.shutdown()
+            assert time.monotonic() - closed < 5
+
+
+class Gated(LocalLauncher):
+    """Begins what the test waits for, and goes on once the test lets it."""
+
+    def __init__(self, log_dir: Path) -> None:
+        super().__init__(log_dir)
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def restart(self, name: str) -> None:
+        self._gate()
+        super().restart(name)
+
+    def stop_all(self, grace_s: float) -> None:
+        self._gate()
+        super().stop_all(grace_s)
+
+    def _gate(self) -> None:
+        self.begun.set()
+        assert self.goes_on.wait(20)
+
+
+@pytest.mark.parametrize("first", ["restart", "close"])
+def test_an_engine_that_is_lost_while_the_fleet_closes_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    def sleeper(name: str, *_: object) -> Program:
+        return Program(name, [sys.executable, "-S", "-c", "import time; time.sleep(600)"], ready_file=tmp_path / name)
+
+    before = {each.pid for each in psutil.Process().children()}
+    monkeypatch.setattr(engine_fleet, "engine_program", sleeper)
+    launcher = Gated(tmp_path)
+    monkeypatch.setattr(engine_fleet, "LocalLauncher", lambda _: launcher)
+    fleet, engine = Fleet(EnginesConfig(count=1), tmp_path), engine_process()
+    fleet.start()
+    fleet._engines["engine-0"] = engine
+    acts = {"restart": lambda: fleet.lost(engine, "it was killed"), "close": fleet.close}
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(acts.pop(first))]
+        assert launcher.begun.wait(20)
+        calls += [pool.submit(act) for act in acts.values()]
+        time.sleep(0.2)
+        launcher.goes_on.set()
+        for call in calls:
+            call.result(20)
+    assert {each.pid for each in psutil.Process().children()} <= before
+    with pytest.raises(Abandoned):
+        fleet.engine()
 
 
 def engine_process() -> EngineProcess:
