@@ -56,6 +56,6 @@ def passed_tests(code: str, tests: Sequence[str], *, wall_s: float = 8.0, limits
             try:
                 verdicts, _ = judge.communicate(json.dumps({"code": code, "tests": list(tests)}).encode(), wall_s)
             except subprocess.TimeoutExpired:
-                judge.kill()
+                judge.terminate()
                 verdicts, _ = judge.communicate()
     return {int(line) for line in verdicts.split()}

@@ -18,14 +18,19 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.transport import tree
 from nemo_style_rlhf.transport.confine import refusing
 
 LOGGER = logging.getLogger(__name__)
 WITHOUT = "NSR_CODE_WITHOUT_SANDBOX"
 """Set this variable to 1 in the environment of a machine on which code may do anything."""
+TREE = str(Path(tree.__file__))
+"""Without a sandbox, this program ends all that the code has started."""
+END_S = 5.0
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 CLONE_THREAD = 0x10000
 REFUSED = {
@@ -160,7 +165,11 @@ def _started(
             words += _bubblewrap(limits, readable, rules.fileno())
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            words += ["setpriv", "--pdeathsig", "KILL"]
+            ends, told = os.pipe()
+            stack.callback(os.close, told)
+            stack.callback(os.close, ends)
+            kept.append(ends)
+            words = [sys.executable, "-I", "-S", TREE, str(ends), *words, "setpriv", "--pdeathsig", "KILL"]
         process = subprocess.Popen(
             [*words, *command],
             cwd="/" if inside else folder,
@@ -175,6 +184,10 @@ def _started(
         try:
             yield process
         finally:
+            if not inside:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):  # the code has stopped it
+                    process.wait(END_S)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the namespace ends with bwrap
             process.wait()

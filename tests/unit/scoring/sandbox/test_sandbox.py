@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,7 @@ import pytest
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.reward import FunctionRewardConfig
-from nemo_style_rlhf.scoring import sandbox
+from nemo_style_rlhf.scoring import code_judge, sandbox
 from nemo_style_rlhf.scoring.function import FunctionScorer
 from nemo_style_rlhf.scoring.interface import ScoringSample
 from nemo_style_rlhf.scoring.sandbox import Limits, confined
@@ -170,8 +171,8 @@ def test_it_ends_with_the_context():
 def test_an_ordinary_user_has_a_sandbox_too(tmp_path):
     """The tests' interpreter may lie where that user cannot read it, so the system's Python runs a copy of the files."""
     copy = tmp_path / "copy"
-    for name in ("__init__.py", "errors.py", "transport/confine.py", "scoring/sandbox.py", "scoring/code_judge.py",
-                 "scoring/code_peers.py", "scoring/__init__.py", "transport/__init__.py"):  # fmt: skip
+    for name in ("__init__.py", "errors.py", "transport/confine.py", "transport/tree.py", "scoring/sandbox.py",
+                 "scoring/code_judge.py", "scoring/code_peers.py", "scoring/__init__.py", "transport/__init__.py"):  # fmt: skip
         (copy / "nemo_style_rlhf" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "nemo_style_rlhf" / name, copy / "nemo_style_rlhf" / name)
     let_others_read(copy)
@@ -232,6 +233,48 @@ def test_without_a_sandbox_by_choice_it_warns_and_judges(tmp_path):
         "runs without a sandbox and can read, change and delete what this user can (bwrap is not installed)"
         in done.stderr
     )
+
+
+HIDES = """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.closerange(0, 256)
+    with open({note!r}, "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+while not os.path.exists({note!r}):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("end", ["pass", "time.sleep(600)", "os._exit(1)"], ids=["well", "hangs", "crashes"])
+@pytest.mark.parametrize("whose", ["code", "tests"])
+def test_without_a_sandbox_no_process_outlives_the_judge(tmp_path, monkeypatch, end, whose):
+    """Neither one of the code nor one of the tests, in a session of its own and with another parent."""
+    monkeypatch.setattr(code_judge, "confined", partial(sandbox._started, False))
+    note = tmp_path / "pid"
+    hides = f"import os, time\n{HIDES.format(note=str(note))}\n{end}"
+    code, test = (hides, "assert True") if whose == "code" else ("", hides)
+    code_judge.passed_tests(code, [test], wall_s=5.0)
+    assert not psutil.pid_exists(int(note.read_text()))
+
+
+def test_without_a_sandbox_none_outlives_a_killed_judge(tmp_path):
+    note = tmp_path / "pid"
+    program = (
+        "import sys\nfrom nemo_style_rlhf.scoring import code_judge, sandbox\nfrom functools import partial\n"
+        "code_judge.confined = partial(sandbox._started, False)\ncode_judge.passed_tests(sys.argv[1], ['pass'], wall_s=600)"
+    )
+    code = f"import os, time\n{HIDES.format(note=str(note))}\ntime.sleep(600)"
+    judge = subprocess.Popen([sys.executable, "-c", program, code], cwd=ROOT)
+    try:
+        wait_until(lambda: note.exists() and note.read_text())
+    finally:
+        judge.kill()
+        judge.wait()
+    wait_until(lambda: not psutil.pid_exists(int(note.read_text())))
 
 
 def test_a_sandbox_that_cannot_start_is_no_sandbox(tmp_path, monkeypatch):
