@@ -1,5 +1,6 @@
 """The Parquet files of a run's rollouts, and databases that read nothing else."""
 
+import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,15 @@ def list_files(folder: Path) -> list[RolloutFile]:
     return found
 
 
+READ = "read_parquet(?, union_by_name = true, hive_partitioning = false)"
+"""The rows of files, given as :func:`escaped` has them; the column ``filename`` can be selected."""
+
+
+def escaped(paths: Sequence[str]) -> list[str]:
+    """``paths`` as DuckDB takes them, for which some characters are those of patterns."""
+    return [glob.escape(path) for path in paths]
+
+
 def open_database(folder: Path, *, threads: int, memory: str) -> duckdb.DuckDBPyConnection:
     """A database in memory that can read files in ``folder`` and nothing else, and fetches no extensions."""
     database = duckdb.connect(
@@ -44,7 +54,8 @@ def open_database(folder: Path, *, threads: int, memory: str) -> duckdb.DuckDBPy
             "temp_directory": "",
         },
     )
-    database.execute(f"SET allowed_directories = [{literal(str(folder.resolve()) + '/')}]")
+    where = str(folder.resolve()) + "/"
+    database.execute(f"SET allowed_directories = [{literal(where)}, {literal(glob.escape(where))}]")
     database.execute("SET parquet_metadata_cache = true")
     database.execute("SET enable_external_access = false")
     database.execute("SET lock_configuration = true")
@@ -63,5 +74,5 @@ def quoted(column: str) -> str:
 
 def file_columns(cursor: duckdb.DuckDBPyConnection, paths: Sequence[str]) -> dict[str, str]:
     """Types of the columns of Parquet files by name."""
-    described = cursor.execute("DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)", [list(paths)]).fetchall()
+    described = cursor.execute(f"DESCRIBE SELECT * FROM {READ}", [escaped(paths)]).fetchall()
     return {row[0]: row[1] for row in described}

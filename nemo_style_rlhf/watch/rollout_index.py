@@ -8,7 +8,15 @@ from pathlib import Path
 
 import duckdb
 
-from nemo_style_rlhf.watch.rollout_files import RolloutFile, file_columns, list_files, open_database, quoted
+from nemo_style_rlhf.watch.rollout_files import (
+    READ,
+    RolloutFile,
+    escaped,
+    file_columns,
+    list_files,
+    open_database,
+    quoted,
+)
 
 THREADS = 2
 MEMORY = "3GB"
@@ -144,8 +152,8 @@ class RolloutIndex:
             names = ", ".join(quoted(name) for name in wanted)
             cursor.execute(
                 f"INSERT INTO samples BY NAME SELECT {names}, CAST(? + list_position(?, filename) AS INTEGER) AS file "
-                "FROM read_parquet(?, union_by_name = true, filename = true)",
-                [self._numbers, paths, paths],
+                f"FROM {READ}",
+                [self._numbers, paths, escaped(paths)],
             )
             self._drop(cursor, replaced)
             cursor.execute("COMMIT")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import duckdb
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.watch.rollout_files import list_files, quoted
+from nemo_style_rlhf.watch.rollout_files import READ, escaped, list_files, quoted
 from nemo_style_rlhf.watch.rollout_index import RolloutIndex
 from nemo_style_rlhf.watch.sample_tokens import LISTS
 
@@ -179,8 +179,8 @@ def _read_step(
     if not paths:
         return []
     # The condition on the step skips all row groups but one.
-    selected = f"SELECT {columns} FROM read_parquet(?, union_by_name = true) WHERE step = ? {where} ORDER BY row"
-    return _rows(cursor, selected, [paths, step, *values])
+    selected = f"SELECT {columns} FROM {READ} WHERE step = ? {where} ORDER BY row"
+    return _rows(cursor, selected, [escaped(paths), step, *values])
 
 
 def read_files(index: RolloutIndex, read: Callable[[duckdb.DuckDBPyConnection], Result]) -> Result:
@@ -303,9 +303,9 @@ def texts_of(
     listed = ", ".join("?" for _ in set(steps))
     return cursor.execute(
         f"""SELECT step, row, left(prompt, {length}), left(response, {length}), left(label, {length}), length(response)
-        FROM read_parquet(?, union_by_name = true)
+        FROM {READ}
         WHERE step IN ({listed}) AND (step, row) IN (SELECT unnest(?), unnest(?))""",
-        [list(paths), *sorted(set(steps)), steps, rows],
+        [escaped(paths), *sorted(set(steps)), steps, rows],
     ).fetchall()
 
 

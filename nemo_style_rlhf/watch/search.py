@@ -9,7 +9,15 @@ from typing import Any, cast
 
 import duckdb
 
-from nemo_style_rlhf.watch.rollout_files import RolloutFile, file_columns, list_files, open_database, quoted
+from nemo_style_rlhf.watch.rollout_files import (
+    READ,
+    RolloutFile,
+    escaped,
+    file_columns,
+    list_files,
+    open_database,
+    quoted,
+)
 
 THREADS = 1
 """Leaves the other cores to the views."""
@@ -89,11 +97,11 @@ class Search:
         shown = "".join(f", {quoted(name)}" for name in SHOWN if name in there)
         cursor = self._database.execute(
             f"""SELECT step, row{shown}, prompt, response
-            FROM read_parquet($paths, union_by_name = true)
+            FROM {READ.replace("?", "$paths")}
             WHERE step BETWEEN $first AND $last
             AND (contains(lower(response), lower($text)) OR contains(lower(prompt), lower($text)))
             ORDER BY step DESC, row LIMIT $most""",
-            {"text": self._text, "paths": paths, "first": first, "last": last, "most": self._most},
+            {"text": self._text, "paths": escaped(paths), "first": first, "last": last, "most": self._most},
         )
         names = [column[0] for column in cursor.description or ()]
         return [self._hit(dict(zip(names, row, strict=True))) for row in cursor.fetchall()]

@@ -13,6 +13,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.watch.rollout_files import list_files, open_database
 from nemo_style_rlhf.watch.rollout_index import RolloutIndex
 from nemo_style_rlhf.watch.samples import Filter, Query, group, history, page, sample
+from nemo_style_rlhf.watch.search import Search
 from tests.support.rollout_files import sample_row, table_of, write_compacted, write_step
 
 Rows = list[dict[str, Any]]
@@ -208,6 +209,17 @@ def test_files_that_vanish_after_the_look_are_found_where_they_went(
     monkeypatch.setattr(index, "refresh", refresh_then_compact)
     found = page(index, Query(limit=3))
     assert [row["response"] for row in found["rows"]] == ["answer 5.0", "answer 5.1", "answer 5.2"]
+
+
+def test_a_folders_name_is_no_pattern_and_adds_no_column(tmp_path: Path) -> None:
+    for name in ("lr=1 [a]?", "lr=1 a-"):
+        (tmp_path / name).mkdir()
+        write_step(tmp_path / name, 1, table_of(step_rows(1)))
+    index = RolloutIndex(tmp_path / "lr=1 [a]?")
+    found = read(index)
+    assert found["total"] == len(found["rows"]) == 6 and "lr" not in index.columns()
+    assert [row["response"] for row in found["rows"]] == [f"answer 1.{row}" for row in range(6)]
+    assert len([message for message in Search(index.folder, "answer 1.3").messages() if "row" in message]) == 1
 
 
 def test_no_folder_and_an_empty_one_are_empty_runs(tmp_path: Path) -> None:
