@@ -1,5 +1,6 @@
 """Reads rows from JSONL files and JSON arrays (plain or gzip), Parquet, and everything that the `datasets` library loads."""
 
+import glob
 import gzip
 import io
 import itertools
@@ -175,7 +176,7 @@ def _data_set(name: str, data_set: DataSet) -> Any:
 def _load_file(path: Path) -> Any:
     import datasets
 
-    return datasets.load_dataset(path.suffix.lstrip("."), data_files=str(path), split="train")
+    return datasets.load_dataset(path.suffix.lstrip("."), data_files=glob.escape(str(path)), split="train")
 
 
 def _load_saved(data_set: DataSet) -> Any:
@@ -198,6 +199,10 @@ def _load_saved(data_set: DataSet) -> Any:
 def _load_built(data_set: DataSet) -> Any:
     import datasets
 
+    if data_set.is_folder and (glob.has_magic(data_set.name) or "::" in data_set.name):
+        raise ValueError(
+            "`datasets` takes *, ?, [ and :: in a folder's path for a pattern: rename the folder, or give its files"
+        )
     if not data_set.is_folder and not datasets.config.HF_HUB_OFFLINE and not _hub_answers():
         log.warning(
             "%s did not answer within %g s: data sets are read from the local cache and may be older than the hub's",

@@ -151,3 +151,18 @@ def test_a_hub_that_does_not_answer_costs_seconds_and_is_one_sentence() -> None:
         "UserError: owner/name:main:train cannot be loaded as a data set (Couldn't reach"
         in done.stderr.splitlines()[-1]
     )
+
+
+@pytest.mark.parametrize("name", ["[a]", "?a", "*", "a=b,c", "it's {a} #%é"])
+def test_a_file_is_read_whatever_its_name(folder, name):
+    (folder / "xa.parquet").write_bytes(b"another file")
+    for ending in ("jsonl", "parquet"):
+        (folder / f"{name}.{ending}").write_bytes((folder / f"rows.{ending}").read_bytes())
+        assert read(str(folder / f"{name}.{ending}")) == ROWS
+
+
+def test_a_folder_whose_name_is_a_pattern_is_refused(folder):
+    (folder / "part?").mkdir()
+    (folder / "part?" / "rows.jsonl").write_text(lines(ROWS[:1]))
+    with pytest.raises(UserError, match=r"takes \*, \?, \[ and :: in a folder's path for a pattern: rename the folder"):
+        read(str(folder / "part?"))
