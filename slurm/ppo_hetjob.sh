@@ -73,6 +73,8 @@ cd "$PROJECT_DIR" && [[ -f servers/serve_ppo_critic.py ]] ||
 [[ -n $CRITIC_ARGS ]] || refuse "CRITIC_ARGS is empty: export CRITIC_ARGS=\"model.path=REWARD_MODEL\" before sbatch"
 [[ -n $ACTOR_ARGS ]] ||
     refuse "ACTOR_ARGS is empty: export ACTOR_ARGS=\"model.path=POLICY data.train_path=PROMPTS\" before sbatch"
+[[ $OUTPUT_DIR != *[\'\\$%]* ]] || # Hydra and srun would read them
+    refuse "OUTPUT_DIR=$OUTPUT_DIR holds one of ' \\ \$ %: give a folder without"
 mkdir -p "$OUTPUT_DIR" || refuse "OUTPUT_DIR=$OUTPUT_DIR cannot be made: give a folder that every node can write to"
 # xargs splits as a shell does but expands nothing: brackets and braces belong to the overrides.
 for name in CRITIC_ARGS ACTOR_ARGS; do

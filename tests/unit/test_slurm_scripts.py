@@ -25,6 +25,8 @@ JOB = {"SLURM_JOB_ID_HET_GROUP_1": "2", "SLURM_JOB_NAME": "ppo", "SLURM_JOB_ID":
         ({"ACTOR_ARGS": "data.prompt_template=It's_{prompt} algorithm.max_steps=9"}, "ACTOR_ARGS cannot be split into words"),
         ({"CRITIC_ARGS": 'model.path="/m'}, "CRITIC_ARGS cannot be split into words"),
         ({"CRITIC_ARGS": "model.path='/m\n/n'"}, "CRITIC_ARGS cannot be split into words"),
+        ({"OUTPUT_DIR": "/tmp/it's"}, "OUTPUT_DIR=/tmp/it's holds one of ' \\ $ %"),
+        ({"OUTPUT_DIR": "/tmp/50%"}, "OUTPUT_DIR=/tmp/50% holds one of"),
         ({"SLURM_JOB_ID_HET_GROUP_1": ""}, "no heterogeneous Slurm job"),
     ],
 )  # fmt: skip
