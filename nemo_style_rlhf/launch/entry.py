@@ -35,6 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import sweep
 from nemo_style_rlhf.launch.limits import require_open_files
+from nemo_style_rlhf.launch.overrides import is_override, override, readable
 from nemo_style_rlhf.launch.program import CHECKED
 from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.schema.base import build, idle_settings, literal, one_sentence
@@ -84,13 +85,15 @@ def entry_point(
                 show_keys(schema, config_name, asked)
                 return
             # argparse wants overrides in one piece; slurm/ puts some of its own around the user's words.
-            words.sort(key=_is_override)
-            sys.argv = [sys.argv[0], *words]
+            words.sort(key=is_override)
+            sweeps = bool({*sweep.WORDS} & {*words})
             os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors to us instead of printing several lines
             try:
+                words = [readable(word, sweeps=sweeps) if is_override(word) else word for word in words]
+                sys.argv = [sys.argv[0], *words]
                 with TemporaryDirectory() as scratch:  # Hydra leaves a file for every sweep
-                    if {*sweep.WORDS} & {*words}:
-                        sys.argv.append(f"hydra.sweep.dir={scratch}")
+                    if sweeps:
+                        sys.argv.append(override("hydra.sweep.dir", scratch))
                     compose()
                 if len(composed) > 1:
                     for config in composed:
@@ -98,7 +101,7 @@ def entry_point(
                         if reason := no_sweep(checked):
                             raise UserError(f"-m starts one run after the other {reason}")
                         require_paths(checked)
-                    options = [word for word in words if not _is_override(word) and word not in sweep.WORDS]
+                    options = [word for word in words if not is_override(word) and word not in sweep.WORDS]
                     folders = [str(OmegaConf.select(config, "run.output_dir")) for config in composed]
                     raise SystemExit(sweep.run_all(options, overrides, folders))
                 for config in composed:  # none after --help and --cfg
@@ -121,6 +124,8 @@ def entry_point(
                 interrupt.end()
             except UserError as error:
                 refuse(str(error))
+            except OmegaConfBaseException as error:
+                refuse(one_sentence(error, schema))
             except HydraException as error:
                 cause: Any = error.__cause__
                 if isinstance(cause, OmegaConfBaseException):
@@ -181,10 +186,6 @@ def end_now(code: int) -> NoReturn:
         sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _is_override(word: str) -> bool:
-    return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
 def refuse(sentence: str) -> NoReturn:

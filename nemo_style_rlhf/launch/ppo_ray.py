@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.local import POLL_S, STOP_GRACE_S, Child
+from nemo_style_rlhf.launch.overrides import override
 from nemo_style_rlhf.launch.ppo_run import (
     ACTOR,
     AGAIN,
@@ -275,9 +276,9 @@ class RayRun(PPORun):
                 return []
             return [f"remote_critic_rm.host={self._critic[1]}", f"remote_critic_rm.port={self._critic[2]}"]
         certificate, key = self._secrets.certificate(name, ground.address)
-        tls = [f"server.tls.certificate='{certificate}'", f"server.tls.key='{key}'"]
+        tls = [override("server.tls.certificate", certificate), override("server.tls.key", key)]
         if name != CRITIC:
-            return [f"server.host={ground.address}", f"server.token.token_file='{self._secrets.token}'", *tls]
+            return [f"server.host={ground.address}", override("server.token.token_file", self._secrets.token), *tls]
         if self._critic is None or self._critic[0] != ground.node:
             self._critic = (ground.node, ground.address, seats[0].ask("free_port"))
         return [f"server.host={self._critic[1]}", f"server.port={self._critic[2]}", *tls]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_style_rlhf.launch.interpreter import NEEDS, ROOT
+from nemo_style_rlhf.launch.overrides import override
 
 PYTHON = {folder: ROOT / f".venv-{environment}" / "bin" / "python" for folder, (environment, _) in NEEDS.items()}
 """Interpreter by folder of the script."""
@@ -48,7 +49,7 @@ def trainer(
     script: str, output_dir: Path, *overrides: str, ranks: int = 1, env: Mapping[str, str] | None = None
 ) -> Program:
     """``trainers/<script>.py``: the actor, a supervised stage or an evaluation."""
-    argv = [str(ACTOR_PYTHON), f"trainers/{script}.py", f"run.output_dir={output_dir}", *overrides]
+    argv = [str(ACTOR_PYTHON), f"trainers/{script}.py", override("run.output_dir", output_dir), *overrides]
     return Program(script, argv, env or {}, ranks)
 
 
@@ -57,7 +58,7 @@ def server(
 ) -> Program:
     """``servers/<script>.py`` on a free port."""
     ready_file = output_dir / "ready.json"
-    where = [f"run.output_dir={output_dir}", "server.port=0", f"server.ready_file={ready_file}"]
+    where = [override("run.output_dir", output_dir), "server.port=0", override("server.ready_file", ready_file)]
     argv = [str(SERVER_PYTHON), f"servers/{script}.py", *where, *overrides]
     return Program(script, argv, env or {}, ranks, ready_file=ready_file)
 
@@ -65,6 +66,7 @@ def server(
 def engine_program(name: str, folder: Path, environment: Mapping[str, str]) -> Program:
     """``servers/serve_engine.py`` on a free port, for the trainer that writes its engines' configuration into ``folder``."""
     ready = folder / f"{name}.json"
-    words = [f"--config-dir={folder}", f"--config-name={ENGINE_CONFIG}", "server.port=0", f"server.ready_file={ready}"]
+    where = ["server.port=0", override("server.ready_file", ready)]
+    words = [f"--config-dir={folder}", f"--config-name={ENGINE_CONFIG}", *where]
     argv = [str(ACTOR_PYTHON), str(ROOT / "servers" / "serve_engine.py"), *words]
     return Program(name, argv, environment, folder=Path.cwd(), ready_file=ready)

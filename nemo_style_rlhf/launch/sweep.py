@@ -11,9 +11,10 @@ from subprocess import TimeoutExpired
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.local import Child
+from nemo_style_rlhf.launch.overrides import override
 from nemo_style_rlhf.launch.program import Program
 
-FOLDER = "run.output_dir="
+FOLDER = "run.output_dir"
 LONGEST_NAME = 100
 """Characters of a folder's name."""
 WORDS = ("-m", "--multirun")
@@ -41,8 +42,8 @@ def run_all(options: Sequence[str], runs: Sequence[Sequence[str]], given: Sequen
     folders = own_folders(runs, given)
     for number, (words, swept, folder) in enumerate(zip(runs, _swept(runs), folders, strict=True), start=1):
         print(f"run {number} of {len(runs)}: {' '.join(swept)}, in {folder}", file=sys.stderr, flush=True)
-        others = [word for word in words if not word.lstrip("+").startswith(FOLDER)]
-        argv = [sys.executable, sys.argv[0], *options, *others, f"{FOLDER}{folder}"]
+        others = [word for word in words if not word.lstrip("+").startswith(f"{FOLDER}=")]
+        argv = [sys.executable, sys.argv[0], *options, *others, override(FOLDER, folder)]
         if code := _finish(Child(Program(f"run {number}", argv, folder=Path.cwd()), Path(os.devnull), shown=True)):
             print(
                 f"run {number} of {len(runs)} ended with exit code {code}, later ones were not started", file=sys.stderr

@@ -21,6 +21,12 @@ def test_a_server_runs_in_its_own_environment_on_a_free_port(tmp_path):
     assert program.command == [str(SERVER_PYTHON), "servers/serve_ppo_critic.py", *where, "server.port=5"]
 
 
+@pytest.mark.parametrize("program", [trainer, server])
+def test_a_folder_may_have_any_name(program, tmp_path):
+    folder = tmp_path / "it's [a=b], é"
+    assert f'run.output_dir="{folder}"' in program("any", folder).command
+
+
 def test_torchrun_starts_several_ranks():
     command = Program("two", ["python", "script.py", "a=1"], ranks=2).command
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

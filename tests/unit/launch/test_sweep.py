@@ -68,6 +68,11 @@ def test_folders_that_the_user_varies_stay():
     assert own_folders(long, ["a", "a"]) == ["a/1", "a/2"]
 
 
+def test_the_folder_may_have_any_name(tmp_path):
+    done = sweep(tmp_path, "-m", "run.seed=1,2", """run.output_dir='sweep/it\\'s [a=b], é'""")
+    assert done.returncode == 0 and len(seen(tmp_path)) == 2, done.stderr
+
+
 def test_ranks_of_torchrun_do_not_sweep(tmp_path):
     done = sweep(tmp_path, "-m", "run.seed=1,2", RANK="0")
     assert done.returncode == 2 and done.stderr.startswith("error: -m starts one process per run")
