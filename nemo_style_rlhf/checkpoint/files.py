@@ -151,8 +151,13 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def fsync_tree(path: Path) -> None:
-    """Flush a file, or a folder with every file and folder below it, to disk."""
+    """Flush a file, or a folder with every file and folder below it, to disk. What is below has the folder's mode, which is the
+    user's umask: safetensors makes files of mode 0600, and a copy has the mode of what it copies."""
+    mode = stat.S_IMODE(path.stat().st_mode)
     for below in sorted(path.rglob("*")):
+        wanted = mode if below.is_dir() else mode & 0o666
+        if not below.is_symlink() and stat.S_IMODE(below.stat().st_mode) != wanted:
+            below.chmod(wanted)
         fsync(below)
     fsync(path)
 

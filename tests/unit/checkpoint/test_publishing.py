@@ -1,6 +1,11 @@
 """A file or folder is published whole or not at all, and publishing touches nothing else beside it."""
 
+import os
+import shutil
+
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nemo_style_rlhf.checkpoint.files import finish_publishing, published
 
@@ -51,3 +56,21 @@ def test_a_file_is_replaced(tmp_path):
         with published(tmp_path / "below" / "file") as beside:
             beside.write_bytes(content)
     assert [path.read_bytes() for path in (tmp_path / "below").iterdir()] == [b"second"]
+
+
+@pytest.mark.parametrize(("umask", "folders", "files"), [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640), (0o077, 0o700, 0o600)])
+def test_everything_in_a_folder_has_the_mode_of_the_users_umask(tmp_path, umask, folders, files):
+    (tmp_path / "private").mkdir(mode=0o700)
+    save_file({"weight": torch.ones(2)}, tmp_path / "private" / "weights")
+    before = os.umask(umask)
+    try:
+        with published(tmp_path / "export") as beside:
+            beside.mkdir()
+            save_file({"weight": torch.ones(2)}, beside / "model.safetensors")
+            (beside / "config.json").write_text("{}")
+            shutil.copytree(tmp_path / "private", beside / "copy")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("export/**/*")}
+    assert modes == {"model.safetensors": files, "config.json": files, "copy": folders, "weights": files}
+    assert (tmp_path / "export").stat().st_mode & 0o777 == folders
