@@ -175,8 +175,10 @@ class Backend(Triton):  # type: ignore[misc]
         self._processes = psutil.Process(self._triton_server.process.pid).children(recursive=True)
 
     def is_alive(self) -> bool:
-        """False once tritonserver, one of its endpoint processes or a thread that answers requests has died."""
-        return super().is_alive() and all(map(_runs, self._processes))
+        """False once tritonserver, one of its endpoint processes or a thread that answers requests has died, or a socket was
+        removed."""
+        sockets = [self.socket, *([self.metrics_socket] if self.metrics_socket else [])]
+        return super().is_alive() and all(map(_runs, self._processes)) and all(map(Path.is_socket, sockets))
 
     def log_tail(self) -> str:
         """The end of Triton's own log."""

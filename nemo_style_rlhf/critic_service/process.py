@@ -158,7 +158,9 @@ def _supervise(service: Service, binding: Binding, signals: SimpleQueue[int]) ->
             return 0
         if not binding.alive:
             LOGGER.error(
-                "the front door, tritonserver or a process of its died, the server ends; the last lines of Triton's log:\n%s",
+                "the front door, tritonserver or a process of its died, or a socket was removed from %s, the server ends; "
+                "the last lines of Triton's log:\n%s",
+                binding.folder,
                 binding.log_tail(),
             )
             return 1

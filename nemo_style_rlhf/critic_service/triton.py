@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,12 @@ class Binding:
         """Whether an internal error of this process prevented an answer."""
         return self._fatal.is_set() or (self._control is not None and self._control.fatal.is_set())
 
+    @property
+    def folder(self) -> Path:
+        """Where its sockets are."""
+        assert self._backend is not None
+        return self._backend.folder
+
     def log_tail(self) -> str:
         """The end of Triton's own log."""
         assert self._backend is not None
@@ -147,7 +154,7 @@ class Binding:
 
     @property
     def alive(self) -> bool:
-        """False once the front door, one of Triton's processes or a thread that answers requests has died."""
+        """False once the front door, a process of Triton, a thread that answers requests or a socket is gone."""
         if self.door is None or self._backend is None or self._control is None:
             return False
         return self.door.alive and self._control.alive and self._backend.is_alive()

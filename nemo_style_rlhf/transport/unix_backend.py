@@ -49,7 +49,8 @@ class UnixBackend:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        """False once the thread has died, or the socket was removed, as programs that clean up temporary files do."""
+        return self._thread.is_alive() and self._path.is_socket()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -204,6 +204,16 @@ def test_rule_8_a_dead_tritonserver_is_noticed(make_server, depth: int) -> None:
     assert "tritonserver or a process of its died" in server.log.read_text()
 
 
+@pytest.mark.parametrize("name", ["http.sock", "control.sock"])
+def test_rule_8_a_removed_socket_is_noticed(make_server, name: str) -> None:
+    """Programs that clean up temporary files remove those that nobody has opened for long."""
+    server = make_server().start()
+    (folder,) = Path(tempfile.gettempdir()).glob(f"nsr{server.process.pid}-*")
+    (folder / name).unlink()
+    assert server.process.wait(15) == 1
+    assert f"or a socket was removed from {folder}" in server.log.read_text()
+
+
 @pytest.mark.more
 def test_rule_8_an_endpoint_that_hangs_does_not_outlive_a_dead_tritonserver(make_server) -> None:
     server = make_server().start()

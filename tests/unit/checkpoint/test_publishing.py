@@ -58,7 +58,9 @@ def test_a_file_is_replaced(tmp_path):
     assert [path.read_bytes() for path in (tmp_path / "below").iterdir()] == [b"second"]
 
 
-@pytest.mark.parametrize(("umask", "folders", "files"), [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640), (0o077, 0o700, 0o600)])
+@pytest.mark.parametrize(
+    ("umask", "folders", "files"), [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640), (0o077, 0o700, 0o600)]
+)
 def test_everything_in_a_folder_has_the_mode_of_the_users_umask(tmp_path, umask, folders, files):
     (tmp_path / "private").mkdir(mode=0o700)
     save_file({"weight": torch.ones(2)}, tmp_path / "private" / "weights")

@@ -222,6 +222,12 @@ def test_a_closed_backend_answers_no_more(opened):
     assert not door.backend.alive
 
 
+def test_a_removed_socket_is_noticed(opened):
+    door = opened(double)
+    door.path.unlink()
+    assert not door.backend.alive
+
+
 def test_calls_of_one_endpoint_leave_room_for_those_of_another(opened):
     """As many as wait at a time: an engine still says how it stands."""
     go_on = threading.Event()
