@@ -25,7 +25,7 @@ from pytriton.server.triton_server import TritonServer  # type: ignore[import-un
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 
 from nemo_style_rlhf.critic_service import guardian
-from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_of_dead_servers
+from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_of_dead_servers, require_room
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.listening import within
 from nemo_style_rlhf.transport.messages import ERROR, Code, bytes_tensor
@@ -124,6 +124,7 @@ class Backend(Triton):  # type: ignore[misc]
 
     def __init__(self, *, metrics: bool, verbose: bool) -> None:
         remove_those_of_dead_servers()
+        require_room()
         self._belongings = Belongings()
         folder = self._belongings.folder
         self.folder = folder

@@ -19,10 +19,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.transport.short_paths import parent_of_sockets
 
 SHARED_MEMORY = Path("/dev/shm")
 ROUNDS = 100
+NEEDED_MIB = 16
+"""Shared memory with which Triton starts: 4 MiB for each of up to three endpoints, and the little that it takes besides."""
 
 
 class Belongings:
@@ -41,6 +44,19 @@ class Belongings:
         _kill_users(self.name)
         remove(self.name)
         os.close(self._lock)
+
+
+def require_room() -> None:
+    """
+    Raises:
+        UserError: Triton could not start with the shared memory that is free.
+    """
+    free = shutil.disk_usage(SHARED_MEMORY).free / 2**20
+    if free < NEEDED_MIB:
+        raise UserError(
+            f"{SHARED_MEMORY} has {free:.3g} MiB free and Triton needs {NEEDED_MIB} to start: remove what lies there, or give a "
+            "container more, docker run --ipc=host or --shm-size=1g"
+        )
 
 
 def remove(name: str) -> None:
