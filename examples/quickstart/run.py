@@ -10,6 +10,7 @@ Everything is made here, nothing is downloaded. Results: outputs/quickstart/summ
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -26,16 +27,13 @@ from pipeline import ROOT, Pipeline, console, run_example, say
 from sampling import Samples, sample
 from stages import train, train_ppo
 
+from nemo_style_rlhf.launch.follow_up import command_line
+
 MAX_RESPONSE_TOKENS = 48
 TEMPERATURE = 0.9
 """At 1.0 a model of this size and training puts 3 % of its reviews' mass on words that no review has in that place."""
 EVALUATION_ROUNDS = 4
 PPO_STEPS = 20
-NEXT = (
-    "next: every token of PPO in the browser with trainers/watch.py {0}; compare policies with trainers/evaluate.py "
-    "'checkpoints=[sft:{0}/sft/export,ppo:{0}/actor/export]' "
-    "data.path={0}/data/prompts_validation.jsonl run.output_dir=outputs/evaluation"
-)
 
 SFT = {
     "model.init": "random",
@@ -147,7 +145,8 @@ def quickstart(pipeline: Pipeline, output_dir: Path, seed: int, reward: str) -> 
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show(before, after, summary)
     say(f"written: {output_dir / 'summary.json'}, {output_dir / 'curves.png'}")
-    say(NEXT.format(output_dir))
+    watch = f"{command_line('trainers/watch.py', {})} {shlex.quote(str(output_dir))}"
+    say(f"every token of PPO in the browser: {watch}")
 
 
 def judge(policy: Path, output_dir: Path, seed: int) -> Judged:

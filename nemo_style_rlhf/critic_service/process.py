@@ -26,10 +26,12 @@ from nemo_style_rlhf.critic_service.triton import Binding
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import bootstrap, interrupt
+from nemo_style_rlhf.launch.follow_up import command_line
 from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import ServerConfig
 from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.transport.listening import Door
 from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, json_tensor
 
 LOGGER = logging.getLogger(__name__)
@@ -116,10 +118,7 @@ def _serve(service: Service, config: ServerConfig, binding: Binding, signals: Si
     try:
         if ready_file is not None:
             write_atomically(ready_file, where)
-        keys = "reward=server reward.server" if service.roles == ["reward"] else "remote_critic_rm"
-        if "tokens" in service.roles:
-            keys = f"algorithm=grpo {keys}"
-        then = f"; next: trainers/train_ppo_actor.py {keys}.port={door.port}" if ready_file is None else ""
+        then = f"; next: {_actor(service, door)}" if ready_file is None else ""
         LOGGER.info("serving %s at %s, boot id %s%s", " and ".join(service.roles), door.url, service.gate.boot_id, then)
         code = _supervise(service, binding, signals)
         grace_s = config.shutdown_grace_s if binding.alive else 0.0  # else no client would get the answer of a call
@@ -135,6 +134,16 @@ def _serve(service: Service, config: ServerConfig, binding: Binding, signals: Si
             ready_file.unlink()
         binding.close(CLOSE_TIMEOUT_S)
     return code
+
+
+def _actor(service: Service, door: Door) -> str:
+    """The command of an actor that asks this server; only its user knows the policy and the prompts."""
+    texts_alone = service.roles == ["reward"]
+    section = "reward.server" if texts_alone else "remote_critic_rm"
+    needed = {"algorithm": "grpo"} if "tokens" in service.roles else {"reward": "server"} if texts_alone else {}
+    where = {f"{section}.host": door.host, f"{section}.port": door.port}
+    given = {"model.path": "POLICY", "data.train_path": "PROMPTS", "run.output_dir": "outputs/ppo"}
+    return command_line("trainers/train_ppo_actor.py", {**needed, **where, **given})
 
 
 def _supervise(service: Service, binding: Binding, signals: SimpleQueue[int]) -> int:

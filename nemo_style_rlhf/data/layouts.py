@@ -18,6 +18,7 @@ from nemo_style_rlhf.data.turns import (
     require_known_speaker,
     require_question,
     said,
+    unpacked,
 )
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Message, plain_text
@@ -164,6 +165,21 @@ def require_content(answer: Message) -> None:
     """
     if not plain_text(answer).strip() and not answer.get("tool_calls"):
         raise Dropped("with an empty response")
+
+
+def prompt_layout(record: Record, config: PairDataConfig) -> tuple[str, str] | None:
+    """data.format and data.prompt_key with which a PPO run reads the prompts of rows like ``record``. None if only its two texts
+    tell where the prompt ends."""
+    key = prompt_column(record, config)
+    key = key if record.has(key) else config.chosen_key
+    record = unpacked(record, key)
+    if is_conversation(record.fields.get(key)):
+        return "messages", key
+    if hh.is_transcript(str(record.fields.get(config.chosen_key))) and (
+        config.format == "hh" or key == config.chosen_key
+    ):
+        return "hh", config.chosen_key
+    return None if key == config.chosen_key else ("text", key)
 
 
 class Unprompted(enum.Enum):

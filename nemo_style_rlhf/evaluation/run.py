@@ -23,6 +23,7 @@ from nemo_style_rlhf.evaluation.samples import Sample, to_jsonl
 from nemo_style_rlhf.evaluation.scoring import build_scorer, score
 from nemo_style_rlhf.evaluation.summary import CheckpointSummary, summarize
 from nemo_style_rlhf.launch.bootstrap import setup
+from nemo_style_rlhf.launch.follow_up import command_line
 from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.scoring.contract import columns
@@ -144,7 +145,5 @@ def _show(summaries: list[CheckpointSummary], folder: Path) -> None:
             str(summary.samples),
         )
     console.print(table)
-    given = shlex.quote(str(folder))
-    console.print(
-        f"the responses side by side: python trainers/watch.py {given}", soft_wrap=True, markup=False, highlight=False
-    )
+    shown = f"{command_line('trainers/watch.py', {})} {shlex.quote(str(folder))}"
+    console.print(f"the responses side by side: {shown}", soft_wrap=True, markup=False, highlight=False)

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.follow_up import after_ppo
 from nemo_style_rlhf.launch.local import POLL_S, STOP_GRACE_S, Child
 from nemo_style_rlhf.launch.overrides import override
 from nemo_style_rlhf.launch.ppo_run import (
@@ -62,7 +63,8 @@ def run_on_ray(config: PPORayConfig) -> int:
         mark = (secrets.token.with_name("mark"), secrets.mark)
         placement = place(config, on_gpus=on_gpus)
         cluster = Cluster(placement, config.ray, folder=Path.cwd(), mark=mark, say=_say)
-        run = RayRun(make_programs(config, folder, secrets), folder, cluster, secrets, restarts=config.restarts)
+        programs = make_programs(config, folder, secrets)
+        run = RayRun(programs, folder, cluster, secrets, restarts=config.restarts, then=after_ppo(config))
         try:
             return run.to_its_end()
         finally:
@@ -217,7 +219,7 @@ class RayRun(PPORun):
     """The programs of a run in their seats, of which the last one is the actor."""
 
     def __init__(
-        self, programs: list[Program], folder: Path, cluster: Cluster, secrets: RunSecrets, *, restarts: int
+        self, programs: list[Program], folder: Path, cluster: Cluster, secrets: RunSecrets, *, restarts: int, then: str
     ) -> None:
         self._cluster, self._secrets = cluster, secrets
         self._critic: tuple[str, str, int] | None = None
@@ -226,7 +228,7 @@ class RayRun(PPORun):
         """The children that lost ranks when a node was lost, which counts as one death."""
         for program in programs:
             cluster.seats(program.name)
-        super().__init__(programs, folder, restarts=restarts)
+        super().__init__(programs, folder, restarts=restarts, then=then)
         cluster.say = self._screen.say
 
     def _start(self, program: Program, log: Path) -> Child:

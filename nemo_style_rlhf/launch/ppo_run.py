@@ -82,8 +82,12 @@ def configured(name: str, folder: Path, values: dict[str, Any]) -> list[str]:
 class PPORun:
     """The programs of a run, of which the last one is the actor."""
 
-    def __init__(self, programs: list[Program], folder: Path, *, restarts: int) -> None:
-        self._folder, self._restarts = folder, restarts
+    def __init__(self, programs: list[Program], folder: Path, *, restarts: int, then: str = "") -> None:
+        """
+        Args:
+            then: the command that may follow a run that is done; empty for none.
+        """
+        self._folder, self._restarts, self._then = folder, restarts, then
         logs = [folder / f"{program.name}.log" for program in programs]
         self._news = [GrowingLog(log) for log in logs]
         self._screen = Screen()
@@ -131,6 +135,8 @@ class PPORun:
                     self._restart(index)
         self._screen.close()
         if (code := actor.poll()) == 0:
+            if self._then:
+                self._screen.say(f"next: {self._then}")
             return 0
         self._screen.say(actor.said("the same command ") or "stopped; the same command goes on")
         return code if code in ENDS_ACTOR and code is not None else interrupt.INTERRUPTED_EXIT

@@ -12,7 +12,7 @@ PERIOD_S = 10.0
 """Seconds between two lines of progress where no terminal can replace the last one."""
 WORTH_READING = re.compile(
     r"[\d:]{8} (WARNING|ERROR|CRITICAL) (?!.*; attempt \d+ in )"
-    r"|[\d:]{8} INFO .*(resumed from|exported the|next: trainers/evaluate|checkpoints go to |dry run|Ctrl-C again)|done: "
+    r"|[\d:]{8} INFO .*(resumed from|exported the|checkpoints go to |dry run|Ctrl-C again)|done: "
 )
 """Begins a line of interest. An attempt to reach a server that died is not one; its last failure is."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
+from nemo_style_rlhf.launch.follow_up import after_ppo
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT, Preempted
 from nemo_style_rlhf.ppo.build import build_trainer
 from nemo_style_rlhf.rollout.schedule import overlap
@@ -39,10 +40,7 @@ def _run(config: PPOActorConfig) -> None:
             done = trainer.fit()
         if not done:
             raise SystemExit(PREEMPTED_EXIT)
-        log.info(
-            "next: trainers/evaluate.py 'checkpoints=[before:%s,after:%s/export]' data.path=PROMPTS run.output_dir=%s",
-            config.model.path, config.run.output_dir, "outputs/evaluation",
-        )  # fmt: skip
+        log.info("next: %s", after_ppo(config))
         return
     interrupt.as_exception()  # the critic server's changes must be undone
     tiny = tiny_run(config)

@@ -7,6 +7,7 @@ Every default lives in a dataclass of this package; YAML files only override. A 
 import dataclasses
 import difflib
 import functools
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, get_type_hints
 
@@ -69,7 +70,7 @@ def literal(node: Any) -> Any:
         return {key: literal(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
         return [literal(each) for each in node]
-    return node.replace("${", r"\${") if isinstance(node, str) else node
+    return re.sub(r"(\\*)\$\{", r"\1\1\${", node) if isinstance(node, str) else node
 
 
 def one_sentence(error: OmegaConfBaseException, schema: type | None = None) -> str:

@@ -1,18 +1,21 @@
 """Direct preference optimization: trains the policy itself on preference pairs, and keeps it close to the initial model."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from nemo_style_rlhf.algorithms.preference_loss import dpo_loss
 from nemo_style_rlhf.data.supervised import load_pairs
+from nemo_style_rlhf.launch.follow_up import after_preferences
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.schema.supervised import DPOConfig
 from nemo_style_rlhf.supervised.models import starting_policy
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.preference_batches import DPOBatch, collate_dpo
 from nemo_style_rlhf.supervised.reference import Reference, response_logprobs
-from nemo_style_rlhf.supervised.stage import COMPARE, Stage
+from nemo_style_rlhf.supervised.stage import Stage
 
 
 class DPOModule(SupervisedModule):
@@ -56,7 +59,7 @@ class DPOModule(SupervisedModule):
 
 def train_dpo(config: DPOConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
-    stage = Stage(config, config.data, load_pairs, collate_dpo, name="DPO", then=COMPARE.format(config.model.path))
+    stage = Stage(config, config.data, load_pairs, collate_dpo, name="DPO", then=partial(after_preferences, config))
     hf = starting_policy(config.model)
     metrics = stage.fit(DPOModule(hf, config, stage.total_steps), hf)
     stage.export(hf)

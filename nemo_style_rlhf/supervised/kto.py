@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 from nemo_style_rlhf.algorithms.preference_loss import kto_loss
 from nemo_style_rlhf.data.examples import UnpairedExample
 from nemo_style_rlhf.data.supervised import load_unpaired
+from nemo_style_rlhf.launch.follow_up import after_preferences
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.schema.supervised import KTOConfig
 from nemo_style_rlhf.supervised.models import starting_policy
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.preference_batches import KTOBatch, MismatchedPairs, collate_kto
 from nemo_style_rlhf.supervised.reference import Reference, response_logprobs
-from nemo_style_rlhf.supervised.stage import COMPARE, Stage
+from nemo_style_rlhf.supervised.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def mean_kl(sums: Tensor) -> Tensor:
 def train_kto(config: KTOConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
     collate = partial(collate_kto, fit=config.trainer, max_length=config.data.max_length)
-    stage = Stage(config, config.data, load_unpaired, collate, name="KTO", then=COMPARE.format(config.model.path))
+    stage = Stage(config, config.data, load_unpaired, collate, name="KTO", then=partial(after_preferences, config))
     logger.info("%s", balance(stage.train_rows, config))
     hf = starting_policy(config.model)
     metrics = stage.fit(KTOModule(hf, config, stage.total_steps), hf)

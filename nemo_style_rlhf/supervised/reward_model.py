@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from nemo_style_rlhf.algorithms.preference_loss import reward_model_loss
 from nemo_style_rlhf.data.examples import PreferencePair
 from nemo_style_rlhf.data.supervised import load_pairs
+from nemo_style_rlhf.launch.follow_up import after_reward_model
 from nemo_style_rlhf.models.compiled import compile_forward
 from nemo_style_rlhf.models.scalar import ScalarModel, sequence_scores, set_reward_statistics
 from nemo_style_rlhf.schema.supervised import RewardModelConfig, SupervisedEngineConfig
@@ -18,8 +20,6 @@ from nemo_style_rlhf.supervised.models import starting_reward_model
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.pair_evaluation import evaluation
 from nemo_style_rlhf.supervised.stage import Stage
-
-THEN = "trainers/train_ppo_local.py critic.model.path=EXPORT model.path=POLICY data.train_path=PROMPTS run.output_dir=outputs/ppo"
 
 
 class RewardModelModule(SupervisedModule):
@@ -54,7 +54,8 @@ class RewardModelModule(SupervisedModule):
 
 def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
-    stage = Stage(config, config.data, load_pairs, collate_pairs, name="reward model", then=THEN)
+    then = partial(after_reward_model, config)
+    stage = Stage(config, config.data, load_pairs, collate_pairs, name="reward model", then=then)
     model = starting_reward_model(config.model, stage.tokenizer)
     if config.model.compile:
         compile_forward(model.hf.base_model)

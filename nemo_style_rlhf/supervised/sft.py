@@ -4,14 +4,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nemo_style_rlhf.data.supervised import load_sft
+from nemo_style_rlhf.launch.follow_up import after_sft
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.schema.supervised import SFTConfig, SupervisedEngineConfig
 from nemo_style_rlhf.supervised.batches import SFTBatch, collate_sft
 from nemo_style_rlhf.supervised.models import starting_policy
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.stage import Stage
-
-THEN = "trainers/train_reward_model.py model.path=EXPORT data.train_path=PAIRS run.output_dir=outputs/reward_model"
 
 
 class SFTModule(SupervisedModule):
@@ -30,7 +29,7 @@ class SFTModule(SupervisedModule):
 
 def train_sft(config: SFTConfig) -> dict[str, float]:
     """Train, validate and export; returns the validation metrics."""
-    stage = Stage(config, config.data, load_sft, collate_sft, name="SFT", then=THEN)
+    stage = Stage(config, config.data, load_sft, collate_sft, name="SFT", then=lambda _: after_sft(config))
     hf = starting_policy(config.model)
     module = SFTModule(hf, config.engine, stage.total_steps, config.model.compile)
     metrics = stage.fit(module, hf)

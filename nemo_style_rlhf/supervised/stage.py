@@ -24,19 +24,23 @@ from nemo_style_rlhf.checkpoint.starts import (
     require_reachable,
     require_work,
 )
+from nemo_style_rlhf.data import layouts
 from nemo_style_rlhf.data.mixtures import load_training_rows
 from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
+from nemo_style_rlhf.data.sources import read_records
 from nemo_style_rlhf.data.templates import check_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.bootstrap import setup
+from nemo_style_rlhf.launch.follow_up import Prompts
 from nemo_style_rlhf.launch.preemption import request_stop
 from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.models.digests import rows_fingerprint
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.models.lora import lora_identity
+from nemo_style_rlhf.models.scalar import max_positions
 from nemo_style_rlhf.schema.sources import Sources
 from nemo_style_rlhf.schema.supervised import ZERO_STAGES, PairDataConfig, SupervisedConfig, SupervisedDataConfig
 from nemo_style_rlhf.supervised.batches import Collate, Positions, TrainingBatches, ValidationBatches, parts_within
@@ -71,13 +75,13 @@ class Stage:
         collate: Collate,
         *,
         name: str,
-        then: str,
+        then: Callable[[Prompts], str],
     ) -> None:
         """Set up the process and load the data, before any model.
 
         Args:
             name: of the stage, as the user reads it.
-            then: the command that a user may type next, with EXPORT for the trained model.
+            then: makes the command that a user may type next.
 
         Raises:
             UserError: the data is unusable, or a step has fewer rows than ranks.
@@ -103,6 +107,10 @@ class Stage:
         if data.val_path:
             self.val_rows, report = load(data.val_path, data, self.tokenizer)
             reports = [*reports, report]
+        self._prompt_layout: tuple[str, str] | None = None
+        if isinstance(data, PairDataConfig):
+            first = next(read_records(data.val_path or data.training_sources[0]))
+            self._prompt_layout = layouts.prompt_layout(first, data)
         for report in reports:
             logger.info("%s", report)
         fit = config.trainer
@@ -332,13 +340,11 @@ class Stage:
         ):
             written = write_model(hf, target, self.config.model, self.data, self.tokenizer)
             record_end(Path(self.config.run.output_dir), written)
-        logger.info("exported to %s; next: %s", target, self._then.replace("EXPORT", str(target)))
-
-
-COMPARE = (
-    "trainers/evaluate.py 'checkpoints=[before:{},after:EXPORT]' data.path=PROMPTS run.output_dir=outputs/evaluation"
-)
-"""The command that shows what a policy's training has changed."""
+        logger.info(
+            "exported to %s; next: %s",
+            target,
+            self._then(Prompts(self._prompt_layout, len(self.train_rows), max_positions(hf))),
+        )
 
 
 def _formatted(metrics: dict[str, float]) -> str:

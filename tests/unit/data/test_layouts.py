@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from nemo_style_rlhf.data.layouts import prompt_layout
 from nemo_style_rlhf.data.prompts import load_prompts
+from nemo_style_rlhf.data.records import Record
 from nemo_style_rlhf.data.supervised import load_pairs, load_sft, load_unpaired
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.data import PromptDataConfig
@@ -378,3 +380,24 @@ def test_the_documented_layouts_are_those_tried_here():
     assert len(LAYOUTS) >= 30
     documented = [(name, row) for name, row, *_ in table_rows(ROOT / "docs" / "data.md", "layout")]
     assert documented == [(layout.name, f"`{json.dumps(layout.row)}`") for _, layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    "row, settings, layout",
+    [
+        ({"prompt": "x", "chosen": "y", "rejected": "z"}, {}, ("text", "prompt")),
+        ({"instruction": "x", "chosen": "y", "rejected": "z"}, {}, ("text", "instruction")),
+        ({"q": "x", "chosen": "y", "rejected": "z"}, {"prompt_key": "q"}, ("text", "q")),
+        ({"prompt": [user("x")], "chosen": "y", "rejected": "z"}, {}, ("messages", "prompt")),
+        ({"prompt": json.dumps([user("x")]), "chosen": "y", "rejected": "z"}, {}, ("messages", "prompt")),
+        ({"good": [user("x"), assistant("y")]}, {"chosen_key": "good"}, ("messages", "good")),
+        ({"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "z"}, {}, ("hh", "chosen")),
+        ({"chosen": "x y", "rejected": "x z"}, {}, None),
+        ({"prompt": "x", "completion": "y", "label": True}, {}, ("text", "prompt")),
+        ({"messages": [user("x"), assistant("y")], "label": True}, {}, ("messages", "messages")),
+    ],
+    ids=str,
+)
+def test_the_prompts_of_a_stage_have_a_layout_of_their_own(row: dict[str, Any], settings: dict[str, str], layout: Any):
+    config = UnpairedDataConfig(train_path="rows.jsonl", **settings)
+    assert prompt_layout(Record(0, "line 1", row), config) == layout
