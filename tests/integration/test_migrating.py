@@ -50,68 +50,69 @@ CONTEXTS = (
 )
 """Settings that others may need beside them."""
 GROUPS = {path.name for path in CONF_DIR.iterdir() if path.is_dir()}
-UNTIL_0_10 = """
+UNTIL_0_10_1 = """
 actor_init_on_gpu actor_learning_rate actor_num_gpus_per_node actor_num_nodes adam_betas adam_offload advantage_estimator
-agent_func_path apply_chat_template async_queue_size async_train attn_implementation aux_loss_coef best_metric_key beta
-chosen_key ckpt_path colocate_actor_ref colocate_all_models colocate_critic_reward compute_fp32_loss critic_learning_rate
+agent_func_path apply_chat_template async_queue_size async_train attn_implementation aux_loss_coef batch_size best_metric_key
+beta chosen_key ckpt_path colocate_actor_ref colocate_all_models colocate_critic_reward compute_fp32_loss critic_learning_rate
 critic_num_gpus_per_node critic_num_nodes critic_pretrain dataloader_num_workers dataset dataset_probs dataset_split deepcompile
 deepspeed_enable_sleep disable_ds_ckpt disable_fast_tokenizer ds_tensor_parallel_size dual_clip dynamic_filtering
 dynamic_filtering_reward_range ema_beta enable_ema enable_prefix_caching enable_vllm_is_correction enforce_eager
 entropy_loss_coef eps_clip eps_clip_low_high eval_dataset eval_n_samples_per_prompt eval_split eval_steps eval_temperature
 freeze_visual_encoder freezing_actor_steps full_determinism gamma grad_accum_dtype gradient_checkpointing
-gradient_checkpointing_use_reentrant image_key init_kl_coef input_key input_template ipo kl_estimator kl_horizon kl_target l2
-label_key label_smoothing lambd learning_rate load_checkpoint load_in_4bit local_rank logging_steps lora_alpha lora_dropout
-lora_rank loss lr_scheduler lr_warmup_ratio margin_loss max_ckpt_mem max_ckpt_num max_epochs max_images_per_prompt max_len
-max_new_tokens max_norm max_samples micro_rollout_batch_size micro_train_batch_size min_lr_ratio multiturn n_samples_per_prompt
-nll_loss_coef no_advantage_std_norm normalize_reward num_episodes output_key overlap_comm overlong_buffer_len
-overlong_penalty_factor packing_samples param_dtype partial_rollout perf policy_loss_type pretrain pretrain_mode prompt_data
-prompt_data_probs prompt_key prompt_split ptx_coef ref_num_gpus_per_node ref_num_nodes ref_offload ref_pretrain
-ref_reward_offload rejected_key remote_rm_url reward_clip_range reward_num_gpus_per_node reward_num_nodes reward_pretrain
-ring_attn_size ring_head_stride rollout_batch_size rollout_max_tokens_per_gpu save_hf_ckpt save_path save_steps
-save_value_network seed stop_properly_penalty_coef target_modules temperature tokenizer_chat_template top_p train_batch_size
-train_max_tokens_per_gpu train_split use_ds_universal_ckpt use_dynamic_batch use_kl_loss use_liger_kernel use_ms use_tensorboard
-use_wandb value_clip value_head_prefix vllm_enable_sleep vllm_generate_batch_size vllm_gpu_memory_utilization
-vllm_is_correction_type vllm_is_truncated_threshold vllm_num_engines vllm_sync_backend vllm_sync_with_ray
-vllm_tensor_parallel_size wandb_group wandb_org wandb_project wandb_run_name zero_stage zpg
+gradient_checkpointing_use_reentrant host image_key init_kl_coef input_key input_template ipo is_rm kl_estimator kl_horizon
+kl_target l2 label_key label_smoothing lambd learning_rate load_checkpoint load_in_4bit local_rank logging_steps lora_alpha
+lora_dropout lora_path lora_rank loss lr_scheduler lr_warmup_ratio margin_loss max_ckpt_mem max_ckpt_num max_epochs
+max_images_per_prompt max_len max_new_tokens max_norm max_samples micro_rollout_batch_size micro_train_batch_size min_lr_ratio
+model_path multiturn n_samples_per_prompt nll_loss_coef no_advantage_std_norm normalize_reward num_episodes output_key
+output_path overlap_comm overlong_buffer_len overlong_penalty_factor packing_samples param_dtype partial_rollout perf
+policy_loss_type port pretrain pretrain_mode prompt_data prompt_data_probs prompt_key prompt_split ptx_coef
+ref_num_gpus_per_node ref_num_nodes ref_offload ref_pretrain ref_reward_offload rejected_key remote_rm_url reward_clip_range
+reward_num_gpus_per_node reward_num_nodes reward_pretrain ring_attn_size ring_head_stride rollout_batch_size
+rollout_max_tokens_per_gpu save_hf_ckpt save_path save_steps save_value_network seed stop_properly_penalty_coef target_modules
+temperature tokenizer_chat_template top_p train_batch_size train_max_tokens_per_gpu train_split use_ds_universal_ckpt
+use_dynamic_batch use_kl_loss use_liger_kernel use_ms use_tensorboard use_wandb value_clip value_head_prefix vllm_enable_sleep
+vllm_generate_batch_size vllm_gpu_memory_utilization vllm_is_correction_type vllm_is_truncated_threshold vllm_num_engines
+vllm_sync_backend vllm_sync_with_ray vllm_tensor_parallel_size wandb_group wandb_org wandb_project wandb_run_name zero_stage zpg
 """.split()  # noqa: SIM905
-"""The flags of OpenRLHF 0.10.2 (76351db of 2026-04-17): train_ppo_ray, train_sft, train_rm and train_dpo."""
-SINCE_0_11 = """
+"""The flags of OpenRLHF 0.10.1, of April 2026: train_ppo_ray, train_sft, train_rm, train_dpo, serve_rm and lora_combiner."""
+SINCE_0_10_2 = """
 actor.adam.betas actor.adam.eps actor.adam.lr actor.adam.weight_decay actor.aux_loss_coef actor.dual_clip actor.entropy_coef
 actor.eps_clip actor.eps_clip_low_high actor.freeze_visual_encoder actor.gradient_checkpointing_enable
-actor.gradient_checkpointing_reentrant actor.lr_scheduler actor.lr_warmup_ratio actor.max_norm actor.min_lr_ratio
-actor.model_name_or_path actor.muon.lr actor.muon.momentum actor.muon.nesterov actor.muon.no_nesterov actor.muon.ns_steps
-actor.num_gpus_per_node actor.num_nodes actor.optim actor.policy_loss_type adam.betas adam.eps adam.lr adam.weight_decay
-algo.advantage.estimator algo.advantage.gamma algo.advantage.is_correction_enable algo.advantage.is_correction_threshold
-algo.advantage.is_correction_type algo.advantage.lambd algo.advantage.no_std_norm algo.dynamic_filtering_enable
-algo.dynamic_filtering_range algo.kl.estimator algo.kl.horizon algo.kl.init_coef algo.kl.target algo.kl.use_loss batch_size
-ckpt.best_metric_key ckpt.disable_ds ckpt.load_enable ckpt.max_mem ckpt.max_num ckpt.output_dir ckpt.path ckpt.save_hf
-ckpt.save_steps critic.adam.betas critic.adam.eps critic.adam.lr critic.adam.weight_decay critic.freezing_steps
-critic.lr_scheduler critic.lr_warmup_ratio critic.max_norm critic.min_lr_ratio critic.model_name_or_path critic.muon.lr
-critic.muon.momentum critic.muon.nesterov critic.muon.no_nesterov critic.muon.ns_steps critic.num_gpus_per_node critic.num_nodes
-critic.optim critic.save_value_network critic.value_clip data.apply_chat_template data.chosen_key data.dataloader_num_workers
-data.dataset data.dataset_probs data.dataset_split data.disable_fast_tokenizer data.image_key data.input_key data.input_template
-data.label_key data.max_images_per_prompt data.max_len data.max_samples data.multiturn data.output_key data.prompt_dataset
-data.prompt_key data.prompt_probs data.prompt_split data.rejected_key data.tokenizer_chat_template ds.adam_offload
-ds.attn_implementation ds.deepcompile ds.enable_sleep ds.experts_implementation ds.grad_accum_dtype ds.load_in_4bit
-ds.lora.alpha ds.lora.dropout ds.lora.rank ds.lora.target_modules ds.overlap_comm ds.packing_samples ds.param_dtype
-ds.ring_attn_head_stride ds.ring_attn_size ds.tensor_parallel_size ds.use_liger_kernel ds.use_universal_ckpt
-ds.value_head_prefix ds.zero_stage ds.zpg eval.dataset eval.n_samples_per_prompt eval.split eval.steps eval.temperature host
-is_rm local_rank logger.logging_steps logger.tensorboard_dir logger.wandb.group logger.wandb.key logger.wandb.org
-logger.wandb.project logger.wandb.run_name lora_path lr_scheduler lr_warmup_ratio max_norm min_lr_ratio model.aux_loss_coef
-model.beta model.compute_fp32_loss_enable model.gradient_checkpointing_enable model.gradient_checkpointing_reentrant
-model.ipo_enable model.label_smoothing model.loss_type model.margin_loss_enable model.model_name_or_path model.nll_loss_coef
-model.pretrain_mode_enable model_path muon.lr muon.momentum muon.nesterov muon.no_nesterov muon.ns_steps optim output_path port
-ref.model_name_or_path ref.num_gpus_per_node ref.num_nodes ref.offload reward.clip_range reward.model_name_or_path
-reward.normalize_enable reward.num_gpus_per_node reward.num_nodes reward.offload reward.overlong_buffer_len
-reward.overlong_penalty_factor reward.remote_url reward.stop_properly_penalty_coef rollout.batch_size rollout.max_new_tokens
-rollout.max_tokens_per_gpu rollout.micro_batch_size rollout.n_samples_per_prompt rollout.temperature rollout.top_p
-rollout.vllm_generate_batch_size train.agent_func_path train.async_enable train.async_queue_size train.batch_size
+actor.gradient_checkpointing_reentrant actor.loss_agg_mode actor.lr_scheduler actor.lr_warmup_ratio actor.max_norm
+actor.min_lr_ratio actor.model_name_or_path actor.muon.lr actor.muon.momentum actor.muon.nesterov actor.muon.no_nesterov
+actor.muon.ns_steps actor.num_gpus_per_node actor.num_nodes actor.optim actor.policy_loss_type adam.betas adam.eps adam.lr
+adam.weight_decay algo.advantage.estimator algo.advantage.gamma algo.advantage.is_correction_enable
+algo.advantage.is_correction_gating algo.advantage.is_correction_level algo.advantage.is_correction_mode
+algo.advantage.is_correction_threshold algo.advantage.is_correction_type algo.advantage.lambd algo.advantage.no_std_norm
+algo.dynamic_filtering_enable algo.dynamic_filtering_range algo.kl.estimator algo.kl.horizon algo.kl.init_coef algo.kl.target
+algo.kl.unbiased_gradient algo.kl.use_loss batch_size ckpt.best_metric_key ckpt.disable_ds ckpt.load_enable ckpt.max_mem
+ckpt.max_num ckpt.output_dir ckpt.path ckpt.save_hf ckpt.save_steps critic.adam.betas critic.adam.eps critic.adam.lr
+critic.adam.weight_decay critic.freezing_steps critic.lr_scheduler critic.lr_warmup_ratio critic.max_norm critic.min_lr_ratio
+critic.model_name_or_path critic.muon.lr critic.muon.momentum critic.muon.nesterov critic.muon.no_nesterov critic.muon.ns_steps
+critic.num_gpus_per_node critic.num_nodes critic.optim critic.save_value_network critic.value_clip data.apply_chat_template
+data.chosen_key data.dataloader_num_workers data.dataset data.dataset_probs data.dataset_split data.disable_fast_tokenizer
+data.image_key data.input_key data.input_template data.label_key data.max_images_per_prompt data.max_len data.max_samples
+data.multiturn data.output_key data.prompt_dataset data.prompt_key data.prompt_probs data.prompt_split data.rejected_key
+data.tokenizer_chat_template ds.adam_offload ds.attn_implementation ds.deepcompile ds.enable_sleep ds.experts_implementation
+ds.grad_accum_dtype ds.load_in_4bit ds.lora.alpha ds.lora.dropout ds.lora.rank ds.lora.target_modules ds.overlap_comm
+ds.packing_samples ds.param_dtype ds.ring_attn_head_stride ds.ring_attn_size ds.tensor_parallel_size ds.use_liger_kernel
+ds.use_universal_ckpt ds.value_head_prefix ds.zero_stage ds.zpg eval.dataset eval.n_samples_per_prompt eval.split eval.steps
+eval.temperature host is_rm local_rank logger.logging_steps logger.tensorboard_dir logger.wandb.group logger.wandb.key
+logger.wandb.org logger.wandb.project logger.wandb.run_name lora_path lr_scheduler lr_warmup_ratio max_norm min_lr_ratio
+model.aux_loss_coef model.beta model.compute_fp32_loss_enable model.gradient_checkpointing_enable
+model.gradient_checkpointing_reentrant model.ipo_enable model.label_smoothing model.loss_type model.margin_loss_enable
+model.model_name_or_path model.nll_loss_coef model.pretrain_mode_enable model_path muon.lr muon.momentum muon.nesterov
+muon.no_nesterov muon.ns_steps optim output_path port ref.model_name_or_path ref.num_gpus_per_node ref.num_nodes ref.offload
+reward.clip_range reward.model_name_or_path reward.normalize_enable reward.num_gpus_per_node reward.num_nodes reward.offload
+reward.overlong_buffer_len reward.overlong_penalty_factor reward.remote_url reward.stop_properly_penalty_coef rollout.batch_size
+rollout.max_new_tokens rollout.max_tokens_per_gpu rollout.micro_batch_size rollout.n_samples_per_prompt rollout.temperature
+rollout.top_p rollout.vllm_generate_batch_size train.agent_func_path train.async_enable train.async_queue_size train.batch_size
 train.colocate_actor_ref train.colocate_all train.colocate_critic_reward train.dynamic_batch_enable train.ema_beta
 train.enable_ema train.full_determinism_enable train.max_epochs train.max_tokens_per_gpu train.micro_batch_size
 train.num_episodes train.partial_rollout_enable train.seed use_ms vllm.enable_prefix_caching vllm.enable_sleep
 vllm.enforce_eager vllm.gpu_memory_utilization vllm.num_engines vllm.sync_backend vllm.sync_with_ray vllm.tensor_parallel_size
 """.split()  # noqa: SIM905
-"""The flags of OpenRLHF 0.11.0 (3c3be62 of 2026-08-13): the same programs, serve_rm and lora_combiner."""
+"""The flags of OpenRLHF 0.10.2, of April 2026, and of 0.11.2, of September 2026: the same programs."""
 
 
 def expanded(name: str) -> Iterator[str]:
@@ -131,7 +132,7 @@ def named_flags() -> set[str]:
 
 
 def test_every_flag_of_openrlhf_has_its_line() -> None:
-    assert {*UNTIL_0_10, *SINCE_0_11} - named_flags() == set()
+    assert {*UNTIL_0_10_1, *SINCE_0_10_2} - named_flags() == set()
 
 
 @pytest.mark.skipif(not SEEDS, reason="the guides, ../shared/seeds, do not lie beside this checkout")
