@@ -38,6 +38,8 @@ PROGRESS = re.compile(r"[A-Z_]+ (\d+)/\d+  reward ")
 """Begins the line that an actor without a terminal writes after each step."""
 PHASE = re.compile(rf"[\d:]{{8}} INFO (?:{STARTING}(.+)|serving )")
 """Begins the line of a program that says what it does while it starts, or that it is ready."""
+GOES_ON = "  "
+"""Begins the further lines of a message, such as the samples under a failed health check."""
 ERROR = "error: "
 """Begins the sentence about a user's mistake."""
 ENDS_ACTOR = (0, interrupt.INTERRUPTED_EXIT, PREEMPTED_EXIT)
@@ -99,6 +101,8 @@ class PPORun:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._interrupted)
         self._children: list[Child] = []
+        self._speaking: set[Child] = set()
+        """The children whose last line was shown as a message, which may go on."""
         self._phases = {program.name: "loading libraries" for program in programs}
         """Phase of each program, by its name, until the first step is done."""
         for program, log in zip(programs, logs, strict=True):
@@ -167,8 +171,11 @@ class PPORun:
                     self._screen.progress(line)
                     if int(step[1]) > self._furthest:
                         self._furthest, self._deaths = int(step[1]), 0
-                elif WORTH_READING.match(line):
+                elif WORTH_READING.match(line) or (line.startswith(GOES_ON) and child in self._speaking):
                     self._screen.say(f"{child.program.name}: {line}")
+                    self._speaking.add(child)
+                    continue
+                self._speaking.discard(child)
 
     def _show_phases(self) -> None:
         if not self._furthest:

@@ -35,6 +35,12 @@ for step in range(step + 1, 8):
     if step < 7:
         sys.exit(1)
 """
+WARNS = """
+import time
+print("  of no message\\n12:00:00 WARNING step 3: too high. Samples of this step:\\n  1.5 | w1", flush=True)
+time.sleep(0.5)
+print("  2.5 | w2\\n12:00:00 INFO of no interest\\n  nor this\\nnor that\\n  nor that", flush=True)
+"""
 INTERRUPTED = """
 import signal, sys, time
 def stop(*_):
@@ -144,6 +150,18 @@ sys.exit(code)
         [sys.executable, "-c", launcher], cwd=ROOT, stderr=subprocess.PIPE, text=True, process_group=0,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
+
+
+def test_a_warning_is_shown_with_the_samples_under_it_and_nothing_else(tmp_path):
+    launcher = start(tmp_path, CRITIC, WARNS)
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, said
+    shown = [line for line in said.splitlines() if line.startswith("actor: ") and "log in" not in line]
+    assert shown == [
+        "actor: 12:00:00 WARNING step 3: too high. Samples of this step:",
+        "actor:   1.5 | w1",
+        "actor:   2.5 | w2",
+    ]
 
 
 def test_an_actor_that_dies_after_every_step_comes_to_its_end(tmp_path):
