@@ -61,7 +61,8 @@ class Gateway:
             emit: takes events, from a thread of this object.
             offer: what the run samples with; requests for anything else are refused.
             attempts: at each episode.
-            episode_timeout_s: longest time of an attempt from its start, or from the moment in which a service fetched it.
+            episode_timeout_s: longest time of an attempt from its start, or from the moment in which a service fetched it. Time
+                in which calls wait for the policy does not count.
             folder: in which programs run; by default the present one.
 
         Raises:

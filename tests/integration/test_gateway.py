@@ -155,6 +155,16 @@ def test_a_program_that_hangs_is_ended(written):
         assert ours.ended[1].observation.reward == 1.0
 
 
+def test_a_slow_policy_ends_no_program(written):
+    def policy(call: Called, ids, seed) -> Action:
+        time.sleep(2.5)
+        return ours.sample(call, ids, seed)
+
+    with trainer(written("ask(user('a'))\nprint(1)"), attempts=1, episode_timeout_s=2.0, policy=policy) as ours:
+        ours.run(Task("q"))
+        assert ours.ended[0].observation.reward == 1.0 and ours.ended[0].seconds < 2.0
+
+
 def test_a_program_that_cannot_be_started_is_a_sentence():
     with trainer(["/no/such/program"], attempts=2) as ours:
         ours.run(Task("q"))
