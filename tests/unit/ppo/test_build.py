@@ -46,6 +46,18 @@ def test_a_run_that_must_resume_is_tried_where_it_can(tmp_path: Path) -> None:
         assert _found(configuration(tmp_path, change))[0] == manifest
 
 
+def test_batches_that_are_sampled_ahead_keep_their_number_of_samples_per_prompt(tmp_path: Path) -> None:
+    """A step that was sampled with another number would mix the samples of different prompts in its groups."""
+    ahead = ("algorithm.staleness=1", "generation.engines.count=1", "algorithm.correction.kind=tis")
+    config = configuration(tmp_path, *ahead, "algorithm.samples_per_prompt=2")
+    store = CheckpointStore(tmp_path / "checkpoints", 2)
+    (store.begin(3) / IDENTITY_FILE).write_text(json.dumps(run_identity(config)))
+    store.commit(3, "run", critic={"critic_step": 3}, state={}, versions={})
+    assert _found(config)[0] is not None
+    with pytest.raises(UserError, match=r"with algorithm\.samples_per_prompt 2, this one has 4: resume it as it was"):
+        _found(configuration(tmp_path, *ahead, "algorithm.samples_per_prompt=4"))
+
+
 NULL, SAME, OTHER = "model.reference_path=null", "model.reference_path=x", "model.reference_path=y"
 NO_KL = "algorithm.initial_policy_kl_penalty=0"
 
