@@ -35,7 +35,7 @@ class Space:
     @classmethod
     def of(cls, path: Path, needed: int = 0) -> "Space":
         """The disk of ``path``, which need not exist."""
-        folder = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
+        folder = next(parent for parent in (path, *path.resolve().parents) if parent.is_dir())
         return cls(folder, shutil.disk_usage(folder).free, needed)
 
     def __str__(self) -> str:

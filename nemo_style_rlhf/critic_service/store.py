@@ -90,7 +90,8 @@ class CriticCheckpointStore:
             write(directory)
             record = Record(critic_step, file_digests(directory), self._critic)
             (directory / RECORD).write_text(json.dumps(asdict(record), indent=1))
-        fsync(self._checkpoints)  # which may have a new name, before an older checkpoint is deleted
+        for folder in (self._checkpoints, self._checkpoints.parent):  # before an older one is deleted
+            fsync(folder)
         return read_record(target)
 
     def export(self, checkpoint_id: str, write: Callable[[Path], None]) -> Path:

@@ -236,7 +236,10 @@ def test_a_full_disk_is_one_sentence_and_the_last_good_checkpoint_survives(input
     folders = [line for line in after.splitlines() if line.startswith("step_")]
     assert folders == ["step_000000", "step_000002", "step_000004", "step_000006"]
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert re.search(r"step 4 could not be saved in .* make room; started again, the run resumes from step 2", sentence)
+    assert re.search(
+        rf"step 4 could not be saved in {folder}/checkpoints \(disk full: \S+ GiB missing in {folder}/checkpoints\): make room; "
+        "started again, the run resumes from step 2", sentence,
+    )  # fmt: skip
     assert "resumed from step 2" in done.stderr
     steps = (folder / "metrics_of_the_first.jsonl").read_text().splitlines()
     assert json.loads(steps[-1])["step"] == 5  # the step in which the disk refused, and none that would be lost as well
@@ -279,7 +282,7 @@ def test_a_full_disk_of_metrics_or_rollouts_is_one_sentence_and_the_same_command
     assert "Traceback" not in done.stderr
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     expected = (
-        rf"{folder}/{full}\S* cannot be written \(No space left on device\): make room and start again, the run goes on"
+        rf"{folder}/{full}\S* cannot be written \(disk full: {disk}\): make room and start again, the run goes on"
     )
     assert re.search(expected, sentence), sentence
     _, _, after = done.stdout.partition("exit 2\n")

@@ -16,7 +16,7 @@ from nemo_style_rlhf.checkpoint.files import file_digests, write_atomically
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import FOR_OTHERS, HF, CheckpointStore
 from nemo_style_rlhf.errors import UserError
-from tests.support.folders import make_unreadable
+from tests.support.folders import make_unreadable, note_disk_calls
 
 
 def save(store, step):
@@ -285,3 +285,17 @@ def test_write_atomically_survives_a_kill_at_any_moment(tmp_path):
     content = path.read_bytes()
     assert len(content) == 1_000_000
     assert len(set(content)) == 1
+
+
+def test_an_older_checkpoint_is_deleted_once_the_name_of_the_newer_one_is_on_disk(tmp_path, monkeypatch):
+    """Else a power cut could leave neither."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    first = save(store, 1)
+    done = note_disk_calls(monkeypatch)
+    second = save(store, 2)
+    store.prune(newest=2)
+    deleted = done.index(("deleted", first / "manifest.json"))
+    renamed = len(done) - done[::-1].index(("flushed", second))  # with the name of its manifest
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        assert ("flushed", folder) in done[renamed:deleted]
+    assert store.committed_steps() == [2]

@@ -10,7 +10,7 @@ from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.store import CriticCheckpointStore
 from nemo_style_rlhf.transport.messages import ProtocolError
-from tests.support.folders import make_unreadable
+from tests.support.folders import make_unreadable, note_disk_calls
 
 
 def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
@@ -133,3 +133,17 @@ def test_a_damaged_list_of_commits_keeps_no_server_from_starting(
     assert store.committed == [] and "critic_committed.json is damaged" in caplog.text
     store.commit("run-step_000001", keep=None)
     assert CriticCheckpointStore(tmp_path).committed == ["run-step_000001"]
+
+
+def test_an_older_checkpoint_is_deleted_once_the_name_of_the_newer_one_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CriticCheckpointStore(tmp_path)
+    store.save("run-step_000001", 1, lambda directory: None)
+    done = note_disk_calls(monkeypatch)
+    store.save("run-step_000002", 2, lambda directory: None)
+    store.commit("run-step_000002", keep=1)
+    renamed = done.index(("flushed", tmp_path / "checkpoints/run-step_000002"))
+    deleted = done.index(("deleted", tmp_path / "checkpoints/run-step_000001/critic"))
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        assert ("flushed", folder) in done[renamed:deleted]
