@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
 from nemo_style_rlhf.schema.model_files import stop_ids
@@ -71,6 +72,12 @@ def read_template(model_dir: str) -> dict[str, Any]:
     """The note of :func:`write_template` in ``model_dir``; empty for a model that was not trained with this package."""
     note = Path(model_dir) / TEMPLATE_FILE
     return json.loads(note.read_text()) if note.is_file() else {}
+
+
+def log_date(data: PromptTemplateConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Log the date that the chat template gets, if it asks for one."""
+    if Encoder(tokenizer, chat_template=data.chat_template).writes_a_date:
+        log.info("the chat template asks for the date: data.today=%s", data.today)
 
 
 def check_template(model_dir: str, data: PromptTemplateConfig, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -27,7 +27,7 @@ from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.data.encoding import decode_response
 from nemo_style_rlhf.data.mixtures import TrainingRows
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts, load_training_prompts
-from nemo_style_rlhf.data.templates import check_reward_template, check_template
+from nemo_style_rlhf.data.templates import check_reward_template, check_template, log_date
 from nemo_style_rlhf.distributed.ranks import Ranks, require_tensor_parallel
 from nemo_style_rlhf.engine.engine import Engine, sharded
 from nemo_style_rlhf.engine.process_group import init_distributed, require_all_ranks
@@ -100,6 +100,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     training = _training_prompts(config, tokenizer)
     prompts, val_prompts = training.rows, _validation_prompts(config, tokenizer)
+    log_date(config.data, tokenizer)
     identity = run_identity(config, training)
     require_same(saved, identity, whole.run.output_dir)
     total_steps = min(number_of_steps(each, len(prompts)) for each in (whole, config))

@@ -29,7 +29,7 @@ from nemo_style_rlhf.data.mixtures import load_training_rows
 from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
 from nemo_style_rlhf.data.sources import read_records
-from nemo_style_rlhf.data.templates import check_template
+from nemo_style_rlhf.data.templates import check_template, log_date
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.bootstrap import setup
@@ -113,6 +113,7 @@ class Stage:
             self._prompt_layout = layouts.prompt_layout(first, data)
         for report in reports:
             logger.info("%s", report)
+        log_date(data, self.tokenizer)
         fit = config.trainer
         self.total_steps = fit.max_steps or math.ceil(fit.max_epochs * len(self.train_rows) / fit.batch_size)
         if config.run.dry_run:

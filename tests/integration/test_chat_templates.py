@@ -1,13 +1,17 @@
 """A chat template that is given once, as a file, goes from stage to stage in the exports."""
 
 import json
+import os
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from tests.support import warm
-from tests.support.metrics import samples
+from tests.support.metrics import metrics, samples, without_timers
 from tests.support.models import WORDS, save_policy
 
 TEMPLATE = """{%- for message in messages -%}
@@ -21,9 +25,14 @@ USER, ANSWER = [{"role": "user", "content": "w2 w3"}], [{"role": "assistant", "c
 RENDERED = ["w60", "w2", "w3", "w61"]
 
 
-def run(*words: str) -> str:
+DATED = "{{ 'w' + strftime_now('%d') | int | string + ' ' }}" + TEMPLATE
+ANOTHER_DAY = {**os.environ, "TZ": "EAST-23" if datetime.now().hour >= 12 else "WEST+23"}
+"""The environment of a place where it is tomorrow, or yesterday."""
+
+
+def run(*words: str, environment: Mapping[str, str] = os.environ) -> str:
     """What the entry point printed."""
-    done = warm.run(list(words), timeout=300)
+    done = warm.run(list(words), timeout=300, environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -113,3 +122,27 @@ def test_a_template_that_is_missing_is_refused_before_anything_is_loaded(folder:
     )  # fmt: skip
     assert refused.returncode == 2
     assert f"error: data.chat_template={folder / 'none.jinja'} cannot be read" in refused.stderr
+
+
+def test_a_run_that_goes_on_another_day_keeps_the_day_of_its_first_start(folder: Path) -> None:
+    """Its chat template writes the date."""
+    (folder / "dated.jinja").write_text(DATED)
+    settings = [
+        f"data.chat_template={folder / 'dated.jinja'}", "engine.optim.lr=1e-2", "engine.scheduler.name=constant",
+        "engine.scheduler.warmup_steps=0", "trainer.batch_size=4", "trainer.log_interval=1", "checkpoint.save_interval=2",
+    ]  # fmt: skip
+    parts = train(folder, "train_sft", "dated_parts", "base", "sft", *settings, "trainer.max_steps=2")
+
+    def day() -> str:
+        return str(yaml.safe_load((parts / "config.yaml").read_text())["data"]["today"])
+
+    begun, again = day(), ["trainers/train_sft.py", f"--config-dir={parts}", "--config-name=config"]
+    printed = run(*again, "trainer.max_steps=4", "run.resume=must", environment=ANOTHER_DAY)
+    assert f"the chat template asks for the date: data.today={begun}" in printed and day() == begun
+    on_that_day = [f"data.today={begun}", "trainer.max_steps=4"]
+    whole = train(folder, "train_sft", "dated", "base", "sft", *settings, *on_that_day)
+    assert without_timers(metrics(parts)) == without_timers(metrics(whole))
+    weights = [(stage / "export" / "model.safetensors").read_bytes() for stage in (parts, whole)]
+    assert weights[0] == weights[1]
+    refused = warm.run([*again, "trainer.max_steps=6", "data.today=2001-01-01"], timeout=300)
+    assert refused.returncode == 2 and "is of a run with training data 8 rows" in refused.stderr

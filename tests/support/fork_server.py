@@ -60,6 +60,7 @@ def become(command: list[str], stdout: str, stderr: str, environment: dict[str, 
         os.close(descriptor)
     os.environ.clear()
     os.environ |= environment
+    time.tzset()  # TZ may be another
     sys.argv = command
     sys.path[0] = str(Path(command[0]).parent.resolve())  # as python sets it for a script
     with contextlib.suppress(ImportError):

@@ -1,12 +1,16 @@
 """Every start of a run is kept, and what it changes is said."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from nemo_style_rlhf.checkpoint import starts
 from nemo_style_rlhf.checkpoint.files import SAMPLE_BYTES, SAMPLES
 from nemo_style_rlhf.checkpoint.starts import (
     differences,
@@ -16,6 +20,7 @@ from nemo_style_rlhf.checkpoint.starts import (
     record_start,
     require_reachable,
     require_same,
+    settle_today,
 )
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -192,3 +197,39 @@ def test_a_model_config_can_be_written(tmp_path: Path) -> None:
     """Tuples and mappings included."""
     record_start(tmp_path, ModelConfig(path="x"), after="step_000000")
     assert differences(tmp_path, ModelConfig(path="y")) == ['path: "x" -> "y"']
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes it another day."""
+
+    def on(day: str) -> None:
+        today = SimpleNamespace(today=lambda: date.fromisoformat(day))
+        monkeypatch.setattr(starts, "date", today)
+
+    return on
+
+
+def test_the_day_of_the_first_start_is_that_of_the_later_ones(tmp_path: Path, on: Callable[[str], None]) -> None:
+    for day in ("2026-02-28", "2026-03-01"):
+        on(day)
+        settle_today(config := configuration(tmp_path))
+        assert config.data.today == "2026-02-28"
+        record_start(tmp_path, config, after="step_000000")
+        assert differences(tmp_path, config) == []
+    settle_today(config := configuration(tmp_path, today="2020-01-01"))
+    assert config.data.today == "2020-01-01"
+    (tmp_path / "config.yaml").write_text("a: [1")
+    settle_today(config := configuration(tmp_path))
+    assert config.data.today == "2026-03-01"
+
+
+def test_ranks_that_start_around_midnight_agree_on_the_day(
+    tmp_path: Path, on: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, day in (("1", "2026-02-28"), ("0", "2026-03-01")):
+        monkeypatch.setenv("RANK", rank)
+        on(day)
+        settle_today(config := configuration(tmp_path / "run"))
+        assert config.data.today == "2026-02-28"
