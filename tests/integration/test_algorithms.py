@@ -241,3 +241,52 @@ def test_a_run_that_collapses_says_so_and_audit_on_sign_stops_it_wherever_it_res
         assert ended[-1] == fallen[0]
     assert "distinct_2=" in sentences[0] and "; the run stops" in sentences[0]
     assert sentences[0] == sentences[1] and len(sentences) == 2
+
+
+SOLVED = """
+def reward_func(queries, prompts, labels):
+    answers = [query[len(prompt):].split() for query, prompt in zip(queries, prompts)]
+    return [1.0 if int(label) >= 8 else len(set(answer)) / 24 for answer, label in zip(answers, labels)]
+"""
+"""All prompts but the first eight are solved by any answer."""
+
+
+AHEAD = ["generation.engines.count=1", "algorithm.staleness=1", "correction=tis"]
+
+
+@pytest.mark.parametrize("ahead", [[], pytest.param(AHEAD, marks=pytest.mark.more)], ids=["", "ahead"])
+def test_a_run_whose_prompts_are_all_solved_ends_well_and_the_same_command_ends_at_once(ahead, inputs, tmp_path):
+    """After two steps of eight prompts. With a lost export, too: the run goes on from its checkpoint, and ends there again."""
+    (tmp_path / "solved.py").write_text(SOLVED)
+    settings = [
+        "algorithm=grpo", "algorithm.max_steps=50", "algorithm.filter.high=1", "algorithm.num_rollout_samples=16",
+        "algorithm.samples_per_prompt=4", "data.shuffle=false", "generation=hf", "checkpoint.save_interval=20",
+        "algorithm.filter.max_rounds=2", *ahead,
+    ]  # fmt: skip
+    folder = tmp_path / "run"
+    why = "all 8 prompts of 2 rollouts reach algorithm.filter.high=1"
+
+    def started() -> str:
+        actor = start(inputs, folder, *settings, function=tmp_path / "solved.py")
+        try:
+            assert actor.wait(180) == 0, actor.output()
+        finally:
+            actor.kill()
+        return actor.output()
+
+    def left() -> dict[str, bytes]:
+        names = ("done.json", "export/model.safetensors", "checkpoints/step_000002/manifest.json")
+        return {name: (folder / name).read_bytes() for name in names}
+
+    assert f"{why}: the run ends after step 2 of 50" in started()
+    ended, rows = left(), metrics(folder)
+    assert json.loads(ended["done.json"])["why"] == why and [row["step"] for row in rows] == [1, 2]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [(event["step"], why in event["sentence"]) for event in events if event["kind"] == "over"] == [(2, True)]
+
+    assert f"done: this run has ended ({why}) and exported {folder / 'export'}" in started()
+    assert left() == ended and metrics(folder) == rows
+
+    (folder / "export" / "model.safetensors").unlink()
+    assert "resumed from step 2" in (said := started()) and f"{why}: the run ends after step 2 of 50" in said
+    assert left() == ended and metrics(folder) == rows
