@@ -139,7 +139,7 @@ def _reward_statistics(hf_config: Any) -> tuple[float, float]:
     if (stored := _stored_statistics(hf_config)) is None:
         raise UserError(
             f"{hf_config.name_or_path} has no reward_mean and reward_std in its config.json to normalize rewards with: train it "
-            "with trainers/train_reward_model.py, add them, or set normalize_rewards=false"
+            "with trainers/train_reward_model.py, add them, or turn off normalize_rewards"
         )
     return stored
 

@@ -199,17 +199,17 @@ class PPOActorConfig:
         if self.model.reference_path and not self.needs_reference:
             raise UserError(
                 f"model.reference_path={self.model.reference_path} but nothing measures KL: set "
-                "algorithm.initial_policy_kl_penalty or audit.health.max_init_policy_kl, or reference_path=null"
+                "algorithm.initial_policy_kl_penalty or audit.health.max_init_policy_kl, or model.reference_path=null"
             )
         if self.algorithm.val_check_interval and not self.data.val_path:
             raise UserError(
                 f"algorithm.val_check_interval={self.algorithm.val_check_interval} needs validation prompts: set data.val_path, "
-                "or val_check_interval=0"
+                "or algorithm.val_check_interval=0"
             )
         if self.checkpoint.keep_best and not self.algorithm.val_check_interval:
             raise UserError(
                 "checkpoint.keep_best=true needs validation to tell which is best: set data.val_path and "
-                "algorithm.val_check_interval, or keep_best=false"
+                "algorithm.val_check_interval, or checkpoint.keep_best=false"
             )
         if "judge" in self.reward.weights and self.reward.judge.needs_label and self.data.label_key is None:
             raise UserError(
@@ -222,7 +222,7 @@ class PPOActorConfig:
             raise UserError(
                 f"algorithm.correction.kind={self.algorithm.correction.kind} weighs the trainer's log-probabilities against the "
                 f"sampler's, which with {self.generation.cut} are of a truncated distribution: use "
-                "generation.top_p=1, top_k=0 and min_length=0, or algorithm.correction.kind=none"
+                "generation.top_p=1, generation.top_k=0 and generation.min_length=0, or algorithm.correction.kind=none"
             )
         if self.algorithm.old_logprobs == "sampler":
             self._validate_sampler_logprobs()
@@ -239,7 +239,7 @@ class PPOActorConfig:
         if self.algorithm.staleness:
             raise UserError(
                 f"algorithm.staleness={self.algorithm.staleness} samples beside training, which placement.share=turns does one "
-                "after the other on the same devices: use staleness=0, or placement.share=none"
+                "after the other on the same devices: use algorithm.staleness=0, or placement.share=none"
             )
         if self.generation.engines.weights == "nccl":
             raise UserError(
@@ -256,7 +256,7 @@ class PPOActorConfig:
         if generation.tensor_parallel_size > 1 and not generation.engines.count:
             raise UserError(
                 f"generation.tensor_parallel_size={generation.tensor_parallel_size} with agent.path needs engines: set "
-                "generation.engines.count, or tensor_parallel_size=1"
+                "generation.engines.count, or generation.tensor_parallel_size=1"
             )
 
     def _validate_stale_metrics(self) -> None:
@@ -272,7 +272,7 @@ class PPOActorConfig:
             if limit is not None:
                 raise UserError(
                     f"{key}={limit:g} with algorithm.staleness={self.algorithm.staleness}: of stale samples {why}: use "
-                    f"{key}=null, or staleness=0"
+                    f"{key}=null, or algorithm.staleness=0"
                 )
 
     def _validate_sampler_logprobs(self) -> None:
@@ -283,15 +283,17 @@ class PPOActorConfig:
         if self.algorithm.correction.kind != "none":
             raise UserError(
                 f"algorithm.correction.kind={self.algorithm.correction.kind} weighs trainer against sampler, but "
-                "algorithm.old_logprobs=sampler leaves the sampler's alone: use old_logprobs=trainer, or correction=none"
+                "algorithm.old_logprobs=sampler leaves the sampler's alone: use algorithm.old_logprobs=trainer, or "
+                "algorithm.correction.kind=none"
             )
         if self.audit.max_logprob_gap is not None:
             raise UserError(
                 f"audit.max_logprob_gap={self.audit.max_logprob_gap:g} compares sampler and trainer, but "
-                "algorithm.old_logprobs=sampler leaves the sampler's alone: use old_logprobs=trainer, or max_logprob_gap=null"
+                "algorithm.old_logprobs=sampler leaves the sampler's alone: use algorithm.old_logprobs=trainer, or "
+                "audit.max_logprob_gap=null"
             )
         if not self.generation.samples_whole_distribution:
             raise UserError(
                 "algorithm.old_logprobs=sampler needs log-probabilities of the whole distribution: use generation.top_p=1, "
-                "top_k=0 and min_length=0, or algorithm.old_logprobs=trainer"
+                "generation.top_k=0 and generation.min_length=0, or algorithm.old_logprobs=trainer"
             )

@@ -24,7 +24,12 @@ class CorrectionConfig:
 
     def validate(self) -> None:
         require_choice("algorithm.correction.kind", self.kind, ("none", *CORRECTIONS))
-        require(0 <= self.low < self.high, "algorithm.correction.low", self.low, f"0 to below high={self.high}")
+        require(
+            0 <= self.low < self.high,
+            "algorithm.correction.low",
+            self.low,
+            f"0 to below algorithm.correction.high={self.high}",
+        )
 
 
 @dataclass
@@ -83,7 +88,9 @@ class FilterConfig:
             )
         require(self.max_rounds >= 1, "algorithm.filter.max_rounds", self.max_rounds, "a number of rollouts from 1 up")
         if self.low is not None and self.high is not None:
-            require(self.low < self.high, "algorithm.filter.low", self.low, f"less than high={self.high}")
+            require(
+                self.low < self.high, "algorithm.filter.low", self.low, f"less than algorithm.filter.high={self.high}"
+            )
 
 
 @dataclass
@@ -201,11 +208,12 @@ class AlgorithmConfig:
             require(getattr(self, name) > 0, key(name), getattr(self, name), "a number above 0")
         require(
             self.samples_per_prompt > 0 and self.num_rollout_samples % self.samples_per_prompt == 0,
-            key("samples_per_prompt"), self.samples_per_prompt, f"a divisor of num_rollout_samples={self.num_rollout_samples}",
+            key("samples_per_prompt"), self.samples_per_prompt,
+            f"a divisor of algorithm.num_rollout_samples={self.num_rollout_samples}",
         )  # fmt: skip
         require(
             1 <= self.mini_batches <= self.num_rollout_samples,
-            key("mini_batches"), self.mini_batches, f"1 to num_rollout_samples={self.num_rollout_samples}",
+            key("mini_batches"), self.mini_batches, f"1 to algorithm.num_rollout_samples={self.num_rollout_samples}",
         )  # fmt: skip
         require(self.staleness >= 0, key("staleness"), self.staleness, "a number of versions from 0 up")
         if self.staleness:
@@ -231,8 +239,8 @@ class AlgorithmConfig:
             )
         if not (self.advantage_std_norm or self.normalize_advantages):
             raise UserError(
-                "algorithm.advantage_std_norm=false only changes whitening, which normalize_advantages=false turns off: "
-                "leave it at true, or for GRPO without its division use algorithm.advantage_estimator=dr_grpo"
+                "algorithm.advantage_std_norm=false only changes whitening, which algorithm.normalize_advantages=false turns "
+                "off: leave it at true, or for GRPO without its division use algorithm.advantage_estimator=dr_grpo"
             )
         if not self.uses_critic and self.critic_warmup_steps:
             raise UserError(
@@ -250,12 +258,12 @@ class AlgorithmConfig:
         if self.old_logprobs == "sampler":
             raise UserError(
                 f"{given} with algorithm.old_logprobs=sampler would clip against a policy that no longer exists: use "
-                "old_logprobs=trainer"
+                "algorithm.old_logprobs=trainer"
             )
         if self.correction.kind == "none" and not self.allow_uncorrected:
             raise UserError(
                 f"{given} trains on samples of older weights, which algorithm.correction.kind=none takes for the newest "
-                "policy's: use correction.kind=tis, or algorithm.allow_uncorrected=true if you mean it"
+                "policy's: use algorithm.correction.kind=tis, or algorithm.allow_uncorrected=true if you mean it"
             )
 
 

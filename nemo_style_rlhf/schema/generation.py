@@ -176,7 +176,7 @@ class GenerationConfig:
             budget is None or budget >= self.max_num_seqs,
             "generation.max_num_batched_tokens",
             budget,
-            f"at least max_num_seqs={self.max_num_seqs}, which decode at a time, or null",
+            f"at least generation.max_num_seqs={self.max_num_seqs}, which decode at a time, or null",
         )
         size = self.tensor_parallel_size
         require(size >= 1, "generation.tensor_parallel_size", size, "a number of ranks from 1 up")

@@ -84,7 +84,7 @@ class VerdictConfig:
         low, high = self.low, self.high
         if (low is None) != (high is None) or (low is not None and high is not None and not low < high):
             raise UserError(
-                f"{key}.low={low} and high={high} are no scale: give two numbers, low below high, or neither"
+                f"{key}.low={low} and {key}.high={high} are no scale: give two numbers, low below high, or neither"
             )
         for name, reward in self.rewards.items():
             require(
@@ -96,7 +96,7 @@ class VerdictConfig:
         if self.pattern is not None:
             if self.kind == "json":
                 raise UserError(
-                    f"{key}.pattern is set, but kind=json reads no pattern: set {key}.kind=number or choice"
+                    f"{key}.pattern is set, but {key}.kind=json reads no pattern: set {key}.kind=number or choice"
                 )
             try:
                 re.compile(self.pattern)

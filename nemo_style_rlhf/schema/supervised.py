@@ -159,13 +159,13 @@ class FitConfig:
             divides,
             "trainer.micro_batch_size",
             self.micro_batch_size,
-            f"0 or a divisor of batch_size={self.batch_size}",
+            f"0 or a divisor of trainer.batch_size={self.batch_size}",
         )
         require(self.micro_batch_tokens >= 0, "trainer.micro_batch_tokens", self.micro_batch_tokens, "tokens, or 0")
         if self.micro_batch_size and self.micro_batch_tokens:
             raise UserError(
-                f"trainer.micro_batch_size={self.micro_batch_size} and micro_batch_tokens={self.micro_batch_tokens} both say "
-                "how a step is split: set one of them to 0"
+                f"trainer.micro_batch_size={self.micro_batch_size} and trainer.micro_batch_tokens={self.micro_batch_tokens} both "
+                "say how a step is split: set one of them to 0"
             )
 
 

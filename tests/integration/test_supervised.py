@@ -124,7 +124,7 @@ def test_a_dry_run_leaves_no_model(workshop):
     [
         ("train_sft", "data.train_path=/nowhere/rows.jsonl", "data.train_path=/nowhere/rows.jsonl: it does not exist"),
         ("train_sft", "trainer.batchsize=3", "trainer.batchsize"),
-        ("train_sft", "trainer.micro_batch_size=3", "a divisor of batch_size=8"),
+        ("train_sft", "trainer.micro_batch_size=3", "a divisor of trainer.batch_size=8"),
         ("train_sft", "data.max_length=2", "raise data.max_length"),
     ],
 )

@@ -50,7 +50,7 @@ def test_a_reference_that_nothing_would_read_or_move_is_refused() -> None:
     )
     built(other, no_kl, "audit.health.max_init_policy_kl=1")
     built("model.reference_path=''", no_kl)
-    with pytest.raises(UserError, match=r"reference_path=y but nothing measures KL: .*, or reference_path=null"):
+    with pytest.raises(UserError, match=r"reference_path=y but nothing measures KL: .*, or model.reference_path=null"):
         built(other, no_kl)
     for empty in ("null", "''"):
         with pytest.raises(
@@ -67,7 +67,8 @@ def test_a_correction_needs_log_probabilities_of_the_whole_distribution(cut: str
         if "staleness" in correction:
             given.append("algorithm.correction.kind=tis")
         with pytest.raises(
-            UserError, match=rf"correction\.kind=tis .*generation\.{cut} .*top_p=1, top_k=0 and min_length=0"
+            UserError,
+            match=rf"correction\.kind=tis .*generation\.{cut} .*top_p=1, generation\.top_k=0 and .*min_length=0",
         ):
             build(PPOActorConfig, OmegaConf.from_dotlist(given))
     build(PPOActorConfig, OmegaConf.from_dotlist([*paths, f"generation.{cut}"]))

@@ -300,9 +300,15 @@ def test_closing_ends_what_waits(judge: Judge, scorer_of: Make) -> None:
             {"extra_body": {"messages": []}},
             "reward.judge.extra_body sets messages, which the judge sets itself: take it out",
         ),
-        ({"verdict": VerdictConfig(low=1.0)}, "reward.judge.verdict.low=1.0 and high=None are no scale: "),
+        (
+            {"verdict": VerdictConfig(low=1.0)},
+            "reward.judge.verdict.low=1.0 and reward.judge.verdict.high=None are no scale: ",
+        ),
         ({"verdict": VerdictConfig(pattern="(")}, "reward.judge.verdict.pattern=( is no regular expression ("),
-        ({"verdict": VerdictConfig("json", pattern="x")}, "is set, but kind=json reads no pattern: "),
+        (
+            {"verdict": VerdictConfig("json", pattern="x")},
+            "is set, but reward.judge.verdict.kind=json reads no pattern: ",
+        ),
         (
             {"verdict": VerdictConfig("stars")},
             "reward.judge.verdict.kind=stars is not possible: expected one of number, ",
