@@ -22,7 +22,7 @@ from nemo_style_rlhf.launch.interpreter import ROOT
 from nemo_style_rlhf.launch.local import ProgramFailed
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, SERVER_PYTHON
 from nemo_style_rlhf.launch.ray_host import LEASE_S, Ground, Host
-from nemo_style_rlhf.launch.ray_placement import Placement, Seat
+from nemo_style_rlhf.launch.ray_placement import Placement, Seat, remedy
 from nemo_style_rlhf.schema.ray import RayConfig
 
 STRANGERS_CALL = "/ray.rpc.InternalKVGcsService/InternalKVKeys"
@@ -233,7 +233,8 @@ class Cluster:
         if self._group.wait(min(SOON_S, self._config.wait_s)):
             return
         self.say(
-            f"waiting up to {self._config.wait_s:g} s for nodes that can hold the run, {needs}; the cluster {self._has()}"
+            f"waiting up to {self._config.wait_s:g} s for nodes that can hold the run, {needs}; the cluster {self._has()}: "
+            f"{remedy(self._placement.bundles, _nodes())}"
         )
         while not self._group.wait(HEARTBEAT_S):
             self._go_on(deadline, f"no nodes could hold the run, which needs {needs},")
@@ -249,14 +250,14 @@ class Cluster:
             raise KeyboardInterrupt
         if time.monotonic() > deadline:
             raise UserError(
-                f"{what} within ray.wait_s={self._config.wait_s:g} s; the cluster {self._has()}: add nodes, end other jobs, or "
-                "give fewer ranks and engines"
+                f"{what} within ray.wait_s={self._config.wait_s:g} s; the cluster {self._has()}: "
+                f"{remedy(self._placement.bundles, _nodes())}"
             )
 
     def _has(self) -> str:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        amounts = (_amounts({name: node["Resources"].get(name, 0.0) for name in ("CPU", "GPU")}) for node in nodes)
-        return f"has {len(nodes)} node{'s' * (len(nodes) != 1)} ({'; '.join(amounts)}), of which others may use a part"
+        nodes = _nodes()
+        amounts = "; ".join(map(_amounts, nodes))
+        return f"has {len(nodes)} node{'s' * (len(nodes) != 1)} ({amounts}), of which others may use a part"
 
     def _beat(self) -> None:
         failures = 0
@@ -284,6 +285,12 @@ def leave() -> None:
     ending = threading.Thread(target=ray.shutdown, daemon=True)
     ending.start()
     ending.join(ANSWER_S)
+
+
+def _nodes() -> list[dict[str, float]]:
+    """CPUs and GPUs of each living node, as its `ray start` counted them."""
+    alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
+    return [{name: there.get(name, 0.0) for name in ("CPU", "GPU")} for there in alive]
 
 
 def _amounts(bundle: dict[str, float]) -> str:

@@ -87,6 +87,19 @@ def place(config: PPORayConfig, *, on_gpus: bool) -> Placement:
     return Placement(_bundles(seats, config.ray.cpus), STRATEGIES[config.ray.placement], tuple(seats))
 
 
+def remedy(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]]) -> str:
+    """What a user may change so that ``nodes``, by what each has, hold ``bundles``."""
+    needed, there = sum(each["CPU"] for each in bundles), sum(each["CPU"] for each in nodes)
+    largest, most = max(each["CPU"] for each in bundles), max((each["CPU"] for each in nodes), default=0.0)
+    if nodes and (needed > there or largest > most):
+        part = f", {largest:g} of them on one node" if largest > most else ""
+        return (
+            f"Ray counts ray.cpus for each process, {needed:g} CPUs in all{part}: start nodes with a larger `ray start "
+            "--num-cpus`, which counts and limits none, or add nodes"
+        )
+    return "add nodes, end other jobs, or give fewer ranks and engines"
+
+
 def _ranks(program: str, ranks: int, nodes: int, *, gpus: int) -> list[Seat]:
     """The ranks of a program in ``nodes`` bundles from 0 up."""
     here = ranks // nodes

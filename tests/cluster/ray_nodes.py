@@ -68,13 +68,13 @@ class RayNode:
 
 
 class RayNodes:
-    """Use as a context manager: a cluster whose head has this machine's own address and runs no process of a run, and whose other
-    nodes have addresses of the loopback net."""
+    """Use as a context manager: a cluster whose head has this machine's own address, and without CPUs no process of a run. Its
+    other nodes have addresses of the loopback net."""
 
-    def __init__(self, *, workers: int = 2, mode: str = "token") -> None:
+    def __init__(self, *, workers: int = 2, head_cpus: int = 0, mode: str = "token") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nsr_ray_"))  # sockets have short paths
         self.nodes: list[RayNode] = []
-        self._wanted = workers
+        self._wanted, self._head_cpus = workers, head_cpus
         token = self.folder / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
@@ -86,7 +86,8 @@ class RayNodes:
 
     def __enter__(self) -> "RayNodes":
         try:
-            self.nodes.append(RayNode(self, "--head", "--num-cpus=0", "--num-gpus=0", "--port=0", "--dashboard-port=0"))
+            free = ("--port=0", "--dashboard-port=0")
+            self.nodes.append(RayNode(self, "--head", f"--num-cpus={self._head_cpus}", "--num-gpus=0", *free))
             for _ in range(self._wanted):
                 self.add_node()
         except BaseException:

@@ -145,7 +145,8 @@ MISTAKES = {
     "no token": ([], r"the Ray cluster at .* answers callers without a token: .* RAY_AUTH_MODE=token"),
     "too small": (
         ["ray.require_token=false", "ray.wait_s=2", "ranks=3"],
-        r"no nodes could hold the run, which needs 1 CPU; 3 CPUs; 1 CPU, within .* the cluster has 1 node \(0 CPUs\)",
+        r"no nodes could hold the run, which needs 1 CPU; 3 CPUs; 1 CPU, within .* the cluster has 1 node \(0 CPUs\), "
+        r"of which .*: Ray counts ray\.cpus for each process, 5 CPUs in all, 3 of them on one node: .*`ray start --num-cpus`",
     ),
 }
 
@@ -158,6 +159,16 @@ def test_a_mistake_is_one_sentence(mistake, open_cluster, inputs, tmp_path):
     (error,) = (line for line in run.output().splitlines() if "error" in line or "Traceback" in line)
     assert re.match(f"error: {sentence}", error), error
     assert not (run.folder / "secrets").exists()
+
+
+def test_one_machine_holds_a_run_if_its_head_counts_a_cpu_for_each_process(inputs, tmp_path):
+    with RayNodes(workers=0, head_cpus=3) as alone:
+        words = [*launched(inputs), on_cluster(alone), "algorithm.max_steps=1", "algorithm.critic_warmup_steps=0"]
+        run = RayRun(alone, tmp_path / "run", [], *words, "ray.wait_s=20", "engine.scheduler.total_steps=4")
+        try:
+            assert run.wait(RUN_S) == 0, run.report()
+        finally:
+            end(run)
 
 
 def test_a_submitted_job_whose_processes_are_killed_ends_as_the_two_commands_by_hand(cluster, inputs, start, tmp_path):

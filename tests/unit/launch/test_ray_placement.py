@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch.ray_placement import Placement, place
+from nemo_style_rlhf.launch.ray_placement import Placement, place, remedy
 from nemo_style_rlhf.launch.run_secrets import RunSecrets
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.ray import PPORayConfig
@@ -133,3 +133,12 @@ def test_a_runs_secrets_are_its_owners_and_its_servers_are_trusted(tmp_path):
     assert RunSecrets(folder).token.read_text() != first
     secrets.remove()
     assert not folder.exists()
+
+
+def test_a_cluster_whose_nodes_count_too_few_cpus_is_told_so():
+    needed = place(config("ranks=2", "generation.engines.count=1"), on_gpus=False).bundles
+    larger = "start nodes with a larger `ray start --num-cpus`"
+    head = {"CPU": 0.0}
+    assert f"4 CPUs in all, 2 of them on one node: {larger}" in remedy(needed, [head])
+    assert f"4 CPUs in all: {larger}" in remedy(needed, [head, {"CPU": 2.0}])
+    assert remedy(needed, [head, {"CPU": 4.0}]).startswith("add nodes, end other jobs")
