@@ -33,6 +33,8 @@ from nemo_style_rlhf.transport.messages import (
 
 PEER = Peer("generation engine", "servers/serve_engine.py", "generation.engines", "model.path=POLICY", "its ready file")
 STATUS_TIMEOUT_S = 10.0
+AT_WORK_S = 600.0
+"""Longest time in which an engine says that it is at work on samples: longer than any of its steps."""
 CALLS = 64
 """Maximum number of calls of one engine at a time."""
 T = TypeVar("T")
@@ -52,7 +54,7 @@ class EngineClient:
         timeout_s: float,
         tls: ClientTlsConfig = PLAIN_HTTP,
     ) -> None:
-        """``timeout_s`` bounds the time of one ``load`` or ``generate``."""
+        """``timeout_s`` bounds the time of one call but ``status`` and ``generate``."""
         self._connection = Connection(host, port, token=token, retries=retries, peer=PEER, tls=tls)
         self._timeout_s = timeout_s
         self._closing = threading.Event()
@@ -125,7 +127,7 @@ class EngineClient:
         inputs = messages.generate_inputs(requests, lease=lease, version=version)
         while True:
             try:
-                outputs = self._connection.call(messages.GENERATE, inputs, timeout_s=self._timeout_s)
+                outputs = self._connection.call(messages.GENERATE, inputs, timeout_s=AT_WORK_S)
                 return messages.parse_completions(requests, outputs, version)
             except ProtocolError as error:
                 if error.code is not Code.PENDING:

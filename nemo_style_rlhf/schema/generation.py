@@ -222,7 +222,7 @@ class EnginesConfig:
     ready_timeout_s: float = 600.0
     """Longest wait for an engine that starts."""
     request_timeout_s: float = 600.0
-    """Longest wait for one group of samples, or for an engine to load weights."""
+    """Longest wait for an engine to load weights."""
     hung_after_s: float = 60.0
     """An engine hangs if for this long it does not say how it is, or has requests and does not advance. One step of a slow engine
     must take less."""

@@ -5,8 +5,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import psutil
 import pytest
@@ -16,10 +18,12 @@ from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ROOT, Program
 from tests.support import ppo_runs
 from tests.support.certificates import certificate
 from tests.support.metrics import metrics, without_timers
-from tests.support.processes import Process, start_actor, start_server
+from tests.support.processes import Process, held_to, start_actor, start_server
 
 FILTERED = ["algorithm.filter.low=-100", "algorithm.filter.high=100"]
 """Rounds of dynamic sampling, which drop nobody: a filter waits for scores within the step."""
+LONG = 30
+"""Steps that last minutes if the engine is slow."""
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,27 @@ def test_it_learns_the_same_with_engines(inputs, in_process, tmp_path) -> None:
     manifest = next((tmp_path / "actor" / "checkpoints").glob("*/manifest.json"))
     assert not weights_in_memory(json.loads(manifest.read_text())["run_id"]).exists()
     assert not list((tmp_path / "actor" / "engines").glob("*.json"))  # every engine has ended by itself
+
+
+@pytest.mark.more
+def test_an_engine_that_gets_little_of_the_cpu_is_waited_for(inputs, undisturbed, tmp_path) -> None:
+    """5 % of the time, for two minutes; one loss would end the run. test_engines.py has calls that last longer than limits."""
+    folder, longer = tmp_path / "actor", f"algorithm.max_steps={LONG}"
+    limits = ["restarts=0", "hung_after_s=15", "request_timeout_s=30"]
+    critic, port = start_server(tmp_path / "critic", *ppo_runs.server_overrides(inputs))
+    limits = [f"generation.engines.{limit}" for limit in limits]
+    actor = start_actor(folder, port, *overrides(inputs, 1), longer, *limits)
+    try:
+        wait_for_rollouts(actor, folder, 1)
+        pid = json.loads((folder / "engines" / "engine-0.json").read_text())["pid"]
+        with held_to(0.05, pid), suppress(TimeoutExpired):
+            actor.wait(120)
+        assert actor.wait(240) == 0, actor.output()
+    finally:
+        actor.kill()
+        assert critic.terminate() == 0
+    assert "is lost" not in actor.output()
+    assert result(tmp_path, LONG) == result(undisturbed("long", *FILTERED, longer), LONG)
 
 
 @pytest.mark.more

@@ -33,7 +33,9 @@ from nemo_style_rlhf.schema.generation import GenerationConfig, SamplingOverride
 from nemo_style_rlhf.transport.connection import LeaseLost, ServerUnreachable
 from nemo_style_rlhf.transport.messages import Code, ProtocolError
 from nemo_style_rlhf.transport.secret import own_token_made
+from nemo_style_rlhf.transport.unix_backend import THREADS
 from tests.support.models import save_policy
+from tests.support.processes import held_to
 
 LONGEST = 40
 LEASE = "trainer-1"
@@ -293,6 +295,36 @@ def test_a_killed_engine_is_noticed_and_another_returns_the_same_samples(trainer
     engines[0].acquire(LEASE, trainer.shapes)
     engines[0].load(LEASE, weights)
     assert same_bits(engines[0].generate(requests, lease=LEASE, version=trainer.version), wanted)
+
+
+def test_a_slow_engine_is_waited_for_and_says_how_it_stands(trainer, launcher, engines, in_process):
+    """With 5 % of the time, and as many calls as it may have, each of which takes longer than its client waits for others."""
+    weights = trainer.store.publish(trainer.step())
+    in_process.load(trainer.update())
+    where, most_s = launcher["engine-0"].ready(), 1.0
+    engine = EngineClient(where["host"], where["port"], token=own_token_made(), retries=0, timeout_s=most_s)
+    engines[0].acquire(LEASE, trainer.shapes)
+    engines[0].load(LEASE, weights)
+    engine.acquire(LEASE, trainer.shapes)
+    requests = [
+        GenerationRequest(SampleId(6, number, 0), (3 + number % 50, 4), sample_seed(7, SampleId(6, number, 0)), 36)
+        for number in range(THREADS)
+    ]
+    stream = in_process.stream(trainer.version)
+    stream.submit(requests)
+    samples = {completion.request.sample: completion for completion in stream.completed()}
+    steps = [engine.status().steps]
+    with held_to(0.05, where["pid"]), ThreadPoolExecutor(THREADS) as pool:
+        began = time.monotonic()
+        calls = [pool.submit(engine.generate, [each], lease=LEASE, version=trainer.version) for each in requests]
+        while not all(call.done() for call in calls):
+            steps.append(engine.status(retry=False).steps)
+            time.sleep(0.2)
+        answers = [each for call in calls for each in call.result()]
+        assert time.monotonic() - began > 2 * most_s
+    assert same_bits(answers, [samples[request.sample] for request in requests])
+    assert steps[0] < steps[len(steps) // 2] < steps[-1]
+    engine.close()
 
 
 @pytest.mark.more

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 
 from nemo_style_rlhf.launch.local import Child
@@ -82,6 +83,33 @@ def start_actor(
     return Process(
         trainer("train_ppo_actor", directory, where, *overrides, ranks=ranks, env=environment), directory / "actor.log"
     )
+
+
+@contextlib.contextmanager
+def held_to(share: float, pid: int) -> Iterator[None]:
+    """Hold a process and its children to a share of the time, of which they get a part every second."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    ended = threading.Event()
+
+    def signal_all(number: int) -> None:
+        for each in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+
+    def hold() -> None:
+        while not ended.is_set():
+            signal_all(signal.SIGSTOP)
+            ended.wait(1 - share)
+            signal_all(signal.SIGCONT)
+            ended.wait(share)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 Watcher = Callable[[str, str], None]
