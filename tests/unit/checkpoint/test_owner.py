@@ -163,6 +163,10 @@ def test_an_owner_that_stood_still_writes_nothing_more(start: Start, tmp_path: P
     """Its late heartbeat does not take the folder back."""
     first = start(THEIRS, GOES_ON_WRITING)
     assert asked(first) == "written\n"
+    while not (
+        tmp_path / f".owner_trainer.{THEIRS}"
+    ).read_bytes():  # its first heartbeat, which would be a sign of life later
+        time.sleep(0.01)
     first.send_signal(signal.SIGSTOP)
     second = Owner(tmp_path, "trainer", TAKEOVER_S, kernel=OURS)
     first.send_signal(signal.SIGCONT)
