@@ -15,6 +15,8 @@ from nemo_style_rlhf.launch.user_code import sentence
 if TYPE_CHECKING:
     from nemo_style_rlhf.agents.worker import Worker
 
+LONG_S = 30.0
+"""Seconds of an environment's turn after which the trainer is told in which line it waits."""
 GRACE_S = 1.0
 """Seconds for which an attempt may go on after it was cancelled; then its process is killed."""
 
@@ -48,6 +50,8 @@ class Attempt:
         self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stage = 0
+        self._told = False
+        """Whether the trainer was told where the environment waits."""
 
     async def run(self) -> None:
         """Run it to its end, and tell the trainer how it went."""
@@ -159,9 +163,21 @@ class Attempt:
         lines = [frame.lineno for frame in frames if frame.filename == self._path]
         return f", when it waited in line {lines[-1]}" if lines else ""
 
+    def look(self) -> None:
+        """Tell the trainer where the environment waits, once it has waited for long."""
+        if not self._told and self._running > min(LONG_S, self._setup.step_timeout_s / 2):
+            self._told, line = True, None
+            waits: Any = self.task.get_coro()
+            while waits is not None:
+                frame = getattr(waits, "cr_frame", None)
+                line = frame.f_lineno if frame is not None and frame.f_code.co_filename == self._path else line
+                waits = getattr(waits, "cr_await", None)
+            self._worker.send({"number": self.number, "waits": line})
+
     def _go(self) -> None:
         """It is the environment's turn."""
         self._began, self._others, self._due = time.monotonic(), self._worker.stalled - self.stalled, False
+        self._told = False
         self._look_at_the_clock()
 
     def _pause(self) -> None:

@@ -80,6 +80,9 @@ class EpisodeSource(Protocol):
             reason: one sentence; a limit is reached if it is empty.
         """
 
+    def waits_for(self, episode: int) -> str:
+        """What an episode waits for while it does not wait for the policy, in a few words, such as ``Hang, line 11``."""
+
     def forget(self) -> None:
         """Abandon all episodes; no event of theirs comes after this returns."""
 

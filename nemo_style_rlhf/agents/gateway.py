@@ -31,6 +31,10 @@ LOGGER = logging.getLogger(__name__)
 DEATHS = 5
 """Deaths of the gateway's process after which its episodes fail, if none of them ended in between."""
 END_S = 10.0
+LOOK_S = 1.0
+SILENT_LOOKS = 60
+"""Number of looks after which the gateway's process hangs if it has said nothing. Looks, and not seconds: when the trainer itself
+was stopped, it has not looked."""
 
 
 @dataclass
@@ -100,10 +104,12 @@ class Gateway:
         self._epoch = 0
         """Number of calls of :meth:`forget`; events of earlier epochs are dropped."""
         self._deaths = 0
-        self._closing = False
+        self._silent = 0
+        """Number of looks since the gateway's process has said something."""
+        self._closing = threading.Event()
         self._orders: queue.SimpleQueue[tuple[socket.socket, bytes] | None] = queue.SimpleQueue()
         self._begin()
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._write, self._read)]
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._write, self._read, self._watch)]
         for thread in self._threads:
             thread.start()
         LOGGER.info("programs reach the policy at %s", self.url)
@@ -125,6 +131,9 @@ class Gateway:
         with any exit code and without a reward."""
         self._order("refuse", asked, sentence=reason) if reason else self._order("finish", asked)
 
+    def waits_for(self, episode: int) -> str:
+        return " ".join(self._settings.command) or "a service"
+
     def forget(self) -> None:
         with self._lock:
             self._epoch += 1
@@ -133,7 +142,7 @@ class Gateway:
 
     def close(self) -> None:
         with self._lock:
-            self._closing = True
+            self._closing.set()
             self._epoch += 1
             self._running.clear()
         with contextlib.suppress(OSError):  # it has ended already
@@ -180,6 +189,7 @@ class Gateway:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        self._silent = 0
         self._link, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -194,17 +204,26 @@ class Gateway:
             with self._link.makefile("rb") as lines:
                 try:
                     for line in lines:
+                        self._silent = 0
                         self._hear(json.loads(line))
                 except OSError:
                     pass  # a reset of the link
             with self._lock:
-                if self._closing:
+                if self._closing.is_set():
                     return
                 self._link.close()
                 self._process.kill()
                 self._process.wait()
                 if not self._begin_again():
                     return
+
+    def _watch(self) -> None:
+        """Kill the gateway's process if it hangs; :meth:`_read` then begins another."""
+        while not self._closing.wait(LOOK_S):
+            self._silent += 1
+            if self._silent > SILENT_LOOKS and self._process.poll() is None:
+                LOGGER.warning("the gateway's process has said nothing for %g s: it is killed", SILENT_LOOKS * LOOK_S)
+                self._process.kill()
 
     def _begin_again(self) -> bool:
         """Begin all episodes again in another process; False if too many have died."""
@@ -233,6 +252,8 @@ class Gateway:
             self._emit(each)
 
     def _hear(self, content: Mapping[str, Any]) -> None:
+        if content["kind"] == "alive":
+            return
         with self._lock:
             running = self._running.get(content["episode"])
             if content["epoch"] != self._epoch or running is None or running.attempt != content["attempt"]:

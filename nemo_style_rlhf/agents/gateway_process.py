@@ -38,7 +38,8 @@ LONGEST_WAIT_S = 60.0
 END_S = 2.0
 """Longest wait for programs to end, after which their keeper kills them."""
 PARENT_S = 0.5
-"""Seconds between two looks whether the trainer lives: a process that it forked may hold the link open."""
+"""Seconds between two looks whether the trainer lives, since a process that it forked may hold the link open; and between two
+words to it."""
 log = logging.getLogger(__name__)
 
 
@@ -302,6 +303,7 @@ async def serve(link: socket.socket, parent: int, keeper: programs.Keeper, setti
 
     async def while_it_lives() -> None:
         while os.getppid() == parent:
+            send({"kind": "alive"})
             await asyncio.sleep(PARENT_S)
 
     ends = [asyncio.ensure_future(each) for each in (obey(), while_it_lives())]

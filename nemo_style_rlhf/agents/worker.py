@@ -153,6 +153,8 @@ class Worker:
 
     def _tick(self) -> None:
         self._words.alive = time.monotonic()
+        for attempt in self._attempts.values():
+            attempt.look()
         self._loop.call_later(min(TICK_S, self.setup.step_timeout_s / 4), self._tick)
 
 
@@ -179,6 +181,7 @@ class _Marked(Coroutine[Any, Any, Any]):
 
     def __init__(self, worker: Worker, number: int, coroutine: Any) -> None:
         self._worker, self._number, self._coroutine = worker, number, coroutine
+        self.cr_await = coroutine
 
     def send(self, value: Any) -> Any:
         return self._worker.slice_of(self._number, self._coroutine.send, value)

@@ -49,6 +49,8 @@ class _Episode:
     """Names the running attempt between trainer and worker, where no other attempt ever has this number."""
     asked: Asked | None = None
     """What waits for an answer."""
+    line: int | None = None
+    """Where in its file the environment waits, if it has waited for long."""
     failure: dict[str, Any] | None = None
     """What a worker has told about the failed attempt, whose environment it is still closing."""
 
@@ -134,6 +136,10 @@ class EpisodeWorkers:
     def finish(self, asked: Asked | Called, reason: str = "") -> None:
         self._reply(asked, {"do": "finish"})
 
+    def waits_for(self, episode: int) -> str:
+        line = None if (state := self._open.get(episode)) is None else state.line
+        return self._config.class_name if line is None else f"{self._config.class_name}, line {line}"
+
     def forget(self) -> None:
         with self._emitting:  # an event that is on its way arrives before this returns
             self._generation += 1
@@ -159,7 +165,7 @@ class EpisodeWorkers:
             state = self._open.get(asked.episode)
             if state is None or state.asked is None or state.asked != asked:
                 return
-            state.asked = None
+            state.asked = state.line = None
             for worker in self._workers:
                 if worker.running.get(state.number) is state:
                     worker.process.send(line({**message, "number": state.number}))
@@ -254,7 +260,7 @@ class EpisodeWorkers:
                 return
             worker = min(room, key=lambda worker: len(worker.running))
             state = self._waiting.popleft()
-            state.number, state.asked, state.failure = next(self._numbers), None, None
+            state.number, state.asked, state.line, state.failure = next(self._numbers), None, None, None
             worker.running[state.number] = state
             task = task_fields(replace(state.task, attempt=state.failures + 1))
             worker.process.send(line({"do": "start", "number": state.number, "task": task}))
@@ -296,6 +302,8 @@ class EpisodeWorkers:
             self._say(state, Ended(state.episode, state.attempt, observation, message["seconds"]))
         elif "failed" in message:
             state.failure = message
+        elif "waits" in message:
+            state.line = message["waits"]
 
     def _watch(self, worker: _Worker) -> None:
         """End a worker whose event loop does not turn."""

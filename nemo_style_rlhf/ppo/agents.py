@@ -90,6 +90,9 @@ class Elsewhere:
 
     def finish(self, asked: Asked | Called, reason: str = "") -> None: ...
 
+    def waits_for(self, episode: int) -> str:
+        raise AssertionError("episodes are made on the first rank")
+
     def forget(self) -> None: ...
 
     def close(self) -> None: ...

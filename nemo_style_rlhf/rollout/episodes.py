@@ -4,7 +4,11 @@ Episodes go on side by side, each at its own pace. Which one goes on when change
 follows from the sample and from what the policy has read.
 """
 
+import logging
 import queue
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +31,9 @@ from nemo_style_rlhf.schema.agent import AgentConfig
 from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.generation import SamplingOverrides
 
+log = logging.getLogger(__name__)
+PATIENCE_S = 60.0
+"""Seconds without a finished answer or episode after which a run says what it waits for."""
 ReadMessage = Callable[[str, Sequence[int]], dict[str, Any]]
 """Makes the assistant's message of a response's text and token ids, with its tool calls."""
 
@@ -53,6 +60,35 @@ NO_ANSWER = (
     "several of the program's calls were not continued and none has read the others' answers: name the one to score, by "
     '"answer": the id of its completion, in the program\'s result'
 )
+
+
+class _Watch:
+    """Says what the samples of a batch wait for, whenever nothing has come for long."""
+
+    def __init__(self, samples: int, waited_for: Callable[[], Sequence[str]]) -> None:
+        """
+        Args:
+            samples: all of the batch.
+            waited_for: tells of each that is not finished what it waits for; called in another thread.
+        """
+        self._samples, self._waited_for = samples, waited_for
+        self._ended = threading.Event()
+        self.progress()
+        threading.Thread(target=self._look, name="episodes-watch", daemon=True).start()
+
+    def progress(self) -> None:
+        self._since = time.monotonic()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _look(self) -> None:
+        while not self._ended.wait(PATIENCE_S / 60):
+            if time.monotonic() - self._since > PATIENCE_S:
+                self.progress()
+                kinds = Counter(waits := self._waited_for())
+                said = [f"{what} ({count})" if len(kinds) > 1 else what for what, count in kinds.most_common(3)]
+                log.warning("the run waits for %d of %d samples: %s", len(waits), self._samples, ", ".join(said))
 
 
 class EpisodeRunner:
@@ -94,6 +130,7 @@ class EpisodeRunner:
         running: dict[int, _Running] = {}
         asked: dict[int, Asked | Called] = {}
         """By the identity of a request, who waits for the answer."""
+        watch = _Watch(len(requests), lambda: self._waited_for(list(running), list(asked.values())))
         try:
             for number, (request, prompt) in enumerate(zip(requests, prompts, strict=True), start=first):
                 running[number] = _Running(request, prompt)
@@ -119,9 +156,11 @@ class EpisodeRunner:
                     if outcome is not None:
                         finished(event.episode - first, outcome)
                         del running[event.episode]
+                        watch.progress()
                 if not running:
                     break
                 for completion in stream.wait():
+                    watch.progress()
                     event = asked.pop(id(completion.request))
                     if event.episode in running and running[event.episode].attempt == event.attempt:
                         self._sampled(running[event.episode], event, completion)
@@ -130,11 +169,17 @@ class EpisodeRunner:
             raise
         finally:
             self._stream = None
+            watch.end()
         stream.close()  # it may still sample for attempts that failed
         return counts
 
     def close(self) -> None:
         self._source.close()
+
+    def _waited_for(self, running: Sequence[int], asked: Sequence[Asked | Called]) -> list[str]:
+        """What each running episode waits for."""
+        of_policy = {each.episode for each in asked}
+        return ["the policy" if episode in of_policy else self._source.waits_for(episode) for episode in running]
 
     def _take(self, event: Event) -> None:
         """Called by the source, from any thread."""

@@ -247,7 +247,10 @@ class Run:
 
     def to_the_end(self) -> None:
         """Answer until every episode has ended or failed for good."""
-        while self._open:
+        self.to_the_end_of(*self._open)
+
+    def to_the_end_of(self, *episodes: int) -> None:
+        while self._open.intersection(episodes):
             event = self.event()
             if isinstance(event, Asked):
                 self._answer(event)

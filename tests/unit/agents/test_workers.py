@@ -88,6 +88,15 @@ def test_what_fails_every_time_is_given_up_and_its_neighbor_goes_on(tmp_path, pr
     assert not any(each.charged or each.last or each.timed_out for each in run.failed.get(1, []))
 
 
+def test_it_is_known_in_which_line_an_environment_waits_for_long(tmp_path):
+    with Run(config(tmp_path, step_timeout_s=4.0, attempts=1)) as run:
+        run.start(["hang", "fine"])
+        run.to_the_end_of(1)
+        assert wait_until(lambda: run.workers.waits_for(0) == f"Environment, line {line_of('await answer')}")
+        assert run.workers.waits_for(1) == "Environment"
+        run.drop()
+
+
 @pytest.mark.parametrize(
     "source, name, said",
     [

@@ -1,5 +1,7 @@
 """What the policy samples in an episode does not depend on how often, and when, its attempts fail."""
 
+import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -11,6 +13,7 @@ from nemo_style_rlhf.agents.events import Asked, Called, Emit, Ended, Failed
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
+from nemo_style_rlhf.rollout import episodes
 from nemo_style_rlhf.rollout.episodes import EpisodeRunner
 from nemo_style_rlhf.rollout.outcomes import Counts
 from nemo_style_rlhf.rollout.types import Rollout
@@ -49,6 +52,9 @@ class Source:
     def finish(self, asked: Asked | Called, reason: str = "") -> None:
         raise AssertionError("no limit is reached")
 
+    def waits_for(self, episode: int) -> str:
+        return "Hang, line 11"
+
     def forget(self) -> None: ...
 
     def close(self) -> None: ...
@@ -76,13 +82,15 @@ class Stream:
     def close(self) -> None: ...
 
 
-def play(chatml: Encoder, fails: str) -> tuple[list[Rollout], Counts]:
+def play(
+    chatml: Encoder, fails: str, source: type[Source] = Source, stream: type[Stream] = Stream
+) -> tuple[list[Rollout], Counts]:
     ids = chatml.prompt("What is a cat?")
     prompts = [Prompt(number, ids, "What is a cat?") for number in range(EPISODES)]
     samples = [SampleId(1, number, 0) for number in range(EPISODES)]
     requests = [GenerationRequest(sample, tuple(ids), sample_seed(5, sample), 20) for sample in samples]
     runner = EpisodeRunner(
-        lambda emit: Source(emit, fails),
+        lambda emit: source(emit, fails),
         chatml,
         AgentConfig(path="environment.py"),
         max_length=20,
@@ -95,7 +103,7 @@ def play(chatml: Encoder, fails: str) -> tuple[list[Rollout], Counts]:
         (rollouts[number],) = outcome.rollouts
         assert outcome.reward == 1.0
 
-    counts = runner.run(requests, prompts, Stream(len(chatml.tokenizer)), finished)  # type: ignore[arg-type]
+    counts = runner.run(requests, prompts, stream(len(chatml.tokenizer)), finished)  # type: ignore[arg-type]
     return [rollouts[number] for number in range(EPISODES)], counts
 
 
@@ -111,6 +119,38 @@ def test_a_repeated_attempt_samples_what_the_first_one_sampled(fails: str) -> No
         assert one.turns == other.turns and len(one.turns) == 2
         for name in ("tokens", "response_mask", "sampler_logprobs", "weights_version"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+class Hanging(Source):
+    """Each episode asks once; the last one takes its time before it does."""
+
+    def start(self, episode: int, task: Task) -> None:
+        asks = threading.Timer(1.5 if episode == EPISODES - 1 else 0, self._emit, [Asked(episode, 1, Observation())])
+        asks.start()
+
+    def answer(self, asked: Asked | Called, action: Action) -> None:
+        self._emit(Ended(asked.episode, asked.attempt, Observation(reward=1.0, done=True)))
+
+
+class SlowStream(Stream):
+    """Its first sample takes half a second."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self._until = time.monotonic() + 0.5
+
+    def wait(self) -> list[Completion]:
+        time.sleep(0.02)
+        return super().wait() if time.monotonic() > self._until else []
+
+
+def test_a_run_that_waits_for_long_says_for_what(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "PATIENCE_S", 0.2)
+    play(encoder(CHATML), "never", Hanging, SlowStream)
+    assert "the run waits for 3 of 3 samples: the policy (2), Hang, line 11 (1)" in caplog.text
+    assert "the run waits for 1 of 3 samples: Hang, line 11\n" in caplog.text
 
 
 class Once:
@@ -134,6 +174,9 @@ class Once:
     def finish(self, asked: Asked | Called, reason: str = "") -> None:
         self.told[asked.episode] = reason
         self._emit(Ended(asked.episode, 1, Observation(reward=0.5, done=True)))
+
+    def waits_for(self, episode: int) -> str:
+        return "its program"
 
     def forget(self) -> None: ...
 
