@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from nemo_style_rlhf.critic_service.protocol import reward_tensors
 from nemo_style_rlhf.data.prompts import load_prompts
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Chat
@@ -64,6 +65,16 @@ def test_messages_pass_through_the_chat_template_which_brings_its_own_special_to
     path = write(tmp_path / "m.jsonl", [{"messages": [{"role": "user", "content": "ab"}]}])
     (prompt,), _ = load_prompts(path, config(format="messages", chat_template=template), tokenizer)
     assert prompt.token_ids == [0, 2, 3, 27]
+
+
+def test_a_conversation_takes_the_day_along_to_the_reward_models_that_render_it(tmp_path, tokenizer):
+    path = write(tmp_path / "m.jsonl", [{"messages": [{"role": "user", "content": "ab"}]}])
+    dated = config(
+        format="messages", chat_template="{{ strftime_now('%Y') }}{{ messages[0].content }}", today="2001-02-03"
+    )
+    (prompt,), _ = load_prompts(path, dated, tokenizer)
+    assert prompt.text == "2001ab"
+    assert Chat.from_json(reward_tensors([prompt.chat], ["c"])["prompts"][0].decode()).today == "2001-02-03"
 
 
 def test_the_chat_template_sees_a_rows_tools_and_may_refuse_a_conversation(tmp_path, tokenizer):

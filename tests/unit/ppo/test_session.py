@@ -1,5 +1,6 @@
 """Where a run stands once it has resumed. That training then ends with the same bits takes real runs: tests/integration."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import torch
 
 from nemo_style_rlhf.checkpoint.store import AHEAD, CheckpointStore
 from nemo_style_rlhf.distributed.ranks import Ranks
+from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.launch import interrupt
+from nemo_style_rlhf.ppo import trainer
 from nemo_style_rlhf.ppo.recovery import Recovery
 from nemo_style_rlhf.ppo.residency import Residency
 from nemo_style_rlhf.ppo.session import Progress, Session
@@ -88,3 +91,25 @@ def test_a_run_that_loses_its_server_before_the_first_checkpoint_begins_anew(run
         ("abandon",), ("restore", 0, 0, run.store.part(0, AHEAD)), ("publish", 0), ("save", 0, asdict(Progress())),
         ("settle",),
     ]  # fmt: skip
+
+
+def test_a_best_policy_that_the_disk_refuses_ends_no_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a checkpoint would not. The best so far stays the one that was written."""
+    rewards, written = iter([1.0, 3.0, 2.0, 4.0]), iter([True, False, True, True])
+    exported: list[dict[str, float]] = []
+
+    def export(*_: Any, notes: dict[str, str], **__: Any) -> None:
+        if not next(written):
+            raise StorageError("the policy's export best cannot be written (disk full: 2 GiB missing in /runs)")
+        exported.append(json.loads(notes["best.json"]))
+
+    monkeypatch.setattr(trainer, "export_policy", export)
+    run.trainer._config.checkpoint.keep_best = True
+    run.trainer._parts.queue.validation = lambda step: {"val_rollouts/rewards": next(rewards)}  # type: ignore[method-assign]
+    for step in (1, 2, 3, 4):
+        assert "val_rollouts/rewards" in run.trainer._validation(step)
+    assert [(note["step"], note["val_rollouts/rewards"]) for note in exported] == [(1, 1.0), (3, 2.0), (4, 4.0)]
+    assert run.session.progress.best_reward == 4.0
+    assert "disk full: 2 GiB missing in /runs); training goes on, and the best so far stays" in caplog.text
