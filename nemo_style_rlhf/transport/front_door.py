@@ -83,7 +83,7 @@ class Settings:
 
 def _endpoint(content: dict[str, Any]) -> Endpoint:
     inputs, outputs = (tuple(TensorSpec(**spec) for spec in content[side]) for side in ("inputs", "outputs"))
-    return Endpoint(**content | {"inputs": inputs, "outputs": outputs})
+    return Endpoint(**content | {"inputs": inputs, "outputs": outputs, "roles": tuple(content["roles"])})
 
 
 def tls_context(certificate: str, key: str | None, client_ca: str | None) -> ssl.SSLContext:

@@ -133,7 +133,10 @@ def test_no_address_but_loopback_opens_without_a_token(host: str) -> None:
 
 
 def test_settings_survive_their_way_to_the_door() -> None:
-    routes = (Route(ECHO, 4096), Route(Endpoint("ask", (REQUEST,), (RESPONSE,), role="critic", requires_boot=False), 0))
+    routes = (
+        Route(ECHO, 4096),
+        Route(Endpoint("ask", (REQUEST,), (RESPONSE,), roles=("critic",), requires_boot=False), 0),
+    )
     settings = Settings(3, TOKEN, "/backend.sock", None, routes, 2**20, certificate="server.pem")
     assert Settings.from_json(settings.to_json()) == settings
     assert [route.largest_body for route in routes] == [LARGEST, 2**20]
