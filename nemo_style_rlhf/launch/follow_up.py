@@ -1,7 +1,6 @@
 """The commands that may follow a run, as a shell in this folder takes them. They name what the run itself was given."""
 
 import dataclasses
-import re
 import shlex
 import sys
 from collections.abc import Collection, Mapping
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.launch.interpreter import COMMAND, ROOT
+from nemo_style_rlhf.launch.overrides import quoted
 from nemo_style_rlhf.launch.program import ACTOR, PYTHON
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
-from nemo_style_rlhf.schema.base import literal
 from nemo_style_rlhf.schema.data import PromptTemplateConfig, TrainingDataConfig
 from nemo_style_rlhf.schema.evaluation import EXPORT_FOLDER, EvaluationConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
@@ -33,8 +32,6 @@ OF_REWARD_MODELS = {"append_eos", "normalize_rewards", "label_weights"}
 OF_SAMPLING = _names(GenerationConfig) - {"gpu_memory_utilization"}
 FEW_PROMPTS = 256
 """Prompts of the training rows that an evaluation takes where none are held out."""
-PLAIN = re.compile(r"(?!(null|true|false|nan|inf|on|off|yes|no)$)(\.{0,2}/|[a-z_])[\w/.@+-]*", re.IGNORECASE | re.ASCII)
-"""Texts that Hydra reads as they stand."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +166,7 @@ def _value(value: Any) -> str:
         return f"[{','.join(map(_value, value))}]"
     if not isinstance(value, str):
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    text = str(literal(value))
-    if PLAIN.fullmatch(text) or re.fullmatch(r"[a-z]+:[\w/.@+-]+", text, re.ASCII):
-        return text
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), text)
-    return f"'{escaped}'"
+    return quoted(value)
 
 
 def _shell_word(word: str) -> str:

@@ -7,8 +7,11 @@ import shlex
 from nemo_style_rlhf.errors import UserError
 
 _OVERRIDE = re.compile(r"~|\+*\w[\w./@:-]*=")
-_PLAIN = re.compile(r"[\w.-]*/[\w./-]*", re.ASCII)
-"""Paths that need no quotes."""
+_PLAIN = re.compile(
+    r"(?!(null|true|false|nan|inf|on|off|yes|no)$)(\.{0,2}/|[a-z_])[\w/.@+-]*|[a-z]+:[\w/.@+-]+",
+    re.IGNORECASE | re.ASCII,
+)
+"""Texts that the grammar reads as they stand."""
 
 
 def is_override(word: str) -> bool:
@@ -17,12 +20,16 @@ def is_override(word: str) -> bool:
 
 def override(key: str, text: object) -> str:
     """The override that sets ``key`` to ``text``, whatever its characters."""
-    value = str(text)
-    if _PLAIN.fullmatch(value):
-        return f"{key}={value}"
-    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # no interpolation
-    value = re.sub(r'(\\*)("|\Z)', lambda end: 2 * end[1] + ('\\"' if end[2] else ""), value)
-    return f'{key}="{value}"'
+    return f"{key}={quoted(str(text))}"
+
+
+def quoted(text: str) -> str:
+    """``text`` as a value, in quotes where it needs them."""
+    if _PLAIN.fullmatch(text):
+        return text
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation
+    text = re.sub(r'(\\*)("|\Z)', lambda end: 2 * end[1] + ('\\"' if end[2] else ""), text)
+    return f'"{text}"'
 
 
 def readable(word: str, *, sweeps: bool) -> str:
@@ -38,7 +45,7 @@ def readable(word: str, *, sweeps: bool) -> str:
     from hydra.errors import HydraException
 
     key, _, text = word.partition("=")
-    quoted = override(key, text)
+    whole = override(key, text)
     try:
         parsed = OverridesParser.create().parse_override(word)
     except HydraException:
@@ -46,10 +53,10 @@ def readable(word: str, *, sweeps: bool) -> str:
     if parsed is not None and (sweeps or not parsed.is_sweep_override()):
         is_text = isinstance(value := parsed.value(), str | int | float)
         differs = value != text or "${" in text
-        return quoted if is_text and differs and os.path.exists(text) else word
+        return whole if is_text and differs and os.path.exists(text) else word
     if os.path.exists(text):
-        return quoted
+        return whole
     raise UserError(
-        f"{word} cannot be read: if its value is one text, write {shlex.quote(quoted)}; several values are a list, [A,B], or a "
+        f"{word} cannot be read: if its value is one text, write {shlex.quote(whole)}; several values are a list, [A,B], or a "
         "sweep, -m, with quotes around each text that holds more than letters, digits and /._-"
     )
