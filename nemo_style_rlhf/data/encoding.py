@@ -215,6 +215,7 @@ class Untokenized(Encoder):
 
     def __init__(self) -> None:
         """It has nothing."""
+        self.today = None
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TokensNeeded

@@ -36,6 +36,9 @@ def test_rows_are_counted_up_to_what_a_tokenizer_would_say(tmp_path: Path) -> No
     path = write(tmp_path / "rows.jsonl", [KEYLESS, USABLE, {"prompt": 3}, {"prompt": ""}, USABLE])
     assert count_rows(path, prompts(max_prompt_length=1)) == 3
     assert count_rows([path, path], prompts()) == 6
+    turns = {"messages": [{"role": "user", "content": "a b"}]}
+    path = write(tmp_path / "turns.jsonl", [turns, KEYLESS, turns])
+    assert count_rows(path, prompts(format="messages", prompt_key="messages")) == 2
 
 
 @pytest.mark.parametrize("extra", [0, 1, FIRST_ROWS])
