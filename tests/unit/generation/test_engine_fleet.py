@@ -79,7 +79,7 @@ def test_a_fleet_that_is_closed_has_no_call_under_way(tmp_path: Path, known: str
             assert link.recv(1)
             closed = time.monotonic()
             fleet.close()
-            with pytest.raises(ServerUnreachable, match="the trainer ends"):
+            with pytest.raises(ServerUnreachable):
                 call.result(10)
             engine._threads.shutdown()
             assert time.monotonic() - closed < 5

@@ -6,11 +6,11 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -253,8 +253,8 @@ def test_the_death_of_the_process_that_records_ends_no_training(tmp_path, caplog
     writer = RolloutWriter(tmp_path / "rollouts", RolloutsConfig(), load, None)
     writer.rewind(0)
     experience = collect()
-    (child,) = psutil.Process().children()[-1:]
-    child.kill()
+    (recorder,) = writer._process._processes
+    os.kill(recorder, signal.SIGKILL)
     for step in (1, 2, 3):
         writer.write(step_samples(step, experience, None))
         with contextlib.suppress(Exception):
