@@ -207,11 +207,13 @@ def train_kto(config: KTOConfig) -> None:
 def evaluate(config: EvaluationConfig) -> None:
     """Compare checkpoints on the same prompts."""
     from nemo_style_rlhf.checkpoint.owner import owned
+    from nemo_style_rlhf.checkpoint.starts import settle_today
     from nemo_style_rlhf.precheck.programs import check_evaluation
 
     check_evaluation(config)
 
     with owned(config.run, "evaluation"):
+        settle_today(config, recorded=False)
         from nemo_style_rlhf.evaluation.child import ChildSampler
 
         with closing(ChildSampler(config)) as sampler:

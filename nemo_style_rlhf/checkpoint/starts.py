@@ -30,7 +30,7 @@ from nemo_style_rlhf.errors import UserError
 NEWEST = "config.yaml"
 ALL = "configs"
 DAY = ".first_day"
-"""File by which the ranks of a new run agree on ``data.today``."""
+"""File by which the ranks of a new run, and all starts of an evaluation, agree on ``data.today``."""
 DONE = "done.json"
 """File that lists the exported files with sampled digests. It exists only between the end of a run and its next start."""
 PLACES = ("host", "port", "ready_file", "replicas", "resume", "dry_run", "takeover_s")
@@ -39,12 +39,13 @@ LONGEST_VALUE = 80
 log = logging.getLogger(__name__)
 
 
-def settle_today(config: Any) -> None:
+def settle_today(config: Any, *, recorded: bool = True) -> None:
     """Set ``data.today``, if it is null, to that of the first start in ``run.output_dir``: a template that writes the date then
     makes the same tokens on every day. Ranks that start around midnight agree, by a file that the first of them makes.
 
     Args:
         config: a checked dataclass with ``run`` and ``data``.
+        recorded: whether :func:`record_start` keeps the configuration, and the day with it; else that file does.
     """
     if config.data.today is not None:
         return
@@ -53,7 +54,7 @@ def settle_today(config: Any) -> None:
         config.data.today = yaml.safe_load((output_dir / NEWEST).read_text())["data"].get("today")
     if config.data.today is None:
         config.data.today = date.today().isoformat()
-        if os.environ.get("WORLD_SIZE", "1") != "1" and not config.run.dry_run:
+        if not config.run.dry_run and (not recorded or os.environ.get("WORLD_SIZE", "1") != "1"):
             config.data.today = _agreed(output_dir / DAY, config.data.today)
 
 

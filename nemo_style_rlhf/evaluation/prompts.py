@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
-from nemo_style_rlhf.data.templates import check_template
+from nemo_style_rlhf.data.templates import check_template, log_date
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.tokenizer import load_tokenizer
 from nemo_style_rlhf.schema.evaluation import Checkpoint, EvaluationConfig
@@ -25,6 +25,7 @@ def prompts_of(config: EvaluationConfig) -> dict[str, list[Prompt]]:
     loaded: dict[str, list[Prompt]] = {}
     for checkpoint in config.parsed_checkpoints:
         tokenizer = fitting_tokenizer(checkpoint, config)
+        log_date(config.data, tokenizer)
         loaded[checkpoint.name], report = load_prompts(config.data.path, config.data, tokenizer)
         log.info("%s: %s", checkpoint.name, report)
     return common_prompts(config, loaded)

@@ -233,3 +233,11 @@ def test_ranks_that_start_around_midnight_agree_on_the_day(
         on(day)
         settle_today(config := configuration(tmp_path / "run"))
         assert config.data.today == "2026-02-28"
+
+
+def test_an_evaluation_that_goes_on_another_day_keeps_its_day(tmp_path: Path, on: Callable[[str], None]) -> None:
+    """Else its prompts would be others, and the responses that it has would not be theirs."""
+    for day in ("2026-02-28", "2026-03-01"):
+        on(day)
+        settle_today(config := configuration(tmp_path), recorded=False)
+        assert config.data.today == "2026-02-28"
