@@ -24,8 +24,9 @@ from nemo_style_rlhf.transport.short_paths import parent_of_sockets
 
 SHARED_MEMORY = Path("/dev/shm")
 ROUNDS = 100
-NEEDED_MIB = 16
-"""Shared memory with which Triton starts: 4 MiB for each of up to three endpoints, and the little that it takes besides."""
+NEEDED_MIB = 11
+"""Shared memory without which Triton does not start: it takes 4 MiB for each of three endpoints. No more than that, since a server
+that is started again finds no more than the last one had, where others have filled the rest."""
 
 
 class Belongings:

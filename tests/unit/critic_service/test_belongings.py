@@ -11,7 +11,7 @@ CODE = "from nemo_style_rlhf.critic_service.belongings import require_room; requ
 
 
 @pytest.mark.parametrize(
-    ("size", "sentence"), [("1m", "/dev/shm has 1 MiB free and Triton needs 16 to start: "), ("64m", "")]
+    ("size", "sentence"), [("1m", "/dev/shm has 1 MiB free and Triton needs 11 to start: "), ("64m", "")]
 )
 def test_shared_memory_in_which_triton_could_not_start_is_refused_before_it_starts(size, sentence):
     if subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode:
