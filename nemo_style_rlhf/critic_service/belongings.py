@@ -25,8 +25,8 @@ from nemo_style_rlhf.transport.short_paths import parent_of_sockets
 SHARED_MEMORY = Path("/dev/shm")
 ROUNDS = 100
 NEEDED_MIB = 11
-"""Shared memory without which Triton does not start: it takes 4 MiB for each of three endpoints. No more than that, since a server
-that is started again finds no more than the last one had, where others have filled the rest."""
+"""Shared memory without which Triton does not start: it takes 4 MiB for each of three endpoints. Not more than that: where others
+have filled the rest, a server that is started again finds what the last one had."""
 
 
 class Belongings:

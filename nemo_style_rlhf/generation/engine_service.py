@@ -71,7 +71,8 @@ class EngineService:
         """The generator is unusable: weights did not reach it whole, or one of its steps failed."""
         self._generator, self._boot_id, self._max_length = generator, boot_id, max_sequence_length
         self._vocabulary, self._max_request_bytes = vocabulary, max_request_bytes
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        # No SimpleQueue: its get waits forever if a signal comes after the timeout, as if a process was stopped (CPython 3.11).
+        self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self._ended = threading.Event()
         self._calls: dict[str, _Call] = {}
         """By digest: a repeat joins the call under way."""

@@ -1,12 +1,16 @@
 """Calls to an engine never wait for an answer that cannot come, whatever its generator does."""
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -403,3 +407,28 @@ def test_a_call_that_nobody_asks_for_any_more_is_dropped(engine: Engine, monkeyp
     while engine.generator.running and time.monotonic() < deadline:
         time.sleep(0.02)
     assert engine.generator.running == 0 and engine.generate((3, 4)) == [[5]]
+
+
+def serve_until_told(ready: Any) -> None:
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    service = EngineService(Counting(), boot_id="b", max_sequence_length=40, vocabulary=64, max_request_bytes=2**20)
+    ready.put(None)
+    service.run(lambda: bool(told))
+
+
+@pytest.mark.slow("starts a process")
+def test_an_engine_that_stood_still_when_it_was_told_to_end_ends() -> None:
+    """As one that is paused when its trainer dies."""
+    context = get_context("spawn")
+    ready = context.SimpleQueue()
+    engine = context.Process(target=serve_until_told, args=(ready,))
+    engine.start()
+    ready.get()
+    time.sleep(engine_service.IDLE_S / 2)  # it waits for a call
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+        os.kill(engine.pid, number)
+        time.sleep(3 * engine_service.IDLE_S if number is signal.SIGSTOP else 0.1)
+    engine.join(10)
+    engine.kill()
+    assert engine.exitcode == 0
