@@ -20,7 +20,7 @@ class _Branch:
 
     tokens: list[int]
     observed: str | None = None
-    """What the environment said before it, if another branch precedes it."""
+    """The environment's words before this branch; None for the first branch."""
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Episode:
         return sum(turn.reward for branch in self._branches for turn in branch.turns)
 
     def observed(self) -> list[str | None]:
-        """Of each of :meth:`rows`, what the environment said before it; None before the first."""
+        """The environment's words before each of :meth:`rows`; None before the first."""
         return [branch.observed for branch in self._branches if branch.turns] or [None]
 
     def rows(self) -> list[Row]:

@@ -81,7 +81,7 @@ class EpisodeSource(Protocol):
         """
 
     def waits_for(self, episode: int) -> str:
-        """What an episode waits for while it does not wait for the policy, in a few words, such as ``Hang, line 11``."""
+        """A few words, such as ``Hang, line 11``, that name the cause of an episode's wait if it is not the policy."""
 
     def forget(self) -> None:
         """Abandon all episodes; no event of theirs comes after this returns."""

@@ -172,7 +172,7 @@ async def run(
 
 @dataclass(frozen=True)
 class Result:
-    """What a program says at the end of its episode."""
+    """A program's result, which it gives at the end of its episode."""
 
     observation: Observation
     answer: str | None = None

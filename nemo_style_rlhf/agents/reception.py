@@ -81,13 +81,13 @@ class Visit:
     place: Place
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     clock: Clock | None = None
-    """Of agent.episode_timeout_s, once the attempt has begun."""
+    """Counts agent.episode_timeout_s once the attempt has begun."""
     calls: dict[int, "asyncio.Future[tuple[Action, int]]"] = field(default_factory=dict)
     """Those that wait for the policy."""
     made: int = 0
     """Number of calls so far."""
     answered: dict[str, int] = field(default_factory=dict)
-    """Those that were answered, by the name of the answer."""
+    """Numbers of the answered calls, by the name of the answer."""
     limited: bool = False
     """Whether the episode has reached a limit of the run: its program gets no more answers, and may end as it likes."""
     ended: bool = False

@@ -39,7 +39,7 @@ class _Answer:
     """Names it among the calls of the attempt."""
     text: str = field(compare=False)
     asked: str = field(compare=False)
-    """What the program wrote before it, as text; empty if those were token ids."""
+    """The program's text before the answer; empty if it sent token ids."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ class Session:
             self._conversations.setdefault([*_chain(messages, call.tools)][-1], []).append(node)
 
     def rows(self, named: int | None = None) -> list[Row]:
-        """What the answers so far teach: a row for each answer that no later call continued, and for the sample's answer, which
+        """The training rows so far: one for each answer that no later call continued, and for the sample's answer, which
         is the last one if it is known. Their order, and which of them trains a token that several share, follow from the tokens
         alone.
 

@@ -274,7 +274,9 @@ def test_without_a_sandbox_none_outlives_a_killed_judge(tmp_path):
     finally:
         judge.kill()
         judge.wait()
-    wait_until(lambda: not psutil.pid_exists(int(note.read_text())))
+    hidden = int(note.read_text())
+    wait_until(lambda: not psutil.pid_exists(hidden))
+    assert not psutil.pid_exists(hidden)
 
 
 def test_a_sandbox_that_cannot_start_is_no_sandbox(tmp_path, monkeypatch):
