@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from nemo_style_rlhf.launch.ports import free_ports
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON
 from tests.cluster.slurm import wait_until
 from tests.support.paths import ROOT
@@ -86,7 +87,9 @@ class RayNodes:
 
     def __enter__(self) -> "RayNodes":
         try:
-            free = ("--port=0", "--dashboard-port=0")
+            # the default is one port for all clusters, and the kernel spreads the callers over them
+            (clients,) = free_ports(1)
+            free = ("--port=0", "--dashboard-port=0", f"--ray-client-server-port={clients}")
             self.nodes.append(RayNode(self, "--head", f"--num-cpus={self._head_cpus}", "--num-gpus=0", *free))
             for _ in range(self._wanted):
                 self.add_node()
