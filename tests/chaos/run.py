@@ -234,6 +234,8 @@ def mend(run: Run) -> None:
         run.server.kill()
     if run.lost and "restart the server" in sentence:
         run.server.kill()
+    if "start it with the run.output_dir that holds it" in sentence:  # it started while a link led elsewhere
+        run.server.kill()
 
 
 def check(run: Run, undisturbed: Path) -> None:
