@@ -91,6 +91,8 @@ class Run:
     """Bytes of the actor's log from before its last start."""
     lost: bool = False
     """Whether checkpoints were taken away."""
+    elsewhere: bool = False
+    """Whether the server started while a link led to another folder, which it goes on to use."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -210,6 +212,7 @@ def keep_running(run: Run) -> int | None:
     if run.actor is not None and run.actor.poll() is not None:
         mend(run)
     if run.server.poll() is not None:
+        run.elsewhere = (run.folder / "critic" / "checkpoints").is_symlink()
         run.server, run.port = start_chaos_server(run.folder, run.inputs, run.shm)
     code = None if run.actor is None else run.actor.poll()
     if run.actor is None or code not in (None, 0):
@@ -228,13 +231,13 @@ def mend(run: Run) -> None:
     for process in ("actor", "critic"):
         if failure := put_back(run.folder / process / "checkpoints"):
             run.failures.append(failure)
+    if run.elsewhere:
+        run.server.kill()
     sentence = run.said().rpartition("error: ")[2]
     if run.lost and "no checkpoint can be restored" in sentence:
         shutil.rmtree(run.folder / "actor" / "checkpoints")
         run.server.kill()
     if run.lost and "restart the server" in sentence:
-        run.server.kill()
-    if "start it with the run.output_dir that holds it" in sentence:  # it started while a link led elsewhere
         run.server.kill()
 
 

@@ -87,7 +87,7 @@ class RayNodes:
 
     def __enter__(self) -> "RayNodes":
         try:
-            # the default is one port for all clusters, and the kernel spreads the callers over them
+            # The default is one port for all clusters, and the kernel spreads the callers over them
             (clients,) = free_ports(1)
             free = ("--port=0", "--dashboard-port=0", f"--ray-client-server-port={clients}")
             self.nodes.append(RayNode(self, "--head", f"--num-cpus={self._head_cpus}", "--num-gpus=0", *free))
