@@ -12,12 +12,15 @@ TORCH_INSTALL = install -q $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL
 SETUPTOOLS := $(shell grep '^setuptools==' requirements/common.txt)
 # deepspeed's build imports torch, so torch goes first and pip may not isolate the build.
 PIP_INSTALL = install -q --no-build-isolation
+# Else that build looks for nvcc where there is a GPU. No op of DeepSpeed is compiled, neither now nor by a run.
+export DS_IGNORE_CUDA_DETECTION := 1
 
 .PHONY: envs
 envs:
 	@$(MAKE) --no-print-directory -j2 $(SERVER)/.complete-$(ACCELERATOR) $(ACTOR)/.complete-$(ACCELERATOR)
 
-$(SERVER)/.complete-%: requirements/torch-%.txt requirements/common.txt requirements/server.txt setup.py
+$(SERVER)/.complete-%: requirements/torch-%.txt requirements/common.txt requirements/server.txt setup.py tools/require_glibc.py
+	$(PYTHON) tools/require_glibc.py
 	$(PYTHON) -m venv $(SERVER)
 	$(SERVER)/bin/pip $(TORCH_INSTALL)
 	$(SERVER)/bin/pip install -q $(SETUPTOOLS) wheel ninja packaging

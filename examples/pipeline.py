@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from nemo_style_rlhf.launch.environment import has_nvidia
 from nemo_style_rlhf.launch.interpreter import ROOT as ROOT
 from nemo_style_rlhf.launch.local import LocalLauncher, ProgramFailed
 from nemo_style_rlhf.launch.program import Program
@@ -40,6 +41,10 @@ class Pipeline(LocalLauncher):
 def run_example(example: Callable[[Pipeline], None], output_dir: Path) -> None:
     """``example`` in an empty ``output_dir``; a failed stage exits with 1 and its log's end, Ctrl-C with 130."""
     shutil.rmtree(output_dir, ignore_errors=True)
+    if has_nvidia():
+        say(
+            "this host has an NVIDIA GPU; the example computes in fp32 on the CPU all the same (examples/stages.py says why)"
+        )
     try:
         with Pipeline(output_dir / "logs") as pipeline:
             example(pipeline)

@@ -19,11 +19,11 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "quickstart"))
 
 from curves import plot_curves, read_metrics
 from make_data import write_jsonl
-from pipeline import ROOT, Pipeline, console, overrides, run_example, say
+from pipeline import ROOT, Pipeline, console, run_example, say
 from small_model import Message, make_model, said
-from stages import train
+from stages import train, train_with_environment
 
-from nemo_style_rlhf.launch.program import Program, trainer
+from nemo_style_rlhf.launch.program import Program
 from nemo_style_rlhf.tracking.sample_files import sample_files
 
 HELD_OUT = 256
@@ -109,7 +109,7 @@ def learn(pipeline: Pipeline, example: Example, output_dir: Path, seed: int, ste
         "data.train_path": data / "problems.jsonl", "data.val_path": data / "held_out.jsonl",
         "algorithm.max_steps": steps, "algorithm.val_check_interval": steps, "checkpoint.save_interval": steps,
     }  # fmt: skip
-    say(f"  {pipeline.run(trainer('train_ppo_actor', actor, *overrides(settings)), shown=True):.0f} s")
+    say(f"  {train_with_environment(pipeline, settings, actor):.0f} s")
     report(example, output_dir, seed, time.monotonic() - started)
 
 

@@ -23,9 +23,11 @@ import pytriton.triton  # type: ignore[import-untyped]
 from pytriton.models.model import Model  # type: ignore[import-untyped]
 from pytriton.server.triton_server import TritonServer  # type: ignore[import-untyped]
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
+from pytriton.utils.distribution import get_libs_path, get_root_module_path, get_stub_path  # type: ignore[import-untyped]
 
 from nemo_style_rlhf.critic_service import guardian
 from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_of_dead_servers, require_room
+from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.listening import within
 from nemo_style_rlhf.transport.messages import ERROR, Code, bytes_tensor
@@ -34,11 +36,13 @@ START_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 20
 ERROR_KINDS = {400: "INVALID_ARG", 404: "NOT_FOUND", 503: "UNAVAILABLE", 500: "INTERNAL"}
 """Triton's kind of error by the HTTP status into which it turns the kind."""
+PACKAGES = "libpython{0} on Debian and Ubuntu, python{0}-libs on Fedora and RHEL"
 GUARDIAN_S = 6.0
 """Seconds after which a guardian that should have killed tritonserver is killed itself."""
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-"""For the processes of Triton's Python backend, two per endpoint: they copy arrays and multiply none, but NumPy's import
-starts threads for every core, which took a quarter of the processor time of a server's start."""
+SMALL = {"OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""For tritonserver and the processes of its Python backend, two per endpoint: they copy arrays and multiply none. But NumPy's
+import starts threads for every core, which took a quarter of the processor time of a server's start, and tritonserver takes a
+context and a pool on every GPU that it sees: 0.57 GiB of an H200, asleep or not."""
 
 _APPENDIX = f'''
 
@@ -108,7 +112,7 @@ class _Server(TritonServer):  # type: ignore[misc]
             log = None if self.log is None else opened.enter_context(self.log.open("ab"))
             self.process = subprocess.Popen(
                 command,
-                env={**self._get_env(), **ONE_THREAD},
+                env={**self._get_env(), **SMALL},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
@@ -221,6 +225,27 @@ def _runs(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def require_libraries(python: str = f"{sys.version_info.major}.{sys.version_info.minor}") -> None:
+    """
+    Raises:
+        UserError: tritonserver, or its stub for this Python, links a library that this host lacks; nobody would answer.
+    """
+    let_stub_find_libpython()
+    known = os.environ.get("LD_LIBRARY_PATH")
+    paths = ":".join([*([known] if known else []), str(get_libs_path())])
+    for program in (get_root_module_path() / "tritonserver" / "bin" / "tritonserver", get_stub_path(python)):
+        with contextlib.suppress(OSError):  # a host without ldd
+            linked = subprocess.run(
+                ["ldd", program], capture_output=True, text=True, env={**os.environ, "LD_LIBRARY_PATH": paths}
+            )
+            missing = [line.split()[0] for line in linked.stdout.splitlines() if line.endswith("=> not found")]
+            if missing:
+                raise UserError(
+                    f"{program.name} of PyTriton links {', '.join(missing)}, which this host lacks: install the package that "
+                    f"brings it ({PACKAGES.format(python) if 'libpython' in missing[0] else 'see `ldd` of ' + str(program)})"
+                )
 
 
 def let_stub_find_libpython() -> None:

@@ -28,7 +28,7 @@ from nemo_style_rlhf.transport.messages import (
     text_tensor,
 )
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 # --- models and tensors -----------------------------------------------------------------------------------------------
 
@@ -125,6 +125,8 @@ class Status:
     """Ranks that share the sequences of a request."""
     asleep: bool
     """Whether it computes nothing until ``critic_wake``, as its models are in host memory."""
+    repeatable: bool
+    """Whether the same requests get the same bits from another process of the same settings, ``run.deterministic``."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -74,8 +74,9 @@ class RemoteCritic(ServerClient):
     # --- handshake ----------------------------------------------------------------------------------------------------
 
     def handshake(
-        self, *, tokenizer_digest: str, vocab_size: int, needs_rewards: bool, needs_critic: bool = True
-    ) -> Status:
+        self, *, tokenizer_digest: str, vocab_size: int, needs_rewards: bool, needs_critic: bool = True,
+        needs_bits: bool = False,
+    ) -> Status:  # fmt: skip
         """Check that both processes mean the same, and remember which server process it is.
 
         Args:
@@ -83,6 +84,7 @@ class RemoteCritic(ServerClient):
             vocab_size: rows of the policy's embedding; it may sample every one of these ids.
             needs_rewards: the server must serve a reward model.
             needs_critic: the server must have a critic.
+            needs_bits: the server must compute as ``run.deterministic`` has it.
 
         Raises:
             UserError: something differs; both sides' values are in the sentence.
@@ -92,6 +94,7 @@ class RemoteCritic(ServerClient):
             "vocab_size": vocab_size,
             "needs_rewards": needs_rewards,
             "needs_critic": needs_critic,
+            "needs_bits": needs_bits,
         }
         status = self.status()
         where = self.where
@@ -114,6 +117,11 @@ class RemoteCritic(ServerClient):
             raise UserError(
                 f"{where} has a vocabulary of {status.vocab_size} ids, the policy {vocab_size}: "
                 "serve a reward model whose embedding has the policy's size"
+            )
+        if needs_bits and not status.repeatable:
+            raise UserError(
+                f"run.deterministic=true, but {where} does not compute to the bit what another start of it would: start it with "
+                "run.deterministic=true, too"
             )
         if needs_rewards:
             self.require_rewards(status)

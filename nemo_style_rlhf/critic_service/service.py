@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.gate import Gate
 from nemo_style_rlhf.critic_service.identity import Identity
@@ -71,6 +73,7 @@ class Service:
                 busy=self.gate.busy,
                 ranks=1,
                 asleep=self.gate.asleep,
+                repeatable=torch.are_deterministic_algorithms_enabled(),
             )
         )
 

@@ -16,7 +16,7 @@ from pytriton.model_config import ModelConfig, Tensor  # type: ignore[import-unt
 from tenacity import Retrying, stop_after_attempt
 
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.backend import Backend, error_tensor
+from nemo_style_rlhf.critic_service.backend import Backend, error_tensor, require_libraries
 from nemo_style_rlhf.critic_service.protocol import largest_tensors
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import RunConfig
@@ -38,12 +38,13 @@ def begin(run: RunConfig, config: ServerConfig, roles: list[str]) -> "Binding | 
     rehearsal does without it. Returns None on ranks that serve nothing.
 
     Raises:
-        UserError: NumPy is 2; or see :func:`take_address`.
+        UserError: NumPy is 2, a library is missing; or see :func:`take_address`.
     """
     _refuse_numpy_2()
     address = take_address(config)
     if address.listener is None:
         return None
+    require_libraries()
     binding = Binding(config, address, roles)
     if not run.dry_run:
         binding.start()

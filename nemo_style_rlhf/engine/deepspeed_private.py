@@ -8,11 +8,12 @@ from torch import Size, Tensor
 from torch.optim import Optimizer
 
 
-def compile_no_shm_comm() -> None:
-    """Never compile DeepSpeed's collectives in shared memory: 40 s that do not pay off for a few ranks."""
-    from deepspeed.ops import __compatible_ops__  # type: ignore[import-untyped]
+def compile_nothing() -> None:
+    """Never compile an op of DeepSpeed: its collectives in shared memory take 40 s that do not pay off for a few ranks, and no
+    other is used. Else DeepSpeed would try out which ops could be compiled, with a message for each that fails."""
+    from deepspeed import ops  # type: ignore[import-untyped]
 
-    __compatible_ops__["deepspeed_shm_comm"] = False
+    ops.__compatible_ops__ = {}
 
 
 def compile_no_muon() -> None:

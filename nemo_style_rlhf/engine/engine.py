@@ -265,7 +265,7 @@ def _deepspeed_config(config: EngineConfig, module: nn.Module, device: torch.dev
             "stage": config.zero_stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            "overlap_comm": config.zero_stage == 3 and cuda,
+            "overlap_comm": config.zero_stage == 3 and cuda and not torch.are_deterministic_algorithms_enabled(),
             "zero_hpz_partition_size": config.zero_hpz_partition_size,
             **({"offload_optimizer": host} if config.offload_optimizer else {}),
             **({"offload_param": host} if config.offload_parameters else {}),

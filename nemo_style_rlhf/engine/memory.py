@@ -22,5 +22,12 @@ def held_bytes() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else _resident()
 
 
+def give_back(device: torch.device) -> None:
+    """Give others the memory of a GPU that torch has freed but keeps for itself."""
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.synchronize(device)  # streams beside this one may still use it
+        torch.cuda.empty_cache()
+
+
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()

@@ -15,7 +15,7 @@ def init_distributed(device: torch.device) -> None:
     from deepspeed.utils import logger  # type: ignore[import-untyped]
 
     logger.setLevel(logging.ERROR)
-    deepspeed_private.compile_no_shm_comm()
+    deepspeed_private.compile_nothing()
     deepspeed_private.compile_no_muon()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from nemo_style_rlhf.engine.memory import give_back
+
 
 def address(tensor: Tensor) -> int:
     """Identifies the storage of ``tensor``, which its views share."""
@@ -60,8 +62,7 @@ class Storages:
             self._away[address(tensor)] = storage, host.copy_(storage)
             storage.resize_(0)
         self._spare = []
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # other processes need it
+        give_back(self._device)
 
     def reload(self) -> None:
         """Copy the content back. Without effect while it is there."""

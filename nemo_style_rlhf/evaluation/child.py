@@ -11,7 +11,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.children import end_with_parent
 from nemo_style_rlhf.launch.collector import importing
-from nemo_style_rlhf.launch.environment import NVIDIA
+from nemo_style_rlhf.launch.environment import has_nvidia
 from nemo_style_rlhf.schema.evaluation import Checkpoint, EvaluationConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nemo_style_rlhf.evaluation.samples import Sample
 
 
-START_METHOD = "spawn" if NVIDIA.exists() else "fork"
+START_METHOD = "spawn" if has_nvidia() else "fork"
 """A CUDA context does not survive a fork, and a library may have made one while it was imported."""
 
 

@@ -11,7 +11,7 @@ from nemo_style_rlhf.data.encoding import decode_response
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.evaluation.prompts import max_model_length
 from nemo_style_rlhf.evaluation.samples import Sample
-from nemo_style_rlhf.generation.factory import make_generator
+from nemo_style_rlhf.generation.factory import make_generator, require_host
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.models.loading import load_tokenizer
@@ -23,6 +23,7 @@ from nemo_style_rlhf.schema.model_files import stop_ids
 def sample(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[Prompt]) -> list[Sample]:
     """``config.samples_per_prompt`` samples of every prompt, ordered by prompt and number."""
     device = setup(config.run)
+    require_host(config.generation, device)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=config.model.trust_remote_code)
     requests = requests_for(prompts, config)
     generator = make_generator(

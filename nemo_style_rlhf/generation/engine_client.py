@@ -87,11 +87,11 @@ class EngineClient:
             self._connection.boot_id = self.status().boot_id
         self._ask(messages.ACQUIRE, lease=lease, shapes=shapes)
 
-    def load(self, lease: str, published: StoredWeights) -> tuple[float, bool]:
+    def load(self, lease: str, published: StoredWeights) -> tuple[float, str]:
         """Have the engine load a version of a :class:`WeightStore`, which is sent to it if it does not see the store's folder.
 
         Returns:
-            The gap on the probe, in nats, and whether samples keep their bits in any company.
+            The gap on the probe, in nats, and by what samples lose their bits, see :func:`self_check.loses_bits`.
         """
         load = partial(self._ask, messages.LOAD, lease=lease, folder=str(published.folder), digest=published.digest)
         try:
@@ -101,7 +101,7 @@ class EngineClient:
                 raise
             self._send(lease, published)
             answer = load()
-        return float(answer["gap"]), bool(answer["keeps_bits"])
+        return float(answer["gap"]), str(answer["loses_bits"])
 
     def receive(self, lease: str, published: StoredWeights, *, group: str, rank: int, size: int, backend: str) -> None:
         """Have the engine meet a :class:`broadcast.Group` at a file beside its ready file, and receive a version from rank 0."""

@@ -45,12 +45,13 @@ class Abandoned(Exception):
 class Fleet:
     """Knows which engines can be asked. Safe to use from several threads."""
 
-    def __init__(self, config: EnginesConfig, folder: Path, *, devices: Sequence[str] = ()) -> None:
+    def __init__(self, config: EnginesConfig, folder: Path, *, devices: Sequence[str] = (), bits: bool = False) -> None:
         """
         Args:
             devices: CUDA_VISIBLE_DEVICES of each launched engine; none on a CPU.
+            bits: refuse engines whose samples depend on what is sampled beside them.
         """
-        self._config, self._folder = config, folder
+        self._config, self._folder, self._bits = config, folder, bits
         self._environments = [{"CUDA_VISIBLE_DEVICES": each} for each in devices] or [{}] * config.count
         self._launcher = LocalLauncher(folder / "logs") if config.launch else None
         self._token = secrets.token_hex(32) if config.launch else read_token(config.token)
@@ -329,15 +330,20 @@ class Fleet:
         assert published is not None
         try:
             engine.call(partial(engine.client.acquire, lease, self._shapes))
-            engine.gap, keeps_bits = engine.call(partial(engine.client.load, lease, published))
+            engine.gap, loses_bits = engine.call(partial(engine.client.load, lease, published))
         except LOST as error:
             return error
-        if not keeps_bits and not self._warned:
+        if loses_bits and self._bits:
+            raise UserError(
+                f"run.deterministic=true, but on {engine.name} the bits of this model's samples depend on {loses_bits}, and so "
+                "on the clock: give run.deterministic=null, or another dtype, card or model"
+            )
+        if loses_bits and not self._warned:
             self._warned = True
             log.warning(
-                "log-probabilities of this model's samples depend, by rounding, on what an engine samples beside them: runs "
-                "agree with each other up to that, not to the bit"
-            )
+                "log-probabilities of this model's samples depend, by rounding, on %s: runs agree with each other up to that, "
+                "not to the bit", loses_bits,
+            )  # fmt: skip
         return None
 
     def _give_up(self, engine: EngineProcess, reason: object) -> None:

@@ -30,7 +30,7 @@ from nemo_style_rlhf.transport.messages import (
     unragged,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 SEEDS = TensorSpec("seeds", "INT64")
 LIMITS = TensorSpec("limits", "INT32")
 """Maximum response tokens of each request."""

@@ -17,7 +17,7 @@ from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import engine_messages as messages
 from nemo_style_rlhf.generation.engine_service import EngineService
-from nemo_style_rlhf.generation.factory import make_generator
+from nemo_style_rlhf.generation.factory import make_generator, require_host
 from nemo_style_rlhf.generation.in_process import InProcessGenerator
 from nemo_style_rlhf.launch import bootstrap, interrupt
 from nemo_style_rlhf.models.loading import load_tokenizer
@@ -37,7 +37,8 @@ ANSWER_DELIVERY_S = 1.0
 
 def serve(config: EngineProcessConfig, address: Address) -> None:
     """Run an engine. Ends the process: with 0 after SIGTERM, Ctrl-C or ``engine_shutdown``, with 1 after a failure."""
-    device = bootstrap.setup(config.run)
+    device = bootstrap.setup(config.run, samples=True)
+    require_host(config.generation, device)
     # Linux sends SIGTERM for each thread of a killed trainer. An Event would wait for the set that a second one interrupts.
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -59,6 +60,7 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
     service = EngineService(
         generator, boot_id=boot_id, max_sequence_length=length, vocabulary=text.vocab_size,
         max_request_bytes=config.server.max_request_bytes, folder=None if ready_file is None else ready_file.parent,
+        thorough=bool(config.run.deterministic),
     )  # fmt: skip
     routes = [Route(endpoint, config.server.max_request_bytes) for endpoint in messages.ENDPOINTS]
     with tempfile.TemporaryDirectory(prefix="nsr_engine_", dir=parent_of_sockets()) as folder:

@@ -20,7 +20,12 @@ def describe(
 ) -> None:  # fmt: skip
     """Write ``<folder>/this_run.yaml``, the configuration of every engine of a run."""
     content = {
-        "run": {"seed": run.seed, "device": run.device, "num_threads": config.engines.threads or run.num_threads},
+        "run": {
+            "seed": run.seed,
+            "device": run.device,
+            "num_threads": config.engines.threads or run.num_threads,
+            "deterministic": run.deterministic,
+        },
         "model": _part(ModelConfig, model),
         "generation": _part(GenerationConfig, config),
         "sequences": {"max_length": max_length, "stop_strings": stop_strings},

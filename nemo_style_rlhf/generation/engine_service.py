@@ -19,7 +19,7 @@ from nemo_style_rlhf.generation.broadcast import BACKENDS, NAME, Groups
 from nemo_style_rlhf.generation.engine_messages import EngineStatus
 from nemo_style_rlhf.generation.in_process import InProcessGenerator, InProcessStream
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError
-from nemo_style_rlhf.generation.self_check import keeps_bits
+from nemo_style_rlhf.generation.self_check import loses_bits
 from nemo_style_rlhf.generation.weight_store import SentWeights, StoredWeights, WholeVersion
 from nemo_style_rlhf.transport.messages import RESPONSE, Array, Code, ProtocolError, json_tensor
 
@@ -59,12 +59,13 @@ class EngineService:
 
     def __init__(
         self, generator: InProcessGenerator, *, boot_id: str, max_sequence_length: int, vocabulary: int, max_request_bytes: int,
-        folder: Path | None = None,
+        folder: Path | None = None, thorough: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
             vocabulary: number of the model's token ids; a larger id in a prompt would break the generator.
             folder: where groups meet that send weights; None if the engine joins none.
+            thorough: whether samples must keep their bits, and to look for long ones that do not.
         """
         self.shutdown_requested = threading.Event()
         self.failed = threading.Event()
@@ -86,7 +87,8 @@ class EngineService:
         self._held: WholeVersion | None = None
         self._gap = 0.0
         """The gap on the probe of the weights that are held."""
-        self._keeps_bits: bool | None = None
+        self._thorough = max_sequence_length if thorough else 0
+        self._loses_bits: str | None = None
 
     def handle(self, endpoint: str, inputs: dict[str, Array]) -> dict[str, Array]:
         """Answer a call; it may wait in any thread but the one of :meth:`run`."""
@@ -262,16 +264,18 @@ class EngineService:
             if (
                 self._held is not None and self._held.digest == content["digest"]
             ):  # the answer was lost, or not waited for
-                return {"gap": self._gap, "keeps_bits": self._keeps_bits}
+                return {"gap": self._gap, "loses_bits": self._loses_bits}
             if self._generator.running:
                 raise ProtocolError(Code.CONFLICT, f"{self._generator.running} requests are running")
             update = self._published(Path(content["folder"]), content["digest"])
             self._held = None
             gap = self._generator.load(update)
-            if self._keeps_bits is None:
-                self._keeps_bits = keeps_bits(self._generator, update.probe.sequences, update.version)
+            if self._loses_bits is None:
+                self._loses_bits = loses_bits(
+                    self._generator, update.probe.sequences, update.version, thorough=self._thorough
+                )
             self._held, self._gap = update, gap
-            return {"gap": gap, "keeps_bits": self._keeps_bits}
+            return {"gap": gap, "loses_bits": self._loses_bits}
 
         try:
             answer: dict[str, Any] = self._in_turn(load)

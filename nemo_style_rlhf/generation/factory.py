@@ -21,6 +21,7 @@ from nemo_style_rlhf.generation.interface import Generator
 from nemo_style_rlhf.generation.vllm_imports import import_vllm
 from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.launch import interrupt
+from nemo_style_rlhf.launch.gpu_host import require_compiler
 from nemo_style_rlhf.models.cpu_linear import matmul_dtype
 from nemo_style_rlhf.models.loading import eos_token_ids, load_causal_lm
 from nemo_style_rlhf.models.published import as_published, require_sendable
@@ -59,7 +60,7 @@ def make_generator(
         whole = load_causal_lm(replace(model, packing=False))
         return HFGenerator(whole, config, device=device, eos_token_ids=eos, weight_shapes=shapes)
     # Not at the top: vLLM takes seconds, which who needs none should not wait.
-    import_vllm(compiles=not config.enforce_eager)
+    import_vllm(compiles=config.compiles)
     from nemo_style_rlhf.generation.vllm import VLLMGenerator
 
     dtype = matmul_dtype(torch.empty(0, dtype=getattr(torch, model.dtype), device=device))
@@ -70,10 +71,40 @@ def make_generator(
     )  # fmt: skip
 
 
+def require_host(config: GenerationConfig, device: torch.device, *, repeatable: bool = False) -> None:
+    """Check, before models are loaded, what vLLM needs of the host, and say what would be faster.
+
+    Args:
+        repeatable: whether this process must compute to the bit what another would.
+
+    Raises:
+        UserError: something is missing.
+    """
+    if device.type != "cuda":
+        return
+    if repeatable and config.backend == "vllm":
+        raise UserError(
+            "run.deterministic=true needs generation.engines.count=1 or more on a GPU, and placement.share=turns where there is "
+            "only one: in the trainer's process, vLLM's repeatable kernels would replace the trainer's"
+        )
+    if repeatable and config.top_p < 1:
+        raise UserError(
+            f"run.deterministic=true knows no generation.top_p={config.top_p:g} with generation=hf on a GPU, where cumulative "
+            "sums do not repeat: give generation.top_p=1, or engines (generation.engines.count=1)"
+        )
+    if config.backend == "hf":
+        return
+    require_compiler()
+    if config.enforce_eager is None:
+        log.info(
+            "vLLM runs without CUDA graphs: generation.enforce_eager=false decodes faster, after a start that takes longer"
+        )
+
+
 def load_libraries(config: GenerationConfig) -> None:
     """Import what :func:`make_generator` does, in a process that will fork."""
     if config.backend == "vllm":
-        import_vllm(compiles=not config.enforce_eager)
+        import_vllm(compiles=config.compiles)
 
 
 def require_supported(hf: PreTrainedModel, path: str, config: GenerationConfig) -> None:
@@ -118,7 +149,8 @@ def make_engine_pool(
         raise UserError("generation.engines.weights=nccl needs GPUs: give gloo, or auto")
     if config.engines.weights != "auto" and config.engines.tls.ca is not None:
         log.warning("generation.engines.weights=%s sends weights without TLS", config.engines.weights)
-    fleet = Fleet(config.engines, folder, devices=_devices(config, placement) if device.type == "cuda" else ())
+    devices = _devices(config, placement) if device.type == "cuda" else ()
+    fleet = Fleet(config.engines, folder, devices=devices, bits=bool(run.deterministic))
     describe(folder, model, config, run, placement, max_length=max_model_len, stop_strings=stop_strings)
     fleet.start()
     calls = CALLS_AHEAD * config.max_num_seqs // (1 if one_by_one else GROUP)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from nemo_style_rlhf.engine.memory import give_back
 from nemo_style_rlhf.engine.storages import address
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest
@@ -59,8 +60,7 @@ class HFGenerator(InProcessGenerator):
         self._emptied = [(each, each.nbytes()) for each in storages.values() if each.resizable()]
         for storage, _ in self._emptied:
             storage.resize_(0)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back(self._device)
 
     def _wake_weights(self) -> None:
         for storage, size in self._emptied:

@@ -96,6 +96,9 @@ class InProcessGenerator:
         for name in names:
             del self._owners[name]
 
+    def preempt(self) -> None:
+        """Take the cache from all running requests, as happens when it is full: what they have so far is read again."""
+
     # --- for subclasses -----------------------------------------------------------------------------------------------
 
     def _before_first(self) -> None:

@@ -84,7 +84,8 @@ class ProbeTarget:
         if not gap <= self.max_gap:
             raise TransferError(
                 f"after the weight transfer the generator's log-probabilities differ from the trainer's by {gap:.3g} nats on the "
-                f"probe (at most {self.max_gap:g} is expected): it does not hold the trainer's weights"
+                f"probe (at most {self.max_gap:g} is expected): it does not hold the trainer's weights, or its kernels round "
+                "to fewer bits than the trainer's (if you know that, raise audit.max_probe_gap)"
             )
         return gap
 

@@ -1,31 +1,85 @@
 """Whether samples keep their bits in any company. With engines the clock decides what is sampled beside what."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle, islice
 
-from nemo_style_rlhf.generation.in_process import InProcessGenerator
+from nemo_style_rlhf.generation.in_process import InProcessGenerator, InProcessStream
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
 
 TOKENS = 8
-"""Maximum number of tokens of a response."""
+"""Maximum number of tokens of a response of the short check."""
+LONG = 384
+"""Of the thorough one: kernels that split a sequence among processors do so from some length on."""
+TURN = 16
+Sample = tuple[list[int], list[float]]
+"""Tokens and log-probabilities."""
 
 
-def keeps_bits(generator: InProcessGenerator, sequences: Sequence[Sequence[int]], version: int) -> bool:
-    """Whether responses to beginnings of ``sequences`` have the same tokens and log-probabilities together and each alone."""
+def loses_bits(
+    generator: InProcessGenerator, sequences: Sequence[Sequence[int]], version: int, *, thorough: int = 0
+) -> str:
+    """What changes the tokens or log-probabilities of responses to beginnings of ``sequences``; empty if nothing was found.
+
+    Args:
+        thorough: also check, up to this sequence length, what happens while a sample decodes.
+    """
     prompts = [tuple(sequence[: max(1, length)]) for sequence in sequences for length in (len(sequence) // 2, 1)]
     limits = [min(TOKENS, len(sequence) - len(sequence) // 2) for sequence in sequences for _ in range(2)]
     requests = [
         GenerationRequest(SampleId(0, number, 0), prompt, seed=number, max_tokens=limit)
         for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
-    together = _sampled(generator, requests, version)
-    return all(_sampled(generator, [request], version)[0] == whole for request, whole in zip(requests, together))
+    together = _all(generator.stream(version), requests)
+    if any(_all(generator.stream(version), [request]) != [whole] for request, whole in zip(requests, together)):
+        return "what is sampled beside it"
+    return _while_decoding(generator, requests[0], version, thorough) if thorough else ""
 
 
-def _sampled(
-    generator: InProcessGenerator, requests: Sequence[GenerationRequest], version: int
-) -> list[tuple[list[int], list[float]]]:
+def _while_decoding(generator: InProcessGenerator, short: GenerationRequest, version: int, length: int) -> str:
+    """The ways of benchmarks/sample_bits.py in which one long sample may come about."""
+    tokens = min(LONG, length - len(short.prompt) - TURN)
+    if tokens < TURN:  # no sequence is long enough to show anything
+        return ""
+    request = replace(short, max_tokens=tokens)
+    (alone,) = _all(generator.stream(version), [request])
+    steps = len(alone[0]) // 2  # it may end before its limit
+    others = [
+        replace(
+            request, sample=replace(request.sample, index=1 + number), max_tokens=TURN,
+            prompt=tuple(islice(cycle(request.prompt), (length - TURN) // (1 + number))),
+        )
+        for number in range(3)
+    ]  # fmt: skip
+    if _begun(generator, request, version, steps, others)[0] != alone:
+        return "a prompt that is read while it decodes"
+    if _begun(generator, request, version, steps, [], preempted=True)[0] != alone:
+        return "being preempted"
+    grown = (*request.prompt, *alone[0][:steps])
+    turn = replace(
+        request, sample=replace(request.sample, index=1), prompt=grown, seed=request.seed + 1, max_tokens=TURN
+    )
+    if _begun(generator, request, version, len(alone[0]) - 1, [turn])[1:] != _all(generator.stream(version), [turn]):
+        return "a prompt whose cache was filled by decoding"
+    return ""
+
+
+def _begun(
+    generator: InProcessGenerator, request: GenerationRequest, version: int, steps: int,
+    others: Sequence[GenerationRequest], *, preempted: bool = False,
+) -> list[Sample]:  # fmt: skip
+    """All samples, those of ``others`` begun ``steps`` steps after that of ``request``."""
     stream = generator.stream(version)
-    stream.submit(requests)
+    stream.submit([request])
+    for _ in range(steps):
+        generator.step()
+    if preempted:
+        generator.preempt()
+    return _all(stream, [request, *others], begun=1)
+
+
+def _all(stream: InProcessStream, requests: Sequence[GenerationRequest], *, begun: int = 0) -> list[Sample]:
+    stream.submit(requests[begun:])
     found: dict[SampleId, Completion] = {each.request.sample: each for each in stream.completed()}
     completions = [found[request.sample] for request in requests]
     return [(completion.token_ids.tolist(), completion.logprobs.tolist()) for completion in completions]

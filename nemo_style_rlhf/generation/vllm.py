@@ -53,8 +53,9 @@ class VLLMGenerator(InProcessGenerator):
         self._workers_apart = _ranks() == 1 and config.tensor_parallel_size > 1
         if self._workers_apart:
             os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # of each of them
-        if config.enforce_eager:
+        if not config.compiles:
             _leave_transformers_alone()
+        threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         try:
             self._llm = LLM(
                 model=model_path,
@@ -72,7 +73,9 @@ class VLLMGenerator(InProcessGenerator):
                 # The launcher started the ranks: vLLM joins them, each on its own device, neighboring ranks as one engine.
                 distributed_executor_backend="external_launcher" if _ranks() > 1 else None,
                 worker_extension_cls=f"{vllm_worker.__name__}.{vllm_worker.Worker.__name__}",
-                enforce_eager=config.enforce_eager,
+                enforce_eager=not config.compiles,
+                # FlashAttention 3 adds in another order when a prompt is read beside it.
+                attention_backend="TRITON_ATTN" if _batch_invariant() else None,
                 logprobs_mode="processed_logprobs",  # under the sampled distribution, after the temperature
                 generation_config="vllm",  # not the checkpoint's own sampling defaults
                 disable_log_stats=True,
@@ -80,10 +83,15 @@ class VLLMGenerator(InProcessGenerator):
                 skip_tokenizer_init=not self._knows_text,  # token ids in, token ids out; stop strings need text
                 async_scheduling=False,
                 enable_sleep_mode=sleeps and torch.cuda.is_available(),
+                sleep_mode_offload_cudagraph=sleeps and torch.cuda.is_available() and config.compiles,
                 **_cpu_kernels(config),
             )
         except Exception as error:
             raise explain(error, model_path, config, max_model_len) from error
+        if (
+            torch.get_num_threads() != threads
+        ):  # vLLM wants one on a GPU, but the trainer's optimizer may compute on the host
+            set_threads(threads)
         _require_attention_kernel(self._llm, model_path)
         if not torch.cuda.is_available():
             self._llm.collective_rpc(cpu_seeds.draw_for_kept_tokens_only)
@@ -151,6 +159,9 @@ class VLLMGenerator(InProcessGenerator):
             path = f"/proc/{os.getpid()}/fd/{memory.fileno()}"
             self._llm.collective_rpc(_load_file, args=(path, [name for name, _ in bucket]))
 
+    def preempt(self) -> None:
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+
     def _drop_prefix_cache(self) -> None:
         if not self._engine.reset_prefix_cache():  # vLLM only warns
             raise TransferError(
@@ -158,7 +169,7 @@ class VLLMGenerator(InProcessGenerator):
             )
 
     def _outputs(self) -> list[Any]:
-        if not self._config.enforce_eager:
+        if self._config.compiles:
             return list(self._engine.step())
         # vLLM's sampler compiles a small function even in eager mode: 2 to 15 s at every start.
         with torch.compiler.set_stance("force_eager"):
@@ -233,6 +244,10 @@ def _leave_transformers_alone() -> None:
     Base._decorate_cls_for_torch_compile = lambda *_, **__: None
 
 
+def _batch_invariant() -> bool:
+    return torch.cuda.is_available() and os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+
+
 def _finished(output: Any) -> Finished:
     (result,) = output.outputs
     # An array, since torch reads a list ten times slower.
@@ -243,7 +258,7 @@ def _finished(output: Any) -> Finished:
 
 def _cpu_kernels(config: GenerationConfig) -> dict[str, Any]:
     """vLLM's setting for CPUs without compilation; elsewhere its own default is the right one."""
-    if torch.cuda.is_available() or not config.enforce_eager:
+    if torch.cuda.is_available() or config.compiles:
         return {}
     return {"ir_op_priority": cpu_kernels.register()}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nemo_style_rlhf.launch.collector import importing
-from nemo_style_rlhf.launch.environment import NVIDIA
+from nemo_style_rlhf.launch.environment import has_nvidia
 
 MODULES = ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.model_executor.models.transformers.base")
 CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
@@ -24,7 +24,7 @@ def import_vllm(*, compiles: bool) -> None:
     Args:
         compiles: whether vLLM will compile the model.
     """
-    on_cpu = not NVIDIA.exists()
+    on_cpu = not has_nvidia()
     with importing(), _without_inductor() if on_cpu and not compiles else nullcontext():
         for name in (*MODULES, *(CPU_MODULES if on_cpu else ())):
             import_module(name)

@@ -5,7 +5,6 @@ import os
 import random
 import sys
 import warnings
-from pathlib import Path
 
 import torch
 
@@ -13,6 +12,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.collector import collect_as_usual
 from nemo_style_rlhf.launch.environment import prepare
+from nemo_style_rlhf.launch.gpu_host import driver_release, require_repeatable, unusable, usable_gpu
 from nemo_style_rlhf.launch.malloc import keep_freed_memory
 from nemo_style_rlhf.launch.starting import clear
 from nemo_style_rlhf.schema.common import RunConfig
@@ -20,10 +20,16 @@ from nemo_style_rlhf.schema.common import RunConfig
 log = logging.getLogger(__name__)
 
 
-def setup(run: RunConfig) -> torch.device:
+def setup(run: RunConfig, *, samples: bool = False) -> torch.device:
     """Set threads, seeds, deterministic kernels, quiet libraries and torch.distributed; returns the device to compute on.
 
     DeepSpeed's process group must exist before vLLM's: in the other order, every rank would train alone.
+
+    Args:
+        samples: whether vLLM alone computes here, which has kernels of its own that repeat.
+
+    Raises:
+        UserError: the device cannot be used, or not with ``run.deterministic``.
     """
     clear()
     prepare()
@@ -42,10 +48,23 @@ def setup(run: RunConfig) -> torch.device:
     device = _device(run.device)
     random.seed(run.seed)
     torch.manual_seed(run.seed)
+    repeatable = run.repeatable(device.type)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        use_repeatable_kernels()
         keep_freed_memory()
+    else:
+        torch.set_float32_matmul_precision("highest")
+        if repeatable:
+            require_repeatable(device)
+        log.info(
+            "computing on %s, driver %s; fp32 is not rounded to TF32; %s", torch.cuda.get_device_name(device),
+            driver_release() or "unknown",
+            "only kernels that repeat to the bit compute" if repeatable else "bits do not repeat: run.deterministic is not set",
+        )  # fmt: skip
+    if repeatable and samples and device.type == "cuda":
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    elif repeatable:
+        use_repeatable_kernels()
     return device
 
 
@@ -59,21 +78,17 @@ def silence_libraries() -> None:
 
 
 def use_repeatable_kernels() -> None:
+    """From now on only kernels compute that repeat to the bit; others raise."""
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers asks flash-attn for it
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor twice
 
 
 def _device(choice: str) -> torch.device:
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "run.device=cuda but torch sees no CUDA device: use run.device=cpu, or install a CUDA build (make envs)"
-        )
-    if choice == "cpu":
+    if choice == "cpu" or (choice == "auto" and not usable_gpu()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        if Path("/dev/nvidia0").exists():
-            log.warning("this machine has a GPU that torch %s cannot use: the run is on the CPU", torch.__version__)
-        return torch.device("cpu")
+        raise UserError(f"run.device=cuda but {unusable()}; run.device=cpu computes without it")
     local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= found:
         raise UserError(

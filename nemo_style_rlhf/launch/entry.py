@@ -13,12 +13,12 @@ from typing import Any, NoReturn, TypeVar
 
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.collector import collect_rarely
-from nemo_style_rlhf.launch.environment import NVIDIA, prepare
+from nemo_style_rlhf.launch.environment import has_nvidia, prepare
 from nemo_style_rlhf.launch.interpreter import require_own_interpreter, started_for_this
 from nemo_style_rlhf.launch.malloc import without_thread_caches
 
 if OURS := require_own_interpreter():  # before the first import that another Python lacks
-    if not NVIDIA.exists():
+    if not has_nvidia():
         without_thread_caches()  # now, so that nothing is imported twice
     interrupt.listen()
     collect_rarely()
@@ -111,7 +111,7 @@ def entry_point(
                     device = OmegaConf.select(config, "run.device")
                     if device == "cpu":
                         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch, DeepSpeed and vLLM each look for themselves
-                    if device == "cpu" or (device == "auto" and not NVIDIA.exists()):
+                    if device == "cpu" or (device == "auto" and not has_nvidia()):
                         without_thread_caches()
                     prepare()
                     if os.environ.get("RANK", "0") == "0" and CHECKED not in os.environ:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from nemo_style_rlhf.launch.quick_imports import make_imports_quick
 
-NVIDIA = Path("/dev/nvidiactl")
+NVIDIA = (Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1"))
+"""The driver's device; under WSL2, where there is none, the library that Windows brings."""
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",  # else tokenizers forks after threads have started
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: 2 s instead of 13 s to start
@@ -15,7 +16,12 @@ ENVIRONMENT = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_CPU_CI_ENV": "1",  # no NUMA binding; several ranks may share one small machine
     "VLLM_CPU_ATTN_SPLIT_KV": "0",  # a sample's bits would depend on its batch, see generation/cpu_batches.py
-    "DS_SKIP_CUDA_CHECK": "1",
+    "TRITON_F32_DEFAULT": "ieee",  # else vLLM's attention rounds fp32 to 11 bits on a GPU, as nothing in training does
+    # A sampler that compiles kernels at its first start, whose draws are not known to repeat, and which cannot return
+    # log-probabilities under the sampled distribution.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # with run.deterministic, products on a GPU repeat only so
+    "DS_IGNORE_CUDA_DETECTION": "1",  # no op of DeepSpeed is compiled, so nvcc may be missing
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -28,6 +34,11 @@ def prepare() -> None:
     """Set the variables that the user has not set. Call this before torch, transformers, DeepSpeed or vLLM is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if not NVIDIA.exists():
+    if not has_nvidia():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed's import warns that it finds no accelerator
     make_imports_quick()
+
+
+def has_nvidia() -> bool:
+    """Whether this host has NVIDIA's driver; a container may have it without a GPU."""
+    return any(path.exists() for path in NVIDIA)

@@ -33,6 +33,8 @@ OTHER_MODALITIES = re.compile(
     r"(^|\.)(vision_model|vision_tower|visual|multi_modal_projector|audio_tower|embed_(vision|audio))\."
 )
 """Weights of a multimodal model outside of its language model, which alone is loaded."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in configs."""
 MAX_NAMED_WEIGHTS = 3
 """A refusal names at most this many weights."""
 
@@ -103,6 +105,7 @@ def load_pretrained(
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **settings)
         require_full_weights(config.path, hf_config)
+        _require_repeatable(config.path, hf_config.get_text_config())
         if config.disable_dropout:
             zero_dropout(hf_config)
         with packing_by_name(config.path):
@@ -131,6 +134,19 @@ def load_pretrained(
     if config.packing:
         require_packing(model)
     return model.eval()
+
+
+def _require_repeatable(path: str, hf_config: Any) -> None:
+    """
+    Raises:
+        UserError: on a GPU, nobody has seen such a model repeat.
+    """
+    experts = next((found for name in EXPERTS if (found := getattr(hf_config, name, None))), 0)
+    if torch.cuda.is_available() and torch.are_deterministic_algorithms_enabled() and experts:
+        raise UserError(
+            f"run.deterministic=true does not know that {path} repeats to the bit on a GPU: it has {experts} experts, whose "
+            "kernels nobody has seen repeat; give run.deterministic=null"
+        )
 
 
 def _refuse_unread(path: str, model: PreTrainedModel, unexpected: Collection[str]) -> None:

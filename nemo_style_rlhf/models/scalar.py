@@ -34,13 +34,13 @@ class ScalarModel(nn.Module):
         self._mean, self._std = _reward_statistics(hf.config) if normalize else (0.0, 1.0)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Map [B, T] int64 token ids and mask to [B, T] float32 scores; 0 in the padding of a packed model."""
+        """Map [B, T] int64 token ids, padded on the right, and mask to [B, T] float32 scores; those of padding mean nothing."""
         if self._packed:
             packed = pack(input_ids, attention_mask)
             hidden = self.hf.base_model(**packed.inputs).last_hidden_state[0]
             return packed.scatter(self._read(hidden))
-        hidden = self.hf.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        return self._read(hidden)
+        # No mask: nothing looks at later tokens, and with one, attention on a GPU would leave its fastest kernel.
+        return self._read(self.hf.base_model(input_ids=input_ids).last_hidden_state)
 
     def rewards(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Map [B, T] int64 token ids and mask, padded on the right, to float32 [B]."""

@@ -36,6 +36,7 @@ from nemo_style_rlhf.generation.factory import (
     make_engine_pool,
     make_generator,
     make_weight_store,
+    require_host,
     require_supported,
     weights_for_generator,
 )
@@ -94,6 +95,9 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     whole = whole or config
     require_tensor_parallel(int(os.environ.get("WORLD_SIZE", "1")), config.generation.sharing_ranks)
     device = setup(config.run)
+    if config.generation.engines.launch or not config.generation.engines.count:
+        apart = config.generation.engines.count > 0
+        require_host(config.generation, device, repeatable=config.run.repeatable(device.type) and not apart)
     output_dir = Path(config.run.output_dir)
     store = CheckpointStore(output_dir / "checkpoints", config.checkpoint.keep_last)
     found, saved = _found(whole) if os.environ.get("RANK", "0") == "0" else (None, {})
@@ -401,6 +405,7 @@ def _meet_critic(
         vocab_size=policy.config.get_text_config().vocab_size,
         needs_rewards=needs_rewards,
         needs_critic=config.algorithm.uses_critic,
+        needs_bits=bool(config.run.deterministic),
     )
     if "critic" in status.roles and not config.algorithm.uses_critic and ranks.is_first:
         log.warning(

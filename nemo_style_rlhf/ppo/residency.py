@@ -11,7 +11,7 @@ import torch
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
-from nemo_style_rlhf.engine.memory import GIB, held_bytes
+from nemo_style_rlhf.engine.memory import GIB, give_back, held_bytes
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.rollout.producer import Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
@@ -149,8 +149,7 @@ class Residency:
             self._held |= self._queue.sleep()
         if phase != TRAIN:
             self._engine.offload()
-        if self._engine.device.type == "cuda":
-            torch.cuda.empty_cache()  # the others need what this process keeps for its next allocations
+        give_back(self._engine.device)
         self._held["trainer"] = held_bytes()
 
     def _wake(self, phase: str) -> None:

@@ -27,9 +27,17 @@ class RunConfig:
     num_threads: int = 0
     """torch intra-op threads; 0 leaves torch's default. Part of the result's bits: keep it when resuming."""
     device: str = "auto"
-    """auto (CUDA if available), cpu (hides CUDA devices; a vLLM built for CUDA then needs generation=hf) or cuda."""
+    """auto (CUDA if there is an NVIDIA GPU), cpu (hides CUDA devices; a vLLM built for CUDA then needs generation=hf) or cuda."""
+    deterministic: bool | None = None
+    """Use only kernels that repeat to the last bit, on both sides, and refuse what has none, also engines whose samples depend on
+    what is sampled beside them. null does without the refusals on a CPU, and like false without such kernels on a GPU, where
+    they cost speed. Part of the result's bits: keep it when resuming."""
     dry_run: bool = False
     """Load everything, run one tiny step of every phase and exit (command line: --dry-run)."""
+
+    def repeatable(self, device: str) -> bool:
+        """Whether only repeatable kernels compute on a device of type ``device``."""
+        return device == "cpu" if self.deterministic is None else self.deterministic
 
     def validate(self) -> None:
         require(self.seed >= 0, "run.seed", self.seed, "a number from 0 up")

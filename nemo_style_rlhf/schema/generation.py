@@ -134,8 +134,14 @@ class GenerationConfig:
     tensor_parallel_size: int = 1
     """Number of neighboring ranks that share one vLLM, each with a part of every layer; with generation.engines.count, number of
     devices of each engine."""
-    enforce_eager: bool = True
-    """False lets vLLM compile and capture CUDA graphs: faster decoding, slower start."""
+    enforce_eager: bool | None = None
+    """False lets vLLM compile and capture CUDA graphs, which new weights leave valid: faster decoding, a slower start. null is
+    true; on a GPU the run then says so."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether vLLM compiles the model."""
+        return self.backend == "vllm" and self.enforce_eager is False
 
     def require_room(self, limit: int, of: str) -> None:
         """

@@ -31,7 +31,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         on_cpu = device.type == "cpu"
         super().__init__(
             stage=stage,
-            overlap_comm=not on_cpu,
+            overlap_comm=not (on_cpu or torch.are_deterministic_algorithms_enabled()),
             logging_batch_size_per_gpu=1,
             exclude_frozen_parameters=True,
             precision_plugin=DeepSpeedPrecision("32-true"),  # DeepSpeed's own mixed precision has bfloat16 weights

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import operators
 from tests.support.metrics import metrics, samples
 from tests.support.models import WORDS, save_run_inputs
 from tests.support.processes import Process, start_actor, start_server, wait_for_output
@@ -48,10 +49,11 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def start(inputs: Path, folder: Path, *overrides: str, port: int = 9, function: Path | None = None) -> Process:
-    """An actor; without a server nothing listens on ``port``."""
+    """An actor; without a server nothing listens on ``port``. Its operators are recorded."""
     return start_actor(
         folder, port, *COMMON, f"model.path={inputs / 'policy'}", f"data.train_path={inputs / 'rows.jsonl'}",
         f"reward.function.path={function or inputs / 'reward.py'}", *overrides,
+        environment={operators.VARIABLE: str(folder.with_suffix(".json"))},
     )  # fmt: skip
 
 
@@ -62,6 +64,7 @@ def run(inputs: Path, folder: Path, *overrides: str, **settings: object) -> list
         assert actor.wait(180) == 0, actor.output()
     finally:
         actor.kill()
+    assert not operators.refused(folder.with_suffix(".json"))
     rows = metrics(folder)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(math.isfinite(value) for row in rows for value in row.values())
@@ -116,14 +119,16 @@ def test_a_rollout_of_many_different_prompts_at_vllms_own_settings(inputs, tmp_p
 def test_the_critic_server_gives_values_to_ppo_and_rewards_to_every_algorithm(inputs, tmp_path):
     (tmp_path / "critic").mkdir()
     server, port = start_server(
-        tmp_path / "critic", "model.dtype=float32", "run.num_threads=1", f"model.path={inputs / 'reward'}"
-    )
+        tmp_path / "critic", "model.dtype=float32", "run.num_threads=1", f"model.path={inputs / 'reward'}",
+        environment={operators.VARIABLE: str(tmp_path / "critic.json")},
+    )  # fmt: skip
     try:
         weights = ["reward.critic.weight=0.5", "reward.function.weight=2"]
         without_values = run(inputs, tmp_path / "rloo", "algorithm=rloo", *weights, port=port)
         rows = run(inputs, tmp_path / "actor", *weights, port=port)
     finally:
         assert server.terminate() == 0
+    assert not operators.refused(tmp_path / "critic.json")
     for row in without_values:  # the server is asked for rewards only
         assert "train_rollouts/values" not in row and "critic/loss" not in row
     for row in rows:

@@ -1,12 +1,14 @@
 """Rules 7 and 8: a locked door, an honest death; and what the command line refuses."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from ctypes.util import find_library
 from pathlib import Path
 
 import psutil
@@ -318,6 +320,46 @@ def test_wrong_use_is_one_sentence(make_server, tmp_path: Path) -> None:
     assert "has 2 labels and label_weights are none" in refusal(server, f"model.path={two_labels}")
     assert "server.prot" in refusal(server, "server.prot=1")
     assert "nowhere: there is no such folder" in refusal(server, f"model.path={tmp_path}/nowhere")
+
+
+def test_a_library_that_tritonserver_lacks_is_named_before_a_model_is_loaded(make_server) -> None:
+    libraries = next(SERVER_PYTHON.parents[1].glob("lib/python3*/site-packages/nvidia_pytriton.libs"))
+    without = [
+        "unshare",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        f'mount -t tmpfs tmpfs {libraries} && exec "$0" "$@"',
+    ]
+    server = make_server()
+    done = subprocess.run([*without, *server.command()], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "loading models" not in done.stderr
+    (said,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert re.match(
+        r"error: tritonserver of PyTriton links lib\S+, .*which this host lacks: install the package that", said
+    )
+
+
+def test_pythons_own_library_is_named_by_the_package_that_brings_it() -> None:
+    """Debian's python3 comes without it: the server told after two minutes that tritonserver did not answer."""
+    lacking = next(
+        version for version in ("3.8", "3.9", "3.10", "3.12", "3.13") if not find_library(f"python{version}")
+    )
+    code = f"from nemo_style_rlhf.critic_service.backend import require_libraries; require_libraries('{lacking}')"
+    done = subprocess.run([SERVER_PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    said = (
+        f"libpython{lacking}.so.1.0, which this host lacks: install the package that brings it (libpython{lacking} on"
+    )
+    assert said in done.stderr.splitlines()[-1]
+
+
+def test_tritonserver_sees_no_gpu_and_the_server_that_computes_does(shared_server: CriticServer) -> None:
+    """It would take a context and a pool of each, 0.57 GiB of an H200."""
+    tritons = [shared_server.tritonserver(), *shared_server.tritonserver().children(recursive=True)]
+    assert len(tritons) > 1 and {process.environ()["CUDA_VISIBLE_DEVICES"] for process in tritons} == {""}
+    assert "CUDA_VISIBLE_DEVICES" not in psutil.Process(shared_server.process.pid).environ()
 
 
 def test_a_port_in_use_is_one_sentence(make_server, shared_server: CriticServer) -> None:

@@ -3,6 +3,7 @@
 import http.server
 import signal
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,6 +34,20 @@ def test_rule_1_handshake_refuses_other_tokenizers_and_vocabularies(shared_serve
             UserError, match=rf"127\.0\.0\.1:{shared_server.port} has a vocabulary of 64 ids, the policy 65"
         ):
             critic.handshake(tokenizer_digest=status.tokenizer_digest, vocab_size=65, needs_rewards=True)
+
+
+def test_rule_1_a_run_that_must_repeat_refuses_a_server_that_need_not(
+    shared_server: CriticServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RemoteCritic(shared_server.config()) as critic:
+        status = critic.status()
+        assert status.repeatable  # on a CPU nobody has to ask for it
+        named = {"tokenizer_digest": status.tokenizer_digest, "vocab_size": status.vocab_size, "needs_rewards": True}
+        critic.handshake(**named, needs_bits=True)
+        monkeypatch.setattr(critic, "status", lambda: replace(status, repeatable=False))
+        critic.handshake(**named)
+        with pytest.raises(UserError, match=r"run\.deterministic=true, but the critic server .* start it with run\."):
+            critic.handshake(**named, needs_bits=True)
 
 
 def test_rule_1_handshake_refuses_another_protocol_version(

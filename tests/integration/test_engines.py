@@ -157,8 +157,8 @@ def test_engines_sample_the_bits_of_a_generator_in_the_trainers_process(trainer,
         weights = trainer.store.publish(trainer.step())
         assert in_process.load(trainer.update()) < 1e-3
         for engine in engines:
-            gap, keeps_bits = engine.load(LEASE, weights)
-            assert gap < 1e-3 and keeps_bits
+            gap, loses_bits = engine.load(LEASE, weights)
+            assert gap < 1e-3 and not loses_bits
             assert engine.status().version == trainer.version
         requests = requests_of(60, trainer.version)
         stream = in_process.stream(trainer.version)

@@ -1,6 +1,7 @@
 """Real vLLM beside real DeepSpeed in one process: it samples from the trainer's policy, and knows when it does not."""
 
 import gc
+import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,7 +18,9 @@ from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_kernels
+from nemo_style_rlhf.generation import vllm as vllm_generator
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
+from nemo_style_rlhf.generation.self_check import loses_bits
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator, explain
 from nemo_style_rlhf.launch.bootstrap import setup
@@ -68,6 +71,37 @@ def test_a_gpu_with_too_little_free_is_told_what_to_lower(device):
         "generation.gpu_memory_utilization=0.5 is more than is free for vLLM (Free memory on device cuda:0 (10.0/80.0 GiB) on "
         "startup is less than desired GPU memory utilization (0.5, 40.0 GiB)): lower it, or end what else runs there"
     )
+
+
+class StandIn:
+    """For vLLM's LLM where there is no GPU: notes what it is given, and leaves one thread, as vLLM does there."""
+
+    given: dict[str, Any]
+
+    def __init__(self, **given: Any) -> None:
+        StandIn.given = given
+        self.llm_engine = None
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_what_vllm_is_told_on_a_gpu(graphs, invariant, device, monkeypatch):
+    import vllm
+
+    assert torch.get_num_threads() == 2
+    monkeypatch.setattr(vllm, "LLM", StandIn)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(vllm_generator, "init_alone", lambda _: None)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    config = GenerationConfig(enforce_eager=not graphs)
+    settings = {"dtype": "float32", "seed": 0, "max_model_len": 40, "eos_token_ids": [EOS], "weight_shapes": {}}
+    VLLMGenerator("policy", config, **settings, sleeps=True)
+    assert (os.environ["TRITON_F32_DEFAULT"], os.environ["VLLM_USE_FLASHINFER_SAMPLER"]) == ("ieee", "0")
+    given = StandIn.given
+    assert torch.get_num_threads() == 2  # an optimizer in host memory computes with them
+    assert given["enforce_eager"] == (not graphs) and given["sleep_mode_offload_cudagraph"] == graphs
+    assert given["enable_sleep_mode"] and given["attention_backend"] == ("TRITON_ATTN" if invariant else None)
 
 
 def test_a_generator_that_ends_or_is_freed_leaves_the_trainer_its_process_group(tmp_path, device):
@@ -122,6 +156,11 @@ def test_samples_depend_on_their_seeds_not_on_who_runs_beside_them(vllm_pair):
     together = {completion.request.sample: completion for completion in forty}
     assert all(same_bits(completion, together[completion.request.sample]) for completion in [*again, *eight])
     assert len({tuple(completion.token_ids.tolist()) for completion in forty}) > 30
+
+
+def test_long_samples_keep_their_bits_in_every_way_that_engines_may_make_them(tmp_path, device):
+    pair = Pair(save_policy(tmp_path), device, "vllm", max_model_len=60, ignore_eos=True)
+    assert not loses_bits(pair.generator, [[5, 6, 7, 8], [9, 10, 11]], 0, thorough=60)
 
 
 def same_bits(one: Completion, other: Completion) -> bool:

@@ -12,6 +12,7 @@ from nemo_style_rlhf.data.hh import split_last_answer
 from nemo_style_rlhf.data.templates import write_template
 from tests.support.metrics import metrics
 from tests.support.models import save_policy
+from tests.support.operators import refused
 from tests.support.paths import ROOT
 from tests.support.supervised_runs import train
 
@@ -64,8 +65,10 @@ LEARNED = {
 def test_preferences_are_learned(workshop, name):
     script, rows, settings = LEARNED[name]
     run = name.replace(" ", "_")
-    done = train(script, *overrides(workshop, run, rows), *settings)
+    recorded = workshop / f"{run}.json" if name in ("dpo", "kto") else None
+    done = train(script, *overrides(workshop, run, rows), *settings, operators_in=recorded)
     assert done.returncode == 0, done.stderr
+    assert recorded is None or not refused(recorded)
     assert "1 dropped (1 with " in done.stderr
     lines = metrics(workshop / run)
     losses = [line["val/loss"] for line in lines if "val/loss" in line]

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.support.metrics import metrics
 from tests.support.models import letter_tokenizer
+from tests.support.operators import refused
 from tests.support.supervised_runs import train
 
 TEMPLATE = "q{prompt}"
@@ -54,8 +55,9 @@ def sft_overrides(workshop: Path, run: str) -> list[str]:
 def sft_export(workshop, request):
     run = f"sft_{request.param}"
     overrides = [f"model.dtype={request.param}", f"data.prompt_template='{TEMPLATE}'", "tracking.tensorboard=true"]
-    done = train("train_sft", *sft_overrides(workshop, run), *overrides)
+    done = train("train_sft", *sft_overrides(workshop, run), *overrides, operators_in=workshop / f"{run}.json")
     assert done.returncode == 0, done.stderr
+    assert not refused(workshop / f"{run}.json")
     return workshop / run / "export", request.param
 
 
@@ -85,8 +87,10 @@ def test_the_reward_model_prefers_the_chosen_response(workshop, sft_export):
         "train_reward_model", f"run.output_dir={run}", f"model.path={export}", f"model.dtype={dtype}",
         f"data.train_path={workshop / 'pairs.jsonl'}", f"data.val_path={workshop / 'pairs.jsonl'}",
         "engine.optim.lr=3e-3", "trainer.batch_size=8", "trainer.max_steps=20", "data.on_template_mismatch=warn",
+        operators_in=run.with_suffix(".json"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert not refused(run.with_suffix(".json"))
     assert metrics(run)[-1]["val/pair_accuracy"] == 1.0
     model = AutoModelForSequenceClassification.from_pretrained(run / "export")
     assert model.config.num_labels == 1 and model.config.pad_token_id is not None

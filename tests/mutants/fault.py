@@ -54,8 +54,9 @@ class Fault:
 
 
 def guarantees() -> list[str]:
-    """The first cell of every row in docs/guarantees.md."""
-    cells = re.findall(r"^\| (.+?) \|", GUARANTEES.read_text(), re.MULTILINE)
+    """The first cell of every row in docs/guarantees.md that says what tests hold: claims about GPUs come after them."""
+    held = GUARANTEES.read_text().partition("\n## On a GPU")[0]
+    cells = re.findall(r"^\| (.+?) \|", held, re.MULTILINE)
     return [cell for cell in cells if cell != "guarantee"]
 
 

@@ -107,6 +107,10 @@ def become_ranks(count: int) -> None:
 def run_to_the_end() -> NoReturn:
     """End the interpreter without its last collections, which would go through all memory that the forks share."""
     code: object = None
+    if "NSR_RECORD_OPERATORS" in os.environ:
+        from tests.support import operators
+
+        operators.record()
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:

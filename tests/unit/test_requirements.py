@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import re
+import runpy
+import subprocess
 
 import pytest
 from packaging.requirements import Requirement
@@ -44,3 +46,16 @@ def test_comments_name_the_pinned_versions(name: str) -> None:
     text = (ROOT / "requirements" / f"{name}.txt").read_text()
     versions = re.findall(r"vllm(?:-cpu)? (\d[\d.]*\d)", text)
     assert set(versions) <= {pin("vllm-cuda", "vllm")}
+
+
+def test_an_old_c_library_is_named_before_pip_finds_no_wheel() -> None:
+    refusal = runpy.run_path(str(ROOT / "tools" / "require_glibc.py"))["refusal"]
+    assert "needs glibc 2.35 or newer" in refusal("2.34") and "this host has 2.28" in refusal("2.28")
+    assert refusal("2.35") is refusal("2.39") is refusal("") is None  # musl tells nothing
+    rules = (ROOT / "Makefile").read_text().split(".complete-%:")[1]
+    assert "$(PYTHON) tools/require_glibc.py" in rules.split("pip")[0]
+
+
+def test_environments_are_built_without_a_look_for_nvcc() -> None:
+    asked = ["make", "--silent", "--eval", "asked: ; @echo $$DS_IGNORE_CUDA_DETECTION", "asked"]
+    assert subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "1\n"

@@ -21,11 +21,9 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from curves import last_metric, plot_curves, read_metrics
 from environment import NUMBERS
 from make_data import train_tokenizer, write_jsonl
-from pipeline import ROOT, Pipeline, overrides, run_example, say
+from pipeline import ROOT, Pipeline, run_example, say
 from small_model import model_config
-from stages import train
-
-from nemo_style_rlhf.launch.program import trainer
+from stages import train, train_with_environment
 
 PROMPT = "Guess:"
 GAMES = 16_000
@@ -91,7 +89,7 @@ def learn(pipeline: Pipeline, output_dir: Path, seed: int, steps: int) -> None:
         "data.val_path": data / "prompts.jsonl", "algorithm.max_steps": steps, "algorithm.val_check_interval": steps,
         "checkpoint.save_interval": steps,
     }  # fmt: skip
-    seconds = pipeline.run(trainer("train_ppo_actor", actor, *overrides(settings)), shown=True)
+    seconds = train_with_environment(pipeline, settings, actor)
     say(f"  {seconds:.0f} s")
 
     rows = read_metrics(actor / "metrics.jsonl")

@@ -133,5 +133,24 @@ def test_an_engine_that_is_lost_while_the_fleet_closes_is_not_started_again(
         fleet.engine()
 
 
+@pytest.mark.parametrize("bits", [True, False])
+def test_an_engine_that_loses_bits_is_refused_where_they_were_asked_for_and_else_told_of(
+    bits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet, engine = Fleet(EnginesConfig(count=1, launch=False), tmp_path, bits=bits), engine_process()
+    monkeypatch.setattr(engine.client, "acquire", lambda *_: None)
+    monkeypatch.setattr(engine.client, "load", lambda *_: (0.0, "being preempted"))
+    weights = StoredWeights(3, "digest", ProbeTarget((), (), 1.0), (), Path("weights"))
+    if bits:
+        with pytest.raises(
+            UserError, match=r"run\.deterministic=true, but on engine-0 the bits .* depend on being preempted"
+        ):
+            fleet._load(engine, "lease", weights)
+        return
+    for _ in range(2):
+        assert fleet._load(engine, "lease", weights) is None
+    assert caplog.text.count("samples depend, by rounding, on being preempted") == 1
+
+
 def engine_process() -> EngineProcess:
     return EngineProcess("engine-0", EngineClient("127.0.0.1", 1, token=None, retries=0, timeout_s=1), {})

@@ -23,7 +23,6 @@ from nemo_style_rlhf.generation.broadcast import Groups
 from nemo_style_rlhf.generation.engine_service import EngineService
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest, ProbeTarget, SampleId
-from nemo_style_rlhf.generation.self_check import keeps_bits
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.weight_store import StoredWeights, WeightStore
 from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, Code, ProtocolError, bytes_tensor, json_tensor
@@ -79,14 +78,6 @@ class Counting(InProcessGenerator):
         return [torch.zeros(len(sequence) - 1) for sequence in sequences]
 
 
-class Rounding(Counting):
-    """The number of requests decides the last bit of a log-probability."""
-
-    def _step(self) -> list[Finished]:
-        together = len(self.queued)
-        return [each._replace(logprobs=torch.full((1,), -1.0 - together * 1.2e-7)) for each in super()._step()]
-
-
 class Engine:
     """A service with its thread."""
 
@@ -130,17 +121,11 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     store = WeightStore(tmp_path / "weights")
     engine.ask("engine_acquire", lease="trainer", shapes={"weight": [2]})
     engine.published = store.publish(OwnWeights(1, iter(WEIGHTS.items()), probe))
-    assert engine.load(engine.published.folder) == {"gap": 0.0, "keeps_bits": True}
+    assert engine.load(engine.published.folder) == {"gap": 0.0, "loses_bits": ""}
     yield engine
     engine.end.set()
     engine.thread.join(10)
     assert not engine.thread.is_alive()
-
-
-def test_a_generator_whose_samples_depend_on_each_other_is_found_out() -> None:
-    sequences = [[3, 4, 5, 6], [7, 8]]
-    assert keeps_bits(Counting(), sequences, 0)
-    assert not keeps_bits(Rounding(), sequences, 0)
 
 
 def test_samples_come_in_the_order_of_the_requests(engine: Engine) -> None:
@@ -284,11 +269,11 @@ def test_weights_are_sent_in_pieces_of_any_size_and_pieces_may_come_again(engine
         for start in range(0, len(content), 7):
             engine.send(path.name, content[start : start + 7], lease="another", offset=start)
             engine.send(path.name, content[start : start + 7], lease="another", offset=start)
-    assert engine.load(Path("/nowhere"), lease="another") == {"gap": 0.0, "keeps_bits": True}
+    assert engine.load(Path("/nowhere"), lease="another") == {"gap": 0.0, "loses_bits": ""}
     assert engine.generate((1,), lease="another") == [[2]]
     assert engine.load(Path("/nowhere"), lease="another") == {
         "gap": 0.0,
-        "keeps_bits": True,
+        "loses_bits": "",
     }  # asked again: the answer was lost
     engine.ask("engine_acquire", lease="a third", shapes={"weight": [2]})
     with pytest.raises(ProtocolError, match="they must be sent"):  # they were kept in memory no longer than needed
@@ -327,7 +312,7 @@ def test_weights_are_received_in_a_group_which_goes_on(engine: Engine, tmp_path:
             for path in engine.published.files:
                 group.send(path)
             call.result(10)
-        assert engine.load(Path("/nowhere"), lease=lease) == {"gap": 0.0, "keeps_bits": True}
+        assert engine.load(Path("/nowhere"), lease=lease) == {"gap": 0.0, "loses_bits": ""}
 
 
 def test_a_group_that_does_not_meet_costs_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +322,7 @@ def test_a_group_that_does_not_meet_costs_nothing(engine: Engine, monkeypatch: p
     assert refused.value.code is Code.CONFLICT
     assert engine.generate((1,)) == [[2]]
     engine.ask("engine_acquire", lease="another", shapes={"weight": [2]})
-    assert engine.load(engine.published.folder, lease="another") == {"gap": 0.0, "keeps_bits": True}
+    assert engine.load(engine.published.folder, lease="another") == {"gap": 0.0, "loses_bits": ""}
 
 
 @pytest.mark.parametrize(

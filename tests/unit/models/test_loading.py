@@ -25,7 +25,9 @@ from transformers import (
     GPTJConfig,
     GPTNeoXConfig,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedModel,
+    Qwen3MoeConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -359,3 +361,12 @@ def test_a_name_that_is_no_folder_is_asked_for_once_where_the_hub_cannot_be_reac
     assert re.search(sentence, done.stdout), done.stdout + done.stderr
     calls = [call for call in calls if "mymodel" in call]  # the library has calls of its own
     assert calls == ([] if offline else ["/models/mymodel/resolve/main/config.json"])
+
+
+@pytest.mark.parametrize("family", [MixtralConfig, Qwen3MoeConfig])
+def test_experts_are_refused_on_a_gpu_whose_bits_must_repeat(family, tmp_path: Path, monkeypatch) -> None:
+    family(**SHAPE).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=r"run\.deterministic=true does not know that .* it has \d+ experts"):
+        load_causal_lm(ModelConfig(path=str(tmp_path)))
