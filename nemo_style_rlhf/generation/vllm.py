@@ -88,9 +88,7 @@ class VLLMGenerator(InProcessGenerator):
             )
         except Exception as error:
             raise explain(error, model_path, config, max_model_len) from error
-        if (
-            torch.get_num_threads() != threads
-        ):  # vLLM wants one on a GPU, but the trainer's optimizer may compute on the host
+        if torch.get_num_threads() != threads:  # vLLM sets one on a GPU; the trainer's optimizer may compute here
             set_threads(threads)
         _require_attention_kernel(self._llm, model_path)
         if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What a host with an NVIDIA GPU must bring, checked before anything loads. docs/gpu.md has the whole table."""
+"""What a host with an NVIDIA GPU must bring, checked before anything loads. docs/gpu-checklist.md has the whole table."""
 
 import os
 import re
