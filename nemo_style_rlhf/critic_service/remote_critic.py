@@ -120,8 +120,7 @@ class RemoteCritic(ServerClient):
             )
         if needs_bits and not status.repeatable:
             raise UserError(
-                f"run.deterministic=true, but {where} does not compute to the bit what another start of it would: start it with "
-                "run.deterministic=true, too"
+                f"run.deterministic=true, but {where} was started without it: start it with run.deterministic=true"
             )
         if needs_rewards:
             self.require_rewards(status)

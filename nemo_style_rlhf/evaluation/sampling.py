@@ -22,8 +22,9 @@ from nemo_style_rlhf.schema.model_files import stop_ids
 
 def sample(checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence[Prompt]) -> list[Sample]:
     """``config.samples_per_prompt`` samples of every prompt, ordered by prompt and number."""
-    device = setup(config.run)
-    require_host(config.generation, device)
+    by_vllm = config.generation.backend == "vllm"
+    device = setup(config.run, samples=by_vllm)
+    require_host(config.generation, device, repeatable=not by_vllm and config.run.repeatable(device.type))
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=config.model.trust_remote_code)
     requests = requests_for(prompts, config)
     generator = make_generator(

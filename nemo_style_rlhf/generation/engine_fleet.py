@@ -331,8 +331,13 @@ class Fleet:
         try:
             engine.call(partial(engine.client.acquire, lease, self._shapes))
             engine.gap, loses_bits = engine.call(partial(engine.client.load, lease, published))
+            repeatable = not self._bits or engine.call(engine.client.status).repeatable
         except LOST as error:
             return error
+        if not repeatable:
+            raise UserError(
+                f"run.deterministic=true, but engine {engine.name} was started without it: start it with run.deterministic=true"
+            )
         if loses_bits and self._bits:
             raise UserError(
                 f"run.deterministic=true, but on {engine.name} the bits of this model's samples depend on {loses_bits}, and so "

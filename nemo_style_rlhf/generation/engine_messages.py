@@ -75,6 +75,8 @@ class EngineStatus:
     """Tokens of prompt and response."""
     max_request_bytes: int
     """Tensor bytes of one request."""
+    repeatable: bool
+    """Whether it samples with ``run.deterministic``."""
 
 
 def generate_inputs(requests: Sequence[GenerationRequest], *, lease: str, version: int) -> dict[str, Array]:

@@ -184,6 +184,7 @@ class EngineService:
             EngineStatus(
                 messages.PROTOCOL_VERSION, self._boot_id, self._lease, version, digest, self._generator.running,
                 self._generator.steps, self._generator.cache_share, self._max_length, self._max_request_bytes,
+                repeatable=bool(self._thorough),
             )
         )  # fmt: skip
 

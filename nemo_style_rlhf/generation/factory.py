@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,8 +90,8 @@ def require_host(config: GenerationConfig, device: torch.device, *, repeatable: 
         )
     if repeatable and config.top_p < 1:
         raise UserError(
-            f"run.deterministic=true knows no generation.top_p={config.top_p:g} with generation=hf on a GPU, where cumulative "
-            "sums do not repeat: give generation.top_p=1, or engines (generation.engines.count=1)"
+            f"run.deterministic=true does not support generation.top_p={config.top_p:g} with generation=hf on a GPU, where "
+            "cumulative sums do not repeat: give generation.top_p=1, or engines (generation.engines.count=1)"
         )
     if config.backend == "hf":
         return
@@ -99,6 +100,16 @@ def require_host(config: GenerationConfig, device: torch.device, *, repeatable: 
         log.info(
             "vLLM runs without CUDA graphs: generation.enforce_eager=false decodes faster, after a start that takes longer"
         )
+
+
+@contextmanager
+def keeping_threads(device: torch.device) -> Iterator[None]:
+    """While a generator is made in the trainer's process: on a GPU vLLM sets one thread, but an optimizer in host memory computes
+    with all of them."""
+    threads = torch.get_num_threads()
+    yield
+    if device.type == "cuda":
+        torch.set_num_threads(threads)
 
 
 def load_libraries(config: GenerationConfig) -> None:

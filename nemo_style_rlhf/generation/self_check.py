@@ -1,17 +1,21 @@
 """Whether samples keep their bits in any company. With engines the clock decides what is sampled beside what."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
 from nemo_style_rlhf.generation.in_process import InProcessGenerator, InProcessStream
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
+from nemo_style_rlhf.schema.generation import SamplingOverrides
 
+log = logging.getLogger(__name__)
 TOKENS = 8
 """Maximum number of tokens of a response of the short check."""
 LONG = 384
-"""Of the thorough one: kernels that split a sequence among processors do so from some length on."""
+"""Tokens of the thorough check's response: kernels that split a sequence among processors do so from some length on."""
 TURN = 16
+"""Tokens of the responses that begin meanwhile."""
 Sample = tuple[list[int], list[float]]
 """Tokens and log-probabilities."""
 
@@ -39,11 +43,12 @@ def loses_bits(
 def _while_decoding(generator: InProcessGenerator, short: GenerationRequest, version: int, length: int) -> str:
     """The ways of benchmarks/sample_bits.py in which one long sample may come about."""
     tokens = min(LONG, length - len(short.prompt) - TURN)
-    if tokens < TURN:  # no sequence is long enough to show anything
+    if tokens < TURN:
+        log.warning("sequences of at most %d tokens are too short to try out whether samples keep their bits", length)
         return ""
-    request = replace(short, max_tokens=tokens)
+    request = replace(short, max_tokens=tokens, sampling=SamplingOverrides(min_length=tokens))
     (alone,) = _all(generator.stream(version), [request])
-    steps = len(alone[0]) // 2  # it may end before its limit
+    steps = len(alone[0]) // 2
     others = [
         replace(
             request, sample=replace(request.sample, index=1 + number), max_tokens=TURN,

@@ -55,7 +55,6 @@ class VLLMGenerator(InProcessGenerator):
             os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # of each of them
         if not config.compiles:
             _leave_transformers_alone()
-        threads, set_threads = torch.get_num_threads(), torch.set_num_threads
         try:
             self._llm = LLM(
                 model=model_path,
@@ -88,8 +87,6 @@ class VLLMGenerator(InProcessGenerator):
             )
         except Exception as error:
             raise explain(error, model_path, config, max_model_len) from error
-        if torch.get_num_threads() != threads:  # vLLM sets one on a GPU; the trainer's optimizer may compute here
-            set_threads(threads)
         _require_attention_kernel(self._llm, model_path)
         if not torch.cuda.is_available():
             self._llm.collective_rpc(cpu_seeds.draw_for_kept_tokens_only)

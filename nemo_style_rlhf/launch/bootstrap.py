@@ -59,7 +59,7 @@ def setup(run: RunConfig, *, samples: bool = False) -> torch.device:
         log.info(
             "computing on %s, driver %s; fp32 is not rounded to TF32; %s", torch.cuda.get_device_name(device),
             driver_release() or "unknown",
-            "only kernels that repeat to the bit compute" if repeatable else "bits do not repeat: run.deterministic is not set",
+            "only kernels that repeat to the bit compute" if repeatable else "bits do not repeat without run.deterministic=true",
         )  # fmt: skip
     if repeatable and samples and device.type == "cuda":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"

@@ -51,12 +51,13 @@ def unusable() -> str:
         needs += f", which says: {str(error).partition('. ')[0]}"
     newer = "" if wanted is None else f" of release {wanted} or newer"
     return (
-        f"{needs}: see that nvidia-smi lists it here and that its driver{f' {driver}' if driver else ''} is one{newer}"
+        f"{needs}: see that nvidia-smi lists it here, that a job was given one (Slurm: --gres=gpu:1), and that its "
+        f"driver{f' {driver}' if driver else ''} is one{newer}"
     )
 
 
 def driver_release() -> str | None:
-    """Of NVIDIA's driver, such as 580.159.04; None if it is not known, as under WSL2."""
+    """The release of NVIDIA's driver, such as 580.159.04; None if it is not known, as under WSL2."""
     found = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s", DRIVER.read_text()) if DRIVER.exists() else None
     return found[1] if found else None
 
@@ -74,8 +75,8 @@ def require_repeatable(device: torch.device) -> None:
         )
     if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise UserError(
-            f"run.deterministic=true knows one rank per process of a run on GPUs, {ranks} were started: in which order NCCL adds "
-            "numbers is not fixed; start one, or give run.deterministic=null"
+            f"run.deterministic=true does not support several ranks on GPUs, {ranks} were started: NCCL does not add in a fixed "
+            "order; start one, or give run.deterministic=null"
         )
 
 

@@ -105,7 +105,7 @@ def load_pretrained(
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **settings)
         require_full_weights(config.path, hf_config)
-        _require_repeatable(config.path, hf_config.get_text_config())
+        _refuse_experts(config.path, hf_config.get_text_config())
         if config.disable_dropout:
             zero_dropout(hf_config)
         with packing_by_name(config.path):
@@ -136,16 +136,16 @@ def load_pretrained(
     return model.eval()
 
 
-def _require_repeatable(path: str, hf_config: Any) -> None:
+def _refuse_experts(path: str, hf_config: Any) -> None:
     """
     Raises:
-        UserError: on a GPU, nobody has seen such a model repeat.
+        UserError: run.deterministic is set, and the model has experts, whose kernels may not repeat on a GPU.
     """
     experts = next((found for name in EXPERTS if (found := getattr(hf_config, name, None))), 0)
     if torch.cuda.is_available() and torch.are_deterministic_algorithms_enabled() and experts:
         raise UserError(
-            f"run.deterministic=true does not know that {path} repeats to the bit on a GPU: it has {experts} experts, whose "
-            "kernels nobody has seen repeat; give run.deterministic=null"
+            f"run.deterministic=true does not support {path} on a GPU: it has {experts} experts, and no one has seen their "
+            "kernels repeat; give run.deterministic=null"
         )
 
 

@@ -33,6 +33,7 @@ from nemo_style_rlhf.engine.engine import Engine, sharded
 from nemo_style_rlhf.engine.process_group import init_distributed, require_all_ranks
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.factory import (
+    keeping_threads,
     make_engine_pool,
     make_generator,
     make_weight_store,
@@ -158,10 +159,11 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     generator: Generator | None = None
     if not engines:
         starting("loading the generator")
-        generator = make_generator(
-            config.model, config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed,
-            max_model_len=max_length, weight_shapes=shapes, stop_strings=stop_strings, sleeps=turns,
-        )  # fmt: skip
+        with keeping_threads(device):
+            generator = make_generator(
+                config.model, config.generation, tokenizer=tokenizer, device=device, seed=config.run.seed,
+                max_model_len=max_length, weight_shapes=shapes, stop_strings=stop_strings, sleeps=turns,
+            )  # fmt: skip
     elif ranks.is_first:  # the other ranks receive what the first one makes
         generator = make_engine_pool(
             config.model, config.generation, config.run, device=device, max_model_len=max_length, weight_shapes=shapes,
@@ -365,7 +367,17 @@ def _sources(config: PPOActorConfig, prompts: Sequence[Prompt], ranks: Ranks, st
     sources: Sources = {}
     if reward.server.weight != 0:
         conversations = any(prompt.chat is not None and prompt.chat.question is None for prompt in prompts)
-        model = wait_together(ranks, store, partial(served_by, reward.server, log.info, conversations=conversations))
+        model = wait_together(
+            ranks,
+            store,
+            partial(
+                served_by,
+                reward.server,
+                log.info,
+                conversations=conversations,
+                needs_bits=bool(config.run.deterministic),
+            ),
+        )
         server = RewardServerScorer(reward.server, model, prompt_template=config.data.prompt_template, rank=ranks.rank)
         sources["server"] = server, reward.server.weight
     verdicts = Path(config.run.output_dir) / "verdicts"

@@ -29,9 +29,9 @@ class RunConfig:
     device: str = "auto"
     """auto (CUDA if there is an NVIDIA GPU), cpu (hides CUDA devices; a vLLM built for CUDA then needs generation=hf) or cuda."""
     deterministic: bool | None = None
-    """Use only kernels that repeat to the last bit, on both sides, and refuse what has none, also engines whose samples depend on
-    what is sampled beside them. null does without the refusals on a CPU, and like false without such kernels on a GPU, where
-    they cost speed. Part of the result's bits: keep it when resuming."""
+    """true uses only kernels that repeat to the last bit, in trainer, critic server and engines, and refuses what has none, such
+    as engines whose samples depend on what they are batched with. false uses the fastest kernels. null uses repeatable kernels on
+    a CPU, without the refusals, and the fastest ones on a GPU. Part of the result's bits: keep it when resuming."""
     dry_run: bool = False
     """Load everything, run one tiny step of every phase and exit (command line: --dry-run)."""
 

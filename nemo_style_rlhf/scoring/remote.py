@@ -27,8 +27,8 @@ from nemo_style_rlhf.transport.messages import Array, ProtocolError
 
 LOGGER = logging.getLogger(__name__)
 THREADS_PER_REPLICA = 2
-Model = tuple[str, str]
-"""Digests of a reward model and of the settings that decide its numbers."""
+Model = tuple[str, str, bool]
+"""Digests of a reward model and of the settings that decide its numbers; whether it computes with ``run.deterministic``."""
 
 
 class RemoteCriticScorer:
@@ -131,13 +131,14 @@ class RewardServerScorer:
 
 def served_by(
     config: RewardServerConfig, progress: Callable[[str], None], heed: Callable[[], None] = lambda: None, *,
-    conversations: bool = False,
+    conversations: bool = False, needs_bits: bool = False,
 ) -> Model:  # fmt: skip
     """Wait until a server answers, and check all that answer by then; requests go to the others once they answer.
 
     Args:
         progress, heed: as for :func:`wait_for_any`.
         conversations: whether prompts are conversations of more than a question, which need a chat template.
+        needs_bits: whether the servers must compute as ``run.deterministic`` has it.
 
     Raises:
         UserError: no server answers; or a server that answers serves no reward model, a different one from the first server's, or
@@ -151,6 +152,11 @@ def served_by(
             if server in answers:
                 server.require_rewards(answers[server])
                 _require_same(server, answers[server], model)
+                if needs_bits and not answers[server].repeatable:
+                    raise UserError(
+                        f"run.deterministic=true, but the reward server at {server.address} was started without it: start it "
+                        "with run.deterministic=true"
+                    )
                 if conversations and not answers[server].reads_conversations:
                     raise UserError(
                         f"the reward model of the server at {server.address} reads no conversations of several turns, which "
@@ -170,4 +176,4 @@ def _require_same(server: RemoteRewardModel, status: Status, model: Model) -> No
 
 
 def _model(status: Status) -> Model:
-    return status.model_digest, status.config_digest
+    return status.model_digest, status.config_digest, status.repeatable

@@ -19,6 +19,7 @@ from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_kernels
 from nemo_style_rlhf.generation import vllm as vllm_generator
+from nemo_style_rlhf.generation.factory import keeping_threads
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
 from nemo_style_rlhf.generation.self_check import loses_bits
 from nemo_style_rlhf.generation.transfer import OwnWeights
@@ -96,7 +97,8 @@ def test_what_vllm_is_told_on_a_gpu(graphs, invariant, device, monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
     config = GenerationConfig(enforce_eager=not graphs)
     settings = {"dtype": "float32", "seed": 0, "max_model_len": 40, "eos_token_ids": [EOS], "weight_shapes": {}}
-    VLLMGenerator("policy", config, **settings, sleeps=True)
+    with keeping_threads(torch.device("cuda")):
+        VLLMGenerator("policy", config, **settings, sleeps=True)
     assert (os.environ["TRITON_F32_DEFAULT"], os.environ["VLLM_USE_FLASHINFER_SAMPLER"]) == ("ieee", "0")
     given = StandIn.given
     assert torch.get_num_threads() == 2  # an optimizer in host memory computes with them
@@ -159,8 +161,10 @@ def test_samples_depend_on_their_seeds_not_on_who_runs_beside_them(vllm_pair):
 
 
 def test_long_samples_keep_their_bits_in_every_way_that_engines_may_make_them(tmp_path, device):
-    pair = Pair(save_policy(tmp_path), device, "vllm", max_model_len=60, ignore_eos=True)
+    pair = Pair(save_policy(tmp_path), device, "vllm", max_model_len=60)
+    preempted = preempted_prompts(pair.generator)
     assert not loses_bits(pair.generator, [[5, 6, 7, 8], [9, 10, 11]], 0, thorough=60)
+    assert preempted
 
 
 def same_bits(one: Completion, other: Completion) -> bool:

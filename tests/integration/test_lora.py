@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from nemo_style_rlhf.checkpoint.files import file_digests
-from tests.support import warm
+from tests.support import operators, warm
 from tests.support.metrics import metrics, samples
 from tests.support.models import WORDS, save_policy, save_reward_model
 from tests.support.processes import run_pair, start_actor
@@ -40,13 +40,18 @@ def actor_overrides(inputs: Path, steps: int) -> list[str]:
 
 
 def run(inputs: Path, folder: Path, steps: int) -> Path:
-    run_pair(folder, [*SERVER, f"model.path={inputs / 'reward'}"], actor_overrides(inputs, steps))
+    recorded = {operators.VARIABLE: str(folder / "operators.json")}
+    run_pair(folder, [*SERVER, f"model.path={inputs / 'reward'}"], actor_overrides(inputs, steps), environment=recorded)
     return folder
 
 
 @pytest.fixture(scope="module")
 def finished(inputs, tmp_path_factory) -> Path:
     return run(inputs, tmp_path_factory.mktemp("lora_run"), steps=4)
+
+
+def test_packed_sequences_and_adapters_need_no_operator_that_raises_on_a_gpu(finished: Path) -> None:
+    assert not operators.refused(finished / "operators.json")
 
 
 def test_the_reference_is_the_policy_without_its_adapter(finished: Path) -> None:

@@ -64,11 +64,12 @@ def wait_for_output(process: Child, text: str, *, after: int = 0) -> None:
 
 
 def run_pair(
-    directory: Path, server_overrides: list[str], actor_overrides: list[str], *, ranks: int = 1, server_ranks: int = 1
-) -> None:
-    """Run server and actor below ``directory``, from start to end; ``ranks`` are the actor's."""
+    directory: Path, server_overrides: list[str], actor_overrides: list[str], *, ranks: int = 1, server_ranks: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Run server and actor below ``directory``, from start to end; ``ranks`` and ``environment`` are the actor's."""
     critic, port = start_server(directory / "critic", *server_overrides, ranks=server_ranks)
-    actor = start_actor(directory / "actor", port, *actor_overrides, ranks=ranks)
+    actor = start_actor(directory / "actor", port, *actor_overrides, ranks=ranks, environment=environment)
     try:
         assert actor.wait(240) == 0, actor.output()
     finally:

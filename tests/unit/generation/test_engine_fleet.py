@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -133,18 +134,23 @@ def test_an_engine_that_is_lost_while_the_fleet_closes_is_not_started_again(
         fleet.engine()
 
 
-@pytest.mark.parametrize("bits", [True, False])
+@pytest.mark.parametrize(("bits", "started_for_bits"), [(True, True), (True, False), (False, False)])
 def test_an_engine_that_loses_bits_is_refused_where_they_were_asked_for_and_else_told_of(
-    bits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bits: bool,
+    started_for_bits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     fleet, engine = Fleet(EnginesConfig(count=1, launch=False), tmp_path, bits=bits), engine_process()
     monkeypatch.setattr(engine.client, "acquire", lambda *_: None)
     monkeypatch.setattr(engine.client, "load", lambda *_: (0.0, "being preempted"))
+    monkeypatch.setattr(engine.client, "status", lambda: SimpleNamespace(repeatable=started_for_bits))
     weights = StoredWeights(3, "digest", ProbeTarget((), (), 1.0), (), Path("weights"))
     if bits:
-        with pytest.raises(
-            UserError, match=r"run\.deterministic=true, but on engine-0 the bits .* depend on being preempted"
-        ):
+        lost = "on engine-0 the bits .* depend on being preempted"
+        sentence = lost if started_for_bits else "engine engine-0 was started without it"
+        with pytest.raises(UserError, match=rf"run\.deterministic=true, but {sentence}"):
             fleet._load(engine, "lease", weights)
         return
     for _ in range(2):

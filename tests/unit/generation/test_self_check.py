@@ -14,7 +14,10 @@ ROUNDING = 1e-7
 
 
 class Counter(InProcessGenerator):
-    """Counts on from the prompt, a token a step; log-probabilities are 0 until that happens by which it ``loses`` bits."""
+    """Counts on from the prompt, a token a step; log-probabilities are 0 until that happens by which it ``loses`` bits.
+
+    Its responses have as few tokens as they may.
+    """
 
     def __init__(self, loses: str = "") -> None:
         super().__init__({})
@@ -36,7 +39,7 @@ class Counter(InProcessGenerator):
     def _step(self) -> list[Finished]:
         ended = [
             Finished(name, torch.tensor(found), torch.full((len(found),), ROUNDING * (name in self.lost)), "length")
-            for name, found in self.found.items() if len(found) == self.queued[name].max_tokens
+            for name, found in self.found.items() if len(found) == _fewest(self.queued[name])
         ]  # fmt: skip
         self._abort([finished.name for finished in ended])
         for found in self.found.values():
@@ -50,6 +53,10 @@ class Counter(InProcessGenerator):
     def preempt(self) -> None:
         if self._loses == "preempted":
             self.lost |= self.found.keys()
+
+
+def _fewest(request: GenerationRequest) -> int:
+    return min(request.max_tokens, max(request.sampling.min_length or 0, 2))
 
 
 def test_samples_that_depend_on_each_other_are_found_out() -> None:

@@ -368,5 +368,5 @@ def test_experts_are_refused_on_a_gpu_whose_bits_must_repeat(family, tmp_path: P
     family(**SHAPE).save_pretrained(tmp_path)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match=r"run\.deterministic=true does not know that .* it has \d+ experts"):
+    with pytest.raises(UserError, match=r"run\.deterministic=true does not support .* it has \d+ experts"):
         load_causal_lm(ModelConfig(path=str(tmp_path)))
