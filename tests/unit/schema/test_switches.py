@@ -7,8 +7,9 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.actor import CheckpointConfig, PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import build
-from nemo_style_rlhf.schema.common import ModelConfig
+from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.supervised import SupervisedCheckpointConfig
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(("interval", "due"), [(-1, []), (1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4]), (50, [0])])
@@ -82,3 +83,12 @@ def test_adapters_have_dropout_only_where_dropout_is_on() -> None:
     ):
         build(ModelConfig, OmegaConf.from_dotlist(adapters))
     build(ModelConfig, OmegaConf.from_dotlist([*adapters, "disable_dropout=false"]))
+
+
+@pytest.mark.parametrize("launcher", ["ppo_local", "ppo_ray"])
+def test_a_launcher_hands_every_setting_of_the_run_on_to_the_critic_server(launcher: str) -> None:
+    run = OmegaConf.load(ROOT / "conf" / f"{launcher}.yaml").critic.run
+    handed_on = {
+        name: f"${{run.{name}}}" for name in RunConfig.__dataclass_fields__ if name not in ("output_dir", "dry_run")
+    }
+    assert {name: OmegaConf.to_container(run)[name] for name in handed_on} == handed_on
