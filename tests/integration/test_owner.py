@@ -14,7 +14,7 @@ import pytest
 from nemo_style_rlhf.launch.program import Program, server, trainer
 from tests.support.metrics import metrics, without_timers
 from tests.support.models import save_policy, save_reward_model
-from tests.support.processes import Process, wait_for_output
+from tests.support.processes import Process, suspend, wait_for_output
 
 STEPS = 8
 TAKEOVER_S = 10
@@ -117,8 +117,7 @@ def test_a_second_one_is_refused_before_it_touches_anything(
     first = start(kind)
     wait_for_output(first, under_way)
     stopped = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
-    for each in stopped:
-        each.suspend()
+    suspend(stopped)
     before = contents(tmp_path / "run")
     second = start(kind)
     assert second.wait(120) == 2, second.output()
