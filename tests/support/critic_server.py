@@ -39,6 +39,8 @@ class CriticServer:
     environment: dict[str, str] = field(default_factory=dict)
     port: int = 0
     ranks: int = 1
+    cold: bool = False
+    """Whether a new process loads its libraries; a forked one also has the arenas of malloc that its parent's threads had."""
 
     def __post_init__(self) -> None:
         self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -62,12 +64,19 @@ class CriticServer:
             *extra,
         ]
 
-    def spawn(self) -> warm.Forked:
+    def spawn(self) -> "warm.Forked | subprocess.Popen[bytes]":
         self.ready_file.unlink(missing_ok=True)
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_ENV} | self.environment
-        self.process = warm.Forked(
-            self.command()[1:], self.log, self.log, python=SERVER_PYTHON, ranks=self.ranks, environment=environment
-        )
+        self.process: warm.Forked | subprocess.Popen[bytes]
+        if self.cold:
+            with self.log.open("ab") as log:
+                self.process = subprocess.Popen(
+                    self.command(), cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+                )
+        else:
+            self.process = warm.Forked(
+                self.command()[1:], self.log, self.log, python=SERVER_PYTHON, ranks=self.ranks, environment=environment
+            )
         return self.process
 
     def start(self) -> "CriticServer":
