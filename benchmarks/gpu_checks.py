@@ -66,7 +66,7 @@ class Check:
 
 @dataclass
 class Size:
-    """What all checks have in common."""
+    """The settings that all checks share."""
 
     steps: int = 3
     samples: int = 256

@@ -228,9 +228,10 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def require_libraries(python: str = f"{sys.version_info.major}.{sys.version_info.minor}") -> None:
-    """
+    """Refuse a host on which tritonserver could not start.
+
     Raises:
-        UserError: tritonserver, or its stub for this Python, links a library that this host lacks; nobody would answer.
+        UserError: tritonserver, or its Python backend for this version, links a library that this host lacks.
     """
     let_stub_find_libpython()
     known = os.environ.get("LD_LIBRARY_PATH")

@@ -1,4 +1,4 @@
-"""Whether samples keep their bits in any company. With engines the clock decides what is sampled beside what."""
+"""Checks that a sample does not depend on what it is batched with. With engines the clock decides what that is."""
 
 import logging
 from collections.abc import Sequence
@@ -23,10 +23,13 @@ Sample = tuple[list[int], list[float]]
 def loses_bits(
     generator: InProcessGenerator, sequences: Sequence[Sequence[int]], version: int, *, thorough: int = 0
 ) -> str:
-    """What changes the tokens or log-probabilities of responses to beginnings of ``sequences``; empty if nothing was found.
+    """Find out by what the tokens or log-probabilities of responses to beginnings of ``sequences`` change.
 
     Args:
         thorough: also check, up to this sequence length, what happens while a sample decodes.
+
+    Returns:
+        The cause, as the rest of a sentence; empty if none was found.
     """
     prompts = [tuple(sequence[: max(1, length)]) for sequence in sequences for length in (len(sequence) // 2, 1)]
     limits = [min(TOKENS, len(sequence) - len(sequence) // 2) for sequence in sequences for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What a host with an NVIDIA GPU must bring, checked before anything loads. docs/gpu-checklist.md has the whole table."""
+"""Checks, before anything loads, that a host with an NVIDIA GPU has what a run needs. docs/gpu-checklist.md has the table."""
 
 import os
 import re
@@ -19,11 +19,11 @@ DRIVER_OF_CUDA = {"12": 525, "13": 580}
 REPEATABLE = (8, 0)
 """The oldest compute capability on which bits may repeat."""
 COMPILERS = ("gcc", "clang")
-"""Those that Triton looks for."""
+"""The compilers that Triton looks for."""
 
 
 def usable_gpu() -> bool:
-    """Whether to compute on a GPU. Nobody is moved to the CPU without a word because of a driver.
+    """Whether to compute on a GPU. A driver that torch cannot use never moves a run to the CPU without a word.
 
     Raises:
         UserError: this host has one, of which this process may see some, but torch cannot use it.
@@ -63,9 +63,10 @@ def driver_release() -> str | None:
 
 
 def require_repeatable(device: torch.device) -> None:
-    """
+    """Refuse GPUs on which bits may not repeat.
+
     Raises:
-        UserError: nothing is known of bits on such a GPU, or on several of them.
+        UserError: the GPU is too old, or several ranks were started.
     """
     capability = torch.cuda.get_device_capability(device)
     if capability < REPEATABLE:

@@ -51,8 +51,8 @@ RAISES: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]]]
     "torch.Tensor.scatter_reduce": (r"scatter_reduce_?", lambda args, kwargs: "prod" in (*args, *kwargs.values())),
     "torch.Tensor.resize_": (r"resize_?", lambda args, _: args[0].is_quantized),
 }
-"""What raises on a GPU with repeatable algorithms, by the name that torch's documentation has for it: a pattern of the operator's
-name, and whether a call with these arguments is meant."""
+"""The operators that raise on a GPU with repeatable algorithms, by the name that torch's documentation has for it: a pattern of
+the operator's name, and whether a call with these arguments is meant."""
 
 
 def documented() -> set[str]:

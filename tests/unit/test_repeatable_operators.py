@@ -1,4 +1,4 @@
-"""What tests/support/operators.py takes for an operator that raises on a GPU is what torch documents."""
+"""tests/support/operators.py takes those operators for raising on a GPU of which torch documents it."""
 
 import pytest
 import torch

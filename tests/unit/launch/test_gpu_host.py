@@ -1,4 +1,4 @@
-"""What a host with an NVIDIA GPU must bring is said before anything loads."""
+"""A host with an NVIDIA GPU that lacks something says so before anything loads."""
 
 import os
 import re
@@ -120,7 +120,7 @@ def test_who_does_not_choose_is_told_of_graphs(caplog: pytest.LogCaptureFixture)
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """What a card says of itself; the settings of torch are put back."""
+    """A card that describes itself so; torch gets its own settings back."""
     says: dict[str, object] = {"get_device_capability": (9, 0), "get_device_name": "NVIDIA H100"}
     for name in says:
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: says[name])
