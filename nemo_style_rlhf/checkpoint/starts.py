@@ -35,6 +35,8 @@ DONE = "done.json"
 """File that lists the exported files with sampled digests. It exists only between the end of a run and its next start."""
 PLACES = ("host", "port", "ready_file", "replicas", "resume", "dry_run", "takeover_s")
 """Last parts of keys that say where or how a process starts. They may change with every job, so they are not compared."""
+PROGRAMS = {"server": "a server", "algorithm": "a PPO trainer", "trainer": "a supervised stage"}
+"""Whose configuration it is, by a section that the others' lack."""
 LONGEST_VALUE = 80
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def settle_today(config: Any, *, recorded: bool = True) -> None:
     if config.data.today is not None:
         return
     output_dir = Path(config.run.output_dir)
-    with suppress(OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, AttributeError):
+    with suppress(OSError, yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         config.data.today = yaml.safe_load((output_dir / NEWEST).read_text())["data"].get("today")
     if config.data.today is None:
         config.data.today = date.today().isoformat()
@@ -75,16 +77,26 @@ def differences(output_dir: Path, config: Any) -> list[str] | None:
 
     Args:
         config: a checked dataclass.
+
+    Raises:
+        UserError: another program's run is in ``output_dir``: its configuration would be lost.
     """
     newest = output_dir / NEWEST
     if not newest.is_file():
         return None
     try:
-        before = dict(leaves(yaml.safe_load(newest.read_text())))
+        recorded = yaml.safe_load(newest.read_text())
     except (yaml.YAMLError, UnicodeDecodeError):
         log.warning("%s is damaged: what this start changes about the last one is not known", newest)
         return None
-    now = dict(leaves(yaml.safe_load(_text(config))))
+    given = yaml.safe_load(_text(config))
+    theirs, ours = ([name for section, name in PROGRAMS.items() if section in (of or ())] for of in (recorded, given))
+    if theirs and ours and theirs != ours:
+        raise UserError(
+            f"run.output_dir={output_dir} holds the run of {theirs[0]}, this is {ours[0]}: choose another "
+            "run.output_dir, each program needs its own"
+        )
+    before, now = dict(leaves(recorded)), dict(leaves(given))
     keys = [key for key in {**now, **before} if key.rpartition(".")[2] not in PLACES]
     values = [(key, _shown(before, key), _shown(now, key)) for key in keys]
     return [f"{key}: {old} -> {new}" for key, old, new in values if old != new]
@@ -108,8 +120,9 @@ def record_start(output_dir: Path, config: Any, *, after: str) -> None:
         StorageError: the disk refused.
     """
     require_owned()
+    changed = differences(output_dir, config)
     (output_dir / DONE).unlink(missing_ok=True)
-    if differences(output_dir, config) == []:
+    if changed == []:
         return
     newest, kept = output_dir / NEWEST, output_dir / ALL
     with storage_errors(newest):

@@ -1,7 +1,6 @@
-"""One run.output_dir has one actor, one server: real processes, stopped, killed, and on what they take for another machine."""
+"""A run.output_dir has one owner: real processes, stopped, killed, and on what they take for another machine."""
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -202,8 +201,16 @@ def test_a_server_that_stood_still_ends_in_one_sentence_once_another_machines_se
     assert second.terminate() == 0
 
 
-def test_the_actor_and_the_server_may_share_a_folder(start: Start, tmp_path: Path) -> None:
-    server, actor = start("server"), start("actor")
-    wait_until(lambda: owner(tmp_path, "server") and owner(tmp_path, "trainer"), server, actor)
-    assert actor.wait(200) == 0 and server.terminate() == 0
-    assert os.listdir(tmp_path / "run/checkpoints")
+def test_the_actor_is_refused_in_the_servers_folder_and_changes_nothing_there(start: Start, tmp_path: Path) -> None:
+    """Both record their configurations there, by which exports and the page read what else is in the folder."""
+    server = start("server")
+    wait_for_output(server, "serving critic")
+    before = (tmp_path / "run/config.yaml").read_bytes()
+    actor = start("actor")
+    assert actor.wait(100) == 2, actor.output()
+    (sentence,) = [line for line in actor.output().splitlines() if "error: " in line]
+    assert (
+        "holds the run of a server, this is a PPO trainer: " in sentence and "choose another run.output_dir" in sentence
+    )
+    assert (tmp_path / "run/config.yaml").read_bytes() == before
+    assert server.terminate() == 0

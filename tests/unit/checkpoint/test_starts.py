@@ -25,6 +25,7 @@ from nemo_style_rlhf.checkpoint.starts import (
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.common import ModelConfig, TrainerRunConfig
+from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
 from nemo_style_rlhf.schema.supervised import SFTConfig, SFTDataConfig, SupervisedEngineConfig
 
@@ -241,3 +242,19 @@ def test_an_evaluation_that_goes_on_another_day_keeps_its_day(tmp_path: Path, on
         on(day)
         settle_today(config := configuration(tmp_path), recorded=False)
         assert config.data.today == "2026-02-28"
+
+
+def test_another_programs_folder_is_refused_and_keeps_its_configuration(tmp_path: Path) -> None:
+    record_start(tmp_path, PPOCriticConfig(), after="step_000000")
+    before = (tmp_path / "config.yaml").read_bytes()
+    config = configuration(tmp_path)
+    settle_today(config)  # which finds no day in a server's configuration
+    for refused in (
+        lambda: is_done(config, longer="trainer.max_steps"),
+        lambda: record_start(tmp_path, config, after="step_000000"),
+    ):
+        with pytest.raises(
+            UserError, match=r"holds the run of a server, this is a supervised stage: choose another run.output_dir"
+        ):
+            refused()
+    assert (tmp_path / "config.yaml").read_bytes() == before
