@@ -23,6 +23,7 @@ from nemo_style_rlhf.agents.events import Asked, Called, Emit, Ended, Event, Fai
 from nemo_style_rlhf.agents.programs import as_json
 from nemo_style_rlhf.agents.reception import Settings
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.processes.child import ChildProcess
 from nemo_style_rlhf.schema.gateway import GatewayConfig
 from nemo_style_rlhf.transport.listening import BACKLOG, take_port
 from nemo_style_rlhf.transport.secret import LOOPBACK, own_token_made, read_token
@@ -151,7 +152,6 @@ class Gateway:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
         self._orders.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -192,7 +192,7 @@ class Gateway:
         self._silent = 0
         self._link, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = ChildProcess(
                 [sys.executable, "-m", gateway_process.__name__],
                 stdin=theirs.fileno(),
                 pass_fds=[self._listener.fileno()],
@@ -213,7 +213,6 @@ class Gateway:
                     return
                 self._link.close()
                 self._process.kill()
-                self._process.wait()
                 if not self._begin_again():
                     return
 

@@ -36,10 +36,9 @@ LINE_BYTES = 2**30
 LONGEST_WAIT_S = 60.0
 """Seconds for which /sessions/next may wait."""
 END_S = 2.0
-"""Longest wait for programs to end, after which their keeper kills them."""
-PARENT_S = 0.5
-"""Seconds between two looks whether the trainer lives, since a process that it forked may hold the link open; and between two
-words to it."""
+"""Longest wait for programs to end; what is left of them is killed with this process."""
+PING_S = 0.5
+"""Seconds between two signs of life to the trainer."""
 log = logging.getLogger(__name__)
 
 
@@ -281,15 +280,15 @@ ROUTES = [
 ]  # fmt: skip
 
 
-async def serve(link: socket.socket, parent: int, keeper: programs.Keeper, settings: Settings, rest: bytes) -> None:
-    """Serve until the trainer closes the link or has ended."""
+async def serve(link: socket.socket, settings: Settings, rest: bytes) -> None:
+    """Serve until the trainer closes the link."""
     reader, writer = await asyncio.open_connection(sock=link, limit=LINE_BYTES)
     reader.feed_data(rest)
 
     def send(event: dict[str, Any]) -> None:
         writer.write(json.dumps(event).encode() + b"\n")
 
-    reception = Reception(settings, send, keeper)
+    reception = Reception(settings, send)
     application = Application(ROUTES, default_handler_class=Nothing, reception=reception)
     body_s = BODY_S + settings.max_request_bytes / SLOWEST_LINK
     # All programs of a host have one address.
@@ -301,22 +300,19 @@ async def serve(link: socket.socket, parent: int, keeper: programs.Keeper, setti
             while line := await reader.readline():
                 reception.obey(json.loads(line))
 
-    async def while_it_lives() -> None:
-        while os.getppid() == parent:
+    async def ping() -> None:
+        while True:
             send({"kind": "alive"})
-            await asyncio.sleep(PARENT_S)
+            await asyncio.sleep(PING_S)
 
-    ends = [asyncio.ensure_future(each) for each in (obey(), while_it_lives())]
-    done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    pings = asyncio.ensure_future(ping())
+    await obey()
     reception.close()
-    if left := asyncio.all_tasks() - {asyncio.current_task(), *ends}:
+    if left := asyncio.all_tasks() - {asyncio.current_task(), pings}:
         await asyncio.wait(left, timeout=END_S)
-    for each in done:
-        each.result()
 
 
 def main() -> None:
-    parent = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a batch system; the trainer decides when to end
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s gateway: %(message)s")
@@ -331,10 +327,9 @@ def main() -> None:
     line, _, rest = first.partition(b"\n")
     settings = Settings.of(json.loads(line))
     os.set_inheritable(settings.listener, False)
-    keeper = programs.Keeper(link.fileno(), settings.listener, 0)
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)
-    asyncio.run(serve(link, parent, keeper, settings, rest))
+    asyncio.run(serve(link, settings, rest))
     os._exit(0)
 
 

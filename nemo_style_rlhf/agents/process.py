@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,15 +14,14 @@ from typing import Any
 import nemo_style_rlhf
 from nemo_style_rlhf.agents.wire import MEMORY_BYTES, SharedWords
 from nemo_style_rlhf.agents.worker import DUMP, Setup
+from nemo_style_rlhf.processes.child import END_S, ChildProcess
 from nemo_style_rlhf.schema.agent import AgentConfig
 
 _CHUNK = 2**20
-_STOP_S = 5.0
-"""Seconds that a guardian has for killing its worker; then it is killed itself."""
 
 
 class WorkerProcess:
-    """A worker with its guardian, which are sent SIGTERM when the thread that started them ends. Only ``close`` may wait."""
+    """A worker and all that it starts. Only ``close`` may wait."""
 
     def __init__(self, config: AgentConfig) -> None:
         assert config.path is not None
@@ -32,18 +31,16 @@ class WorkerProcess:
         self._socket.setblocking(False)
         setup = Setup(
             config.path, config.class_name, config.episodes_per_worker, config.step_timeout_s, config.episode_timeout_s,
-            [folder or os.getcwd() for folder in sys.path], os.getpid(), other.fileno(), memory,
+            [folder or os.getcwd() for folder in sys.path], other.fileno(), memory,
         )  # fmt: skip
         package = str(Path(nemo_style_rlhf.__file__).parent.parent)
         found = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         try:
-            self._process = subprocess.Popen(
+            self._process = ChildProcess(
                 [sys.executable, "-m", "nemo_style_rlhf.agents.worker", json.dumps(dataclasses.asdict(setup))],
                 env={**os.environ, "PYTHONPATH": found, "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL,
                 stdout=2,  # what environments print must not mix with the output of the trainer's caller
                 pass_fds=(other.fileno(), memory),
-                start_new_session=True,
             )
             self.words = SharedWords(memory)
         finally:
@@ -105,24 +102,24 @@ class WorkerProcess:
         """Kill it with all that it started; it has ended when ``receive`` says so."""
         if self.stopping is None:
             self.stopping = time.monotonic()
-            self._process.terminate()
+            self._process.send_signal(signal.SIGKILL)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of a worker that has ended, negative for a signal's number."""
+        return self._process.poll()
 
     def look(self) -> None:
-        """Notice what the socket does not tell: a guardian that cannot end its worker, or a worker that is gone although some
+        """Notice what the socket does not tell: a supervisor that cannot end its worker, or a worker that is gone although some
         process still holds its end of the socket."""
         now = time.monotonic()
-        if self.stopping is not None and now - self.stopping > _STOP_S:
-            self._process.kill()
+        if self.stopping is not None and now - self.stopping > END_S:
+            self._process.kill_supervisor()
         if self._process.poll() is not None:
             self._gone = self._gone or now
-            self.ended = self.ended or now - self._gone > _STOP_S
+            self.ended = self.ended or now - self._gone > END_S
 
     def close(self) -> None:
         """Kill what is left of it, and release it; usually it has ended."""
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
         self._socket.close()

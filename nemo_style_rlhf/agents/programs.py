@@ -1,15 +1,9 @@
-"""The user's program of one episode: a process group that reads its task, and whose last line is its reward.
-
-The group ends with the program. If the gateway is killed, the keeper, a process of its own, kills all groups; it knows of the
-gateway's end by the end of a pipe.
-"""
+"""The user's program of one episode, which reads its task, and whose last line is its reward."""
 
 import asyncio
-import contextlib
 import json
 import math
 import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.agents.environment import Observation
-from nemo_style_rlhf.transport.confine import end_with_parent
+from nemo_style_rlhf.processes.child import ChildProcess
 
 KEPT_BYTES = 2**20
 """Bytes at the end of a program's output that are kept."""
@@ -44,46 +38,6 @@ class Exit:
         """What it said last on standard error, or nothing."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         return lines[-1][:SHOWN] if lines else ""
-
-
-class Keeper:
-    """A forked process that kills the groups of all running programs once this process has ended, however it ended."""
-
-    def __init__(self, *close: int) -> None:
-        """Fork; no thread may run yet.
-
-        Args:
-            close: descriptors that the keeper must not hold open.
-        """
-        reader, self._writer = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                for each in (*close, self._writer):
-                    os.close(each)
-                _keep(reader)
-            finally:
-                os._exit(0)
-        os.close(reader)
-
-    def began(self, group: int) -> None:
-        os.write(self._writer, f"+{group}\n".encode())
-
-    def ended(self, group: int) -> None:
-        os.write(self._writer, f"-{group}\n".encode())
-
-
-def _keep(reader: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
-    with open(reader) as lines:
-        for line in lines:
-            change = groups.add if line[0] == "+" else groups.discard
-            change(int(line[1:]))
-    for group in groups:
-        with contextlib.suppress(OSError):
-            os.killpg(group, signal.SIGKILL)
 
 
 class _Tail:
@@ -116,9 +70,9 @@ class _Tail:
 
 
 async def run(
-    command: Sequence[str], task: str, variables: Mapping[str, str], late: asyncio.Event, keeper: Keeper, folder: Path
+    command: Sequence[str], task: str, variables: Mapping[str, str], late: asyncio.Event, folder: Path
 ) -> Exit:
-    """Run a program to its end, or until ``late`` is set. Its process group has ended when this returns or is cancelled.
+    """Run a program to its end, or until ``late`` is set. All that it started has ended when this returns or is cancelled.
 
     Args:
         task: what it reads on standard input.
@@ -128,30 +82,19 @@ async def run(
     Raises:
         OSError: it cannot be started.
     """
-    loop = asyncio.get_running_loop()
-    stdin = os.memfd_create("task")
-    try:
-        os.write(stdin, task.encode())
-        os.lseek(stdin, 0, os.SEEK_SET)
-        program = subprocess.Popen(
-            command,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **variables},
-            cwd=folder,
-            start_new_session=True,
-            preexec_fn=lambda: end_with_parent(signal.SIGKILL),
-        )
-    finally:
-        os.close(stdin)
+    with open(os.memfd_create("task"), "w+b") as stdin:
+        stdin.write(task.encode())
+        stdin.seek(0)
+        # In a thread, since it takes 30 ms. If this is cancelled meanwhile, the program ends with the object that nobody takes.
+        program = await asyncio.to_thread(
+            ChildProcess, command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, **variables}, cwd=folder,
+        )  # fmt: skip
     assert program.stdout is not None and program.stderr is not None
-    ended = asyncio.Event()
-    watched = os.pidfd_open(program.pid)
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
     with program.stdout, program.stderr:
-        keeper.began(program.pid)
         try:
-            loop.add_reader(watched, ended.set)
+            loop.add_reader(program.fileno(), ended.set)
             tails = _Tail(program.stdout.fileno()), _Tail(program.stderr.fileno())
             waits = [asyncio.ensure_future(event.wait()) for event in (ended, late)]
             try:
@@ -160,12 +103,8 @@ async def run(
                 for wait in waits:
                     wait.cancel()
         finally:
-            loop.remove_reader(watched)
-            os.close(watched)
-            with contextlib.suppress(OSError):
-                os.killpg(program.pid, signal.SIGKILL)  # before it is waited for: the number is still its own
-            code = program.wait()
-            keeper.ended(program.pid)
+            loop.remove_reader(program.fileno())
+            code = program.kill()
             output, errors = (tail.rest() for tail in tails)
     return Exit(code if ended.is_set() else None, output, errors)
 

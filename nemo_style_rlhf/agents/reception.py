@@ -15,7 +15,7 @@ from typing import Any
 from nemo_style_rlhf.agents import programs
 from nemo_style_rlhf.agents.api_requests import Offer, Refused, Request
 from nemo_style_rlhf.agents.environment import Action
-from nemo_style_rlhf.agents.programs import BadReward, Exit, Keeper
+from nemo_style_rlhf.agents.programs import BadReward, Exit
 
 GONE = "the API key is not that of a running episode"
 
@@ -102,13 +102,13 @@ class Visit:
 class Reception:
     """Everything of the gateway but HTTP. It runs in one event loop."""
 
-    def __init__(self, settings: Settings, send: Callable[[dict[str, Any]], None], keeper: Keeper) -> None:
+    def __init__(self, settings: Settings, send: Callable[[dict[str, Any]], None]) -> None:
         """
         Args:
             send: takes an event to the trainer.
         """
         self.settings = settings
-        self._send, self._keeper = send, keeper
+        self._send = send
         self._epoch, self._closed = 0, False
         self._waiting: deque[Place] = deque()
         self._services: deque[asyncio.Future[Visit]] = deque()
@@ -290,7 +290,7 @@ class Reception:
         }  # fmt: skip
         task, seconds = programs.as_json(visit.task), settings.episode_timeout_s
         try:
-            done = await programs.run(settings.command, task, variables, late, self._keeper, Path(settings.folder))
+            done = await programs.run(settings.command, task, variables, late, Path(settings.folder))
         except OSError as error:
             self.fail(visit, f"the program cannot be started ({error}): correct agent.command")
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_style_rlhf.agents.environment import Action, Observation, Task
 
-MEMORY_BYTES = 32
+MEMORY_BYTES = 24
 LONGEST_LINE = 16 * 2**20
 """Bytes of an observation as JSON."""
 LINE_LIMIT = 2**31
@@ -40,15 +40,6 @@ class SharedWords:
     @alive.setter
     def alive(self, seconds: float) -> None:
         self._seconds[2] = seconds
-
-    @property
-    def exit_code(self) -> int | None:
-        """Of a worker that ended by itself; negative for a signal's number."""
-        return self._whole[3] - 1000 if self._whole[3] else None
-
-    @exit_code.setter
-    def exit_code(self, code: int) -> None:
-        self._whole[3] = code + 1000
 
     def enter(self, attempt: int, now: float) -> None:
         """Mark ``attempt`` as running."""

@@ -29,7 +29,6 @@ from nemo_style_rlhf.agents.attempt import Attempt
 from nemo_style_rlhf.agents.environment import Environment
 from nemo_style_rlhf.agents.wire import LINE_LIMIT, SharedWords, read_action, read_task
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch.guardian import guarded
 from nemo_style_rlhf.launch.user_code import UserFile
 
 ENVIRONMENT = UserFile("agent_environment", "agent", "environment", "class")
@@ -55,8 +54,6 @@ class Setup:
     episode_timeout_s: float
     search: list[str]
     """Folders in which the trainer looks for modules."""
-    parent: int
-    """Process id of the trainer."""
     socket: int
     """Descriptor of the worker's end of the socket."""
     memory: int
@@ -216,7 +213,6 @@ def load(path: str, name: str) -> type:
 def main() -> None:
     setup = Setup(**json.loads(sys.argv[1]))
     words = SharedWords(setup.memory)
-    guarded(setup.parent, lambda code: setattr(words, "exit_code", code))
     connection = socket.socket(fileno=setup.socket)
     connection.set_inheritable(False)
     os.set_inheritable(setup.memory, False)

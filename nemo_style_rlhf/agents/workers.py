@@ -366,8 +366,7 @@ class EpisodeWorkers:
 
     def _cause(self, worker: _Worker) -> _Blame:
         """Why a process ended by itself."""
-        words = worker.process.words
-        code = words.exit_code
+        words, code = worker.process.words, worker.process.exit_code
         if code is None:
             how = "without a word"
         else:

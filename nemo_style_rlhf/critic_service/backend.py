@@ -3,7 +3,7 @@
 Three properties of PyTriton are replaced here. Its server listens on TCP and puts the secret of its admin interface into
 tritonserver's arguments: here it listens on a Unix socket in a folder of this user, has its models before it starts, refuses to
 load others, and needs no secret. Everybody can read its segments in /dev/shm, some of which have meaningless names, and hanging
-processes outlive it: here ``confine.py`` starts tritonserver, ``guardian.py`` ends it, and ``belongings.py`` names every segment.
+processes outlive it: here ``confine.py`` starts tritonserver, a supervisor ends it, and ``belongings.py`` names every segment.
 Its models answer every exception with HTTP 500 and the traceback, paths included: here a few lines are appended to the code that
 it sends into Triton's Python backend. requirements/server.txt pins PyTriton to 0.7.0; tests/integration/test_critic_errors.py and
 test_front_door.py check this file against it.
@@ -25,9 +25,11 @@ from pytriton.server.triton_server import TritonServer  # type: ignore[import-un
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 from pytriton.utils.distribution import get_libs_path, get_root_module_path, get_stub_path  # type: ignore[import-untyped]
 
-from nemo_style_rlhf.critic_service import guardian
+from nemo_style_rlhf.critic_service import belongings
 from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_of_dead_servers, require_room
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.processes import confine
+from nemo_style_rlhf.processes.child import ChildProcess
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.listening import within
 from nemo_style_rlhf.transport.messages import ERROR, Code, bytes_tensor
@@ -37,8 +39,6 @@ LOG_TAIL_LINES = 20
 ERROR_KINDS = {400: "INVALID_ARG", 404: "NOT_FOUND", 503: "UNAVAILABLE", 500: "INTERNAL"}
 """Triton's kind of error by the HTTP status into which it turns the kind."""
 PACKAGES = "libpython{0} on Debian and Ubuntu, python{0}-libs on Fedora and RHEL"
-GUARDIAN_S = 6.0
-"""Seconds after which a guardian that should have killed tritonserver is killed itself."""
 SMALL = {"OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """For tritonserver and the processes of its Python backend, two per endpoint: they copy arrays and multiply none. But NumPy's
 import starts threads for every core, which took a quarter of the processor time of a server's start, and tritonserver takes a
@@ -95,7 +95,7 @@ class _Model(Model):  # type: ignore[misc]
 
 
 class _Server(TritonServer):  # type: ignore[misc]
-    """Starts tritonserver under its guardian. PyTriton's own launch splits arguments at spaces."""
+    """Starts tritonserver with a supervisor. PyTriton's own launch splits arguments at spaces."""
 
     name: str
     log: Path | None = None
@@ -107,16 +107,15 @@ class _Server(TritonServer):  # type: ignore[misc]
                 arguments += [] if value is None else [f"--{name}", str(value)]
         # Loading several models at a time crashed on a busy machine, with Boost's lock_exception.
         arguments += ["--model-load-thread-count", "1"]
-        command = [sys.executable, "-m", guardian.__name__, self.name, str(self._server_path), *arguments]
+        command = [sys.executable, confine.__file__, str(self._server_path), *arguments]
         with contextlib.ExitStack() as opened:
             log = None if self.log is None else opened.enter_context(self.log.open("ab"))
-            self.process = subprocess.Popen(
+            self.process = ChildProcess(
                 command,
                 env={**self._get_env(), **SMALL},
-                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
-                start_new_session=True,  # a terminal's Ctrl-C must not reach it: a running call may finish
+                afterwards=[sys.executable, "-m", belongings.__name__, self.name],
             )
 
     def is_alive(self) -> bool:
@@ -198,13 +197,7 @@ class Backend(Triton):  # type: ignore[misc]
         """
         # Not Triton.stop, which waits for clients to hang up and takes half a second per endpoint, one after the other.
         if self._triton_server is not None:
-            process = self._triton_server.process
-            process.stdin.close()
-            try:
-                process.wait(GUARDIAN_S)
-            except subprocess.TimeoutExpired:  # the guardian is stopped, or hangs
-                process.kill()
-                process.wait()
+            self._triton_server.process.kill()
         self._belongings.remove()
 
     def _shm_prefix(self) -> str:

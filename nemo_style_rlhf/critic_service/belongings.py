@@ -4,8 +4,7 @@ The names of its segments in /dev/shm and of its folder for sockets begin with t
 the mark, holds the folder's path and is locked while the server lives: the kernel releases the lock when its process ends, in any
 way. A process id would not do: it may belong to another process later, and containers may share /dev/shm but not process ids.
 
-Beside the standard library, this module imports only what imports nothing else, so that the guardian, which imports it, starts in
-a moment.
+    python -m nemo_style_rlhf.critic_service.belongings NAME    # remove those of a server that has ended
 """
 
 import fcntl
@@ -13,9 +12,8 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.transport.short_paths import parent_of_sockets
 
 SHARED_MEMORY = Path("/dev/shm")
-ROUNDS = 100
 NEEDED_MIB = 11
 """Shared memory without which Triton does not start: it takes 4 MiB for each of three endpoints. Not more than that: where others
 have filled the rest, a server that is started again finds what the last one had."""
@@ -84,33 +81,17 @@ def remove_those_of_dead_servers() -> None:
                 os.close(descriptor)
 
 
-def kill_session() -> None:
-    """SIGKILL every other process of the session that this process leads, also those that are stopped or hang."""
-    for _ in range(ROUNDS):  # a process may have forked meanwhile
-        if not _kill(lambda pid: os.getsid(pid) == os.getpid() and not _is_zombie(pid)):
-            return
-        time.sleep(0.05)
-
-
 def _kill_users(name: str) -> None:
     """SIGKILL every other process that has mapped a file of the server ``name``, be it a program or a segment."""
-    _kill(lambda pid: name in Path(f"/proc/{pid}/maps").read_text())
-
-
-def _kill(which: Callable[[int], bool]) -> int:
-    """SIGKILL every other process for which ``which`` holds, and return their number."""
-    found = 0
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # already gone, or another user's
-            if pid != os.getpid() and which(pid):
+            if pid != os.getpid() and name in Path(f"/proc/{pid}/maps").read_text():
                 os.kill(pid, signal.SIGKILL)
-                found += 1
-    return found
-
-
-def _is_zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def _mark(name: str) -> Path:
     return SHARED_MEMORY / f"{name}.lock"
+
+
+if __name__ == "__main__":
+    remove(sys.argv[1])

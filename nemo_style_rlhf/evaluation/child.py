@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
-from nemo_style_rlhf.launch.children import end_with_parent
 from nemo_style_rlhf.launch.collector import importing
 from nemo_style_rlhf.launch.environment import has_nvidia
+from nemo_style_rlhf.processes.child import end_with_parent
 from nemo_style_rlhf.schema.evaluation import Checkpoint, EvaluationConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
 

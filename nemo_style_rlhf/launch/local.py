@@ -1,31 +1,26 @@
 """Starts programs as child processes, and leaves none of them behind."""
 
 import contextlib
-import ctypes
-import functools
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from nemo_style_rlhf.launch.program import Program
+from nemo_style_rlhf.processes.child import ChildProcess
 
 STOP_GRACE_S = 30.0
 """Default seconds from SIGTERM to SIGKILL. torchrun gives its ranks as many."""
 READY_TIMEOUT_S = 120.0
 POLL_S = 0.1
 LOG_TAIL_LINES = 15
-ORPHAN_GRACE_S = 10.0
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+LINGER_S = 5.0
+"""Seconds in which the processes that a program has left may end by themselves, which most do."""
 
 
 class ProgramFailed(Exception):
@@ -33,34 +28,27 @@ class ProgramFailed(Exception):
 
 
 class Child:
-    """A started program. It leads a process group (and session) of its own; its output is appended to ``log``, or ``shown`` where
-    this process writes.
+    """A started program, whose output is appended to ``log``, or ``shown`` where this process writes.
 
-    Linux sends it SIGTERM if this process ends without having stopped it. A program that ignores SIGTERM therefore outlives a
-    killed launcher.
+    If this process ends without having stopped it, it gets SIGTERM, and ``grace_s`` seconds later it is killed.
     """
 
-    def __init__(self, program: Program, log: Path, *, shown: bool = False) -> None:
+    def __init__(self, program: Program, log: Path, *, shown: bool = False, grace_s: float = STOP_GRACE_S) -> None:
+        self._grace_s = grace_s
         self.program, self.log, self._shown = program, log, shown
         log.parent.mkdir(parents=True, exist_ok=True)
         if program.ready_file is not None:
             program.ready_file.unlink(missing_ok=True)
         self._began = log.stat().st_size if log.exists() else 0
-        self._process = _starter().submit(self._start).result()
+        self._process = self._start()
 
     def _start(self) -> Any:
-        """The process; subclasses may start it in another way, as long as it offers the methods of ``subprocess.Popen``."""
+        """The process; subclasses may start it in another way, as long as it offers the methods of :class:`ChildProcess`."""
         with contextlib.nullcontext() if self._shown else self.log.open("ab") as output:
-            return subprocess.Popen(
-                self.program.command,
-                cwd=self.program.folder,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=None if self._shown else subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=functools.partial(_end_with, os.getpid()),
-            )
+            return ChildProcess(
+                self.program.command, cwd=self.program.folder, env=self._environment(), stdout=output,
+                stderr=None if self._shown else subprocess.STDOUT, grace_s=self._grace_s, linger_s=LINGER_S,
+            )  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, **self.program.env}
@@ -70,7 +58,7 @@ class Child:
         return int(self._process.pid)
 
     def poll(self) -> int | None:
-        """The exit code, or None while the program runs."""
+        """The exit code, or None while the program or something that it started runs."""
         code: int | None = self._process.poll()
         return code
 
@@ -100,13 +88,11 @@ class Child:
                 self.signal(signal.SIGTERM)
 
     def kill(self) -> int:
-        """Send SIGKILL to what is left of the whole group; returns the program's exit code."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        return int(self._process.wait())
+        """Kill the program and all that it started; returns its exit code."""
+        return int(self._process.kill())
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> int:
-        """Send SIGTERM, wait up to ``grace_s`` seconds, and kill what is left of the group; returns the exit code."""
+        """Send SIGTERM, wait up to ``grace_s`` seconds, and kill what is left; returns the exit code."""
         self.signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(grace_s)
@@ -150,12 +136,6 @@ class Child:
             return ProgramFailed(f"{self.program.name} {how or self.end}, see above")
         tail = "\n".join(self.output().splitlines()[-LOG_TAIL_LINES:])
         return ProgramFailed(f"{self.program.name} {how or self.end}; the end of its log {self.log}:\n{tail}")
-
-
-@functools.cache
-def _starter() -> ThreadPoolExecutor:
-    """A thread that starts children and lives as long as this process: with the thread that started it, a child would end."""
-    return ThreadPoolExecutor(1, "starts-children")
 
 
 def wait_for(child: Child, *others: Child, watch: Callable[[], None] = lambda: None) -> None:
@@ -227,48 +207,3 @@ class LocalLauncher:
             child.signal(signal.SIGTERM)
         for name in list(self._children):
             self.stop(name, grace_s)
-
-
-def _end_with(parent: int) -> None:
-    """Runs in the child before the program: have it end with ``parent``, which may be gone already.
-
-    SIGINT reaches it from its launcher alone, so it must not ignore it as jobs in a shell's background do.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of all descendants whose own parent dies, so that :func:`end_orphans` finds them (Linux)."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def end_orphans(spared: Collection[int], mark: tuple[str, str] | None = None) -> None:
-    """Wait until adopted processes have ended, which most do by themselves, and kill them if they do not.
-
-    Args:
-        spared: process ids of children that are no orphans.
-        mark: a variable and its value; without it in their environment, orphans are spared, too.
-    """
-    import psutil
-
-    def is_meant(process: psutil.Process) -> bool:
-        if process.pid in spared:
-            return False
-        try:
-            return mark is None or process.environ().get(mark[0]) == mark[1]
-        except psutil.ZombieProcess:  # wait_procs takes its exit code
-            return True
-        except psutil.Error:
-            return False
-
-    deadline = time.monotonic() + ORPHAN_GRACE_S
-    while orphans := list(filter(is_meant, psutil.Process().children())):
-        for orphan in orphans if time.monotonic() > deadline else ():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                orphan.kill()
-        psutil.wait_procs(orphans, timeout=2 * POLL_S)

@@ -4,7 +4,6 @@ import secrets
 from pathlib import Path
 
 from nemo_style_rlhf.launch.follow_up import after_ppo
-from nemo_style_rlhf.launch.local import adopt_orphans
 from nemo_style_rlhf.launch.ports import free_ports
 from nemo_style_rlhf.launch.ppo_run import ACTOR, CRITIC, PART, PPORun, configurations, configured, require_environments
 from nemo_style_rlhf.launch.program import CHECKED, Program
@@ -23,7 +22,6 @@ def run_on_this_host(config: PPOLocalConfig) -> int:
     """
     folder = Path(config.run.output_dir).resolve()
     programs = make_programs(config, folder)
-    adopt_orphans()
     run = PPORun(programs, folder, restarts=config.restarts, then=after_ppo(config))
     try:
         return run.to_its_end()

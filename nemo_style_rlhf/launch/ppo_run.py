@@ -18,7 +18,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.entry import USER_ERROR_EXIT, config_file
 from nemo_style_rlhf.launch.interpreter import ROOT
-from nemo_style_rlhf.launch.local import POLL_S, STOP_GRACE_S, Child, end_orphans
+from nemo_style_rlhf.launch.local import POLL_S, STOP_GRACE_S, Child
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from nemo_style_rlhf.launch.program import ACTOR, ACTOR_PYTHON, CRITIC, SERVER_PYTHON, Program
 from nemo_style_rlhf.launch.screen import WORTH_READING, GrowingLog, Screen
@@ -115,9 +115,7 @@ class PPORun:
         return Child(program, log)
 
     def _clear(self, dead: Child) -> None:
-        """End what a program has left that ended by itself."""
-        end_orphans({child.pid for child in self._children}, mark=(PART, dead.program.name))
-        dead.kill()
+        """End what a program has left; a child has ended only with all that it started."""
 
     def _counts(self, dead: Child) -> bool:
         """Whether this death counts as one; not if it had the cause of another, which did."""
@@ -155,7 +153,6 @@ class PPORun:
             time.sleep(POLL_S)
         for child in reversed(self._children):
             child.stop()
-        end_orphans(spared=())
         remove_leftovers(self._folder / ACTOR)
 
     def _watch(self) -> None:

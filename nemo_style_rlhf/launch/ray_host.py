@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_style_rlhf.launch.local import POLL_S, Child, adopt_orphans, end_orphans
+from nemo_style_rlhf.launch.local import POLL_S, Child
 from nemo_style_rlhf.launch.ports import free_ports
-from nemo_style_rlhf.launch.ppo_run import PART, remove_leftovers
+from nemo_style_rlhf.launch.ppo_run import remove_leftovers
 from nemo_style_rlhf.launch.program import Program
 from nemo_style_rlhf.launch.screen import GrowingLog
 
@@ -57,7 +57,6 @@ class Host:
         self._child: HostedChild | None = None
         self._news: GrowingLog | None = None
         self._heard, self._busy = time.monotonic(), False
-        adopt_orphans()
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -92,7 +91,7 @@ class Host:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
         self._news = GrowingLog(log)
-        self._child = HostedChild(program, log)
+        self._child = HostedChild(program, log, grace_s=LOST_GRACE_S)
 
     def hear(self) -> None:
         """The driver is there."""
@@ -117,7 +116,6 @@ class Host:
         self._busy = True
         try:
             code = self._child.kill()
-            end_orphans((), mark=(PART, self._child.program.env[PART]))
             if leftovers is not None:
                 remove_leftovers(leftovers)
         finally:

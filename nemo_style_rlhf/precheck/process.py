@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch.children import end_with_parent
 from nemo_style_rlhf.launch.program import CHECKED
+from nemo_style_rlhf.processes.child import end_with_parent
 
 Config = TypeVar("Config")
 NEEDED_BY_BOTH = (

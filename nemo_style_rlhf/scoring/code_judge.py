@@ -13,6 +13,7 @@ printed text themselves.
 """
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -56,6 +57,6 @@ def passed_tests(code: str, tests: Sequence[str], *, wall_s: float = 8.0, limits
             try:
                 verdicts, _ = judge.communicate(json.dumps({"code": code, "tests": list(tests)}).encode(), wall_s)
             except subprocess.TimeoutExpired:
-                judge.terminate()
+                judge.send_signal(signal.SIGKILL)
                 verdicts, _ = judge.communicate()
     return {int(line) for line in verdicts.split()}

@@ -18,19 +18,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
+from functools import partial
+from typing import IO, Any
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.transport import tree
-from nemo_style_rlhf.transport.confine import refusing
+from nemo_style_rlhf.processes.child import ChildProcess
+from nemo_style_rlhf.processes.confine import refusing
 
 LOGGER = logging.getLogger(__name__)
 WITHOUT = "NSR_CODE_WITHOUT_SANDBOX"
 """Set this variable to 1 in the environment of a machine on which code may do anything."""
-TREE = str(Path(tree.__file__))
-"""Without a sandbox, this program ends all that the code has started."""
-END_S = 5.0
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 CLONE_THREAD = 0x10000
 REFUSED = {
@@ -115,7 +112,7 @@ def why_no_sandbox() -> str | None:
     if platform.machine() not in CLONE:
         return f"no filter of system calls is known for {platform.machine()}"
     with _started(True, [sys.executable, "-I", "-c", ""], Limits(), stderr=subprocess.PIPE) as process:
-        _, said = process.communicate(timeout=60.0)
+        _, said = process.communicate(None, 60.0)
     return (
         f"bwrap failed with {' '.join(said.decode(errors='replace').split())[-300:]!r}" if process.returncode else None
     )
@@ -130,7 +127,7 @@ def confined(
     stdout: int | IO[bytes] = subprocess.DEVNULL,
     pass_fds: Sequence[int] = (),
     readable: Sequence[str] = (),
-) -> Iterator["subprocess.Popen[bytes]"]:
+) -> Iterator["subprocess.Popen[bytes] | ChildProcess"]:
     """Run ``command`` in a sandbox, and kill it when the context ends. Its output and exit code are untrusted.
 
     Args:
@@ -154,7 +151,7 @@ def _started(
     stderr: int = subprocess.DEVNULL,
     pass_fds: Sequence[int] = (),
     readable: Sequence[str] = (),
-) -> Iterator["subprocess.Popen[bytes]"]:
+) -> Iterator["subprocess.Popen[bytes] | ChildProcess"]:
     with ExitStack() as stack:
         words, kept, folder = limits.command, list(pass_fds), "/tmp"
         if inside:
@@ -165,12 +162,8 @@ def _started(
             words += _bubblewrap(limits, readable, rules.fileno())
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            ends, told = os.pipe()
-            stack.callback(os.close, told)
-            stack.callback(os.close, ends)
-            kept.append(ends)
-            words = [sys.executable, "-I", "-S", TREE, str(ends), *words, "setpriv", "--pdeathsig", "KILL"]
-        process = subprocess.Popen(
+        start: Any = partial(subprocess.Popen, start_new_session=True) if inside else ChildProcess
+        process = start(
             [*words, *command],
             cwd="/" if inside else folder,
             # The environment of a trainer or of a user's shell may hold tokens.
@@ -179,18 +172,16 @@ def _started(
             stdout=stdout,
             stderr=stderr,
             pass_fds=kept,
-            start_new_session=True,
         )
         try:
             yield process
         finally:
-            if not inside:
-                process.terminate()
-                with suppress(subprocess.TimeoutExpired):  # the code has stopped it
-                    process.wait(END_S)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the namespace ends with bwrap
-            process.wait()
+            if inside:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # the namespace ends with bwrap
+                process.wait()
+            else:
+                process.kill()
 
 
 def _bubblewrap(limits: Limits, readable: Sequence[str], filter_fd: int) -> list[str]:

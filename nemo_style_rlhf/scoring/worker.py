@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch.children import end_with_parent
 from nemo_style_rlhf.launch.user_code import UserFile, sentence
+from nemo_style_rlhf.processes.child import end_with_parent
 
 REWARD_FUNCTION = UserFile("reward_function", "reward.function", "reward function", "function")
 

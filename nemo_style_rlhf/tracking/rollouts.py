@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_style_rlhf.checkpoint.files import storage_errors, write_atomically
-from nemo_style_rlhf.launch.children import end_with_parent
+from nemo_style_rlhf.processes.child import end_with_parent
 from nemo_style_rlhf.schema.tracking import RolloutsConfig
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from tornado.httputil import HTTPServerConnectionDelegate
 from tornado.iostream import IOStream
 
 from nemo_style_rlhf.launch.malloc import return_freed_memory
-from nemo_style_rlhf.transport import confine
 from nemo_style_rlhf.transport.entrance import Entrance
 from nemo_style_rlhf.transport.exchange import JSON_BODY_BYTES, TENSOR_HEAD_BYTES, Exchange, connect
 from nemo_style_rlhf.transport.messages import Endpoint, TensorSpec
@@ -160,7 +159,6 @@ def main() -> None:
         signal.SIGTERM,
     ):  # from a terminal or a batch system; the server process decides when to end
         signal.signal(number, signal.SIG_IGN)
-    confine.end_with_parent(signal.SIGKILL)  # a stopped door does not see its input end, and would keep the port
     logging.getLogger("tornado").setLevel(logging.ERROR)
     return_freed_memory()
     settings = Settings.from_json(sys.stdin.buffer.readline())

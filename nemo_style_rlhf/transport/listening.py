@@ -13,6 +13,7 @@ from pathlib import Path
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.processes.child import ChildProcess
 from nemo_style_rlhf.schema.critic import ServerConfig
 from nemo_style_rlhf.transport import front_door
 from nemo_style_rlhf.transport.front_door import Route
@@ -20,6 +21,8 @@ from nemo_style_rlhf.transport.secret import LOOPBACK, own_token_made, read_toke
 
 PORT_CLOSE_TIMEOUT_S = 15.0
 BACKLOG = 1024
+CLOSE_S = 2.0
+"""Seconds in which a front door may deliver finished answers once its server has gone."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,12 @@ class Door:
             listener.listen(BACKLOG)
         except OSError as error:
             raise _cannot_bind(self.host, self.port) from error
-        self._process = subprocess.Popen(
+        self._process = ChildProcess(
             [sys.executable, "-m", front_door.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[listener.fileno()],
+            grace_s=CLOSE_S,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(settings.to_json() + b"\n")

@@ -71,7 +71,9 @@ def kill_endpoint(run: "Run") -> None:
     """Kill a child process of tritonserver, or a child of that."""
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(run.server.pid).children(recursive=True)
-        if inner := [child for child in children if child.ppid() != run.server.pid]:
+        if inner := [
+            each for child in children if child.name() == "tritonserver" for each in child.children(recursive=True)
+        ]:
             run.draw.choice(inner).kill()
 
 
@@ -233,7 +235,9 @@ def kill_door_of_engine(run: "Run") -> None:
     """Kill the front door alone: the engine behind it can be asked no more, and ends."""
     with contextlib.suppress(psutil.NoSuchProcess, IndexError):
         doors = [
-            each for each in run.draw.choice(engines_of(run)).children() if "front_door" in " ".join(each.cmdline())
+            each
+            for each in run.draw.choice(engines_of(run)).children(recursive=True)
+            if "front_door" in " ".join(command_of(each))
         ]
         doors[0].kill()
 

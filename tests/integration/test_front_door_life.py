@@ -30,7 +30,7 @@ def test_a_dead_door_ends_the_server(make_server) -> None:
 
 
 def test_a_killed_server_takes_its_door_along_and_the_next_one_tidies_up(make_server) -> None:
-    """All but an endpoint that hangs are killed at once, the guardian too, as a batch system or nobody's luck may do it."""
+    """All but an endpoint that hangs are killed at once, the supervisor too, as a batch system or nobody's luck may do it."""
     server = make_server().start()
     pid, everyone = server.process.pid, server.processes()
     left = [*segments_of(everyone), *Path(tempfile.gettempdir()).glob(f"nsr{pid}-*")]

@@ -307,6 +307,7 @@ print(1)
 """
 OWNER = """
 import queue, sys
+from nemo_style_rlhf.agents import gateway_process
 from nemo_style_rlhf.agents.api_requests import Offer
 from nemo_style_rlhf.agents.environment import Action, Task
 from nemo_style_rlhf.agents.gateway import Gateway
@@ -361,9 +362,9 @@ def test_programs_end_with_a_trainer_that_is_killed(written, tmp_path, whom):
             lambda: len(list(folder.iterdir())) == 3 and all(path.read_text() for path in folder.iterdir()), 60
         )
         below = psutil.Process(owner.pid).children(recursive=True)
-        assert len(below) >= 8  # the gateway, its keeper, three programs and their children
+        assert len(below) >= 8  # the gateway, three programs, their supervisors and their children
         if whom != "the trainer":
-            (gateway,) = psutil.Process(owner.pid).children()
+            (gateway,) = (each for each in below if "gateway_process" in " ".join(each.cmdline()))
             gateway.suspend()  # or it would see its trainer end
             owner.kill()
             gateway.kill()
@@ -385,7 +386,9 @@ def test_a_gateway_that_is_killed_begins_its_episodes_again(written, tmp_path):
         ours.start(*[Task("q", row={"folder": str(folder)}, seed=number) for number in range(3)])
         while len(ours.sessions) < 3:
             ours.serve_once()
-        (process,) = (each for each in psutil.Process().children() if "gateway_process" in " ".join(each.cmdline()))
+        (process,) = (
+            each for each in psutil.Process().children(recursive=True) if "gateway_process" in " ".join(each.cmdline())
+        )
         process.kill()
         while ours.left:
             ours.serve_once()
@@ -399,7 +402,7 @@ def test_a_gateway_that_is_killed_begins_its_episodes_again(written, tmp_path):
 
 
 def test_a_gateway_that_always_dies_fails_its_episodes(written, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(gateway_process, "__name__", "no_such_module")
     events = []
     gateway = Gateway(GatewayConfig(command=["true"]), events.append, offer=OFFER, attempts=1, episode_timeout_s=1.0)
     try:
@@ -431,7 +434,9 @@ def test_signals_of_the_terminal_are_the_trainers(written):
     """Ctrl-C reaches the whole process group; the trainer decides what becomes of its episodes."""
     with trainer(written("ask(user('hello'))\nprint(1)")) as ours:
         ours.run(Task("q"))
-        (process,) = (each for each in psutil.Process().children() if "gateway_process" in " ".join(each.cmdline()))
+        (process,) = (
+            each for each in psutil.Process().children(recursive=True) if "gateway_process" in " ".join(each.cmdline())
+        )
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(process.pid, number)
         time.sleep(0.2)

@@ -28,7 +28,11 @@ def test_a_gateway_that_hangs_is_killed_and_begins_its_episodes_again(
         if len(asked) == 1:
             time.sleep(5)
         elif len(asked) == 2:
-            (process,) = (each for each in psutil.Process().children() if "gateway_process" in " ".join(each.cmdline()))
+            (process,) = (
+                each
+                for each in psutil.Process().children(recursive=True)
+                if "gateway_process" in " ".join(each.cmdline())
+            )
             process.suspend()
         return ours.sample(call, ids, seed)
 

@@ -202,7 +202,9 @@ def test_strangers_hold_no_program_up_and_fill_no_log(token_file, capfd):
     with pulled(token_file) as (ours, url):
         running = in_background(ours, Task("q"))
         key = post(f"{url}/sessions/next", TOKEN)[1]["api_key"]
-        (gateway,) = (each for each in psutil.Process().children() if "gateway_process" in " ".join(each.cmdline()))
+        (gateway,) = (
+            each for each in psutil.Process().children(recursive=True) if "gateway_process" in " ".join(each.cmdline())
+        )
 
         def ask() -> None:
             hello = {"messages": [{"role": "user", "content": "hello"}]}

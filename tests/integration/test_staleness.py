@@ -102,7 +102,9 @@ def engines_that_pause(trainer: int) -> Iterator[None]:
     def pause() -> None:
         while not ended.wait(random.uniform(0, LONGEST_DELAY_S)):
             engines = [
-                each for each in psutil.Process(trainer).children() if "serve_engine" in " ".join(each.cmdline())
+                each
+                for each in psutil.Process(trainer).children(recursive=True)
+                if "serve_engine" in " ".join(each.cmdline())
             ]
             for engine in random.sample(engines, min(len(engines), 1)):
                 os.kill(engine.pid, signal.SIGSTOP)

@@ -46,7 +46,8 @@ class Local(Child):
 
     def process(self, script: str) -> psutil.Process:
         """The process that runs ``script``."""
-        alive = [child for child in psutil.Process(self.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+        children = [child for supervisor in psutil.Process(self.pid).children() for child in supervisor.children()]
+        alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
         (found,) = (child for child in alive if script in " ".join(child.cmdline()))
         return found
 

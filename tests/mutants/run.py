@@ -10,17 +10,16 @@ import argparse
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_style_rlhf.launch.local import adopt_orphans, end_orphans
+from nemo_style_rlhf.processes.child import ChildProcess
 from tests.mutants.fault import Fault, Inapplicable, guarantees
 from tests.mutants.faults import TWENTY
 from tests.mutants.others import OTHERS
@@ -55,7 +54,6 @@ def main() -> int:
     faults = [fault for fault in (*TWENTY, *OTHERS) if options.only in (None, fault.name)]
     if not faults:
         parser.error(f"there is no fault {options.only}: tests/mutants lists them")
-    adopt_orphans()  # a faulty process may outlive its test
     rows, controlled, found = guarantees(), set[tuple[str, ...]](), 0
     with copied() as copy:
         for fault in faults:
@@ -129,20 +127,20 @@ def run(copy: Path, tests: Sequence[str]) -> Outcome:
     paths = [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as said:  # not a pipe, which processes that outlive pytest would keep open
-        process = subprocess.Popen(
-            command, cwd=copy, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stdin=subprocess.DEVNULL,
-            stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        process = ChildProcess(
+            command,
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
         try:
             code = process.wait(LONGEST_S)
         except subprocess.TimeoutExpired:
             return Outcome(f"no end within {LONGEST_S:g} s", LONGEST_S)
         finally:
             seconds = time.monotonic() - began
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            end_orphans(())
+            process.kill()
         said.seek(0)
         output = said.read()
     if code == NO_FAILURE:

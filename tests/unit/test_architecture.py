@@ -27,27 +27,28 @@ ALLOWED = {
     "errors": set(),
     "algorithms": set(),
     "schema": {"errors", "algorithms"},  # names of estimators are checked against the functions that know them
-    "launch": BASE,
+    "processes": set(),
+    "launch": BASE | {"processes"},
     "distributed": BASE,
-    "tracking": BASE | {"launch", "checkpoint"},
+    "tracking": BASE | {"processes", "launch", "checkpoint"},
     "checkpoint": BASE,
     "models": BASE | {"checkpoint"},  # samples of files
     "data": BASE,
-    "agents": BASE | {"data", "launch", "transport"},
+    "agents": BASE | {"data", "processes", "launch", "transport"},
     "engine": BASE | {"models", "distributed", "checkpoint"},
-    "transport": BASE | {"launch"},
+    "transport": BASE | {"processes", "launch"},
     "generation": BASE | {"engine", "models", "transport", "launch", "checkpoint", "distributed"},
     "critic_service": BASE
-    | {"engine", "models", "distributed", "algorithms", "checkpoint", "data", "launch", "transport"},
-    "scoring": BASE | {"critic_service", "transport", "launch"},
+    | {"engine", "models", "distributed", "algorithms", "checkpoint", "data", "launch", "processes", "transport"},
+    "scoring": BASE | {"critic_service", "transport", "launch", "processes"},
     "rollout": BASE | {"agents", "generation", "scoring", "models", "algorithms", "data", "distributed"},
     "ppo": BASE
     | {"agents"}
     | {"rollout", "engine", "checkpoint", "tracking", "algorithms", "models", "data", "generation", "scoring"}
     | {"critic_service", "transport", "launch", "distributed"},
-    "precheck": BASE | {"data", "models", "ppo", "evaluation", "launch"},
+    "precheck": BASE | {"data", "models", "ppo", "evaluation", "launch", "processes"},
     "planning": BASE | {"models", "data", "generation", "rollout", "distributed"},  # numbers of what it plans
-    "evaluation": BASE | {"rollout", "generation", "scoring", "models", "data", "checkpoint", "launch"},
+    "evaluation": BASE | {"rollout", "generation", "scoring", "models", "data", "checkpoint", "launch", "processes"},
     "supervised": BASE | {"models", "data", "algorithms", "tracking", "launch", "engine", "checkpoint"},
     "conversion": BASE | {"models", "data", "engine", "checkpoint", "critic_service", "ppo", "supervised"},
     "parts": BASE

@@ -21,9 +21,8 @@ def told(serve: Served) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
 
     async def run() -> None:
-        nothing: Any = None  # of programs that this host runs
         settings = Settings(-1, "", "token", (), "", 4, 4, 1000, LIMIT_S, Offer())
-        reception = Reception(settings, events.append, nothing)
+        reception = Reception(settings, events.append)
         reception.obey({"kind": "start", "episode": 3, "attempt": 1, "left": 1, "task": {}})
         visit = await reception.next(1.0)
         assert visit is not None

@@ -222,7 +222,7 @@ def test_a_thread_that_ends_its_process_again_and_again_ends_its_episode(tmp_pat
     assert run.ended[1].observation == usual_end(1)
 
 
-def test_a_process_whose_guardian_was_killed_is_replaced(tmp_path):
+def test_a_process_whose_supervisor_was_killed_is_replaced(tmp_path):
     with Run(config(tmp_path)) as run:
         run.start(["fine"])
         asked = run.event()

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nemo_style_rlhf.launch import local
 from nemo_style_rlhf.launch.local import Child, LocalLauncher, ProgramFailed, wait_for
 from nemo_style_rlhf.launch.program import ROOT, Program
 
@@ -34,6 +35,11 @@ pathlib.Path(sys.argv[1] + ".new").write_text(json.dumps({"port": 1234, "pid": o
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 time.sleep(600)
 """
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "LINGER_S", 0.5)
 
 
 def python(name: str, code: str, *words: object, **settings) -> Program:
@@ -171,6 +177,7 @@ def test_a_killed_launcher_leaves_no_program(number, tmp_path):
     launcher = f"""
 import sys, time
 from pathlib import Path
+from nemo_style_rlhf.launch import local
 from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import Program
 with LocalLauncher(Path({str(tmp_path)!r})) as launcher:
@@ -188,7 +195,6 @@ with LocalLauncher(Path({str(tmp_path)!r})) as launcher:
 
 
 def test_a_program_outlives_the_thread_that_asked_for_it(tmp_path):
-    """Linux ends a child with the thread that started it."""
     with LocalLauncher(tmp_path) as launcher:
         thread = threading.Thread(target=launcher.start, args=(python("sleeper", SLEEP),))
         thread.start()

@@ -171,8 +171,9 @@ def test_it_ends_with_the_context():
 def test_an_ordinary_user_has_a_sandbox_too(tmp_path):
     """The tests' interpreter may lie where that user cannot read it, so the system's Python runs a copy of the files."""
     copy = tmp_path / "copy"
-    for name in ("__init__.py", "errors.py", "transport/confine.py", "transport/tree.py", "scoring/sandbox.py",
-                 "scoring/code_judge.py", "scoring/code_peers.py", "scoring/__init__.py", "transport/__init__.py"):  # fmt: skip
+    for name in ("__init__.py", "errors.py", "processes/__init__.py", "processes/child.py", "processes/confine.py",
+                 "processes/tree.py", "scoring/__init__.py", "scoring/code_judge.py", "scoring/code_peers.py",
+                 "scoring/sandbox.py"):  # fmt: skip
         (copy / "nemo_style_rlhf" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "nemo_style_rlhf" / name, copy / "nemo_style_rlhf" / name)
     let_others_read(copy)
@@ -194,7 +195,6 @@ def test_an_ordinary_user_has_a_sandbox_too(tmp_path):
 def without_bubblewrap(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Build the scorer of examples/rewards/code_tests.py and score one response where bwrap is not in PATH."""
     os.symlink(shutil.which("prlimit") or "", tmp_path / "prlimit")
-    os.symlink(shutil.which("setpriv") or "", tmp_path / "setpriv")
     program = f"""
 import logging
 from nemo_style_rlhf.schema.reward import FunctionRewardConfig

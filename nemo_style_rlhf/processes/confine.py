@@ -10,11 +10,10 @@ import ctypes
 import errno
 import os
 import platform
-import signal
 import struct
 import sys
 
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
 SECCOMP_MODE_FILTER = 2
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH constant by machine, from linux/audit.h."""
@@ -70,11 +69,6 @@ def refuse_fchmod() -> bool:
     )
 
 
-def end_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send this process, or the program that it becomes, a signal when the thread that started it ends."""
-    _prctl(PR_SET_PDEATHSIG, number)
-
-
 def _prctl(option: int, first: int, second: int = 0) -> bool:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
@@ -82,8 +76,7 @@ def _prctl(option: int, first: int, second: int = 0) -> bool:
 
 
 def main() -> None:
-    """Become the program, which ends with the process that started this one."""
-    end_with_parent(signal.SIGTERM)
+    """Become the program."""
     os.umask(0o077)
     refuse_fchmod()
     os.execv(sys.argv[1], sys.argv[1:])
