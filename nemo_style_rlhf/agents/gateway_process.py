@@ -305,11 +305,12 @@ async def serve(link: socket.socket, settings: Settings, rest: bytes) -> None:
             send({"kind": "alive"})
             await asyncio.sleep(PING_S)
 
-    pings = asyncio.ensure_future(ping())
-    await obey()
+    pings, orders = asyncio.ensure_future(ping()), asyncio.ensure_future(obey())
+    await asyncio.wait([orders])
     reception.close()
     if left := asyncio.all_tasks() - {asyncio.current_task(), pings}:
         await asyncio.wait(left, timeout=END_S)
+    orders.result()
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from nemo_style_rlhf.transport.connection import ServerUnreachable
 from nemo_style_rlhf.transport.secret import own_token
 from tests.fuzz.fuzzer import JSON_CALLS, valid_infer, valid_json, valid_train
 from tests.support.ppo_runs import server_overrides
-from tests.support.processes import Process
+from tests.support.processes import Process, process_below
 
 if TYPE_CHECKING:
     from tests.chaos.run import Run
@@ -233,13 +233,8 @@ def kill_every_engine(run: "Run") -> None:
 
 def kill_door_of_engine(run: "Run") -> None:
     """Kill the front door alone: the engine behind it can be asked no more, and ends."""
-    with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-        doors = [
-            each
-            for each in run.draw.choice(engines_of(run)).children(recursive=True)
-            if "front_door" in " ".join(command_of(each))
-        ]
-        doors[0].kill()
+    with contextlib.suppress(psutil.NoSuchProcess, IndexError, StopIteration):
+        process_below(run.draw.choice(engines_of(run)).pid, "front_door").kill()
 
 
 def pause_engine(run: "Run") -> None:

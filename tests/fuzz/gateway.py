@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from nemo_style_rlhf.agents.environment import Action, Task
 from nemo_style_rlhf.agents.events import Called, Event
@@ -58,6 +57,7 @@ from tests.fuzz.http_faults import (
 from tests.fuzz.kserve_faults import pick
 from tests.support.agents import OFFER
 from tests.support.paths import ROOT
+from tests.support.processes import process_below
 
 SESSIONS = 4
 BATCH = 1000
@@ -248,9 +248,7 @@ class Target:
         for _ in range(SESSIONS):
             found = self._post("/sessions/next", TOKEN, {})
             self.keys[found["task"]["seed"]] = found["api_key"]
-        (self.process,) = (
-            each for each in psutil.Process().children() if "gateway_process" in " ".join(each.cmdline())
-        )
+        self.process = process_below(os.getpid(), "gateway_process")
 
     def _answer(self, event: Event) -> None:
         """The policy: the mark of the session, and a digest of all that was asked."""

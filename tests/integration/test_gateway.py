@@ -12,12 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nemo_style_rlhf.agents import gateway_process
 from nemo_style_rlhf.agents.environment import Action, Task
 from nemo_style_rlhf.agents.events import Called, Ended, Failed
 from nemo_style_rlhf.agents.gateway import Gateway
 from nemo_style_rlhf.schema.gateway import GatewayConfig
 from tests.support.agents import OFFER, Trainer, program, until
 from tests.support.paths import ROOT
+from tests.support.processes import is_alive, process_below
 from tests.unit.agents.chat_templates import CHATML, MISTRAL, encoder
 
 READER = encoder(CHATML)
@@ -307,7 +309,6 @@ print(1)
 """
 OWNER = """
 import queue, sys
-from nemo_style_rlhf.agents import gateway_process
 from nemo_style_rlhf.agents.api_requests import Offer
 from nemo_style_rlhf.agents.environment import Action, Task
 from nemo_style_rlhf.agents.gateway import Gateway
@@ -328,7 +329,7 @@ def pids(folder: Path) -> set[int]:
 
 
 def alive(numbers: set[int]) -> set[int]:
-    return {pid for pid in numbers if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE}
+    return set(filter(is_alive, numbers))
 
 
 def test_no_program_outlives_its_episode(written, tmp_path):
@@ -364,7 +365,7 @@ def test_programs_end_with_a_trainer_that_is_killed(written, tmp_path, whom):
         below = psutil.Process(owner.pid).children(recursive=True)
         assert len(below) >= 8  # the gateway, three programs, their supervisors and their children
         if whom != "the trainer":
-            (gateway,) = (each for each in below if "gateway_process" in " ".join(each.cmdline()))
+            gateway = process_below(owner.pid, "gateway_process")
             gateway.suspend()  # or it would see its trainer end
             owner.kill()
             gateway.kill()
@@ -386,9 +387,7 @@ def test_a_gateway_that_is_killed_begins_its_episodes_again(written, tmp_path):
         ours.start(*[Task("q", row={"folder": str(folder)}, seed=number) for number in range(3)])
         while len(ours.sessions) < 3:
             ours.serve_once()
-        (process,) = (
-            each for each in psutil.Process().children(recursive=True) if "gateway_process" in " ".join(each.cmdline())
-        )
+        process = process_below(os.getpid(), "gateway_process")
         process.kill()
         while ours.left:
             ours.serve_once()
@@ -434,9 +433,7 @@ def test_signals_of_the_terminal_are_the_trainers(written):
     """Ctrl-C reaches the whole process group; the trainer decides what becomes of its episodes."""
     with trainer(written("ask(user('hello'))\nprint(1)")) as ours:
         ours.run(Task("q"))
-        (process,) = (
-            each for each in psutil.Process().children(recursive=True) if "gateway_process" in " ".join(each.cmdline())
-        )
+        process = process_below(os.getpid(), "gateway_process")
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(process.pid, number)
         time.sleep(0.2)

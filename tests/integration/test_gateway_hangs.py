@@ -1,11 +1,11 @@
 """A gateway whose process stands still costs a minute, and no sample."""
 
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 
 from nemo_style_rlhf.agents import gateway
@@ -13,6 +13,7 @@ from nemo_style_rlhf.agents.environment import Action, Task
 from nemo_style_rlhf.agents.events import Called
 from nemo_style_rlhf.schema.gateway import GatewayConfig
 from tests.support.agents import Trainer, program
+from tests.support.processes import process_below
 from tests.unit.agents.chat_templates import CHATML, encoder
 
 
@@ -28,11 +29,7 @@ def test_a_gateway_that_hangs_is_killed_and_begins_its_episodes_again(
         if len(asked) == 1:
             time.sleep(5)
         elif len(asked) == 2:
-            (process,) = (
-                each
-                for each in psutil.Process().children(recursive=True)
-                if "gateway_process" in " ".join(each.cmdline())
-            )
+            process = process_below(os.getpid(), "gateway_process")
             process.suspend()
         return ours.sample(call, ids, seed)
 

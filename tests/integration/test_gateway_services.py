@@ -26,6 +26,7 @@ from nemo_style_rlhf.schema.gateway import GatewayConfig
 from tests.integration.test_gateway import learned
 from tests.support.agents import OFFER, Trainer, until
 from tests.support.paths import ROOT
+from tests.support.processes import process_below
 from tests.support.strangers import crowd
 from tests.unit.agents.chat_templates import CHATML, encoder
 
@@ -202,9 +203,7 @@ def test_strangers_hold_no_program_up_and_fill_no_log(token_file, capfd):
     with pulled(token_file) as (ours, url):
         running = in_background(ours, Task("q"))
         key = post(f"{url}/sessions/next", TOKEN)[1]["api_key"]
-        (gateway,) = (
-            each for each in psutil.Process().children(recursive=True) if "gateway_process" in " ".join(each.cmdline())
-        )
+        gateway = process_below(os.getpid(), "gateway_process")
 
         def ask() -> None:
             hello = {"messages": [{"role": "user", "content": "hello"}]}

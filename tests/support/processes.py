@@ -68,6 +68,20 @@ def _stands_still(thread: Path) -> bool:
     return (thread / "stat").read_text().rpartition(")")[2].split()[0] in "TZX"
 
 
+def is_alive(pid: int) -> bool:
+    """Whether the process runs, also if it is stopped; a zombie does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def process_below(pid: int, text: str) -> psutil.Process:
+    """The first descendant of a process whose command contains ``text``."""
+    below = psutil.Process(pid).children(recursive=True)
+    return next(each for each in below if text in " ".join(each.cmdline()))
+
+
 def wait_for_output(process: Child, text: str, *, after: int = 0) -> None:
     """Wait until ``text`` occurs in the output after its first ``after`` characters."""
     deadline = time.monotonic() + READY_TIMEOUT_S

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from nemo_style_rlhf.launch.environment import ENVIRONMENT
@@ -28,7 +29,7 @@ LIBRARIES = {
 
 
 class Forked:
-    """Like ``subprocess.Popen`` of a script and its arguments, in the repository's root and a new session."""
+    """Like a ``ChildProcess`` of a script and its arguments, in the repository's root and a new session."""
 
     def __init__(
         self, command: Sequence[str], stdout: Path, stderr: Path, *,
@@ -66,8 +67,11 @@ class Forked:
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+    def kill(self) -> int:
+        """Kill the whole group; returns the exit code."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        return self.wait()
 
 
 def run(

@@ -8,12 +8,12 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from nemo_style_rlhf.launch import local
 from nemo_style_rlhf.launch.local import Child, LocalLauncher, ProgramFailed, wait_for
 from nemo_style_rlhf.launch.program import ROOT, Program
+from tests.support.processes import is_alive
 
 SLEEP = "import time; time.sleep(600)"
 FAMILY = f"""
@@ -48,10 +48,6 @@ def python(name: str, code: str, *words: object, **settings) -> Program:
 
 def server(tmp_path: Path, name: str = "server") -> Program:
     return python(name, SERVER, tmp_path / "ready.json", ready_file=tmp_path / "ready.json")
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def soon(condition, timeout_s: float = 20.0) -> bool:
@@ -138,7 +134,7 @@ def test_a_restarted_server_is_another_process_of_the_same_command_and_log(dies_
         launcher.restart("server")
         second = launcher["server"].ready()["pid"]
         assert second == launcher["server"].pid != first
-        assert alive(second) and not alive(first)
+        assert is_alive(second) and not is_alive(first)
         assert launcher["server"].output() == "serving\n" * 2
 
 
@@ -148,14 +144,14 @@ def test_stopping_kills_a_program_that_ignores_sigterm_and_its_children_after_th
     started = time.monotonic()
     assert child.stop(grace_s=1.0) == -signal.SIGKILL
     assert 1.0 <= time.monotonic() - started < 15
-    assert soon(lambda: not alive(grandchild))
+    assert soon(lambda: not is_alive(grandchild))
 
 
 def test_waiting_for_a_program_ends_the_children_that_it_left(tmp_path):
     with LocalLauncher(tmp_path) as launcher:
         launcher.start(python("family", FAMILY, tmp_path / "pid"))
         launcher.wait("family")
-        assert soon(lambda: not alive(written(tmp_path / "pid")))
+        assert soon(lambda: not is_alive(written(tmp_path / "pid")))
 
 
 def test_leaving_stops_programs_and_their_children_in_reverse_order(tmp_path):
@@ -169,7 +165,7 @@ def test_leaving_stops_programs_and_their_children_in_reverse_order(tmp_path):
         grandchild = written(tmp_path / "pid")
     first, second = (float((tmp_path / f"{name}.log").read_text()) for name in names)
     assert second < first
-    assert soon(lambda: not alive(grandchild))
+    assert soon(lambda: not is_alive(grandchild))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -188,10 +184,10 @@ with LocalLauncher(Path({str(tmp_path)!r})) as launcher:
     process = subprocess.Popen([sys.executable, "-c", launcher], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     children = [int(word) for word in process.stdout.readline().split()]
-    assert len(children) == 2 and all(map(alive, children))
+    assert len(children) == 2 and all(map(is_alive, children))
     os.kill(process.pid, number)
     assert process.wait(30) == -number
-    assert soon(lambda: not any(map(alive, children)))
+    assert soon(lambda: not any(map(is_alive, children)))
 
 
 def test_a_program_outlives_the_thread_that_asked_for_it(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from nemo_style_rlhf.processes.child import ChildProcess
 from tests.support.paths import ROOT
+from tests.support.processes import is_alive
 
 ESCAPES = """
 import os, pathlib, signal, subprocess, sys, time
@@ -30,10 +31,6 @@ if os.fork() == 0:
 
 def python(code: str, *words: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, words)]
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def soon(condition, timeout_s: float = 20.0) -> bool:
@@ -73,13 +70,13 @@ def test_nothing_of_a_program_is_left_not_even_in_another_session(how: str, tmp_
     left, pid = escaped(tmp_path / "note"), child.pid
     if how == "ends":
         assert child.wait(20) == 0
-        assert not alive(left)
+        assert not is_alive(left)
     elif how == "is killed":
         assert child.kill() == -signal.SIGKILL
-        assert not alive(left) and not alive(pid)
+        assert not is_alive(left) and not is_alive(pid)
     else:
         del child
-        assert soon(lambda: not alive(left) and not alive(pid))
+        assert soon(lambda: not is_alive(left) and not is_alive(pid))
 
 
 def test_what_a_program_has_left_may_end_by_itself(tmp_path: Path) -> None:
@@ -122,7 +119,7 @@ time.sleep(600)
     assert soon((tmp_path / "runs").exists)
     process.kill()
     assert soon((tmp_path / "after").exists)
-    assert not alive(child) and (tmp_path / "saved").exists() == (grace_s > 0)
+    assert not is_alive(child) and (tmp_path / "saved").exists() == (grace_s > 0)
     if holder:
         os.kill(holder, signal.SIGKILL)
     process.wait()
@@ -141,10 +138,10 @@ def test_a_batch_systems_signals_do_not_end_the_supervisor_and_a_killed_one_take
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         supervisor.send_signal(number)
     time.sleep(0.2)
-    assert child.poll() is None and alive(child.pid)
+    assert child.poll() is None and is_alive(child.pid)
     supervisor.kill()
     assert child.wait(20) == -signal.SIGKILL
-    assert soon(lambda: not alive(child.pid))
+    assert soon(lambda: not is_alive(child.pid))
 
 
 def test_a_supervisor_that_its_program_stopped_is_killed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +150,7 @@ def test_a_supervisor_that_its_program_stopped_is_killed_with_it(monkeypatch: py
     supervisor = psutil.Process(child.pid).parent()
     assert supervisor is not None and soon(lambda: supervisor.status() == psutil.STATUS_STOPPED)
     assert child.kill() == -signal.SIGKILL
-    assert soon(lambda: not alive(child.pid))
+    assert soon(lambda: not is_alive(child.pid))
 
 
 OPEN = """
