@@ -76,6 +76,19 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def suspend(processes: Sequence[psutil.Process]) -> None:
+    """Stop processes; returns once each of their threads stands still, which one that writes to a disk does only afterwards."""
+    for process in processes:
+        process.suspend()
+    for process in processes:
+        while not all(_stands_still(thread) for thread in Path(f"/proc/{process.pid}/task").iterdir()):
+            time.sleep(0.01)
+
+
+def _stands_still(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] in "TZX"
+
+
 def process_below(pid: int, text: str) -> psutil.Process:
     """The first descendant of a process whose command contains ``text``."""
     below = psutil.Process(pid).children(recursive=True)
