@@ -82,14 +82,8 @@ async def run(
     Raises:
         OSError: it cannot be started.
     """
-    with open(os.memfd_create("task"), "w+b") as stdin:
-        stdin.write(task.encode())
-        stdin.seek(0)
-        # In a thread, since it takes 30 ms. If this is cancelled meanwhile, the program ends with the object that nobody takes.
-        program = await asyncio.to_thread(
-            ChildProcess, command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, **variables}, cwd=folder,
-        )  # fmt: skip
+    # In a thread, since it takes 30 ms. If this is cancelled meanwhile, the program ends with the object that nobody takes.
+    program = await asyncio.to_thread(_started, command, task, {**os.environ, **variables}, folder)
     assert program.stdout is not None and program.stderr is not None
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     with program.stdout, program.stderr:
@@ -104,9 +98,18 @@ async def run(
                     wait.cancel()
         finally:
             loop.remove_reader(program.fileno())
-            code = program.kill()
+            code = await asyncio.to_thread(program.kill)
             output, errors = (tail.rest() for tail in tails)
     return Exit(code if ended.is_set() else None, output, errors)
+
+
+def _started(command: Sequence[str], task: str, environment: Mapping[str, str], folder: Path) -> ChildProcess:
+    with open(os.memfd_create("task"), "w+b") as stdin:
+        stdin.write(task.encode())
+        stdin.seek(0)
+        return ChildProcess(
+            command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=folder
+        )
 
 
 @dataclass(frozen=True)

@@ -81,11 +81,12 @@ class Child:
         elif self.poll() is None:
             import psutil  # not at the top: programs that only start others load no library
 
-            ranks = psutil.Process(self.pid).children()
-            for rank in ranks:
-                rank.send_signal(signal.SIGINT)
-            if not ranks:  # torchrun itself is still loading
-                self.signal(signal.SIGTERM)
+            with contextlib.suppress(psutil.NoSuchProcess):  # torchrun has ended, not yet all that it has left
+                ranks = psutil.Process(self.pid).children()
+                for rank in ranks:
+                    rank.send_signal(signal.SIGINT)
+                if not ranks:  # torchrun itself is still loading
+                    self.signal(signal.SIGTERM)
 
     def kill(self) -> int:
         """Kill the program and all that it started; returns its exit code."""

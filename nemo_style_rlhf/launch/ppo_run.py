@@ -115,7 +115,7 @@ class PPORun:
         return Child(program, log)
 
     def _clear(self, dead: Child) -> None:
-        """End what a program has left; a child has ended only with all that it started."""
+        """Called before a program is started again; subclasses may release what it had."""
 
     def _counts(self, dead: Child) -> bool:
         """Whether this death counts as one; not if it had the cause of another, which did."""

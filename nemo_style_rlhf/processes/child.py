@@ -48,7 +48,13 @@ class ChildProcess:
 
         Raises:
             OSError: the program cannot be started.
+            ValueError: the command is empty, or a word of it holds a NUL.
         """
+        words = [str(os.getpid()), str(grace_s), str(linger_s), str(len(afterwards)), *afterwards, *command]
+        content = b"\0".join(map(os.fsencode, words))
+        if not command or content.count(b"\0") != len(words) - 1:
+            raise ValueError(f"{command!r} is not a command")
+        self._parent = os.getpid()
         self._link, theirs = socket.socketpair()
         with theirs:
             self._supervisor = subprocess.Popen(
@@ -56,8 +62,6 @@ class ChildProcess:
                 stderr=stderr, pass_fds=[theirs.fileno(), *pass_fds], start_new_session=True,
             )  # fmt: skip
         self.stdin, self.stdout, self.stderr = self._supervisor.stdin, self._supervisor.stdout, self._supervisor.stderr
-        words = [str(os.getpid()), str(grace_s), str(linger_s), str(len(afterwards)), *afterwards, *command]
-        content = b"\0".join(map(os.fsencode, words))
         answer = b""
         with suppress(ConnectionError):  # the supervisor could not be started
             self._link.sendall(len(content).to_bytes(4, "big") + content)
@@ -100,9 +104,11 @@ class ChildProcess:
         return self._supervisor.communicate(given, timeout_s)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the program, unless it has ended; SIGKILL goes to all of its descendants, too. Does not wait."""
+        """Send a signal to the program. SIGKILL, or any once it has ended, kills all of its descendants, too. Does not wait."""
         with suppress(OSError):
-            self._link.send(bytes([number]))
+            self._link.send(bytes([number]), socket.MSG_DONTWAIT)
+        if number == signal.SIGKILL:
+            self._supervisor.send_signal(signal.SIGCONT)  # the program may have stopped it
 
     def kill(self) -> int:
         """Kill the program and all of its descendants; returns the exit code."""
@@ -114,8 +120,18 @@ class ChildProcess:
             return self.wait()
 
     def kill_supervisor(self) -> None:
-        """Kill a supervisor that hangs, or that the program has stopped. The kernel kills the program with it."""
-        self._supervisor.kill()
+        """Kill a supervisor that hangs, and what is left in the program's own session."""
+        if self.poll() is None:
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._supervisor.kill()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_link"):
+            with suppress(OSError):
+                if os.getpid() == self._parent:  # else a fork of this process, which shares the link
+                    self._link.shutdown(socket.SHUT_RDWR)
+            self._link.close()
 
 
 def end_with_parent() -> None:

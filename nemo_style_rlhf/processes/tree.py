@@ -5,155 +5,186 @@ and it kills what is left. It imports only what starts fast, of the standard lib
 """
 
 import ctypes
+import errno
 import os
-import resource
 import select
 import signal
 import sys
 import time
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 LOOK_S = 0.5
 """Seconds between two looks for the parent: a process that the parent forked may hold the link open."""
 NEWS_S = 1.0
 """Seconds to wait for the end of a parent that ends together with the program."""
+KILL_S = 5.0
+"""Seconds in which killed processes must have ended; one that hangs in the kernel does not."""
+IGNORED = (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD)
+"""Signals that this process ignores or catches, or that jobs in the background of a shell ignore: the program shall not."""
 
 
-def main() -> None:
-    # A batch system sends its signals to all processes of a job. Those that are meant for the program come over the link.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    link = int(sys.argv[1])
-    parent, grace_s, linger_s, length, *rest = _read(link, int.from_bytes(_read(link, 4), "big")).split(b"\0")
-    afterwards, command = rest[: int(length)], rest[int(length) :]
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    program = _start(command, link)
-    status, orphaned = _until_its_end(program, link, int(parent), float(grace_s), float(linger_s))
-    if afterwards and (orphaned or select.select([link], [], [], NEWS_S)[0]):
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        os.execv(afterwards[0], afterwards)
-    _end_like(os.waitstatus_to_exitcode(status))
+class Supervisor:
+    def __init__(self, link: int) -> None:
+        # A batch system sends its signals to all processes of a job. Those that are meant for the program come over the link.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self._link = link
+        parent, grace_s, linger_s, length, *rest = self._read(int.from_bytes(self._read(4), "big")).split(b"\0")
+        self._parent, self._grace_s, self._linger_s = int(parent), float(grace_s), float(linger_s)
+        self._afterwards, self._command = rest[: int(length)], rest[int(length) :]
+        self._status: int | None = None
+        """The program's wait status."""
+        self._orphaned = self._ordered = False
+        """Whether the parent has gone, and whether it has ordered the end."""
+        self._deadline = float("inf")
+        """When all that is left is killed."""
 
+    def run(self) -> None:
+        """Start the program, wait until nothing is left of it, and end as it did."""
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._program = self._start()
+        ended = self._wake_up_for_children()
+        self._poll = select.poll()
+        for each in (ended, self._link):
+            self._poll.register(each, select.POLLIN)
+        while self._reap() and time.monotonic() < self._deadline:
+            self._wait(min(LOOK_S, self._deadline - time.monotonic()), ended)
+        self._kill_all()
+        if self._afterwards:
+            news = time.monotonic() + NEWS_S
+            while not (self._orphaned or self._ordered) and (left := news - time.monotonic()) > 0:
+                self._wait(left, ended)
+            if self._orphaned:
+                os.execv(self._afterwards[0], self._afterwards)  # with all signals blocked, as here
+        _end_like(-signal.SIGKILL if self._status is None else os.waitstatus_to_exitcode(self._status))
 
-def _read(link: int, size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        if not (more := os.read(link, size - len(content))):
-            os._exit(1)  # the parent has gone
-        content += more
-    return content
+    def _read(self, size: int) -> bytes:
+        content = b""
+        while len(content) < size:
+            if not (more := os.read(self._link, size - len(content))):
+                os._exit(1)  # the parent has gone
+            content += more
+        return content
 
-
-def _start(command: list[bytes], link: int) -> int:
-    """Start the program; returns its process id. The parent is told it, or else the negative number of an error."""
-    reads, writes = os.pipe()
-    supervisor = os.getpid()
-    if (program := os.fork()) == 0:
-        try:
-            os.close(link)
-            os.setsid()
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == supervisor:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)  # jobs in the background of a shell ignore it
-                signal.pthread_sigmask(signal.SIG_SETMASK, ())
-                os.execvp(command[0], command)
-        except OSError as error:
-            os.write(writes, (error.errno or 1).to_bytes(4, "big"))
-        finally:
-            os._exit(127)
-    # What the program has open is its own: who reads its output waits until all that hold it have ended.
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for each in (0, 1, 2):
-        os.dup2(nothing, each)
-    os.close(writes)
-    failure = int.from_bytes(os.read(reads, 4), "big")
-    os.closerange(3, link)
-    os.closerange(link + 1, 2**20)
-    try:  # noqa: SIM105 contextlib takes longer to import than this program
-        os.write(link, (-failure or program).to_bytes(4, "big", signed=True))
-    except OSError:  # the parent has gone, which is noticed soon
-        pass
-    if failure:
-        os._exit(127)
-    return program
-
-
-def _until_its_end(program: int, link: int, parent: int, grace_s: float, linger_s: float) -> tuple[int, bool]:
-    """Wait until nothing is left of the program; returns its wait status, and whether the parent has gone."""
-    wakes, told = os.pipe()
-    os.set_blocking(wakes, False)
-    os.set_blocking(told, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    statuses: dict[int, int] = {}
-    orphaned, deadline = False, float("inf")
-    while _reap(statuses):
-        if program in statuses:
-            deadline = min(deadline, time.monotonic() + linger_s)
-        if time.monotonic() >= deadline:
-            _kill_all(statuses)
-            break
-        rest = min(LOOK_S, deadline - time.monotonic())
-        ready, _, _ = select.select([wakes] if orphaned else [wakes, link], [], [], max(rest, 0))
-        if wakes in ready:
-            os.read(wakes, 4096)
-        numbers = os.read(link, 64) if link in ready else b""
-        if not orphaned and ((link in ready and not numbers) or os.getppid() != parent):
-            orphaned, numbers = True, bytes([signal.SIGTERM])
-            deadline = min(deadline, time.monotonic() + grace_s)
-        for number in numbers:
-            if number == signal.SIGKILL:
-                deadline = 0.0
-            elif program not in statuses:
-                os.kill(program, number)
-    return statuses[program], orphaned
-
-
-def _reap(statuses: dict[int, int]) -> bool:
-    """Note the wait statuses of children that have ended; returns whether others are left."""
-    try:
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            statuses[ended[0]] = ended[1]
-    except ChildProcessError:
-        return False
-    return True
-
-
-def _kill_all(statuses: dict[int, int]) -> None:
-    """Kill and await all children. Those of a killed one become ours, and are killed in turn."""
-    while _reap(statuses):
-        for child in _children():
-            try:  # noqa: SIM105
-                os.kill(child, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        ended, status = os.waitpid(-1, 0)
-        statuses[ended] = status
-
-
-def _children() -> list[int]:
-    """Process ids of this process's children."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as stat:
-                if int(stat.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                    found.append(int(pid))
-        except OSError:  # it has ended
+    def _start(self) -> int:
+        """Start the program; returns its process id. The parent is told it, or else the negative number of an error."""
+        reads, writes = os.pipe()
+        supervisor = os.getpid()
+        if (program := os.fork()) == 0:
+            try:
+                os.close(self._link)
+                os.setsid()
+                _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() == supervisor:
+                    for number in IGNORED:
+                        signal.signal(number, signal.SIG_DFL)
+                    signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+                    os.execvp(self._command[0], self._command)
+            except Exception as error:  # noqa: BLE001 told to the parent
+                os.write(writes, (getattr(error, "errno", None) or errno.EINVAL).to_bytes(4, "big"))
+            finally:
+                os._exit(127)
+        os.close(writes)
+        failure = int.from_bytes(os.read(reads, 4), "big")
+        self._close_all_but_link()
+        try:  # noqa: SIM105 contextlib takes longer to import than this program
+            os.write(self._link, (-failure or program).to_bytes(4, "big", signed=True))
+        except OSError:  # the parent has gone, as is noticed soon
             pass
-    return found
+        if failure:
+            os._exit(127)
+        return program
+
+    def _close_all_but_link(self) -> None:
+        """What the program has open is its own: who reads its output waits until all that hold it have ended."""
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for each in (0, 1, 2):
+            os.dup2(nothing, each)
+        for each in map(int, os.listdir("/proc/self/fd")):
+            if each > 2 and each != self._link:
+                try:  # noqa: SIM105
+                    os.close(each)
+                except OSError:  # that of the listing
+                    pass
+
+    @staticmethod
+    def _wake_up_for_children() -> int:
+        """A descriptor that becomes readable when a child ends."""
+        ended, told = os.pipe()
+        os.set_blocking(ended, False)
+        os.set_blocking(told, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        return ended
+
+    def _wait(self, seconds: float, ended: int) -> None:
+        """Wait until a child has ended, or the parent has gone or has given an order, which is followed."""
+        ready = {descriptor for descriptor, _ in self._poll.poll(1000 * max(seconds, 0))}
+        if ended in ready:
+            os.read(ended, 4096)
+        numbers = b""
+        if self._link in ready:
+            try:
+                numbers = os.read(self._link, 64)
+            except ConnectionResetError:  # the parent has gone without having read its answer
+                numbers = b""
+        if not self._orphaned and ((self._link in ready and not numbers) or os.getppid() != self._parent):
+            self._orphaned, numbers = True, bytes([signal.SIGTERM])
+            self._deadline = min(self._deadline, time.monotonic() + self._grace_s)
+            self._poll.unregister(self._link)
+        for number in numbers:
+            if (
+                number == signal.SIGKILL or self._status is not None
+            ):  # of what the program has left, nothing is waited for
+                self._ordered, self._deadline = not self._orphaned, 0.0
+            else:
+                _kill(self._program, number)
+
+    def _reap(self) -> bool:
+        """Note the end of children; returns whether others are left."""
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._program and self._status is None:
+                    self._status = ended[1]
+                    self._deadline = min(self._deadline, time.monotonic() + self._linger_s)
+        except ChildProcessError:
+            return False
+        return True
+
+    def _kill_all(self) -> None:
+        """Kill and await all children. Those of a killed one become ours, and are killed in turn."""
+        last, killed = time.monotonic() + KILL_S, ""
+        while self._reap() and time.monotonic() < last:
+            with open(f"/proc/self/task/{os.getpid()}/children") as children:
+                found = children.read()
+            for child in found.split():
+                _kill(int(child), signal.SIGKILL)
+            if found == killed:
+                time.sleep(0.001)
+            killed = found
+
+
+def _kill(process: int, number: int) -> None:
+    try:  # noqa: SIM105
+        os.kill(process, number)
+    except OSError:  # it has ended, or is another user's
+        pass
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _end_like(code: int) -> None:
     """End with an exit code, or by the signal of a negative one."""
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has dumped its own
+        _prctl(PR_SET_DUMPABLE, 0)  # the program has dumped its own core
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    Supervisor(int(sys.argv[1])).run()

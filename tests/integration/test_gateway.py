@@ -363,7 +363,7 @@ def test_programs_end_with_a_trainer_that_is_killed(written, tmp_path, whom):
             lambda: len(list(folder.iterdir())) == 3 and all(path.read_text() for path in folder.iterdir()), 60
         )
         below = psutil.Process(owner.pid).children(recursive=True)
-        assert len(below) >= 8  # the gateway, three programs, their supervisors and their children
+        assert len(below) == 11  # the gateway, three programs, their supervisors and their children
         if whom != "the trainer":
             gateway = process_below(owner.pid, "gateway_process")
             gateway.suspend()  # or it would see its trainer end

@@ -55,19 +55,6 @@ def start_server(
     return process, int(process.ready(READY_TIMEOUT_S)["port"])
 
 
-def suspend(processes: Sequence[psutil.Process]) -> None:
-    """Stop processes; returns once each of their threads stands still, which one that writes to a disk does only afterwards."""
-    for process in processes:
-        process.suspend()
-    for process in processes:
-        while not all(_stands_still(thread) for thread in Path(f"/proc/{process.pid}/task").iterdir()):
-            time.sleep(0.01)
-
-
-def _stands_still(thread: Path) -> bool:
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0] in "TZX"
-
-
 def is_alive(pid: int) -> bool:
     """Whether the process runs, also if it is stopped; a zombie does not."""
     try:

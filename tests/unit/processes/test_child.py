@@ -125,32 +125,115 @@ time.sleep(600)
     process.wait()
 
 
-def test_what_is_to_follow_does_not_follow_while_the_parent_lives(tmp_path: Path) -> None:
-    child = ChildProcess(["true"], afterwards=["/usr/bin/env", "touch", str(tmp_path / "after")])
-    assert child.wait(20) == 0
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_is_to_follow_does_not_follow_while_the_parent_lives(killed: bool, tmp_path: Path) -> None:
+    """Also not after an order that comes when the program has ended by itself."""
+    command = python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    child = ChildProcess(command, afterwards=["/usr/bin/env", "touch", str(tmp_path / "after")])
+    if killed:
+        time.sleep(0.3)
+        child.send_signal(signal.SIGKILL)
+    assert child.wait(20) == -signal.SIGSEGV
     assert not (tmp_path / "after").exists()
 
 
-def test_a_batch_systems_signals_do_not_end_the_supervisor_and_a_killed_one_takes_the_program_along() -> None:
-    child = ChildProcess(["sleep", "600"])
+def supervisor_of(child: ChildProcess) -> psutil.Process:
     supervisor = psutil.Process(child.pid).parent()
     assert supervisor is not None
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    return supervisor
+
+
+BATCH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("code", [5, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM])
+def test_a_batch_systems_signals_do_not_reach_the_supervisor(code: int) -> None:
+    ends = f"os.kill(os.getpid(), {-code})" if code < 0 else f"sys.exit({code})"
+    child = ChildProcess(python(f"import os, sys; sys.stdin.read(); {ends}"), stdin=subprocess.PIPE)
+    for number in BATCH:
+        supervisor_of(child).send_signal(number)
+    time.sleep(0.1)
+    assert child.poll() is None and child.stdin is not None
+    child.stdin.close()
+    assert child.wait(20) == code
+
+
+def test_nor_do_they_keep_it_from_what_is_to_follow(tmp_path: Path) -> None:
+    parent = f"""
+import sys, time
+from nemo_style_rlhf.processes.child import ChildProcess
+child = ChildProcess(["sleep", "600"], afterwards=["/usr/bin/env", "touch", {str(tmp_path / "after")!r}])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+    process = subprocess.Popen(python(parent), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    supervisor = psutil.Process(int(process.stdout.readline())).parent()
+    assert supervisor is not None
+    for number in BATCH:
         supervisor.send_signal(number)
-    time.sleep(0.2)
-    assert child.poll() is None and is_alive(child.pid)
-    supervisor.kill()
+    process.kill()
+    process.wait()
+    assert soon((tmp_path / "after").exists)
+
+
+def test_a_killed_supervisor_takes_the_program_along() -> None:
+    child = ChildProcess(["sleep", "600"])
+    supervisor_of(child).kill()
     assert child.wait(20) == -signal.SIGKILL
     assert soon(lambda: not is_alive(child.pid))
 
 
-def test_a_supervisor_that_its_program_stopped_is_killed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_style_rlhf.processes.child.END_S", 0.5)
-    child = ChildProcess(python("import os, signal, time; os.kill(os.getppid(), signal.SIGSTOP); time.sleep(600)"))
-    supervisor = psutil.Process(child.pid).parent()
-    assert supervisor is not None and soon(lambda: supervisor.status() == psutil.STATUS_STOPPED)
+def test_a_program_that_stops_its_supervisor_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
+    stops = "while not os.path.exists(sys.argv[1]):\n    time.sleep(0.01)\n"
+    stops += "os.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(600)"
+    child = ChildProcess(python(ESCAPES + stops, tmp_path / "note"))
+    left = escaped(tmp_path / "note")
+    assert soon(lambda: supervisor_of(child).status() == psutil.STATUS_STOPPED)
     assert child.kill() == -signal.SIGKILL
-    assert soon(lambda: not is_alive(child.pid))
+    assert not is_alive(left) and not is_alive(child.pid)
+
+
+FORKS = "import os\nwhile True:\n    if os.fork():\n        os._exit(0)"
+
+
+def test_what_forks_without_end_is_killed() -> None:
+    child = ChildProcess(python(FORKS), linger_s=600)
+    time.sleep(0.2)
+    assert child.kill() in (0, -signal.SIGKILL)
+    time.sleep(0.1)
+    assert not [each for each in psutil.process_iter(["cmdline"]) if FORKS in (each.info["cmdline"] or [])]
+
+
+def test_a_program_has_the_signals_of_its_parent() -> None:
+    """Those that the parent blocks are blocked, since a batch system sends them to all; none is ignored that Python ignores."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        child = ChildProcess(["cat", "/proc/self/status"], stdout=subprocess.PIPE)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    output, _ = child.communicate(None, 20)
+    lines = [line.split() for line in output.decode().splitlines() if line.startswith(("SigBlk", "SigIgn"))]
+    masks = {name: int(mask, 16) for name, mask in lines}
+    assert masks["SigBlk:"] >> (signal.SIGUSR1 - 1) & 1 and not masks["SigBlk:"] >> (signal.SIGTERM - 1) & 1
+    assert masks["SigIgn:"] & sum(1 << (each - 1) for each in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)) == 0
+
+
+def test_a_process_with_many_open_files_starts_programs(tmp_path: Path) -> None:
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        child = ChildProcess(python(ESCAPES, tmp_path / "note"), linger_s=600)
+        left = escaped(tmp_path / "note")
+        assert child.kill() in (0, -signal.SIGKILL) and not is_alive(left)
+    finally:
+        for each in held:
+            os.close(each)
+
+
+def test_commands_that_the_kernel_cannot_pass_on_are_refused() -> None:
+    for command in ([], ["echo", "a\0b"]):
+        with pytest.raises(ValueError, match="is not a command"):
+            ChildProcess(command)
 
 
 OPEN = """
