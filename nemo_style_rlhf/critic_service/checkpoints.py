@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.checkpoint.data import NOT_DATA
-from nemo_style_rlhf.critic_service import protocol, validation
+from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.gate import Gate
 from nemo_style_rlhf.critic_service.ledger import Ledger
 from nemo_style_rlhf.critic_service.service import Tensors, response
@@ -17,6 +17,7 @@ from nemo_style_rlhf.critic_service.worker import BeginFiles, CriticWorker, EndF
 from nemo_style_rlhf.engine.files import unreadable_files
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
+from nemo_style_rlhf.transport.reading import read
 
 
 class Checkpoints:
@@ -33,7 +34,7 @@ class Checkpoints:
 
     def save(self, inputs: Mapping[str, Array]) -> Tensors:
         """Only the copy holds the models: others are answered while it is written."""
-        request = validation.read_json(inputs[messages.REQUEST.name], protocol.SaveRequest)
+        request = read(inputs[messages.REQUEST.name], protocol.SaveRequest)
         self._ledger.check_run(request.lease, request.checkpoint_id)
         last = self._last_save
         if not request.copy_only and last is not None and last[0] == request:

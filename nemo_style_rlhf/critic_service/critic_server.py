@@ -28,6 +28,7 @@ from nemo_style_rlhf.launch import malloc
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
+from nemo_style_rlhf.transport.reading import read
 
 
 class Critic:
@@ -137,7 +138,7 @@ class Critic:
         return held
 
     def shutdown(self, inputs: Mapping[str, Array]) -> Tensors:
-        request = validation.read_json(inputs[messages.REQUEST.name], protocol.ShutdownRequest)
+        request = read(inputs[messages.REQUEST.name], protocol.ShutdownRequest)
         self._ledger.check(request.lease)
         self._gate.shutdown_requested.set()
         return response({"stopping": True})

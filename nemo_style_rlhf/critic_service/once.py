@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from nemo_style_rlhf.critic_service import protocol, validation
+from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.service import Handler, Tensors, response
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
+from nemo_style_rlhf.transport.reading import read
 
 Changing = TypeVar(
     "Changing", protocol.AcquireRequest, protocol.CommitRequest, protocol.RestoreRequest, protocol.TurnRequest
@@ -20,7 +21,7 @@ def once(message: type[Changing], change: Callable[[Changing], dict[str, Any]]) 
     answered: dict[str, tuple[Changing, dict[str, Any]]] = {}
 
     def endpoint(inputs: Mapping[str, Array]) -> Tensors:
-        request = validation.read_json(inputs[messages.REQUEST.name], message)
+        request = read(inputs[messages.REQUEST.name], message)
         if request.request_id is None:
             return response(change(request))
         if request.request_id not in answered:

@@ -10,10 +10,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 
+from nemo_style_rlhf.checkpoint.names import is_checkpoint_id, is_run_id
 from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.transport.messages import (
     REQUEST,
@@ -27,6 +28,7 @@ from nemo_style_rlhf.transport.messages import (
     ragged,
     text_tensor,
 )
+from nemo_style_rlhf.transport.reading import Expected, message
 
 PROTOCOL_VERSION = 12
 
@@ -148,12 +150,43 @@ Want = Literal["rewards", "values", "both"]
 WANTS: tuple[str, ...] = get_args(Want)
 
 
+def _is_name(value: str) -> bool:
+    return 0 < len(value) <= 200 and value.isprintable()
+
+
+def _is_whole(value: int) -> bool:
+    """Whether other languages' numbers hold it."""
+    return 0 <= value < 2**53
+
+
+Lease = Annotated[str, Expected("a string from critic_acquire", _is_name)]
+RunId = Annotated[str, Expected("1 to 40 letters a-z and digits", is_run_id)]
+RequestId = Annotated[
+    str | None,
+    Expected("a printable string of 1 to 200 characters, or null", lambda value: value is None or _is_name(value)),
+]
+CheckpointId = Annotated[
+    str,
+    Expected(
+        "<run_id>-step_NNNNNN, with a run_id of 1 to 40 letters a-z and digits, and a step of six or more digits",
+        is_checkpoint_id,
+    ),
+]
+Step = Annotated[int, Expected("an integer from 1 up", lambda value: 1 <= value < 2**53)]
+StepOrNone = Annotated[
+    int | None, Expected("a number from 0 up, or null", lambda value: value is None or _is_whole(value))
+]
+Part = Annotated[int, Expected("an integer", lambda value: abs(value) < 2**53)]
+Flag = Annotated[bool, Expected("true or false")]
+
+
+@message
 @dataclass(frozen=True)
 class Wanted:
     """The JSON ``request`` of ``critic_infer``: what to compute for its sequences, and with which critic."""
 
-    want: Want
-    expect_critic_step: int | None = None
+    want: Annotated[Want, Expected(f"{', '.join(WANTS[:-1])} or {WANTS[-1]}")]
+    expect_critic_step: StepOrNone = None
     """The request is refused if the critic stands at another step. None: it may stand at any."""
 
     @property
@@ -222,60 +255,83 @@ class TrainPart:
         return replace(self, sequences=sequences, returns=returns, old_values=old_values, mask=mask)
 
 
+@message
+@dataclass(frozen=True)
+class PartHeader:
+    """The JSON ``plan`` of ``critic_train``; the last three fields belong to the last part."""
+
+    lease: Lease
+    step: Step
+    part: Part
+    parts: Part
+    mini_batches: Annotated[
+        list[list[Annotated[int, Expected("", lambda value: abs(value) < 2**53)]]] | None,
+        Expected("a list of lists of sequence indices"),
+    ] = None
+    normalizers: Annotated[list[float] | None, Expected("a list of numbers")] = None
+    digest: Annotated[str | None, Expected("a SHA-256 digest", lambda value: value is None or _is_name(value))] = None
+
+
+@message
 @dataclass(frozen=True)
 class AcquireRequest:
-    run_id: str
+    run_id: RunId
     """1 to 40 letters a-z and digits. The lease changes the checkpoints of this run alone."""
-    tokenizer_digest: str
-    request_id: str | None = None
+    tokenizer_digest: Annotated[str, Expected("a string", _is_name)]
+    request_id: RequestId = None
     """Chosen by the caller, a new one for every request. A repeated request has the same, and gets the same answer."""
 
 
+@message
 @dataclass(frozen=True)
 class SaveRequest:
-    lease: str
-    checkpoint_id: str
+    lease: Lease
+    checkpoint_id: CheckpointId
     """``<run_id>-step_NNNNNN``, of the run that acquired the lease."""
-    critic_step: int | None = None
+    critic_step: StepOrNone = None
     """The critic's step that is to be saved; refused once the critic has gone on, unless it was copied. None: whatever it is."""
-    copy_only: bool = False
+    copy_only: Flag = False
     """Answer once the copy in memory is taken from which the files are written; the same request without it waits for them."""
-    export: bool = False
+    export: Flag = False
     """Also write the critic as a Hugging Face directory."""
 
 
+@message
 @dataclass(frozen=True)
 class RestoreRequest:
-    lease: str
-    checkpoint_id: str
-    digests: dict[str, str] | None = None
+    lease: Lease
+    checkpoint_id: CheckpointId
+    digests: Annotated[dict[str, str] | None, Expected("an object of file names and SHA-256 digests")] = None
     """What the manifest says the files' SHA-256 are; None takes them as they are."""
-    request_id: str | None = None
+    request_id: RequestId = None
     """As of :class:`AcquireRequest`."""
 
 
+@message
 @dataclass(frozen=True)
 class CommitRequest:
-    lease: str
-    checkpoint_id: str
-    keep: int
+    lease: Lease
+    checkpoint_id: CheckpointId
+    keep: Annotated[int, Expected("a number from 0 up", _is_whole)]
     """How many committed checkpoints of the run stay on disk, this one included; 0 removes all, and the run's exports."""
-    request_id: str | None = None
+    request_id: RequestId = None
     """As of :class:`AcquireRequest`."""
 
 
+@message
 @dataclass(frozen=True)
 class TurnRequest:
     """``critic_sleep`` and ``critic_wake``."""
 
-    lease: str
-    request_id: str | None = None
+    lease: Lease
+    request_id: RequestId = None
     """As of :class:`AcquireRequest`."""
 
 
+@message
 @dataclass(frozen=True)
 class ShutdownRequest:
-    lease: str
+    lease: Lease
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

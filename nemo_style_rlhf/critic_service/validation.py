@@ -3,14 +3,11 @@
 This module imports only NumPy and the standard library, and nothing here has side effects.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
 
-from nemo_style_rlhf.checkpoint.names import is_checkpoint_id, is_run_id
 from nemo_style_rlhf.critic_service.protocol import (
     CONVERSATIONS,
     INFER,
@@ -22,9 +19,9 @@ from nemo_style_rlhf.critic_service.protocol import (
     RETURNS,
     REWARD_INFER,
     TRAIN,
-    WANTS,
     InferRequest,
     Limits,
+    PartHeader,
     RewardRequest,
     TrainPart,
     TrainPlan,
@@ -42,11 +39,9 @@ from nemo_style_rlhf.transport.messages import (
     ragged,
     text_nbytes,
 )
-
-Message = TypeVar("Message")
+from nemo_style_rlhf.transport.reading import read
 
 MAX_PARTS = 1024
-MAX_JSON_BYTES = 16 * 2**20
 
 
 def read_infer(inputs: Mapping[str, Array], limits: Limits) -> tuple[InferRequest, Wanted]:
@@ -56,7 +51,7 @@ def read_infer(inputs: Mapping[str, Array], limits: Limits) -> tuple[InferReques
         ProtocolError: INVALID, naming the tensor or field and the rule.
     """
     _check_tensors(inputs, INFER.inputs, limits)
-    return _read_sequences(inputs, limits), read_json(inputs[REQUEST.name], Wanted)
+    return _read_sequences(inputs, limits), read(inputs[REQUEST.name], Wanted)
 
 
 def _read_sequences(inputs: Mapping[str, Array], limits: Limits) -> InferRequest:
@@ -141,7 +136,7 @@ def read_train(inputs: Mapping[str, Array], limits: Limits) -> TrainPart:
     if mask[last].any():
         row = int(mask[last].argmax())
         _refuse(f"mask is 1 at the last token of sequence {row}, which has no action: mask[t] belongs to token t + 1")
-    header = read_json(inputs[PLAN.name], _PartHeader, name="plan")
+    header = read(inputs[PLAN.name], PartHeader, "plan")
     if not 1 <= header.parts <= MAX_PARTS or not 1 <= header.part <= header.parts:
         _refuse(f"plan.part {header.part} of plan.parts {header.parts}: expected 1 <= part <= parts <= {MAX_PARTS}")
     return TrainPart(
@@ -157,20 +152,7 @@ def read_train(inputs: Mapping[str, Array], limits: Limits) -> TrainPart:
     )
 
 
-@dataclass(frozen=True)
-class _PartHeader:
-    """The JSON ``plan`` of ``critic_train``."""
-
-    lease: str
-    step: int
-    part: int
-    parts: int
-    mini_batches: list[list[int]] | None = None
-    normalizers: list[float] | None = None
-    digest: str | None = None
-
-
-def _plan(header: _PartHeader) -> TrainPlan | None:
+def _plan(header: PartHeader) -> TrainPlan | None:
     given = [name for name in ("mini_batches", "normalizers", "digest") if getattr(header, name) is not None]
     if header.part < header.parts:
         if given:
@@ -226,101 +208,6 @@ def _texts(tensor: Array, name: str) -> list[str]:
         except UnicodeDecodeError as error:
             _refuse(f"{name}[{row}] is not valid UTF-8 at byte {error.start}")
     return texts
-
-
-def read_json(tensor: Array, message: type[Message], name: str = "request") -> Message:
-    """Read the JSON object in a BYTES [1] tensor as the dataclass ``message``, with known keys and exact types only.
-
-    Raises:
-        ProtocolError: INVALID, naming the field.
-    """
-    if tensor.shape != (1,):
-        _refuse(f"{name} has shape {list(tensor.shape)}, expected [1]")
-    raw = tensor.item(0)
-    if len(raw) > MAX_JSON_BYTES:
-        _refuse(f"{name} has {len(raw)} bytes, expected at most {MAX_JSON_BYTES}")
-    try:
-        content = json.loads(raw, parse_constant=lambda constant: _refuse(f"{name} contains {constant}"))
-    except (ValueError, RecursionError):
-        _refuse(f"{name} is not valid JSON")
-    if not isinstance(content, dict):
-        _refuse(f"{name} is not a JSON object")
-    known = {item.name: item for item in fields(message)}  # type: ignore[arg-type]
-    for key in content:
-        if key not in known:
-            _refuse(f"{name} has the unknown field {key[:50]!r}, expected {', '.join(known)}")
-    for key, item in known.items():
-        if key not in content:
-            if item.default is MISSING:
-                _refuse(f"{name}.{key} is missing")
-        elif not _CHECKS[key](content[key]):
-            _refuse(f"{name}.{key} is {_shown(content[key])}, expected {_EXPECTED[key]}")
-    return message(**content)
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _is_int(value: object) -> bool:
-    return type(value) is int and abs(value) < 2**53
-
-
-def _is_step_or_none(value: object) -> bool:
-    return value is None or (type(value) is int and 0 <= value < 2**53)
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
-
-
-_EXPECTED = {
-    "lease": "a string from critic_acquire",
-    "run_id": "1 to 40 letters a-z and digits",
-    "request_id": "a printable string of 1 to 200 characters, or null",
-    "tokenizer_digest": "a string",
-    "checkpoint_id": "<run_id>-step_NNNNNN, with a run_id of 1 to 40 letters a-z and digits, and a step of six or more digits",
-    "keep": "a number from 0 up",
-    "critic_step": "a number from 0 up, or null",
-    "want": f"{', '.join(WANTS[:-1])} or {WANTS[-1]}",
-    "expect_critic_step": "a number from 0 up, or null",
-    "copy_only": "true or false",
-    "export": "true or false",
-    "digests": "an object of file names and SHA-256 digests",
-    "step": "an integer from 1 up",
-    "part": "an integer",
-    "parts": "an integer",
-    "mini_batches": "a list of lists of sequence indices",
-    "normalizers": "a list of numbers",
-    "digest": "a SHA-256 digest",
-}
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "lease": _is_name,
-    "run_id": is_run_id,
-    "request_id": lambda value: value is None or _is_name(value),
-    "tokenizer_digest": _is_name,
-    "checkpoint_id": is_checkpoint_id,
-    "keep": lambda value: _is_int(value) and value >= 0,
-    "critic_step": _is_step_or_none,
-    "want": lambda value: isinstance(value, str) and value in WANTS,
-    "expect_critic_step": _is_step_or_none,
-    "copy_only": lambda value: isinstance(value, bool),
-    "export": lambda value: isinstance(value, bool),
-    "digests": lambda value: (
-        value is None or (isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values()))
-    ),
-    "step": lambda value: _is_int(value) and value >= 1,
-    "part": _is_int,
-    "parts": _is_int,
-    "mini_batches": lambda value: (
-        isinstance(value, list) and all(isinstance(rows, list) and all(map(_is_int, rows)) for rows in value)
-    ),
-    "normalizers": lambda value: (
-        isinstance(value, list) and all(type(entry) is float or _is_int(entry) for entry in value)
-    ),
-    "digest": _is_name,
-}
 
 
 def _refuse(message: str) -> NoReturn:

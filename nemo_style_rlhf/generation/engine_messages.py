@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from nemo_style_rlhf.transport.messages import (
     ragged,
     unragged,
 )
+from nemo_style_rlhf.transport.reading import Expected, message, read
 
 PROTOCOL_VERSION = 5
 SEEDS = TensorSpec("seeds", "INT64")
@@ -79,6 +80,74 @@ class EngineStatus:
     """Whether it samples with ``run.deterministic``."""
 
 
+Text = Annotated[str, Expected("a string")]
+Number = Annotated[int, Expected("a whole number")]
+
+
+@message
+@dataclass(frozen=True)
+class LeaseRequest:
+    """``engine_sleep`` and ``engine_shutdown``."""
+
+    lease: Text
+
+
+@message
+@dataclass(frozen=True)
+class AcquireRequest:
+    lease: Text
+    shapes: Annotated[
+        dict[str, tuple[int, ...]],
+        Expected(
+            "a list of sizes for each tensor",
+            lambda shapes: all(size >= 0 for each in shapes.values() for size in each),
+        ),
+    ]
+    """Sizes of each tensor of the weights, by name."""
+
+
+@message
+@dataclass(frozen=True)
+class SendRequest:
+    lease: Text
+    file: Text
+    offset: Number
+    """Bytes of the file that were sent before."""
+
+
+@message
+@dataclass(frozen=True)
+class ReceiveRequest:
+    lease: Text
+    group: Text
+    rank: Number
+    size: Number
+    """Ranks of the group, the trainer's included."""
+    backend: Text
+    files: Annotated[
+        list[tuple[str, int]],
+        Expected(
+            "a name and a number of bytes for each file, in order", lambda files: all(size > 0 for _, size in files)
+        ),
+    ]
+
+
+@message
+@dataclass(frozen=True)
+class LoadRequest:
+    lease: Text
+    folder: Text
+    digest: Text
+
+
+@message
+@dataclass(frozen=True)
+class GenerateRequest:
+    lease: Text
+    version: Number
+    sampling: Annotated[dict[str, Any], Expected("an object of settings by number of the request")]
+
+
 def generate_inputs(requests: Sequence[GenerationRequest], *, lease: str, version: int) -> dict[str, Array]:
     """The inputs of ``engine_generate``: the requests, to be sampled from the weights of ``version``."""
     sampling = {index: _given(request.sampling) for index, request in enumerate(requests) if _given(request.sampling)}
@@ -99,7 +168,7 @@ def parse_generate(inputs: dict[str, Array]) -> tuple[list[GenerationRequest], s
     Raises:
         ProtocolError: INVALID.
     """
-    content = parse_request(inputs, {"lease": str, "version": int, "sampling": dict})
+    asked = read(inputs[REQUEST.name], GenerateRequest)
     lengths, seeds, limits = (inputs[spec.name] for spec in (SEQUENCE_LENGTHS, SEEDS, LIMITS))
     tokens = inputs[TOKENS.name]
     if not 0 < len(lengths) == len(seeds) == len(limits) or (lengths < 1).any() or (limits < 1).any():
@@ -110,14 +179,14 @@ def parse_generate(inputs: dict[str, Array]) -> tuple[list[GenerationRequest], s
         raise ProtocolError(
             Code.INVALID, f"{len(tokens)} token ids, all 0 or more, must be the sum of the prompts' lengths"
         )
-    if unknown := content["sampling"].keys() - set(map(str, range(len(lengths)))):
+    if unknown := asked.sampling.keys() - set(map(str, range(len(lengths)))):
         raise ProtocolError(
             Code.INVALID, f"sampling settings of request {min(unknown)[:20]!r}, which is not in the call"
         )
     requests = []
     for index, prompt in enumerate(unragged(tokens, lengths)):
         try:
-            sampling = SamplingOverrides.parse(content["sampling"].get(str(index), {}), f"request {index}")
+            sampling = SamplingOverrides.parse(asked.sampling.get(str(index), {}), f"request {index}")
         except UserError as error:
             raise ProtocolError(Code.INVALID, str(error)) from error
         requests.append(
@@ -125,7 +194,7 @@ def parse_generate(inputs: dict[str, Array]) -> tuple[list[GenerationRequest], s
                 SampleId(0, index, 0), tuple(prompt.tolist()), int(seeds[index]), int(limits[index]), sampling
             )
         )
-    return requests, content["lease"], content["version"]
+    return requests, asked.lease, asked.version
 
 
 def digest(inputs: dict[str, Array]) -> str:
@@ -158,19 +227,3 @@ def parse_completions(
         Completion(request, ids, own, reason, version)
         for request, ids, own, reason in zip(requests, tokens, logprobs, reasons, strict=True)
     ]
-
-
-def parse_request(inputs: dict[str, Array], fields: dict[str, type]) -> dict[str, Any]:
-    """The JSON object in ``request``, with exactly ``fields``.
-
-    Raises:
-        ProtocolError: INVALID.
-    """
-    try:
-        content = json.loads(inputs[REQUEST.name][0])
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict) or {name: type(value) for name, value in content.items()} != fields:
-        wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
-        raise ProtocolError(Code.INVALID, f"request is no JSON object of {wanted}")
-    return content

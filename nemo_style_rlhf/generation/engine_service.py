@@ -21,7 +21,8 @@ from nemo_style_rlhf.generation.in_process import InProcessGenerator, InProcessS
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError
 from nemo_style_rlhf.generation.self_check import loses_bits
 from nemo_style_rlhf.generation.weight_store import SentWeights, StoredWeights, WholeVersion
-from nemo_style_rlhf.transport.messages import RESPONSE, Array, Code, ProtocolError, json_tensor
+from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, Code, ProtocolError, json_tensor
+from nemo_style_rlhf.transport.reading import read
 
 LOGGER = logging.getLogger(__name__)
 MEMBERS = 1024
@@ -189,29 +190,26 @@ class EngineService:
         )  # fmt: skip
 
     def _acquire(self, inputs: dict[str, Array]) -> dict[str, Any]:
-        content = messages.parse_request(inputs, {"lease": str, "shapes": dict})
-        for shape in content["shapes"].values():
-            if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-                raise ProtocolError(Code.INVALID, "shapes holds a list of sizes for each tensor")
-        shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
+        request = read(inputs[REQUEST.name], messages.AcquireRequest)
 
         def acquire() -> None:
-            if content["lease"] != self._lease:
+            if request.lease != self._lease:
                 self._drop(ProtocolError(Code.LEASE_LOST, "another trainer has acquired the engine"))
-                self._lease, self._held = content["lease"], None
+                self._lease, self._held = request.lease, None
                 self._sent.clear()
-                self._room = MANIFEST_BYTES + sum(HEAD_BYTES + math.prod(shape) * WIDEST for shape in shapes.values())
-                self._generator.expect(shapes)
+                sizes = map(math.prod, request.shapes.values())
+                self._room = MANIFEST_BYTES + sum(HEAD_BYTES + size * WIDEST for size in sizes)
+                self._generator.expect(request.shapes)
 
         self._in_turn(acquire)
         return {}
 
     def _send(self, inputs: dict[str, Array]) -> dict[str, Any]:
-        request = messages.parse_request(inputs, {"lease": str, "file": str, "offset": int})
-        content, offset, name = inputs[messages.CONTENT.name][0], request["offset"], request["file"]
+        request = read(inputs[REQUEST.name], messages.SendRequest)
+        content, offset, name = inputs[messages.CONTENT.name][0], request.offset, request.file
 
         def take() -> None:
-            self._require(request["lease"])
+            self._require(request.lease)
             there = sum(map(len, self._sent.values()))
             begun = len(self._sent.get(name, b""))
             if not 0 <= offset <= begun:
@@ -226,49 +224,41 @@ class EngineService:
         return {}
 
     def _receive(self, inputs: dict[str, Array]) -> dict[str, Any]:
-        kinds = {"lease": str, "group": str, "rank": int, "size": int, "backend": str, "files": list}
-        request = messages.parse_request(inputs, kinds)
-        files: list[tuple[str, int]] = request["files"]
-        if not all(
-            isinstance(file, list) and [type(each) for each in file] == [str, int] and file[1] > 0 for file in files
-        ):
-            raise ProtocolError(Code.INVALID, "files holds a name and a number of bytes for each file, in order")
-        if sum(size for _, size in files) > self._room:
+        request = read(inputs[REQUEST.name], messages.ReceiveRequest)
+        if sum(size for _, size in request.files) > self._room:
             raise ProtocolError(Code.INVALID, f"weights of these shapes take at most {self._room} bytes")
-        if self._groups is None or not NAME.fullmatch(request["group"]) or request["backend"] not in BACKENDS:
+        if self._groups is None or not NAME.fullmatch(request.group) or request.backend not in BACKENDS:
             raise ProtocolError(
                 Code.INVALID, "the engine has no server.ready_file, or group or backend is not possible"
             )
-        if not 0 < request["rank"] < request["size"] < MEMBERS:
+        if not 0 < request.rank < request.size < MEMBERS:
             raise ProtocolError(Code.INVALID, f"rank and size are not possible: expected 0 < rank < size < {MEMBERS}")
-        self._in_turn(lambda: self._require(request["lease"]))
+        self._in_turn(lambda: self._require(request.lease))
         with self._receiving:
             try:
-                group = self._groups.meet(request["group"], request["rank"], request["size"], request["backend"])
-                received = {name: group.receive(size) for name, size in files}
+                group = self._groups.meet(request.group, request.rank, request.size, request.backend)
+                received = {name: group.receive(size) for name, size in request.files}
             except RuntimeError as error:
                 self._groups.forget()
                 raise ProtocolError(Code.CONFLICT, f"the group of trainer and engines broke: {error!s:.300}") from error
 
         def take() -> None:
-            self._require(request["lease"])
+            self._require(request.lease)
             self._sent = received
 
         self._in_turn(take)
         return {}
 
     def _load(self, inputs: dict[str, Array]) -> dict[str, Any]:
-        content = messages.parse_request(inputs, {"lease": str, "folder": str, "digest": str})
+        request = read(inputs[REQUEST.name], messages.LoadRequest)
 
         def load() -> dict[str, Any]:
-            self._require(content["lease"])
-            if (
-                self._held is not None and self._held.digest == content["digest"]
-            ):  # the answer was lost, or not waited for
+            self._require(request.lease)
+            if self._held is not None and self._held.digest == request.digest:  # the answer was lost, or not waited for
                 return {"gap": self._gap, "loses_bits": self._loses_bits}
             if self._generator.running:
                 raise ProtocolError(Code.CONFLICT, f"{self._generator.running} requests are running")
-            update = self._published(Path(content["folder"]), content["digest"])
+            update = self._published(Path(request.folder), request.digest)
             self._held = None
             gap = self._generator.load(update)
             if self._loses_bits is None:
@@ -287,7 +277,7 @@ class EngineService:
             raise ProtocolError(Code.INTERNAL, str(error)) from error
 
     def _sleep(self, inputs: dict[str, Array]) -> dict[str, Any]:
-        lease = messages.parse_request(inputs, {"lease": str})["lease"]
+        lease = read(inputs[REQUEST.name], messages.LeaseRequest).lease
 
         def sleep() -> dict[str, Any]:
             self._require(lease)
@@ -301,7 +291,7 @@ class EngineService:
         return answer
 
     def _shutdown(self, inputs: dict[str, Array]) -> dict[str, Any]:
-        self._require(messages.parse_request(inputs, {"lease": str})["lease"])
+        self._require(read(inputs[REQUEST.name], messages.LeaseRequest).lease)
         self.shutdown_requested.set()
         return {}
 

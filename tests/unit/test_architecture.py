@@ -74,7 +74,8 @@ OWNERS = {
 }
 GENERATORS = {f"nemo_style_rlhf.generation.{name}" for name in ("vllm", "hf", "in_process")}
 CLIENT_SIDE = {
-    "transport": {"messages", "kserve", "connection", "secret", "sessions"},
+    "transport": {"messages", "reading", "kserve", "connection", "secret", "sessions"},
+    "checkpoint": {"names"},
     "critic_service": {"protocol", "client", "remote_critic", "remote_reward"},
 }
 """Files of the client by room."""

@@ -28,7 +28,7 @@ def test_a_train_part_is_read_whole() -> None:
         ({"mask": np.array([1, 1, 0, 1, 0], np.float32)}, "mask is 1 at the last token of sequence 0"),
         ({"mask": np.array([1, 0, 0, 2, 0], np.float32)}, r"mask\[3\] is neither 0 nor 1"),
         ({"plan": messages.json_tensor({"lease": "L"})}, "plan.step is missing"),
-        ({"plan": messages.bytes_tensor(b'{"lease": NaN}')}, "plan contains NaN"),
+        ({"plan": messages.bytes_tensor(b'{"lease": NaN}')}, "plan.lease is NaN, expected a string"),
         (
             {"plan": messages.json_tensor({**PLAN, "normalizers": [10**400]})},
             "plan.normalizers is .*expected a list of numbers",

@@ -16,7 +16,6 @@ from nemo_style_rlhf.generation.engine_messages import (
     generate_outputs,
     parse_completions,
     parse_generate,
-    parse_request,
 )
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
 from nemo_style_rlhf.schema.generation import NO_OVERRIDES, SamplingOverrides
@@ -135,15 +134,6 @@ def test_an_impossible_request_is_refused(change: str) -> None:
         parse_generate(given | CHANGES[change](given))
     assert refused.value.code is Code.INVALID
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "given", [{}, {"lease": "a"}, {"lease": 1, "folder": "x"}, {"lease": "a", "folder": "b", "c": 1}]
-)
-def test_a_request_has_exactly_its_fields(given: dict[str, object]) -> None:
-    with pytest.raises(ProtocolError, match=r"no JSON object of lease \(str\), folder \(str\)") as refused:
-        parse_request({REQUEST.name: json_tensor(given)}, {"lease": str, "folder": str})
-    assert refused.value.code is Code.INVALID
 
 
 def test_a_request_is_told_as_json_with_the_settings_that_were_given_alone() -> None:

@@ -148,7 +148,9 @@ def test_a_request_that_is_refused_leaves_nothing_behind(engine: Engine, prompts
 )
 def test_shapes_that_are_none_are_refused_and_take_no_lease(engine: Engine, shape: str) -> None:
     content = bytes_tensor(b'{"lease": "another", "shapes": {"weight": %s}}' % shape.encode())
-    with pytest.raises(ProtocolError, match="shapes holds a list of sizes for each tensor") as refused:
+    with pytest.raises(
+        ProtocolError, match=r"request\.shapes is .*, expected a list of sizes for each tensor"
+    ) as refused:
         engine.service.handle("engine_acquire", {REQUEST.name: content})
     assert refused.value.code is Code.INVALID
     assert engine.generate((1,)) == [[2]]
