@@ -6,13 +6,17 @@ could not be trained on them. Fields that change nothing, such as `user`, are pa
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from nemo_style_rlhf.transport.reading import Expected, Fault, message, parse
 
 DEEPEST = 64
 """Levels of lists and objects in a request."""
 MOST_STOPS = 16
+LONGEST_WAIT_S = 60.0
+"""Seconds for which /sessions/next may wait."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 IGNORED = {
     "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
@@ -108,32 +112,24 @@ def read_chat(body: Mapping[str, Any], offer: Offer) -> Request:
     Raises:
         Refused: it is wrong, or asks for what cannot be trained.
     """
-    _refuse_unknown(body, _CHAT | _COMMON)
-    _check_sampling(body, offer)
-    _only(body, "response_format", lambda value: value == {"type": "text"}, "the policy writes plain text")
-    _only(body, "modalities", lambda value: value == ["text"], "the policy writes plain text")
-    _only(body, "top_logprobs", _is(0), "only the log-probabilities of the sampled tokens are known")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", "a list with at least one message")
-    for number, message in enumerate(messages):
-        _check_message(message, f"messages[{number}]")
-    if messages[-1]["role"] == "assistant":
+    fixed = {
+        **_fixed(offer),
+        "response_format": Fixed([{"type": "text"}], "the policy writes plain text"),
+        "modalities": Fixed([["text"]], "the policy writes plain text"),
+        "top_logprobs": Fixed([0], "only the log-probabilities of the sampled tokens are known"),
+        "tool_choice": Fixed(
+            ["auto"] if body.get("tools") else ["auto", "none"], "the policy chooses by itself: leave it out"
+        ),
+        "parallel_tool_calls": Fixed([True], "the policy chooses by itself: leave it out"),
+    }
+    asked = _read(body, ChatBody, fixed)
+    if asked.messages[-1]["role"] == "assistant":
         raise Refused(
             400, "the conversation ends with the assistant's message: there is nothing to answer", param="messages"
         )
-    tools = _tools(body)
-    _only(
-        body,
-        "tool_choice",
-        lambda value: value == "auto" or (value == "none" and not tools),
-        "the policy chooses by itself: leave it out",
-    )
-    _only(body, "parallel_tool_calls", lambda value: value is True, "the policy chooses by itself: leave it out")
-    limits = [_limit(body, name, offer) for name in ("max_completion_tokens", "max_tokens")]
-    return _request(
-        body, messages, tools, _flag(body, "logprobs"), min((each for each in limits if each), default=None)
-    )
+    limits = [_limit(asked, name, offer) for name in ("max_completion_tokens", "max_tokens")]
+    limit = min((each for each in limits if each), default=None)
+    return _request(asked, asked.messages, limit, tools=asked.tools or None, logprobs=asked.logprobs)
 
 
 def read_text(body: Mapping[str, Any], offer: Offer) -> Request:
@@ -142,120 +138,38 @@ def read_text(body: Mapping[str, Any], offer: Offer) -> Request:
     Raises:
         Refused: it is wrong, or asks for what cannot be trained.
     """
-    _refuse_unknown(body, _TEXT | _COMMON)
-    _check_sampling(body, offer)
-    _only(body, "best_of", _is(1), "a request gets one answer")
-    _only(body, "echo", lambda value: value is False, "an answer is what the policy wrote")
-    _only(body, "suffix", lambda value: value == "", "the policy writes from left to right")
-    _only(
-        body, "logprobs", _is(0), "only the log-probabilities of the sampled tokens are known, which logprobs=0 gives"
-    )
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, list) and not (prompt and all(type(token) is int and 0 <= token < 2**31 for token in prompt)):
-        raise _wrong("prompt", "a text, or a list of token ids")
-    if not isinstance(prompt, str | list):
-        raise _wrong("prompt", "a text, or a list of token ids")
-    return _request(body, prompt, None, body.get("logprobs") is not None, _limit(body, "max_tokens", offer))
+    fixed = {
+        **_fixed(offer),
+        "best_of": Fixed([1], "a request gets one answer"),
+        "echo": Fixed([False], "an answer is what the policy wrote"),
+        "suffix": Fixed([""], "the policy writes from left to right"),
+        "logprobs": Fixed([0], "only the log-probabilities of the sampled tokens are known, which logprobs=0 gives"),
+    }
+    asked = _read(body, TextBody, fixed)
+    prompt: Any = asked.prompt
+    if isinstance(prompt, list) and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    return _request(asked, prompt, _limit(asked, "max_tokens", offer), logprobs=body.get("logprobs") is not None)
 
 
-_COMMON = IGNORED | {
-    "frequency_penalty", "logit_bias", "model", "n", "presence_penalty", "seed", "stop", "stream", "stream_options",
-    "temperature", "top_p", "max_tokens", "logprobs",
-}  # fmt: skip
-_CHAT = {
-    "messages", "max_completion_tokens", "modalities", "parallel_tool_calls", "response_format", "tool_choice", "tools",
-    "top_logprobs",
-}  # fmt: skip
-_TEXT = {"best_of", "echo", "prompt", "suffix"}
+@dataclass(frozen=True)
+class Fixed:
+    """A field that requests may hold, but whose value is the run's."""
+
+    possible: Sequence[Any]
+    reason: str
 
 
-def _request(
-    body: Mapping[str, Any],
-    prompt: list[dict[str, Any]] | list[int] | str,
-    tools: list[dict[str, Any]] | None,
-    logprobs: bool,
-    limit: int | None,
-) -> Request:
-    stop = body.get("stop")
-    stop = [stop] if isinstance(stop, str) else stop
-    right = stop is None or (isinstance(stop, list) and all(isinstance(each, str) and each for each in stop))
-    if not right or len(stop or ()) > MOST_STOPS:
-        raise _wrong("stop", f"a text, or a list of at most {MOST_STOPS}, none of them empty")
-    sampling = {} if limit is None else {"max_length": limit}
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise _wrong("stream_options", "an object with include_usage")
-    model = body.get("model") or ""
-    if not isinstance(model, str):
-        raise _wrong("model", "a name")
-    return Request(
-        prompt,
-        tools,
-        sampling | ({"stop": stop} if stop else {}),
-        model,
-        _flag(body, "stream"),
-        _flag(options, "include_usage"),
-        logprobs,
-    )
-
-
-def _check_sampling(body: Mapping[str, Any], offer: Offer) -> None:
-    _only(body, "n", _is(1), "a request gets one answer")
-    for name, of_run in (("temperature", offer.temperature), ("top_p", offer.top_p)):
-        _only(body, name, _is(of_run), f"this run samples with {of_run:g}: leave it out")
-    for name in ("presence_penalty", "frequency_penalty"):
-        _only(body, name, _is(0), "samples with a penalty cannot be trained")
-    _only(body, "logit_bias", lambda value: value == {}, "samples with a bias cannot be trained")
-    _only(
-        body,
-        "seed",
-        lambda value: False,
-        "seeds follow from the run's seed and the content of the request: leave it out",
-    )
-
-
-def _only(body: Mapping[str, Any], name: str, possible: Callable[[Any], bool], reason: str) -> None:
-    value = body.get(name)
-    if value is not None and not possible(value):
-        raise Refused(400, f"{name}={_shown(value)} is not possible: {reason}", param=name, code="unsupported_value")
-
-
-def _is(number: float) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == number
-
-
-def _refuse_unknown(body: Mapping[str, Any], known: set[str]) -> None:
-    unknown = sorted(name for name, value in body.items() if name not in known and value is not None)
-    if unknown:
-        name = _shown(unknown[0])
-        raise Refused(400, f"{name} is not known here: leave it out", param=unknown[0][:60], code="unknown_parameter")
-
-
-def _limit(body: Mapping[str, Any], name: str, offer: Offer) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if type(value) is not int or not 1 <= value <= offer.max_length:
-        raise _wrong(name, f"a number of tokens from 1 to {offer.max_length}", value)
-    return value
-
-
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise _wrong(name, "true or false", value)
-    return bool(value)
-
-
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    tools = body.get("tools")
-    if not tools and (tools is None or isinstance(tools, list)):
-        return None
-    if not isinstance(tools, list) or not all(_is_function(tool) for tool in tools):
-        raise _wrong("tools", "a list of objects with type=function and a function with a name")
-    return tools
+def _fixed(offer: Offer) -> dict[str, Fixed]:
+    return {
+        "n": Fixed([1], "a request gets one answer"),
+        "temperature": Fixed([offer.temperature], f"this run samples with {offer.temperature:g}: leave it out"),
+        "top_p": Fixed([offer.top_p], f"this run samples with {offer.top_p:g}: leave it out"),
+        "presence_penalty": Fixed([0], "samples with a penalty cannot be trained"),
+        "frequency_penalty": Fixed([0], "samples with a penalty cannot be trained"),
+        "logit_bias": Fixed([{}], "samples with a bias cannot be trained"),
+        "seed": Fixed([], "seeds follow from the run's seed and the content of the request: leave it out"),
+    }
 
 
 def _is_function(value: Any) -> bool:
@@ -265,29 +179,166 @@ def _is_function(value: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _check_message(message: Any, where: str) -> None:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise _wrong(where, f"an object whose role is one of {', '.join(ROLES)}")
+def _is_message(message: dict[str, Any]) -> bool:
+    """
+    Raises:
+        ValueError: it is not; the text is what is expected.
+    """
+    if message.get("role") not in ROLES:
+        raise ValueError(f"an object whose role is one of {', '.join(ROLES)}")
+    if not all(isinstance(message.get(name), str | None) for name in ("name", "tool_call_id")):
+        raise ValueError("a text as name and tool_call_id")
     content, calls = message.get("content"), message.get("tool_calls")
-    for name in ("name", "tool_call_id"):
-        if not isinstance(message.get(name, ""), str | None):
-            raise _wrong(f"{where}.{name}", "a text")
     if calls is not None:
         right = message["role"] == "assistant" and isinstance(calls, list) and all(map(_is_function, calls))
         if not right or not all(isinstance(call["function"].get("arguments"), str | dict) for call in calls):
-            raise _wrong(
-                f"{where}.tool_calls", "calls of functions, with name and arguments, in an assistant's message"
-            )
+            raise ValueError("tool_calls only of functions, with name and arguments, in an assistant's message")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise _wrong(f"{where}.content", "a text, or parts of text")
-    elif not isinstance(content, str) and not (content is None and message["role"] == "assistant"):
-        raise _wrong(f"{where}.content", "a text, or parts of text")
+        right = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
+    else:
+        right = isinstance(content, str) or (content is None and message["role"] == "assistant")
+    if not right:
+        raise ValueError("a text, or parts of text, as content")
+    return True
+
+
+def _is_prompt(prompt: str | list[Any]) -> bool:
+    """A text, or token ids, or a list of one of them."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    if isinstance(prompt, str):
+        return True
+    return bool(prompt) and all(type(token) is int and 0 <= token < 2**31 for token in prompt)
+
+
+Flag = Annotated[bool, Expected("true or false")]
+Limit = Annotated[int | None, Expected("a number of tokens")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonBody:
+    """Fields of both kinds of requests, without those of :class:`Fixed`. One whose value is null counts as absent."""
+
+    model: Annotated[str, Expected("a name")] = ""
+    stream: Flag = False
+    stream_options: Annotated[
+        dict[str, bool],
+        Expected(
+            "an object with include_usage", lambda value: value.keys() <= {"include_usage", "include_obfuscation"}
+        ),
+    ] = field(default_factory=dict)
+    stop: Annotated[
+        str | list[str],
+        Expected(
+            f"a text, or a list of at most {MOST_STOPS}, none of them empty",
+            lambda value: isinstance(value, str) or (len(value) <= MOST_STOPS and all(value)),
+        ),
+    ] = ""
+    max_tokens: Limit = None
+
+
+@message
+@dataclass(frozen=True, kw_only=True)
+class ChatBody(CommonBody):
+    messages: Annotated[
+        list[Annotated[dict[str, Any], Expected("a message", _is_message)]],
+        Expected("a list with at least one message", bool),
+    ]
+    tools: Annotated[
+        list[Any],
+        Expected(
+            "a list of objects with type=function and a function with a name",
+            lambda value: all(map(_is_function, value)),
+        ),
+    ] = field(default_factory=list)
+    logprobs: Flag = False
+    max_completion_tokens: Limit = None
+
+
+@message
+@dataclass(frozen=True, kw_only=True)
+class TextBody(CommonBody):
+    prompt: Annotated[str | list[Any], Expected("a text, or a list of token ids", _is_prompt)]
+
+
+@message
+@dataclass(frozen=True)
+class NextBody:
+    """Of /sessions/next."""
+
+    wait_s: Annotated[
+        float,
+        Expected(f"a number of seconds from 0 to {LONGEST_WAIT_S:g}", lambda value: 0 <= value <= LONGEST_WAIT_S),
+    ] = 20.0
+
+
+@message
+@dataclass(frozen=True)
+class FailBody:
+    """Of /sessions/fail."""
+
+    reason: Annotated[str, Expected("a text")] = "no reason given"
+
+
+Body = TypeVar("Body")
+
+
+def _read(body: Mapping[str, Any], kind: type[Body], fixed: Mapping[str, Fixed]) -> Body:
+    given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    for name, its in fixed.items():
+        if name in given and not any(_same(given[name], possible) for possible in its.possible):
+            raise Refused(
+                400, f"{name}={_shown(given[name])} is not possible: {its.reason}", param=name, code="unsupported_value"
+            )
+        given.pop(name, None)
+    return read_typed(given, kind)
+
+
+def read_typed(given: Mapping[str, Any], kind: type[Body]) -> Body:
+    """
+    Raises:
+        Refused: it is no :func:`message` of this kind.
+    """
+    try:
+        return parse(json.dumps(given).encode(), kind)
+    except Fault as fault:
+        if fault.kind == "unknown":
+            raise Refused(
+                400,
+                f"{_shown(fault.field)} is not known here: leave it out",
+                param=fault.field[:60],
+                code="unknown_parameter",
+            ) from None
+        raise _wrong(fault.field, fault.expected, given.get(fault.field)) from None
+
+
+def _request(
+    asked: CommonBody, prompt: Any, limit: int | None, *, tools: list[dict[str, Any]] | None = None, logprobs: bool
+) -> Request:
+    sampling: dict[str, Any] = {} if limit is None else {"max_length": limit}
+    if asked.stop:
+        sampling["stop"] = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+    usage = asked.stream_options.get("include_usage", False)
+    return Request(prompt, tools, sampling, asked.model, asked.stream, usage, logprobs)
+
+
+def _limit(asked: CommonBody, name: str, offer: Offer) -> int | None:
+    value: int | None = getattr(asked, name)
+    if value is not None and not 1 <= value <= offer.max_length:
+        raise _wrong(name, f"a number of tokens from 1 to {offer.max_length}", value)
+    return value
+
+
+def _same(value: Any, possible: Any) -> bool:
+    """Equal, where Python takes true for 1."""
+    return isinstance(value, bool) == isinstance(possible, bool) and bool(value == possible)
 
 
 def _wrong(name: str, expected: str, value: Any = None) -> Refused:
     given = "" if value is None else f"={_shown(value)}"
-    return Refused(400, f"{name}{given} is not possible: expected {expected}", param=name, code="invalid_value")
+    return Refused(
+        400, f"{name[:60]}{given} is not possible: expected {expected}", param=name[:60], code="invalid_value"
+    )
 
 
 def _shown(value: Any) -> str:

@@ -24,7 +24,16 @@ from tornado.web import Application, HTTPError, RequestHandler, stream_request_b
 
 from nemo_style_rlhf.agents import programs
 from nemo_style_rlhf.agents.api_answers import Answer, models
-from nemo_style_rlhf.agents.api_requests import Refused, Request, read_chat, read_json, read_text
+from nemo_style_rlhf.agents.api_requests import (
+    FailBody,
+    NextBody,
+    Refused,
+    Request,
+    read_chat,
+    read_json,
+    read_text,
+    read_typed,
+)
 from nemo_style_rlhf.agents.reception import Reception, Settings, Visit
 from nemo_style_rlhf.transport.entrance import BODY_S, SLOWEST_LINK, STRANGERS, Entrance, visitor_of
 
@@ -33,8 +42,6 @@ MOST_DIGITS = 18
 UNREAD_BYTES = 2**20
 """Largest body that is read although it is refused."""
 LINE_BYTES = 2**30
-LONGEST_WAIT_S = 60.0
-"""Seconds for which /sessions/next may wait."""
 END_S = 2.0
 """Longest wait for programs to end; what is left of them is killed with this process."""
 PING_S = 0.5
@@ -128,12 +135,12 @@ class Handler(RequestHandler):
         return key.strip() if scheme.lower() == "bearer" else ""
 
     def content(self) -> dict[str, Any]:
-        """The object in the body.
+        """The object in the body; a body that is empty holds an empty one.
 
         Raises:
-            Refused: there is none.
+            Refused: it holds none.
         """
-        return read_json(bytes(self._body))
+        return read_json(bytes(self._body) or b"{}")
 
     def reply(self, content: object) -> None:
         self.finish(json.dumps(content))
@@ -206,10 +213,8 @@ class Next(Handler):
         visitor_of(self.request).welcome()
 
     async def serve(self, *words: str) -> None:
-        wait_s = self.content().get("wait_s", 20.0) if self._body else 20.0
-        if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or not 0 <= wait_s <= LONGEST_WAIT_S:
-            raise Refused(400, f"wait_s must be a number of seconds from 0 to {LONGEST_WAIT_S:g}", param="wait_s")
-        self._waits = asyncio.ensure_future(self.reception.next(wait_s))
+        asked = read_typed(self.content(), NextBody)
+        self._waits = asyncio.ensure_future(self.reception.next(asked.wait_s))
         try:
             visit = await self._waits
         except asyncio.CancelledError:  # the service has hung up
@@ -244,7 +249,7 @@ class Verdict(Handler):
 class Reward(Verdict):
     async def serve(self, *words: str) -> None:
         try:
-            self.reception.end(self.visit, programs.result(self.content()))
+            self.reception.end(self.visit, programs.result(bytes(self._body)))
         except programs.BadReward as error:
             raise Refused(400, str(error), param="reward") from error
         self.reply({})
@@ -252,10 +257,8 @@ class Reward(Verdict):
 
 class Fail(Verdict):
     async def serve(self, *words: str) -> None:
-        reason = self.content().get("reason", "no reason given") if self._body else "no reason given"
-        if not isinstance(reason, str):
-            raise Refused(400, "reason must be a text", param="reason")
-        self.reception.fail(self.visit, f"the service failed: {reason[: programs.SHOWN]}")
+        asked = read_typed(self.content(), FailBody)
+        self.reception.fail(self.visit, f"the service failed: {asked.reason[: programs.SHOWN]}")
         self.reply({})
 
 

@@ -8,10 +8,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from nemo_style_rlhf.agents.environment import Observation
 from nemo_style_rlhf.processes.child import ChildProcess
+from nemo_style_rlhf.transport.reading import Expected, Fault, message, parse
 
 KEPT_BYTES = 2**20
 """Bytes at the end of a program's output that are kept."""
@@ -121,26 +122,40 @@ class Result:
     """Id of the completion that is the sample's answer."""
 
 
-def result(given: Any) -> Result:
+@message
+@dataclass(frozen=True)
+class Verdict:
+    """The end of an episode as a program or service tells it."""
+
+    reward: Annotated[float, Expected("finite numbers for reward and score")] = 0.0
+    score: Annotated[float | None, Expected("finite numbers for reward and score")] = None
+    metrics: Annotated[dict[str, float] | None, Expected("an object of finite numbers for metrics")] = None
+    answer: Annotated[str | None, Expected("the id of a completion for answer")] = None
+
+
+def result(raw: bytes) -> Result:
     """The end of an episode, from a JSON number, or an object of reward, score, metrics and answer.
 
     Raises:
         BadReward: it is neither.
     """
-    if _is_number(given):
-        return Result(Observation(reward=float(given), done=True))
-    if not isinstance(given, dict) or given.keys() - {"reward", "score", "metrics", "answer"}:
-        raise BadReward(f"expected {FORMS}")
-    reward, score, metrics = given.get("reward", 0.0), given.get("score"), given.get("metrics") or {}
-    if not isinstance(answer := given.get("answer"), str | None):
-        raise BadReward("expected the id of a completion for answer")
-    if not _is_number(reward) or not (score is None or _is_number(score)):
-        raise BadReward("expected finite numbers for reward and score")
-    if not isinstance(metrics, dict) or not all(map(_is_number, metrics.values())):
-        raise BadReward("expected an object of finite numbers for metrics")
-    numbers = {name: float(value) for name, value in metrics.items()}
-    score = None if score is None else float(score)
-    return Result(Observation(reward=float(reward), done=True, score=score, metrics=numbers), answer)
+    try:
+        told = parse(raw, Verdict)
+    except Fault as fault:
+        if fault.kind == "value":
+            raise BadReward(f"expected {fault.expected}") from None
+        told = Verdict(_number(raw))
+    return Result(Observation(reward=told.reward, done=True, score=told.score, metrics=told.metrics or {}), told.answer)
+
+
+def _number(raw: bytes) -> float:
+    try:
+        number = json.loads(raw)
+        if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
+            return float(number)
+    except (ValueError, OverflowError, RecursionError):
+        pass
+    raise BadReward(f"expected {FORMS}")
 
 
 def last_line(output: str) -> Result:
@@ -153,21 +168,11 @@ def last_line(output: str) -> Result:
     if not lines:
         return Result(Observation(done=True))
     try:
-        return result(json.loads(lines[-1]))
-    except (ValueError, RecursionError):
-        reason = f"expected {FORMS}"
+        return result(lines[-1].encode())
     except BadReward as error:
-        reason = str(error)
-    raise BadReward(f"its last line {lines[-1][:60]!r} is no reward: {reason}")
+        raise BadReward(f"its last line {lines[-1][:60]!r} is no reward: {error}") from None
 
 
 def as_json(value: object) -> str:
     """JSON; a value that it has no type for, such as a row's time, becomes its text."""
     return json.dumps(value, default=str)
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False

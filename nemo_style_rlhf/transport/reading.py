@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails
@@ -40,6 +40,17 @@ class Expected:
         return value
 
 
+@dataclass(eq=False)
+class Fault(Exception):
+    """What is wrong with a message."""
+
+    kind: Literal["syntax", "object", "unknown", "missing", "value"]
+    """It is not JSON, is not an object, has an unknown field, lacks one, or a field has a wrong value."""
+    field: str = ""
+    """``prices``, or ``prices[3]`` where one element of a list is wrong."""
+    expected: str = ""
+
+
 def read(tensor: Array, kind: type[Message], name: str = "request") -> Message:
     """Read the JSON object in a BYTES [1] tensor as a :func:`message`.
 
@@ -52,24 +63,53 @@ def read(tensor: Array, kind: type[Message], name: str = "request") -> Message:
     if len(raw) > LARGEST_BYTES:
         raise _invalid(f"{name} has {len(raw)} bytes, expected at most {LARGEST_BYTES}")
     try:
+        return parse(raw, kind)
+    except Fault as fault:
+        raise _invalid(_sentence(fault, raw, name)) from None
+
+
+def parse(raw: bytes, kind: type[Message]) -> Message:
+    """Read a JSON object as a :func:`message`.
+
+    Raises:
+        Fault: an unknown field if there is one, else the first field that is wrong.
+    """
+    try:
         found: Message = _adapter(kind).validate_json(raw)  # type: ignore[arg-type]  # classes are hashable
     except ValidationError as error:
-        raise _invalid(_sentence(error.errors(include_url=False, include_context=False), raw, kind, name)) from None
+        raise _fault(error.errors(include_url=False), kind) from None
     return found
 
 
-def _sentence(errors: list[ErrorDetails], raw: bytes, kind: type[Any], name: str) -> str:
-    """About a field that is unknown if there is one, else about the first that is wrong."""
-    error = next((each for each in errors if each["type"] == "unexpected_keyword_argument"), errors[0])
+def _fault(errors: list[ErrorDetails], kind: type[Any]) -> Fault:
+    unknown = (each for each in errors if each["type"] == "unexpected_keyword_argument")
+    error = next(unknown, errors[0])
     if not error["loc"]:
-        return f"{name} is not valid JSON" if error["type"] == "json_invalid" else f"{name} is not a JSON object"
-    field = str(error["loc"][0])
+        return Fault("syntax" if error["type"] == "json_invalid" else "object")
+    field, *inside = error["loc"]
     if error["type"] == "unexpected_keyword_argument":
-        return f"{name} has the unknown field {field[:50]!r}, expected {', '.join(each.name for each in fields(kind))}"
+        return Fault("unknown", str(field), ", ".join(each.name for each in fields(kind)))
+    words = _words(kind)[str(field)]  # type: ignore[arg-type]
     if error["type"] == "missing":
-        return f"{name}.{field} is missing"
-    words = _words(kind)[field]  # type: ignore[arg-type]
-    return f"{name}.{field} is {_shown(raw, field)}, expected {words}"
+        return Fault("missing", str(field), words)
+    if error["type"] == "value_error":  # a condition's, maybe that of an element
+        words = str(error["ctx"]["error"]) or words
+    return Fault("value", f"{field}[{inside[0]}]" if inside and isinstance(inside[0], int) else str(field), words)
+
+
+def _sentence(fault: Fault, raw: bytes, name: str) -> str:
+    match fault.kind:
+        case "syntax":
+            return f"{name} is not valid JSON"
+        case "object":
+            return f"{name} is not a JSON object"
+        case "unknown":
+            return f"{name} has the unknown field {fault.field[:50]!r}, expected {fault.expected}"
+        case "missing":
+            return f"{name}.{fault.field} is missing"
+        case "value":
+            field = fault.field.partition("[")[0]
+            return f"{name}.{field} is {_shown(raw, field)}, expected {fault.expected}"
 
 
 def _shown(raw: bytes, field: str) -> str:
