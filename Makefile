@@ -113,10 +113,11 @@ bench: envs bench-peer-env
 FAULTS ?= 40
 ENGINES ?= 0
 STALENESS ?= 0
+BACKEND ?= pytriton
 chaos: dev
-	$(ACTOR)/bin/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED) --engines $(ENGINES) --staleness $(STALENESS)
+	$(ACTOR)/bin/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED) --engines $(ENGINES) --staleness $(STALENESS) --backend $(BACKEND)
 
-# Malformed requests to a critic server, which must change nothing; ONLY=i is request i of this seed again, TLS=1 gives the server
+# Malformed requests to a critic server (TARGET=native: without Triton; engine), which must change nothing; ONLY=i is request i of this seed again, TLS=1 gives the server
 # a certificate.
 .PHONY: fuzz
 N ?= 100000
@@ -137,7 +138,9 @@ soak: dev
 	$(ACTOR)/bin/python -m pytest -m soak tests/integration
 	$(MAKE) --no-print-directory chaos FAULTS=40
 	$(MAKE) --no-print-directory chaos FAULTS=40 ENGINES=2 STALENESS=1
+	$(MAKE) --no-print-directory chaos FAULTS=40 BACKEND=native
 	$(MAKE) --no-print-directory fuzz N=100000
+	$(MAKE) --no-print-directory fuzz N=100000 TARGET=native
 	$(MAKE) --no-print-directory fuzz N=10000 TARGET=engine
 	for seed in 0 1 2; do $(ACTOR)/bin/python examples/quickstart/run.py --seed $$seed --output-dir outputs/soak/$$seed || exit 1; done
 

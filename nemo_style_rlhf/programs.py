@@ -48,7 +48,7 @@ def serve_ppo_critic(config: PPOCriticConfig) -> None:
     from nemo_style_rlhf.checkpoint.owner import owned
 
     with owned(config.run, "server"):
-        from nemo_style_rlhf.critic_service.triton import begin
+        from nemo_style_rlhf.critic_service.binding import begin
 
         binding = begin(config.run, config.server, config.roles)
         from nemo_style_rlhf.critic_service.critic_server import load_critic_server
@@ -63,7 +63,7 @@ def serve_reward_model(config: RewardServerProcessConfig) -> None:
     from nemo_style_rlhf.precheck.programs import check_reward_server
 
     check_reward_server(config)
-    from nemo_style_rlhf.critic_service.triton import begin
+    from nemo_style_rlhf.critic_service.binding import begin
 
     binding = begin(config.run, config.server, ["reward"])
     from nemo_style_rlhf.critic_service.process import serve

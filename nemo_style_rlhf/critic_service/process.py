@@ -21,15 +21,15 @@ from nemo_style_rlhf.checkpoint import owner
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.critic_service import protocol
+from nemo_style_rlhf.critic_service.binding import Binding
 from nemo_style_rlhf.critic_service.service import Service
-from nemo_style_rlhf.critic_service.triton import Binding
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import bootstrap, interrupt
 from nemo_style_rlhf.launch.follow_up import command_line
 from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.schema.common import RunConfig
-from nemo_style_rlhf.schema.critic import ServerConfig
+from nemo_style_rlhf.schema.critic import CriticServerConfig
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.listening import Door
 from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, json_tensor
@@ -44,10 +44,10 @@ DRY_RUN = "dryrun"
 Loader = Callable[[torch.device, Path], Service | WorkerGroup]
 
 
-def serve(run: RunConfig, server: ServerConfig, binding: Binding | None, load: Loader) -> None:
-    """Run a server process after :func:`triton.begin`. Returns after a dry run, otherwise ends the process.
+def serve(run: RunConfig, server: CriticServerConfig, binding: Binding | None, load: Loader) -> None:
+    """Run a server process after :func:`binding.begin`. Returns after a dry run, otherwise ends the process.
 
-    The exit code is 0 after ``critic_shutdown``, SIGTERM or SIGINT, 1 after a fatal error or the death of tritonserver.
+    The exit code is 0 after ``critic_shutdown``, SIGTERM or SIGINT, 1 after a fatal error or the death of its backend.
 
     Args:
         load: returns the service, or the worker group on ranks after the first; takes the device and the folder to write to.
@@ -103,11 +103,11 @@ def _log(number: int) -> None:
     LOGGER.info("received %s", signal.Signals(number).name)
 
 
-def _serve(service: Service, config: ServerConfig, binding: Binding, signals: SimpleQueue[int]) -> int:
+def _serve(service: Service, config: CriticServerConfig, binding: Binding, signals: SimpleQueue[int]) -> int:
     ready_file = Path(config.ready_file) if config.ready_file is not None else None
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
-    starting("waiting for Triton")
+    starting("opening the front door")
     try:
         door = binding.open(service.handle, boot_id=service.gate.boot_id)
     except BaseException:
@@ -166,12 +166,7 @@ def _supervise(service: Service, binding: Binding, signals: SimpleQueue[int]) ->
             LOGGER.info("asked to stop by a client")
             return 0
         if not binding.alive:
-            LOGGER.error(
-                "the front door, tritonserver or a process of its died, or a socket was removed from %s, the server ends; "
-                "the last lines of Triton's log:\n%s",
-                binding.folder,
-                binding.log_tail(),
-            )
+            LOGGER.error("the server ends: %s", binding.why_dead())
             return 1
 
 

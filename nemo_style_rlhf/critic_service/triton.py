@@ -1,14 +1,13 @@
-"""The binding of a service to the network: PyTriton for tensors, a backend of this process for JSON, the front door before both.
+"""``server.backend=pytriton``: PyTriton answers the endpoints that take tensors, the backend of this process those of JSON.
 
 With ``batching=False`` every request is computed alone, so that its answer never depends on other requests; ``strict=True``
-checks every output's dtype and shape. Each endpoint has its own thread, so ``critic_status`` answers while ``critic_train`` runs.
+checks every output's dtype and shape.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,53 +16,39 @@ from tenacity import Retrying, stop_after_attempt
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.backend import Backend, error_tensor, require_libraries
+from nemo_style_rlhf.critic_service.binding import Binding, Handler
 from nemo_style_rlhf.critic_service.protocol import largest_tensors
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.common import RunConfig
-from nemo_style_rlhf.schema.critic import ServerConfig
+from nemo_style_rlhf.schema.critic import CriticServerConfig
 from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.front_door import Route
-from nemo_style_rlhf.transport.listening import Address, Door, take_address
+from nemo_style_rlhf.transport.listening import Address, Door
 from nemo_style_rlhf.transport.messages import Array, Code, Endpoint, ProtocolError, TensorSpec
-from nemo_style_rlhf.transport.unix_backend import UnixBackend
 
 LOGGER = logging.getLogger(__name__)
-CALLS_IN_MEMORY = 32
-"""Maximum number of calls of the largest size that Triton may hold at once."""
-Handler = Callable[[str, Mapping[str, Array]], dict[str, Array]]
 
 
-def begin(run: RunConfig, config: ServerConfig, roles: list[str]) -> "Binding | None":
-    """:func:`take_address` in an environment in which PyTriton works, and start Triton, which loads beside the models. A
-    rehearsal does without it. Returns None on ranks that serve nothing.
-
+def require_host() -> None:
+    """
     Raises:
-        UserError: NumPy is 2, a library is missing; or see :func:`take_address`.
+        UserError: NumPy is 2, or a library is missing.
     """
-    _refuse_numpy_2()
-    address = take_address(config)
-    if address.listener is None:
-        return None
+    if int(np.__version__.split(".")[0]) >= 2:
+        raise UserError(
+            f"NumPy {np.__version__} is installed, but PyTriton 0.7 returns empty tensors with NumPy 2: run the server in the "
+            "environment that `make envs` builds (.venv-server), or give server.backend=native"
+        )
     require_libraries()
-    binding = Binding(config, address, roles)
-    if not run.dry_run:
-        binding.start()
-    return binding
 
 
-class Binding:
-    """Triton and a backend of this process bound to a handler, and the front door before them. Nobody reaches them before
-    :meth:`open`.
+class TritonBinding(Binding):
+    """Triton starts beside the models. Endpoints that take only JSON need none of it: each would cost a server's start two
+    processes more, half a second of processor time."""
 
-    Triton serves the endpoints that take tensors. Those that take only JSON need none of it: each would cost a server's start two
-    processes more, half a second of processor time.
-    """
-
-    def __init__(self, config: ServerConfig, address: Address, roles: list[str]) -> None:
+    def __init__(self, config: CriticServerConfig, address: Address, roles: list[str]) -> None:
+        super().__init__(config, address, roles)
+        self._tensors = [each for each in self.endpoints if largest_tensors(each, 1)]
+        self._with_rewards = "reward" in roles
         self._fatal = threading.Event()
-        self._control: UnixBackend | None = None
-        self.door: Door | None = None
-        self._config, self._address, self._roles = config, address, roles
         self._handle: Handler | None = None
         self._boot_id = ""
         self._backend: Backend | None = None
@@ -104,9 +89,8 @@ class Binding:
 
     def _bound(self) -> Backend:
         backend = Backend(metrics=self._config.metrics, verbose=self._config.verbose)
-        for endpoint in _endpoints(self._roles):
-            if largest_tensors(endpoint, 1):
-                self._bind(backend, endpoint)
+        for endpoint in self._tensors:
+            self._bind(backend, endpoint)
         return backend
 
     def open(self, handle: Handler, *, boot_id: str) -> Door:
@@ -118,61 +102,35 @@ class Binding:
         """
         self._ready.result()
         self._handle, self._boot_id = handle, boot_id
-        backend, config = self._backend, self._config
+        backend = self._backend
         assert backend is not None
-        # Triton and both ends of its shared memory keep room for the largest request that each endpoint has seen.
-        sizes = {each: largest_tensors(each, config.max_request_bytes) for each in protocol.ENDPOINTS}
-        control = backend.folder / "control.sock"
-        routes = [Route(each, sizes[each], None if sizes[each] else str(control)) for each in _endpoints(self._roles)]
-        self._control = UnixBackend(
-            control, [route for route in routes if route.backend], handle, boot_id=boot_id, one_at_a_time=True
-        )
-        self.door = Door(
-            config,
-            self._address,
-            backend=backend.socket,
-            metrics=backend.metrics_socket,
-            routes=routes,
-            bytes_in_flight=CALLS_IN_MEMORY * max(Route(each, size).largest_body for each, size in sizes.items()),
-        )
-        return self.door
+        others = dict.fromkeys(self._tensors, str(backend.socket))
+        return self._open(backend.folder / "control.sock", others, handle, boot_id, metrics=backend.metrics_socket)
 
     @property
     def failed(self) -> bool:
-        """Whether an internal error of this process prevented an answer."""
-        return self._fatal.is_set() or (self._control is not None and self._control.fatal.is_set())
-
-    @property
-    def folder(self) -> Path:
-        """Where its sockets are."""
-        assert self._backend is not None
-        return self._backend.folder
-
-    def log_tail(self) -> str:
-        """The end of Triton's own log."""
-        assert self._backend is not None
-        return self._backend.log_tail()
+        return self._fatal.is_set() or super().failed
 
     @property
     def alive(self) -> bool:
-        """False once the front door, a process of Triton, a thread that answers requests or a socket is gone."""
-        if self.door is None or self._backend is None or self._control is None:
-            return False
-        return self.door.alive and self._control.alive and self._backend.is_alive()
+        return super().alive and self._backend is not None and self._backend.is_alive()
+
+    def why_dead(self) -> str:
+        assert self._backend is not None
+        return (
+            f"the front door, tritonserver or a process of its died, or a socket was removed from {self._backend.folder}; "
+            f"the last lines of Triton's log:\n{self._backend.log_tail()}"
+        )
 
     def close(self, timeout_s: float) -> None:
-        """Close the front door, by force after ``timeout_s`` seconds, and stop Triton, which may still be starting."""
-        if self.door is not None:
-            self.door.close(timeout_s)
-        if self._control is not None:
-            self._control.close()
+        super().close(timeout_s)
         with self._lock:
             self._closed = True
             if self._backend is not None:
                 self._backend.close()
 
     def _bind(self, backend: Backend, endpoint: Endpoint) -> None:
-        outputs = [spec for spec in endpoint.outputs if spec is not protocol.REWARDS or "reward" in self._roles]
+        outputs = [spec for spec in endpoint.outputs if spec is not protocol.REWARDS or self._with_rewards]
 
         def infer(requests: list[Any]) -> list[dict[str, Array]]:
             return [self._answer(endpoint.name, request) for request in requests]
@@ -212,19 +170,6 @@ class Binding:
             )
 
 
-def _endpoints(roles: list[str]) -> list[Endpoint]:
-    """The endpoints of a server with these roles; an unused Triton model would cost start-up time."""
-    return [endpoint for endpoint in protocol.ENDPOINTS if not endpoint.roles or {*endpoint.roles} & {*roles}]
-
-
 def _tensor(spec: TensorSpec) -> Any:
     dtype = bytes if spec.datatype == "BYTES" else spec.dtype
     return Tensor(name=spec.name, dtype=dtype, shape=(-1 if spec.size is None else spec.size,))
-
-
-def _refuse_numpy_2() -> None:
-    if int(np.__version__.split(".")[0]) >= 2:
-        raise UserError(
-            f"NumPy {np.__version__} is installed, but PyTriton 0.7 returns empty tensors with NumPy 2: "
-            "run the server in the environment that `make envs` builds (.venv-server)"
-        )

@@ -73,6 +73,7 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
             metrics=None,
             routes=routes,
             bytes_in_flight=in_flight,
+            afterwards=["rm", "-r", folder],
         )
         host = _reached(config.server.host)
         named = {"host": host, "hostname": socket.gethostname()}

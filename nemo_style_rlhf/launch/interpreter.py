@@ -10,7 +10,7 @@ COMMAND = "nsr-"
 """The names of installed commands (setup.py) begin so: nsr-train-sft is trainers/train_sft.py."""
 NEEDS = {
     "trainers": ("actor", ("hydra", "torch", "requests", "pytorch_lightning")),
-    "servers": ("server", ("hydra", "torch", "pytriton")),
+    "servers": ("server", ("hydra", "torch", "deepspeed")),
 }
 """Environment by folder of the script, with packages that the other environment or a plain Python lacks."""
 IN_THE_ACTORS_ENVIRONMENT = ("serve_engine", "nsr-serve-engine")

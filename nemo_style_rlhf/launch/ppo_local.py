@@ -31,7 +31,7 @@ def run_on_this_host(config: PPOLocalConfig) -> int:
 
 def make_programs(config: PPOLocalConfig, folder: Path) -> list[Program]:
     """The critic server, if the run needs one, and the actor; their configurations are files in ``folder/configs``."""
-    require_environments()
+    require_environments(config)
     (port,) = free_ports(1)
     values = configurations(config, folder)
     connection, server = values[ACTOR]["remote_critic_rm"], values[CRITIC]["server"]

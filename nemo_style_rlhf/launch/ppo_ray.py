@@ -51,7 +51,7 @@ def run_on_ray(config: PPORayConfig) -> int:
         ProgramFailed: processes died too often, or the cluster's head is lost.
     """
     folder = Path(config.run.output_dir).resolve()
-    require_environments()
+    require_environments(config)
     connect(config.ray)
     secrets = RunSecrets(folder / "secrets")
     try:

@@ -48,12 +48,17 @@ PATIENT_INTERRUPTS = 3
 """Ctrl-C may be pressed that often before this process ends without waiting for the others."""
 
 
-def require_environments() -> None:
+def critic_python(backend: str) -> Path:
+    """The interpreter of a critic server: only PyTriton needs an environment of its own."""
+    return ACTOR_PYTHON if backend == "native" else SERVER_PYTHON
+
+
+def require_environments(config: LaunchedConfig) -> None:
     """
     Raises:
         UserError: an environment is missing on this host.
     """
-    for python in (ACTOR_PYTHON, SERVER_PYTHON):
+    for python in (ACTOR_PYTHON, critic_python(config.critic.server.backend)):
         if not python.exists():
             raise UserError(
                 f"{python} does not exist: build both environments beside the package, `make envs` in {ROOT}"
@@ -75,6 +80,8 @@ def configurations(config: LaunchedConfig, folder: Path) -> dict[str, dict[str, 
 def configured(name: str, folder: Path, values: dict[str, Any]) -> list[str]:
     """The command of a program, whose configuration becomes a file in ``folder/configs``."""
     python, script, base = COMMANDS[name]
+    if name == CRITIC:
+        python = critic_python(values["server"]["backend"])
     configs = folder / "configs"
     configs.mkdir(parents=True, exist_ok=True)
     (configs / f"{name}.yaml").write_text(config_file(base, values))

@@ -92,8 +92,6 @@ class ServerConfig:
     """Name or address to bind. Any address but loopback needs a token."""
     port: int = 5567
     """HTTP port; 0 takes a free one (see ready_file)."""
-    metrics: bool = False
-    """Serve Triton's Prometheus metrics at /metrics, to callers with the token."""
     token: TokenConfig = field(default_factory=TokenConfig)
     """The secret that every request must carry in the header x-critic-token. If you give none, a server on loopback makes
     ~/.config/nemo_style_rlhf/token, and your actor on the same host reads it."""
@@ -104,8 +102,6 @@ class ServerConfig:
     """JSON file with host, port, pid and boot_id, written when the server answers and removed when it ends."""
     max_request_bytes: int = 64 * 2**20
     """Maximum tensor bytes of one request; clients split larger ones."""
-    verbose: bool = False
-    """Show Triton's own log."""
 
     def validate(self) -> None:
         require(0 <= self.port < 65536, "server.port", self.port, "a TCP port, or 0 for a free one")
@@ -119,6 +115,25 @@ class ServerConfig:
 
 
 @dataclass
+class CriticServerConfig(ServerConfig):
+    """The front door of a critic or reward server, and what answers behind it."""
+
+    backend: str = "pytriton"
+    """pytriton: NVIDIA's Triton answers, which needs the environment .venv-server. native: the server's own process answers, in
+    that environment or the trainers'. docs/server-backend.md compares them."""
+    metrics: bool = False
+    """Serve Triton's Prometheus metrics at /metrics, to callers with the token."""
+    verbose: bool = False
+    """Show Triton's own log."""
+
+    def validate(self) -> None:
+        super().validate()
+        require(self.backend in ("pytriton", "native"), "server.backend", self.backend, "pytriton or native")
+        require(not self.metrics or self.backend == "pytriton", "server.metrics", self.metrics,
+                "false beside server.backend=native: they are Triton's")  # fmt: skip
+
+
+@dataclass
 class PPOCriticConfig:
     """Configuration of ``servers/serve_ppo_critic.py``."""
 
@@ -127,7 +142,7 @@ class PPOCriticConfig:
     """The reward model, in a layout of docs/models.md. The critic starts as its copy unless critic.path is set. Without a served
     reward model, it may be a language model."""
     critic: CriticConfig = field(default_factory=CriticConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
+    server: CriticServerConfig = field(default_factory=CriticServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Training of the critic."""
 

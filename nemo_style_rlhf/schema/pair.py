@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import SPEAKER, require
-from nemo_style_rlhf.schema.critic import PPOCriticConfig, ServerConfig
+from nemo_style_rlhf.schema.critic import CriticServerConfig, PPOCriticConfig
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 
 CHOSEN = ("host", "port", "token", "tls")
@@ -67,7 +67,7 @@ class LaunchedConfig(PairConfig):
             )
         for section, given, default in (
             ("remote_critic_rm", self.remote_critic_rm, RemoteCriticConfig()),
-            ("critic.server", self.critic.server, ServerConfig()),
+            ("critic.server", self.critic.server, CriticServerConfig()),
         ):
             for name in CHOSEN:
                 if getattr(given, name) != getattr(default, name):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from nemo_style_rlhf.schema.base import require
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
-from nemo_style_rlhf.schema.critic import ServerConfig, require_label_weights
+from nemo_style_rlhf.schema.critic import CriticServerConfig, require_label_weights
 
 
 @dataclass
@@ -60,7 +60,7 @@ class RewardServerProcessConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     """The reward model, decoder or encoder, in a layout of docs/models.md. It is frozen: keys about training have no effect."""
     reward: RewardModelConfig = field(default_factory=RewardModelConfig)
-    server: ServerConfig = field(default_factory=lambda: ServerConfig(port=5568))
+    server: CriticServerConfig = field(default_factory=lambda: CriticServerConfig(port=5568))
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """See :func:`base.idle_settings`."""

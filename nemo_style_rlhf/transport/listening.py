@@ -70,8 +70,12 @@ class Door:
         metrics: Path | None,
         routes: Sequence[Route],
         bytes_in_flight: int,
+        afterwards: Sequence[str] = (),
     ) -> None:
         """Open a front door at the address, before a backend that listens already; see :class:`front_door.Settings`.
+
+        Args:
+            afterwards: a command to run if this process ends without closing the door.
 
         Raises:
             UserError: another server has taken the port.
@@ -100,6 +104,7 @@ class Door:
             stdout=subprocess.PIPE,
             pass_fds=[listener.fileno()],
             grace_s=CLOSE_S,
+            afterwards=afterwards,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(settings.to_json() + b"\n")

@@ -34,7 +34,7 @@ class UnixBackend:
 
         Args:
             one_at_a_time: an endpoint's next call waits until its last one is answered, as Triton's do.
-            handle: raises ProtocolError to refuse; any other error answers INTERNAL and sets :attr:`fatal`.
+            handle: raises ProtocolError to refuse; a fatal one sets :attr:`fatal`, any other error answers INTERNAL and sets it.
         """
         self.fatal = threading.Event()
         self._path, self._routes, self._handle, self._boot_id = path, routes, handle, boot_id
@@ -79,6 +79,9 @@ class UnixBackend:
             content, length = encode_response(route.endpoint, outputs, json.loads(body[:head_length]))
             return 200, content, length
         except ProtocolError as error:
+            if error.fatal:
+                LOGGER.error("%s: %s", route.endpoint.name, error)
+                self.fatal.set()
             return error.code.status, _error(error), None
         except Exception:
             LOGGER.exception("%s failed, the server ends", route.endpoint.name)

@@ -1,4 +1,4 @@
-"""Faults at random moments of a run that is started again whenever it ends: `make chaos FAULTS=40 SEED=1 ENGINES=2 STALENESS=1`.
+"""Faults at random moments of a run that is started again whenever it ends: `make chaos FAULTS=40 SEED=1 ENGINES=2 STALENESS=1 BACKEND=native`.
 
 A fault comes with a message between actor and server, or at a time of its own: while the actor loads, decodes or writes.
 Whatever happens, the run must end with the bits of one that nobody disturbed, and that samples in the trainer's process, one
@@ -51,6 +51,8 @@ class Kind:
 
     engines: int = 0
     staleness: int = 0
+    backend: str = "pytriton"
+    """Of the critic server."""
 
     @property
     def faults(self) -> list[Callable[["Run"], None]]:
@@ -159,9 +161,10 @@ def own_shm() -> Iterator[int]:
             holder.kill()
 
 
-def start_chaos_server(folder: Path, inputs: Path, shm: int) -> tuple[Process, int]:
+def start_chaos_server(folder: Path, kind: Kind, inputs: Path, shm: int) -> tuple[Process, int]:
     there = ["nsenter", f"--target={shm}", "--user", "--mount", "--preserve-credentials", f"--wd={ROOT}"]
-    return start_server(folder / "critic", *server_overrides(inputs), cold=there, environment=environment(folder))
+    overrides = [*server_overrides(inputs), f"server.backend={kind.backend}"]
+    return start_server(folder / "critic", *overrides, cold=there, environment=environment(folder))
 
 
 def chaos(folder: Path, *, faults: int, seed: int, kind: Kind = Kind()) -> list[str]:
@@ -187,7 +190,7 @@ def disturbed_run(
     folder: Path, kind: Kind, inputs: Path, faults: list[Callable[[Run], None]], draw: random.Random, shm: int
 ) -> Run:
     (folder / "critic").mkdir(parents=True)
-    run = Run(folder, kind, inputs, *start_chaos_server(folder, inputs, shm), list(faults), draw, shm)
+    run = Run(folder, kind, inputs, *start_chaos_server(folder, kind, inputs, shm), list(faults), draw, shm)
     deadline = time.monotonic() + RUN_TIMEOUT_S * (1 + len(faults) / 10)
 
     def watch(way: str, endpoint: str) -> None:
@@ -213,7 +216,7 @@ def keep_running(run: Run) -> int | None:
         mend(run)
     if run.server.poll() is not None:
         run.elsewhere = (run.folder / "critic" / "checkpoints").is_symlink()
-        run.server, run.port = start_chaos_server(run.folder, run.inputs, run.shm)
+        run.server, run.port = start_chaos_server(run.folder, run.kind, run.inputs, run.shm)
     code = None if run.actor is None else run.actor.poll()
     if run.actor is None or code not in (None, 0):
         limit_files(run.server, psutil.RLIM_INFINITY)  # the user has made room
@@ -281,9 +284,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engines", type=int, default=0)
     parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--backend", default="pytriton")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
-        kind = Kind(arguments.engines, arguments.staleness)
+        kind = Kind(arguments.engines, arguments.staleness, arguments.backend)
         happened = chaos(Path(folder), faults=arguments.faults, seed=arguments.seed, kind=kind)
     print(f"seed {arguments.seed}: {len(happened)} faults, and every run ended with the undisturbed one's bits")
 

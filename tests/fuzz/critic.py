@@ -61,9 +61,12 @@ class CriticTarget:
 
     kept_limit = KEPT_BYTES
 
-    def __init__(self, folder: Path, settings: list[str], token_file: Path, ca: str | None) -> None:
+    def __init__(
+        self, folder: Path, settings: list[str], token_file: Path, ca: str | None, backend: str = "pytriton"
+    ) -> None:
         model = save_reward_model(folder / "model", pad_token_id=0)
-        self._server = CriticServer(folder / "server", model, [*settings, "server.metrics=true"], {TOKEN_ENV: TOKEN})
+        settings = [*settings, f"server.metrics={backend == 'pytriton'}"]
+        self._server = CriticServer(folder / "server", model, settings, {TOKEN_ENV: TOKEN}, backend=backend)
         try:
             token = TokenConfig(token_file=str(token_file))
             self._critic = self._server.start().client(token=token, tls=ClientTlsConfig(ca=ca))

@@ -1,4 +1,4 @@
-"""Malformed requests to a real critic server, or to a generation engine (TARGET=engine), seeded: `make fuzz N=100000 SEED=1`, and
+"""Malformed requests to a real critic server (TARGET=native: without Triton), or to a generation engine (TARGET=engine), seeded: `make fuzz N=100000 SEED=1`, and
 one again `make fuzz SEED=1 ONLY=4711`.
 
 Request n of a seed is the same bytes in every run, but for the lease, the folder of the weights, and what TLS encrypts or draws
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -66,9 +67,10 @@ class Target(Protocol):
     def close(self) -> None: ...
 
 
-CALLS: dict[str, Callable[[], Calls]] = {"critic": CriticCalls, "engine": EngineCalls}
+CALLS: dict[str, Callable[[], Calls]] = {"critic": CriticCalls, "native": CriticCalls, "engine": EngineCalls}
 TARGETS: dict[str, Callable[[Path, list[str], Path, str | None], Target]] = {
     "critic": CriticTarget,
+    "native": partial(CriticTarget, backend="native"),
     "engine": EngineTarget,
 }
 

@@ -16,10 +16,16 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_reward_model(tmp_path_factory.mktemp("reward_model"), pad_token_id=0)
 
 
+@pytest.fixture(scope="session", params=["pytriton", "native"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """What answers behind the front door of each server below."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
-def shared_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[CriticServer]:
+def shared_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path, backend: str) -> Iterator[CriticServer]:
     """A server for tests that keep it serving. The fixture ``critic`` restores its checkpoint ``START``: the untrained critic."""
-    server = CriticServer(tmp_path_factory.mktemp("shared_server"), reward_model).start()
+    server = CriticServer(tmp_path_factory.mktemp("shared_server"), reward_model, backend=backend).start()
     with server.client() as critic:
         critic.save(START).result()
     yield server
@@ -35,13 +41,15 @@ def critic(shared_server: CriticServer) -> Iterator[RemoteCritic]:
 
 
 @pytest.fixture
-def make_server(tmp_path: Path, reward_model: Path) -> Iterator[Callable[..., CriticServer]]:
+def make_server(tmp_path: Path, reward_model: Path, backend: str) -> Iterator[Callable[..., CriticServer]]:
     """``make_server(*overrides, environment=..., ranks=...)`` makes a server for one test, not started yet."""
     made: list[CriticServer] = []
 
     def make(*overrides: str, environment: dict[str, str] | None = None, ranks: int = 1) -> CriticServer:
         directory = tmp_path / f"server{len(made)}"
-        made.append(CriticServer(directory, reward_model, list(overrides), environment or {}, ranks=ranks))
+        made.append(
+            CriticServer(directory, reward_model, list(overrides), environment or {}, ranks=ranks, backend=backend)
+        )
         return made[-1]
 
     yield make
@@ -51,8 +59,10 @@ def make_server(tmp_path: Path, reward_model: Path) -> Iterator[Callable[..., Cr
 
 
 @pytest.fixture(scope="module")
-def scratch_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[CriticServer]:
+def scratch_server(
+    tmp_path_factory: pytest.TempPathFactory, reward_model: Path, backend: str
+) -> Iterator[CriticServer]:
     """May be killed, frozen and restarted, if it serves again afterwards."""
-    server = CriticServer(tmp_path_factory.mktemp("scratch_server"), reward_model).start()
+    server = CriticServer(tmp_path_factory.mktemp("scratch_server"), reward_model, backend=backend).start()
     yield server
     server.close()

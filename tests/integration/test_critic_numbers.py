@@ -1,6 +1,7 @@
 """What the critic server computes equals what plain transformers and torch compute."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -177,3 +178,16 @@ def test_training_in_bfloat16_learns(make_server) -> None:
     with server.client() as critic:
         losses = [critic.train(train_batch(5), step=step).result()["loss"] for step in range(1, 9)]
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_both_backends_and_environments_have_the_same_bits(tmp_path: Path, reward_model: Path) -> None:
+    found = set()
+    for backend in ("pytriton", "native"):
+        server = CriticServer(tmp_path / backend, reward_model, backend=backend).start()
+        with closing(server), server.client() as critic:
+            answer = critic.infer(sequences(1)).result()
+            trained = critic.train(train_batch(2), step=1).result()
+            critic.save("test-step_000001").result()
+            numbers = [values.tobytes() for values in answer.values], answer.rewards.tobytes(), tuple(trained.items())
+            found.add(str((numbers, server.checkpoint_digest("test-step_000001"))))
+    assert len(found) == 1

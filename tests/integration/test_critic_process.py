@@ -26,6 +26,7 @@ from tests.support.critic_server import (
     CriticServer,
     left_of,
     long_batch,
+    only_pytriton,
     refusal,
     segments_of,
     sequences,
@@ -147,13 +148,13 @@ def test_rule_8_sigterm_ends_a_server_that_still_loads(dry_run: bool, code: int,
 import os, signal, time
 from nemo_style_rlhf.critic_service.process import serve
 from nemo_style_rlhf.schema.common import RunConfig
-from nemo_style_rlhf.schema.critic import ServerConfig
+from nemo_style_rlhf.schema.critic import CriticServerConfig
 
 def load(device, directory):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(600)
 
-serve(RunConfig(output_dir={str(tmp_path)!r}, device="cpu", dry_run={dry_run}), ServerConfig(), None, load)
+serve(RunConfig(output_dir={str(tmp_path)!r}, device="cpu", dry_run={dry_run}), CriticServerConfig(), None, load)
 """
     ended = subprocess.run([SERVER_PYTHON, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == code, ended.stderr
@@ -191,6 +192,7 @@ def test_rule_8_sigterm_leaves_nothing_though_a_client_holds_its_connection(make
     assert not list(Path("/dev/shm").glob(f"*{server.process.pid}-*"))
 
 
+@only_pytriton
 @pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.more)])
 def test_rule_8_a_dead_tritonserver_is_noticed(make_server, depth: int) -> None:
     """And the death of an endpoint's process, and of one that this has."""
@@ -206,7 +208,11 @@ def test_rule_8_a_dead_tritonserver_is_noticed(make_server, depth: int) -> None:
     assert "tritonserver or a process of its died" in server.log.read_text()
 
 
-@pytest.mark.parametrize("name", ["http.sock", "control.sock"])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("pytriton", "http.sock"), ("pytriton", "control.sock"), ("native", "http.sock")],
+    indirect=["backend"],
+)
 def test_rule_8_a_removed_socket_is_noticed(make_server, name: str) -> None:
     """Programs that clean up temporary files remove those that nobody has opened for long."""
     server = make_server().start()
@@ -216,6 +222,7 @@ def test_rule_8_a_removed_socket_is_noticed(make_server, name: str) -> None:
     assert f"or a socket was removed from {folder}" in server.log.read_text()
 
 
+@only_pytriton
 @pytest.mark.more
 def test_rule_8_an_endpoint_that_hangs_does_not_outlive_a_dead_tritonserver(make_server) -> None:
     server = make_server().start()
@@ -233,12 +240,16 @@ def test_rule_8_an_endpoint_and_a_door_that_hang_do_not_outlive_both_parents_and
     server = make_server().start()
     everyone = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     segments, folders = segments_of(everyone), list(Path(tempfile.gettempdir()).glob(f"nsr{server.process.pid}-*"))
-    assert segments and folders
-    tritonserver = server.tritonserver()
-    door = next(process for process in everyone if "front_door" in " ".join(process.cmdline()))
-    for process in (tritonserver.children()[-1], door):
+    assert folders
+    hanging = [next(process for process in everyone if "front_door" in " ".join(process.cmdline()))]
+    killed = everyone[:1]
+    if server.backend == "pytriton":
+        assert segments
+        hanging.append(server.tritonserver().children()[-1])
+        killed.append(server.tritonserver())
+    for process in hanging:
         process.suspend()
-    for process in (tritonserver, everyone[0]):
+    for process in killed:
         process.kill()
     assert not left_of(everyone)
     deadline = time.monotonic() + 5
@@ -314,6 +325,15 @@ def test_dry_run_passes_and_leaves_nothing(make_server) -> None:
     assert list(server.output_dir.iterdir()) == []
 
 
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+def test_the_trainers_environment_has_no_pytriton(make_server) -> None:
+    server = make_server()
+    said = refusal(server, "server.backend=pytriton")
+    assert f"{server.python} has no pytriton, which server.backend=pytriton needs" in said
+    assert "give server.backend=native" in said
+    assert "server.metrics=True" in refusal(server, "server.metrics=true")
+
+
 def test_wrong_use_is_one_sentence(make_server, tmp_path: Path) -> None:
     server = make_server()
     two_labels = save_reward_model(tmp_path / "two_labels", num_labels=2)
@@ -322,6 +342,7 @@ def test_wrong_use_is_one_sentence(make_server, tmp_path: Path) -> None:
     assert "nowhere: there is no such folder" in refusal(server, f"model.path={tmp_path}/nowhere")
 
 
+@only_pytriton
 def test_a_library_that_tritonserver_lacks_is_named_before_a_model_is_loaded(make_server) -> None:
     libraries = next(SERVER_PYTHON.parents[1].glob("lib/python3*/site-packages/nvidia_pytriton.libs"))
     without = [
@@ -355,6 +376,7 @@ def test_pythons_own_library_is_named_by_the_package_that_brings_it() -> None:
     assert said in done.stderr.splitlines()[-1]
 
 
+@only_pytriton
 def test_tritonserver_sees_no_gpu_and_the_server_that_computes_does(shared_server: CriticServer) -> None:
     """It would take a context and a pool of each, 0.57 GiB of an H200."""
     tritons = [shared_server.tritonserver(), *shared_server.tritonserver().children(recursive=True)]

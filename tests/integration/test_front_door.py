@@ -22,7 +22,7 @@ from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
 from tests.fuzz.fuzzer import Raw, text, valid_infer, valid_train
 from tests.fuzz.http_faults import PATHS
 from tests.fuzz.kserve_faults import as_json
-from tests.support.critic_server import KEPT_BYTES, TOKEN_ENV, CriticServer, sequences, train_batch
+from tests.support.critic_server import KEPT_BYTES, TOKEN_ENV, CriticServer, only_pytriton, sequences, train_batch
 
 TOKEN = secrets.token_hex(16)
 HEAD_S, BODY_S = 10, 30
@@ -31,9 +31,10 @@ INFER = "/v2/models/critic_infer/infer"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[CriticServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path, backend: str) -> Iterator[CriticServer]:
     folder = tmp_path_factory.mktemp("front_door")
-    server = CriticServer(folder, reward_model, ["server.metrics=true"], {TOKEN_ENV: TOKEN}).start()
+    metrics = [f"server.metrics={backend == 'pytriton'}"]
+    server = CriticServer(folder, reward_model, metrics, {TOKEN_ENV: TOKEN}, backend=backend).start()
     ask_well(server)
     yield server
     server.close()
@@ -126,7 +127,9 @@ def test_nor_is_it_when_they_know_the_token(server: CriticServer, attack: str, u
 
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PRI"])
 def test_only_our_endpoints_are_there(server: CriticServer, method: str) -> None:
-    served = {("POST", "/v2/models/critic_status/infer"), ("GET", "/metrics")}
+    served = {("POST", "/v2/models/critic_status/infer")}
+    if server.backend == "pytriton":
+        served.add(("GET", "/metrics"))
     for path in [*PATHS, "/metrics", "/v2/models/critic_status/infer"]:
 
         def ask(headers: dict[str, str]) -> int:
@@ -139,6 +142,7 @@ def test_only_our_endpoints_are_there(server: CriticServer, method: str) -> None
         assert status == 200 if (method, path) in served else status in (404, 405), (path, status)
 
 
+@only_pytriton
 def test_metrics_are_for_those_with_the_token(server: CriticServer) -> None:
     url = f"http://127.0.0.1:{server.port}/metrics"
     answer = requests.get(url, headers={messages.TOKEN_HEADER: TOKEN}, timeout=10)
@@ -240,6 +244,7 @@ def test_clients_that_hang_up_are_not_noticed_behind_the_door(
     assert critic.status().critic_step == step + 2  # the first of the hung-up calls counted, once
 
 
+@only_pytriton
 @pytest.mark.parametrize("token", [None, TOKEN], ids=["stranger", "known"])
 def test_a_refused_request_goes_no_further_when_its_client_hangs_up(server: CriticServer, token: str | None) -> None:
     """It waits in the door's buffer, whole, while the refusal finds nobody to go to."""

@@ -12,13 +12,19 @@ MORE = pytest.mark.more
 
 
 @pytest.mark.parametrize(
-    ("requests", "tls"), [(300, False), pytest.param(1700, False, marks=MORE), pytest.param(300, True, marks=MORE)]
+    ("requests", "tls", "kind"),
+    [
+        (300, False, "critic"),
+        (300, False, "native"),
+        pytest.param(1700, False, "critic", marks=MORE),
+        pytest.param(300, True, "critic", marks=MORE),
+    ],
 )
-def test_malformed_requests_change_nothing(tmp_path: Path, requests: int, tls: bool) -> None:
+def test_malformed_requests_change_nothing(tmp_path: Path, requests: int, tls: bool, kind: str) -> None:
     """Every one is refused, nothing dies, grows or moves, and strangers read nothing but that they are none of ours."""
     seed = secrets.randbelow(2**31)
-    print(f"make fuzz N={requests} SEED={seed}{' TLS=1' if tls else ''}")
-    assert sum(fuzz(tmp_path, seed=seed, numbers=range(requests), tls=tls).values()) >= requests
+    print(f"make fuzz N={requests} SEED={seed}{' TLS=1' if tls else ''} TARGET={kind}")
+    assert sum(fuzz(tmp_path, seed=seed, numbers=range(requests), tls=tls, kind=kind).values()) >= requests
 
 
 @pytest.mark.parametrize("requests", [100, pytest.param(600, marks=MORE)])

@@ -57,11 +57,12 @@ print(json.dumps(found))
 
 
 def test_another_user_of_the_host_reads_no_secret_and_gets_no_answer(
-    tmp_path: Path, reward_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reward_model: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arguments, environments, descriptors, shared memory, files, sockets, ports; as nobody, while calls with the secrets run."""
     monkeypatch.setenv(TOKEN_ENV, TOKEN)
-    server = CriticServer(tmp_path, reward_model, ["server.metrics=true"], {TOKEN_ENV: TOKEN}).start()
+    metrics = [f"server.metrics={backend == 'pytriton'}"]
+    server = CriticServer(tmp_path, reward_model, metrics, {TOKEN_ENV: TOKEN}, backend=backend).start()
     with closing(server), server.client() as critic:
         look_as_nobody(server, critic)
         for segment in Path("/dev/shm").glob(f"*{server.process.pid}-*"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 
 from nemo_style_rlhf.critic_service.protocol import Status
 from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, RemoteCritic
@@ -18,7 +19,7 @@ from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from nemo_style_rlhf.transport.messages import Array
 from tests.support import warm
 from tests.support.digests import digest_of_files
-from tests.support.paths import ROOT, SERVER_PYTHON
+from tests.support.paths import ACTOR_PYTHON, ROOT, SERVER_PYTHON
 
 START_TIMEOUT_S = 120.0
 VOCABULARY = 64
@@ -27,6 +28,9 @@ KEPT_BYTES = 64 * 2**20
 """Limit on the memory that strangers may make a server keep (:meth:`CriticServer.kept_bytes`)."""
 START = "test-step_000000"
 """Checkpoint id of the untrained critic on the shared server."""
+
+
+only_pytriton = pytest.mark.parametrize("backend", ["pytriton"], indirect=True)
 
 
 @dataclass
@@ -39,6 +43,7 @@ class CriticServer:
     environment: dict[str, str] = field(default_factory=dict)
     port: int = 0
     ranks: int = 1
+    backend: str = "pytriton"
     cold: bool = False
     """Whether a new process loads its libraries; a forked one also has the arenas of malloc that its parent's threads had."""
 
@@ -46,14 +51,16 @@ class CriticServer:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self.ready_file = self.output_dir / "ready.json"
         self.log = self.output_dir / "server.log"
+        self.python = SERVER_PYTHON if self.backend == "pytriton" else ACTOR_PYTHON  # which holds both halves then
 
     def command(self, *extra: str) -> list[str]:
         return [
-            str(SERVER_PYTHON),
+            str(self.python),
             "servers/serve_ppo_critic.py",
             f"run.output_dir={self.output_dir}",
             f"model.path={self.model}",
             "model.dtype=float32",
+            f"server.backend={self.backend}",
             "engine.zero_stage=0",
             "engine.optim.lr=1e-3",
             "engine.optim.eps=1e-5",
@@ -75,7 +82,7 @@ class CriticServer:
                 )
         else:
             self.process = warm.Forked(
-                self.command()[1:], self.log, self.log, python=SERVER_PYTHON, ranks=self.ranks, environment=environment
+                self.command()[1:], self.log, self.log, python=self.python, ranks=self.ranks, environment=environment
             )
         return self.process
 

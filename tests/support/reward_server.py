@@ -10,7 +10,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.transport.messages import Array
 from tests.support.critic_server import CriticServer
-from tests.support.paths import SERVER_PYTHON
 
 
 @dataclass
@@ -19,8 +18,9 @@ class RewardServer(CriticServer):
 
     def command(self, *extra: str) -> list[str]:
         return [
-            str(SERVER_PYTHON), "servers/serve_reward_model.py", f"model.path={self.model}", "model.dtype=float32",
-            "run.num_threads=1", f"server.port={self.port}", f"server.ready_file={self.ready_file}", *self.overrides, *extra,
+            str(self.python), "servers/serve_reward_model.py", f"model.path={self.model}", "model.dtype=float32",
+            "run.num_threads=1", f"server.backend={self.backend}", f"server.port={self.port}",
+            f"server.ready_file={self.ready_file}", *self.overrides, *extra,
         ]  # fmt: skip
 
     def config(self, **changes: object) -> RewardServerConfig:

@@ -19,7 +19,7 @@ LIBRARIES = {
     ACTOR_PYTHON: [
         "hydra", "pytorch_lightning", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
         "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.llama", "nemo_style_rlhf.generation.vllm",
-        "nemo_style_rlhf.ppo.run",
+        "nemo_style_rlhf.ppo.run", "nemo_style_rlhf.critic_service.process", "nemo_style_rlhf.critic_service.critic_server",
     ],
     SERVER_PYTHON: [
         "hydra", "nemo_style_rlhf.critic_service.process", "nemo_style_rlhf.critic_service.critic_server",

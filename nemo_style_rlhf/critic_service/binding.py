@@ -1,0 +1,132 @@
+"""The binding of a service to the network: a backend that calls it, and the front door before that."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from nemo_style_rlhf.critic_service import belongings, protocol
+from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_of_dead_servers
+from nemo_style_rlhf.critic_service.protocol import largest_tensors
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.common import RunConfig
+from nemo_style_rlhf.schema.critic import CriticServerConfig
+from nemo_style_rlhf.transport.front_door import Route
+from nemo_style_rlhf.transport.listening import Address, Door, take_address
+from nemo_style_rlhf.transport.messages import Array, Endpoint
+from nemo_style_rlhf.transport.unix_backend import UnixBackend
+
+CALLS_IN_MEMORY = 32
+"""Maximum number of calls of the largest size that the backend may hold at once."""
+Handler = Callable[[str, Mapping[str, Array]], dict[str, Array]]
+
+
+def begin(run: RunConfig, config: CriticServerConfig, roles: list[str]) -> "Binding | None":
+    """Take the address and start the backend, which may load beside the models. A rehearsal does without it.
+
+    Returns None on ranks that serve nothing.
+
+    Raises:
+        UserError: the backend cannot run in this environment; or see :func:`take_address`.
+    """
+    kind: type[Binding] = Binding
+    if config.backend == "pytriton":
+        if find_spec("pytriton") is None:
+            raise UserError(
+                f"{sys.executable} has no pytriton, which server.backend=pytriton needs: run the server in the environment that "
+                "`make envs` builds (.venv-server), or give server.backend=native"
+            )
+        from nemo_style_rlhf.critic_service import triton
+
+        triton.require_host()
+        kind = triton.TritonBinding
+    address = take_address(config)
+    if address.listener is None:
+        return None
+    binding = kind(config, address, roles)
+    if not run.dry_run:
+        binding.start()
+    return binding
+
+
+class Binding:
+    """``server.backend=native``: this process answers by itself, on a Unix socket behind the front door.
+
+    Each endpoint has a thread of its own, so ``critic_status`` answers while ``critic_train`` runs. Its calls are computed one
+    after another: no answer depends on other requests. Nobody reaches it before :meth:`open`.
+    """
+
+    def __init__(self, config: CriticServerConfig, address: Address, roles: list[str]) -> None:
+        self.door: Door | None = None
+        self.endpoints = [each for each in protocol.ENDPOINTS if not each.roles or {*each.roles} & {*roles}]
+        """Those of these roles: one that is not used would cost start-up time."""
+        self._config, self._address = config, address
+        self._answering: UnixBackend | None = None
+        self._belongings: Belongings | None = None
+
+    def start(self) -> None:
+        """Start what can start before the models are loaded."""
+
+    def open(self, handle: Handler, *, boot_id: str) -> Door:
+        """Open the front door: from now on requests reach ``handle``.
+
+        Raises:
+            UserError: another server has taken the port.
+        """
+        remove_those_of_dead_servers()
+        self._belongings = Belongings()
+        afterwards = [sys.executable, "-m", belongings.__name__, self._belongings.name]
+        return self._open(self._belongings.folder / "http.sock", {}, handle, boot_id, afterwards=afterwards)
+
+    def _open(
+        self,
+        socket: Path,
+        others: Mapping[Endpoint, str],
+        handle: Handler,
+        boot_id: str,
+        *,
+        metrics: Path | None = None,
+        afterwards: Sequence[str] = (),
+    ) -> Door:
+        """Answer at ``socket`` all endpoints but ``others``, which are answered at sockets of their own."""
+        # Both ends of a connection to a backend keep room for the largest request that each endpoint has seen.
+        sizes = {each: largest_tensors(each, self._config.max_request_bytes) for each in protocol.ENDPOINTS}
+        routes = {each: Route(each, sizes[each], others.get(each)) for each in self.endpoints}
+        own = [route for each, route in routes.items() if each not in others]
+        self._answering = UnixBackend(socket, own, handle, boot_id=boot_id, one_at_a_time=True)
+        self.door = Door(
+            self._config,
+            self._address,
+            backend=socket,
+            metrics=metrics,
+            routes=list(routes.values()),
+            bytes_in_flight=CALLS_IN_MEMORY * max(Route(each, size).largest_body for each, size in sizes.items()),
+            afterwards=afterwards,
+        )
+        return self.door
+
+    @property
+    def failed(self) -> bool:
+        """Whether an internal error of this process prevented an answer."""
+        return self._answering is not None and self._answering.fatal.is_set()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are answered: all processes, threads and sockets are there."""
+        return self.door is not None and self.door.alive and self._answering is not None and self._answering.alive
+
+    def why_dead(self) -> str:
+        """What may have died if it is not alive."""
+        assert self._belongings is not None
+        return (
+            f"the front door or the thread that answers it died, or a socket was removed from {self._belongings.folder}"
+        )
+
+    def close(self, timeout_s: float) -> None:
+        """Close the front door, by force after ``timeout_s`` seconds, and the backend, which may still be starting."""
+        if self.door is not None:
+            self.door.close(timeout_s)
+        if self._answering is not None:
+            self._answering.close()
+        if self._belongings is not None:
+            self._belongings.remove()
