@@ -117,8 +117,8 @@ BACKEND ?= pytriton
 chaos: dev
 	$(ACTOR)/bin/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED) --engines $(ENGINES) --staleness $(STALENESS) --backend $(BACKEND)
 
-# Malformed requests to a critic server (TARGET=native: without Triton; engine), which must change nothing; ONLY=i is request i of this seed again, TLS=1 gives the server
-# a certificate.
+# Malformed requests to a critic server, or with TARGET=native to one without Triton, with TARGET=engine to an engine, which must
+# change nothing; ONLY=i is request i of this seed again, TLS=1 gives the server a certificate.
 .PHONY: fuzz
 N ?= 100000
 ONLY ?=

@@ -1,4 +1,5 @@
-"""Faults at random moments of a run that is started again whenever it ends: `make chaos FAULTS=40 SEED=1 ENGINES=2 STALENESS=1 BACKEND=native`.
+"""Faults at random moments of a run that is started again whenever it ends:
+`make chaos FAULTS=40 SEED=1 ENGINES=2 STALENESS=1 BACKEND=native`.
 
 A fault comes with a message between actor and server, or at a time of its own: while the actor loads, decodes or writes.
 Whatever happens, the run must end with the bits of one that nobody disturbed, and that samples in the trainer's process, one

@@ -1,5 +1,5 @@
-"""Malformed requests to a real critic server (TARGET=native: without Triton), or to a generation engine (TARGET=engine), seeded: `make fuzz N=100000 SEED=1`, and
-one again `make fuzz SEED=1 ONLY=4711`.
+"""Malformed requests to a real critic server, seeded: `make fuzz N=100000 SEED=1`, and one again `make fuzz SEED=1 ONLY=4711`.
+With TARGET=native they go to one without Triton, with TARGET=engine to a generation engine.
 
 Request n of a seed is the same bytes in every run, but for the lease, the folder of the weights, and what TLS encrypts or draws
 itself. After every batch the server must be what it was.
