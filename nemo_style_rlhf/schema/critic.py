@@ -96,8 +96,6 @@ class ServerConfig:
     """The secret that every request must carry in the header x-critic-token. If you give none, a server on loopback makes
     ~/.config/nemo_style_rlhf/token, and your actor on the same host reads it."""
     tls: ServerTlsConfig = field(default_factory=ServerTlsConfig)
-    shutdown_grace_s: float = 20.0
-    """Seconds after SIGTERM for a running call to finish; then it is abandoned and counts as not applied."""
     ready_file: str | None = None
     """JSON file with host, port, pid and boot_id, written when the server answers and removed when it ends."""
     max_request_bytes: int = 64 * 2**20
@@ -105,7 +103,6 @@ class ServerConfig:
 
     def validate(self) -> None:
         require(0 <= self.port < 65536, "server.port", self.port, "a TCP port, or 0 for a free one")
-        require(self.shutdown_grace_s > 0, "server.shutdown_grace_s", self.shutdown_grace_s, "seconds above 0")
         require(
             4096 <= self.max_request_bytes < 2**31,
             "server.max_request_bytes",
@@ -125,9 +122,12 @@ class CriticServerConfig(ServerConfig):
     """Serve Triton's Prometheus metrics at /metrics, to callers with the token."""
     verbose: bool = False
     """Show Triton's own log."""
+    shutdown_grace_s: float = 20.0
+    """Seconds after SIGTERM for a running call to finish; then it is abandoned and counts as not applied."""
 
     def validate(self) -> None:
         super().validate()
+        require(self.shutdown_grace_s > 0, "server.shutdown_grace_s", self.shutdown_grace_s, "seconds above 0")
         require(self.backend in ("pytriton", "native"), "server.backend", self.backend, "pytriton or native")
         require(not self.metrics or self.backend == "pytriton", "server.metrics", self.metrics,
                 "false beside server.backend=native: they are Triton's")  # fmt: skip

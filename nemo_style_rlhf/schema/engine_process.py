@@ -49,8 +49,6 @@ class EngineProcessConfig:
         """See :func:`base.idle_settings`."""
         for name in ("model.lora", "model.gradient_checkpointing"):
             yield name, "does nothing: an engine trains nothing"
-        for name in ("server.metrics", "server.verbose", "server.shutdown_grace_s"):
-            yield name, "does nothing: it is for servers with Triton, and an engine has none"
 
     def validate(self) -> None:
         require(

@@ -61,31 +61,41 @@ def kill_both(run: "Run") -> None:
 
 
 def kill_tritonserver(run: "Run") -> None:
+    """Kill Triton, or the front door of a server without it."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(run.server.pid).children(recursive=True):
-            if child.name() == "tritonserver":
-                child.kill()
+        for each in answering(run)[:1]:
+            each.kill()
 
 
 def kill_endpoint(run: "Run") -> None:
-    """Kill a child process of tritonserver, or a child of that."""
+    """Kill a descendant of tritonserver, or the supervisor of the front door."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        children = psutil.Process(run.server.pid).children(recursive=True)
-        if inner := [
-            each for child in children if child.name() == "tritonserver" for each in child.children(recursive=True)
-        ]:
+        if inner := answering(run)[1:]:
             run.draw.choice(inner).kill()
 
 
 def kill_parents_of_hung_endpoint(run: "Run") -> None:
-    """Kill both parents at the same time, so that neither tritonserver nor the server process can end the endpoint."""
+    """Kill both parents at the same time, so that neither tritonserver nor the server process can end the endpoint. The front door
+    of a server without Triton has one parent."""
     with contextlib.suppress(psutil.NoSuchProcess):
         server = psutil.Process(run.server.pid)
-        tritonserver = next((each for each in server.children(recursive=True) if each.name() == "tritonserver"), None)
-        if tritonserver is not None and (endpoints := tritonserver.children()):
-            run.draw.choice(endpoints).suspend()
-            tritonserver.kill()
+        if run.kind.backend == "native" and (doors := answering(run)[:1]):
+            doors[0].suspend()
             server.kill()
+        elif endpoints := [each for tritonserver in answering(run)[:1] for each in tritonserver.children()]:
+            run.draw.choice(endpoints).suspend()
+            answering(run)[0].kill()
+            server.kill()
+
+
+def answering(run: "Run") -> list[psutil.Process]:
+    """tritonserver and its descendants; or the front door and its supervisor. Empty while there are none."""
+    below = psutil.Process(run.server.pid).children(recursive=True)
+    if run.kind.backend == "native":
+        return [
+            each for door in below if "front_door" in " ".join(door.cmdline()) for each in (door, door.parent()) if each
+        ]
+    return [each for top in below if top.name() == "tritonserver" for each in (top, *top.children(recursive=True))]
 
 
 def cut_connection(run: "Run") -> None:

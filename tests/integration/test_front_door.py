@@ -176,7 +176,7 @@ def test_slow_and_idle_connections_are_ended_and_hold_nobody_up(
 
 @pytest.mark.more
 def test_a_body_must_arrive_in_time(server: CriticServer, unharmed: None) -> None:
-    """Also of those who know the token. (The shipped bound, 30 s, is long enough to be waited for once.)"""
+    """Also of those who know the token, and of metrics where they are served. (The shipped bound, 30 s, is waited for once.)"""
     head = f"Content-Length: 1000\r\nInference-Header-Content-Length: 100\r\n{messages.TOKEN_HEADER}: {TOKEN}"
     with connect(server) as link, connect(server) as other:
         link.sendall(f"POST {INFER} HTTP/1.1\r\nHost: critic\r\n{head}\r\n\r\n{{".encode())
@@ -186,7 +186,7 @@ def test_a_body_must_arrive_in_time(server: CriticServer, unharmed: None) -> Non
         assert link.recv(1) == b""
         assert time.monotonic() - began > BODY_S - 1
         other.settimeout(10)
-        assert other.recv(1) == b""
+        assert other.recv(1) == (b"" if server.backend == "pytriton" else b"H")  # which answers that there are none
 
 
 @pytest.mark.parametrize("endpoint", ["acquire", "save", "commit", "restore", "shutdown"])

@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from nemo_style_rlhf.errors import UserError
@@ -98,10 +97,7 @@ def test_requests_reach_the_backend_within_the_limits_of_their_endpoint(door: Do
 
 def test_strangers_hold_no_client_up_and_fill_no_log(door: Door, capfd: pytest.CaptureFixture[str]) -> None:
     sent = {"x": np.zeros(1, dtype=np.int32)}
-    (process,) = (
-        each for each in psutil.Process().children(recursive=True) if "front_door" in " ".join(each.cmdline())
-    )
-    crowd(door.port, process.pid, lambda: connection(door).call(ECHO, sent, timeout_s=10))
+    crowd(door.port, door._process.pid, lambda: connection(door).call(ECHO, sent, timeout_s=10))
     assert len(capfd.readouterr().err) < 1000
 
 
