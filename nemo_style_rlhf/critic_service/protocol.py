@@ -34,8 +34,8 @@ PROTOCOL_VERSION = 12
 
 # --- models and tensors -----------------------------------------------------------------------------------------------
 
-VALUES = TensorSpec("values", "FP32")
-REWARDS = TensorSpec("rewards", "FP32")
+VALUES = TensorSpec("values", "FP32", optional=True)
+REWARDS = TensorSpec("rewards", "FP32", optional=True)
 CRITIC_STEP = TensorSpec("critic_step", "INT64", 1)
 PROMPTS = TensorSpec("prompts", "BYTES")
 RESPONSES = TensorSpec("responses", "BYTES")

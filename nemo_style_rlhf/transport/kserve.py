@@ -46,14 +46,20 @@ def decode_request(endpoint: Endpoint, body: bytes, head_length: int) -> dict[st
 def encode_response(endpoint: Endpoint, outputs: Mapping[str, Array], request: Mapping[str, Any]) -> tuple[bytes, int]:
     """The body of an answer and the length of its JSON head; tensors in JSON where the head of the request wants no binary."""
     chosen = request.get("outputs") or [{"parameters": {"binary_data": request["parameters"]["binary_data_output"]}}]
+    names = {each["name"] for each in request.get("outputs", ())}
+    specs = [
+        spec
+        for spec in endpoint.outputs
+        if (not names or spec.name in names) and (spec.name in outputs or not spec.optional)
+    ]
     if not all(each["parameters"]["binary_data"] for each in chosen):
         described = [
-            {"name": spec.name, "shape": [outputs[spec.name].size], "datatype": spec.datatype, "data": _plain(outputs[spec.name])}
-            for spec in endpoint.outputs
+            {"name": spec.name, "datatype": spec.datatype, "shape": [outputs[spec.name].size], "data": _plain(outputs[spec.name])}
+            for spec in specs
         ]  # fmt: skip
-        head = json.dumps({"model_name": endpoint.name, "outputs": described}).encode()
+        head = json.dumps({"model_name": endpoint.name, "outputs": described}, separators=(",", ":")).encode()
         return head, len(head)
-    heads, chunks = _encode(endpoint.outputs, outputs)
+    heads, chunks = _encode(specs, outputs)
     head = json.dumps({"model_name": endpoint.name, "outputs": heads}, separators=(",", ":")).encode()
     return b"".join([head, *chunks]), len(head)
 

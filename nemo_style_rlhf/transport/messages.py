@@ -85,6 +85,8 @@ class TensorSpec:
     name: str
     datatype: str
     size: int | None = None
+    optional: bool = False
+    """Whether an answer may lack it."""
 
     @property
     def dtype(self) -> Any:

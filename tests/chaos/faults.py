@@ -75,8 +75,8 @@ def kill_endpoint(run: "Run") -> None:
 
 
 def kill_parents_of_hung_endpoint(run: "Run") -> None:
-    """Kill both parents at the same time, so that neither tritonserver nor the server process can end the endpoint. The front door
-    of a server without Triton has one parent."""
+    """Kill both parents at the same time, so that neither tritonserver nor the server process can end the endpoint; without
+    Triton, the parent of a front door that hangs."""
     with contextlib.suppress(psutil.NoSuchProcess):
         server = psutil.Process(run.server.pid)
         if run.kind.backend == "native" and (doors := answering(run)[:1]):

@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from nemo_style_rlhf.transport.front_door import Route
-from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
+from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request, encode_response
 from nemo_style_rlhf.transport.messages import (
     BOOT_HEADER,
     Array,
@@ -109,6 +110,20 @@ def test_a_call_gets_its_tensors_back(opened, boot):
     assert outputs["numbers"].tolist() == [2**62] and outputs["texts"].tolist() == ["ä".encode(), b"b"]
 
 
+def test_an_answer_holds_the_outputs_that_are_asked_for(opened):
+    asked = {"outputs": [{"name": "texts", "parameters": {"binary_data": True}}], **JSON}
+    _, body, head_length = opened(double).call(4, answers=asked)
+    assert list(decode_response(body, int(head_length))) == ["texts"]
+
+
+def test_an_answer_may_lack_outputs_that_are_optional():
+    optional = Endpoint("double", (), (NUMBERS, replace(TEXTS, optional=True)))
+    body, head_length = encode_response(
+        optional, {"numbers": np.array([1])}, {"parameters": {"binary_data_output": True}}
+    )
+    assert list(decode_response(body, head_length)) == ["numbers"]
+
+
 def test_an_answer_in_json_has_no_tensors_behind_it(opened):
     status, body, head_length = opened(double).call(4, answers=JSON)
     assert status == 200 and int(head_length) == len(body)
@@ -116,7 +131,7 @@ def test_an_answer_in_json_has_no_tensors_behind_it(opened):
 
 
 @pytest.mark.parametrize("code", list(Code), ids=lambda code: code.wire)
-def test_a_refusal_keeps_its_code_and_the_service_goes_on(opened, code):
+def test_a_refusal_keeps_its_code_and_the_service_goes_on_unless_it_is_fatal(opened, code):
     def refuse(endpoint: str, inputs: dict[str, Array]) -> dict[str, Array]:
         if endpoint == "other":
             raise ProtocolError(code, "not today:\nä")
@@ -125,7 +140,7 @@ def test_a_refusal_keeps_its_code_and_the_service_goes_on(opened, code):
     door = opened(refuse)
     error = error_of(door.call(endpoint=OTHER))
     assert (error.code, error.message) == (code, "not today:\nä")
-    assert not door.backend.fatal.is_set() and door.call()[0] == 200
+    assert door.backend.fatal.is_set() == (code is Code.NON_FINITE) and door.call()[0] == 200
 
 
 @pytest.mark.parametrize("fault", [ZeroDivisionError, KeyError, ValueError, OSError], ids=lambda fault: fault.__name__)
