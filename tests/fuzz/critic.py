@@ -18,7 +18,7 @@ from tests.fuzz.fuzzer import (
     valid_status,
     valid_train,
 )
-from tests.fuzz.http_faults import FAULTS, REFUSED, Wire
+from tests.fuzz.http_faults import FAULTS, REFUSED, Wire, metrics
 from tests.fuzz.kserve_faults import KSERVE_MUTATIONS, as_json, pick, send_json
 from tests.support.critic_server import KEPT_BYTES, TOKEN_ENV, CriticServer
 from tests.support.models import save_reward_model
@@ -31,8 +31,9 @@ BEFORE, AFTER = "test-step_000001", "test-step_000002"
 class CriticCalls:
     """Requests to a critic server, right and wrong, of the trainer with ``lease``."""
 
-    def __init__(self, lease: str = "the lease") -> None:
-        self.faults, self._lease = FAULTS, lease
+    def __init__(self, lease: str = "the lease", *, backend: str = "pytriton") -> None:
+        self.faults = [fault for fault in FAULTS if fault is not metrics or backend == "pytriton"]
+        self._lease = lease
 
     def wrong(self, draw: Random) -> tuple[Wire, str]:
         """A request that must be refused, and the name of its fault."""
@@ -81,7 +82,7 @@ class CriticTarget:
             self._critic.status,
         )
         self._post = partial(post, self, ca=ca)
-        self.calls = CriticCalls(self._critic._require_lease())
+        self.calls = CriticCalls(self._critic._require_lease(), backend=backend)
 
     def answers(self) -> list[bytes]:
         """Answers to good requests, which are always the same."""

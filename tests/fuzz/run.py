@@ -67,7 +67,11 @@ class Target(Protocol):
     def close(self) -> None: ...
 
 
-CALLS: dict[str, Callable[[], Calls]] = {"critic": CriticCalls, "native": CriticCalls, "engine": EngineCalls}
+CALLS: dict[str, Callable[[], Calls]] = {
+    "critic": CriticCalls,
+    "native": partial(CriticCalls, backend="native"),
+    "engine": EngineCalls,
+}
 TARGETS: dict[str, Callable[[Path, list[str], Path, str | None], Target]] = {
     "critic": CriticTarget,
     "native": partial(CriticTarget, backend="native"),
