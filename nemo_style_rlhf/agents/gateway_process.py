@@ -8,7 +8,6 @@ that takes the trainer's interpreter lock. It ends with the trainer, however tha
 """
 
 import asyncio
-import hmac
 import json
 import logging
 import os
@@ -208,9 +207,8 @@ class Next(Handler):
     _waits: "asyncio.Task[Visit | None] | None" = None
 
     def admit(self, key: str) -> None:
-        if not hmac.compare_digest(key.encode(), self.reception.settings.token.encode()):
+        if not visitor_of(self.request).shows(key, self.reception.settings.token):
             raise Refused(401, "this needs the token of the run (agent.token)", code="invalid_api_key")
-        visitor_of(self.request).welcome()
 
     async def serve(self, *words: str) -> None:
         asked = read_typed(self.content(), NextBody)

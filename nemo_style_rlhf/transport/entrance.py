@@ -1,6 +1,7 @@
 """Accepts the connections of an HTTP server, with limits on what strangers can hold: connections that have shown no secret."""
 
 import errno
+import hmac
 import socket
 import ssl
 from collections import OrderedDict
@@ -38,8 +39,15 @@ class Visitor:
     strangers: "OrderedDict[Visitor, None]" = field(repr=False)
     """Those of its entrance."""
 
+    def shows(self, given: str, secret: str) -> bool:
+        """Whether ``given`` is the secret, compared in constant time. The connection is then no stranger's any more."""
+        right = hmac.compare_digest(given.encode(), secret.encode())
+        if right:
+            self.welcome()
+        return right
+
     def welcome(self) -> None:
-        """Note that the connection has shown the secret."""
+        """Note that the connection has shown a secret."""
         self.strangers.pop(self, None)
         self.parameters.header_timeout = IDLE_S
 
@@ -58,7 +66,7 @@ class Entrance(HTTPServerConnectionDelegate):
     ) -> None:
         """
         Args:
-            server: serves each request, and calls :meth:`Visitor.welcome` once its secret is right.
+            server: serves each request, and asks :meth:`Visitor.shows` before it reads a body.
             largest_body: bytes; a request that announces more is not read.
             body_s: seconds in which a body must arrive, unless ``server`` sets others for a request.
         """

@@ -1,7 +1,6 @@
 """One request through the front door, and its answer."""
 
 import asyncio
-import hmac
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -90,11 +89,10 @@ class Exchange(HTTPMessageDelegate):
 
     async def _admit(self, start_line: RequestStartLine, headers: HTTPHeaders) -> None:
         visitor: Visitor = self._connection.context  # type: ignore[assignment]
-        given = headers.get(messages.TOKEN_HEADER, "").encode()
-        if not hmac.compare_digest(given, self._door.token):
+        given = headers.get(messages.TOKEN_HEADER, "")
+        if not visitor.shows(given, self._door.settings.token):
             problem = "is wrong" if given else "is missing"
             raise Refused(401, Code.UNAUTHORIZED, f"the header {messages.TOKEN_HEADER} {problem}")
-        visitor.welcome()
         self._connection.set_body_timeout(BODY_S)
         if (start_line.method, start_line.path) == ("GET", "/metrics") and self._door.settings.metrics is not None:
             self._body_bytes = 0

@@ -99,7 +99,6 @@ class FrontDoor(HTTPServerConnectionDelegate):
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.token = settings.token.encode()
         self.routes = {route.path: route for route in settings.routes}
         self.bytes_left = settings.bytes_in_flight
         self.running: set[asyncio.Task[None]] = set()

@@ -46,9 +46,11 @@ class Guarded(RequestHandler):
     def prepare(self) -> None:
         if not self.door.is_here(self.request.host):
             raise HTTPError(403, "this page answers only under its host's own name or address")
-        if not self.door.knows(self._shown_token()):
+        if not self.knows(self._shown_token()):
             raise HTTPError(401, "this page wants its token: open the link that watch.py printed, or give the token")
-        visitor_of(self.request).welcome()
+
+    def knows(self, token: str) -> bool:
+        return visitor_of(self.request).shows(token, self.door.token)
 
     def _shown_token(self) -> str:
         header = self.request.headers.get("Authorization", "")
@@ -91,7 +93,7 @@ class Page(Guarded, StaticFileHandler):
         token = self.get_query_argument("token", None)
         if token is None or not self.door.is_here(self.request.host):
             return super().prepare()
-        if not self.door.knows(token):
+        if not self.knows(token):
             raise HTTPError(401, "this is not the token of this page")
         self.let_in(token)
         rest = [
@@ -121,7 +123,7 @@ class Login(Guarded):
 
     def post(self) -> None:
         token = self.get_body_argument("token", "").strip()
-        if not self.door.knows(token):
+        if not self.knows(token):
             raise HTTPError(401, "this is not the token of this page: go back and try again")
         self.let_in(token)
         self.redirect("/")
