@@ -32,7 +32,7 @@ from protocol import TOKEN, WANTED
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from nemo_style_rlhf.critic_service.protocol import INFER, InferRequest, TrainPlan
-from nemo_style_rlhf.critic_service.worker_group import Message
+from nemo_style_rlhf.critic_service.worker_group import RankMessage
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.data.ragged import micro_batches, padded_rows, round_up
 from nemo_style_rlhf.distributed.ranks import Ranks
@@ -129,7 +129,7 @@ def shared_work(side: str, folder: Path, ranks: int, arguments: argparse.Namespa
 
 
 @dataclass(frozen=True)
-class Mark(Message[None]):
+class Mark(RankMessage[None]):
     """A part begins or ends."""
 
 

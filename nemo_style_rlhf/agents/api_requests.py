@@ -26,7 +26,7 @@ KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permis
 """Types of errors by status; `server_error` from 500 on."""
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """A request that gets an error for an answer."""
 
     def __init__(self, status: int, sentence: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -69,18 +69,18 @@ def read_json(raw: bytes) -> dict[str, Any]:
     """The object that a body holds.
 
     Raises:
-        Refused: it holds none, or one that is nested too deeply, or numbers or characters that JSON and UTF-8 do not have.
+        ApiError: it holds none, or one that is nested too deeply, or numbers or characters that JSON and UTF-8 do not have.
     """
     try:
         content = json.loads(raw.decode())
         _check(content)
     except UnicodeDecodeError as error:
-        raise Refused(400, "the body is not UTF-8") from error
+        raise ApiError(400, "the body is not UTF-8") from error
     except (ValueError, RecursionError) as error:
         reason = str(error) if type(error) is ValueError else "expected an object"
-        raise Refused(400, f"the body cannot be read as JSON: {reason[:100]}") from error
+        raise ApiError(400, f"the body cannot be read as JSON: {reason[:100]}") from error
     if not isinstance(content, dict):
-        raise Refused(400, "the body must be a JSON object")
+        raise ApiError(400, "the body must be a JSON object")
     return content
 
 
@@ -110,7 +110,7 @@ def read_chat(body: Mapping[str, Any], offer: Offer) -> Request:
     """A request to /v1/chat/completions.
 
     Raises:
-        Refused: it is wrong, or asks for what cannot be trained.
+        ApiError: it is wrong, or asks for what cannot be trained.
     """
     fixed = {
         **_fixed(offer),
@@ -124,7 +124,7 @@ def read_chat(body: Mapping[str, Any], offer: Offer) -> Request:
     }
     asked = _read(body, ChatBody, fixed)
     if asked.messages[-1]["role"] == "assistant":
-        raise Refused(
+        raise ApiError(
             400, "the conversation ends with the assistant's message: there is nothing to answer", param="messages"
         )
     limits = [_limit(asked, name, offer) for name in ("max_completion_tokens", "max_tokens")]
@@ -136,7 +136,7 @@ def read_text(body: Mapping[str, Any], offer: Offer) -> Request:
     """A request to /v1/completions; the prompt is a text, or token ids.
 
     Raises:
-        Refused: it is wrong, or asks for what cannot be trained.
+        ApiError: it is wrong, or asks for what cannot be trained.
     """
     fixed = {
         **_fixed(offer),
@@ -287,7 +287,7 @@ def _read(body: Mapping[str, Any], kind: type[Body], fixed: Mapping[str, Fixed])
     given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     for name, its in fixed.items():
         if name in given and not any(_same(given[name], possible) for possible in its.possible):
-            raise Refused(
+            raise ApiError(
                 400, f"{name}={_shown(given[name])} is not possible: {its.reason}", param=name, code="unsupported_value"
             )
         given.pop(name, None)
@@ -297,13 +297,13 @@ def _read(body: Mapping[str, Any], kind: type[Body], fixed: Mapping[str, Fixed])
 def read_typed(given: Mapping[str, Any], kind: type[Body]) -> Body:
     """
     Raises:
-        Refused: it is no :func:`message` of this kind.
+        ApiError: it is no :func:`message` of this kind.
     """
     try:
         return parse(json.dumps(given).encode(), kind)
     except Fault as fault:
         if fault.kind == "unknown":
-            raise Refused(
+            raise ApiError(
                 400,
                 f"{_shown(fault.field)} is not known here: leave it out",
                 param=fault.field[:60],
@@ -334,9 +334,9 @@ def _same(value: Any, possible: Any) -> bool:
     return isinstance(value, bool) == isinstance(possible, bool) and bool(value == possible)
 
 
-def _wrong(name: str, expected: str, value: Any = None) -> Refused:
+def _wrong(name: str, expected: str, value: Any = None) -> ApiError:
     given = "" if value is None else f"={_shown(value)}"
-    return Refused(
+    return ApiError(
         400, f"{name[:60]}{given} is not possible: expected {expected}", param=name[:60], code="invalid_value"
     )
 

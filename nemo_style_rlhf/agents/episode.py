@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_style_rlhf.agents.environment import Action
-from nemo_style_rlhf.agents.rows import Row, Turn
+from nemo_style_rlhf.agents.rows import Row, SampledSpan
 from nemo_style_rlhf.agents.tokens import Observed, continuation
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.records import Dropped
@@ -24,7 +24,7 @@ class _Branch:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[SampledSpan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         tokens, self.tokens = self.tokens, []
@@ -119,7 +119,7 @@ class Episode:
         branch.mask += [True] * count
         branch.logprobs += action.logprobs
         branch.versions += [version] * count
-        branch.turns.append(Turn(start, start + count, "length" if action.truncated else "stop"))
+        branch.turns.append(SampledSpan(start, start + count, "length" if action.truncated else "stop"))
         self._messages.append(action.message)
         self.turns += 1
         self.sampled_tokens += count

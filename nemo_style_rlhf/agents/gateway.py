@@ -21,7 +21,7 @@ from nemo_style_rlhf.agents.api_requests import Offer
 from nemo_style_rlhf.agents.environment import Action, Observation, Task
 from nemo_style_rlhf.agents.events import Asked, Called, Emit, Ended, Event, Failed
 from nemo_style_rlhf.agents.programs import as_json
-from nemo_style_rlhf.agents.reception import Settings
+from nemo_style_rlhf.agents.reception import GatewaySettings
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.processes.child import ChildProcess
 from nemo_style_rlhf.schema.gateway import GatewayConfig
@@ -39,7 +39,7 @@ was stopped, it has not looked."""
 
 
 @dataclass
-class _Running:
+class _RunningEpisode:
     task: Task
     attempt: int = 1
     left: int = 1
@@ -86,7 +86,7 @@ class Gateway:
         near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         self.url = f"http://{f'[{near}]' if ':' in near else near}:{self.port}/v1"
         """OPENAI_BASE_URL of programs on this host."""
-        self._settings = Settings(
+        self._settings = GatewaySettings(
             listener=self._listener.fileno(),
             url=self.url,
             token=token or own_token_made(),
@@ -101,7 +101,7 @@ class Gateway:
         self._emit, self._attempts = emit, attempts
         self._lock = threading.RLock()
         """Guards all that follows, and is held while an event is emitted."""
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningEpisode] = {}
         self._epoch = 0
         """Number of calls of :meth:`forget`; events of earlier epochs are dropped."""
         self._deaths = 0
@@ -117,7 +117,7 @@ class Gateway:
 
     def start(self, episode: int, task: Task) -> None:
         with self._lock:
-            self._running[episode] = _Running(task, left=self._attempts)
+            self._running[episode] = _RunningEpisode(task, left=self._attempts)
             if self._deaths > DEATHS:
                 self._give_up()
             else:

@@ -24,16 +24,16 @@ from tornado.web import Application, HTTPError, RequestHandler, stream_request_b
 from nemo_style_rlhf.agents import programs
 from nemo_style_rlhf.agents.api_answers import Answer, models
 from nemo_style_rlhf.agents.api_requests import (
+    ApiError,
     FailBody,
     NextBody,
-    Refused,
     Request,
     read_chat,
     read_json,
     read_text,
     read_typed,
 )
-from nemo_style_rlhf.agents.reception import Reception, Settings, Visit
+from nemo_style_rlhf.agents.reception import GatewaySettings, Reception, Visit
 from nemo_style_rlhf.transport.entrance import BODY_S, SLOWEST_LINK, STRANGERS, Entrance, visitor_of
 
 MOST_DIGITS = 18
@@ -63,7 +63,7 @@ class Handler(RequestHandler):
         self._body = bytearray()
         self._read = 0
         self._answered = False
-        self._refused: Refused | None = None
+        self._refused: ApiError | None = None
 
     def set_default_headers(self) -> None:
         self.set_header("Content-Type", "application/json")
@@ -76,10 +76,10 @@ class Handler(RequestHandler):
         try:
             self.admit(self._key())
             if self.request.method not in self.methods:
-                raise Refused(405, f"{self.request.method} is not possible here: use {self.methods[0]}")
+                raise ApiError(405, f"{self.request.method} is not possible here: use {self.methods[0]}")
             if size > self.reception.settings.max_request_bytes:
                 raise self._too_large()
-        except Refused as error:
+        except ApiError as error:
             if size > UNREAD_BYTES:
                 raise
             self._refused = error
@@ -98,14 +98,14 @@ class Handler(RequestHandler):
             words: groups of the address.
 
         Raises:
-            Refused: the request is wrong.
+            ApiError: the request is wrong.
         """
         raise NotImplementedError
 
     def admit(self, key: str) -> None:
         """
         Raises:
-            Refused: the key opens nothing here.
+            ApiError: the key opens nothing here.
         """
         self.visit: Visit = self.reception.visit(key)
         visitor_of(self.request).welcome()
@@ -121,13 +121,13 @@ class Handler(RequestHandler):
             return
         self._body.clear()
         if self._read > UNREAD_BYTES:
-            self.send_error(self._refused.status, exc_info=(Refused, self._refused, None))
+            self.send_error(self._refused.status, exc_info=(ApiError, self._refused, None))
 
     def on_finish(self) -> None:
         self._answered = True
 
-    def _too_large(self) -> Refused:
-        return Refused(413, f"a request may have {self.reception.settings.max_request_bytes} bytes: send fewer")
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"a request may have {self.reception.settings.max_request_bytes} bytes: send fewer")
 
     def _key(self) -> str:
         scheme, _, key = self.request.headers.get("Authorization", "").partition(" ")
@@ -137,7 +137,7 @@ class Handler(RequestHandler):
         """The object in the body; a body that is empty holds an empty one.
 
         Raises:
-            Refused: it holds none.
+            ApiError: it holds none.
         """
         return read_json(bytes(self._body) or b"{}")
 
@@ -147,18 +147,18 @@ class Handler(RequestHandler):
     def write_error(self, status_code: int, **details: Any) -> None:
         error = details.get("exc_info", (None, None, None))[1]
         if isinstance(error, HTTPError):
-            error = Refused(status_code, "the request cannot be read")
-        if not isinstance(error, Refused):
-            error = Refused(500, "the gateway failed: its log says why")
+            error = ApiError(status_code, "the request cannot be read")
+        if not isinstance(error, ApiError):
+            error = ApiError(500, "the gateway failed: its log says why")
         self.set_status(error.status)
         self.reply(error.body())
 
     def log_exception(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Refused | HTTPError | StreamClosedError):
+        if error is not None and not isinstance(error, ApiError | HTTPError | StreamClosedError):
             log.error("%s %s\n%s", self.request.method, self.request.path, "".join(traceback.format_exception(error)))
 
 
-class Chat(Handler):
+class ChatCompletions(Handler):
     async def serve(self, *words: str) -> None:
         request = read_chat(self.content(), self.reception.settings.offer)
         answer = await self.asked(request)
@@ -178,7 +178,7 @@ class Chat(Handler):
         self.finish("".join(f"data: {each}\n\n" for each in [*map(json.dumps, chunks), "[DONE]"]))
 
 
-class Text(Chat):
+class TextCompletions(ChatCompletions):
     async def serve(self, *words: str) -> None:
         request = read_text(self.content(), self.reception.settings.offer)
         answer = await self.asked(request)
@@ -198,7 +198,7 @@ class Models(Handler):
         elif words[0] == self.reception.settings.offer.model:
             self.reply(listed["data"][0])
         else:
-            raise Refused(404, "there is no model of this name", param="model", code="model_not_found")
+            raise ApiError(404, "there is no model of this name", param="model", code="model_not_found")
 
 
 class Next(Handler):
@@ -208,7 +208,7 @@ class Next(Handler):
 
     def admit(self, key: str) -> None:
         if not visitor_of(self.request).shows(key, self.reception.settings.token):
-            raise Refused(401, "this needs the token of the run (agent.token)", code="invalid_api_key")
+            raise ApiError(401, "this needs the token of the run (agent.token)", code="invalid_api_key")
 
     async def serve(self, *words: str) -> None:
         asked = read_typed(self.content(), NextBody)
@@ -241,7 +241,7 @@ class Verdict(Handler):
     def admit(self, key: str) -> None:
         super().admit(key)
         if self.reception.settings.command:
-            raise Refused(404, "the last line of the program is its reward (agent.command)")
+            raise ApiError(404, "the last line of the program is its reward (agent.command)")
 
 
 class Reward(Verdict):
@@ -249,7 +249,7 @@ class Reward(Verdict):
         try:
             self.reception.end(self.visit, programs.result(bytes(self._body)))
         except programs.BadReward as error:
-            raise Refused(400, str(error), param="reward") from error
+            raise ApiError(400, str(error), param="reward") from error
         self.reply({})
 
 
@@ -260,7 +260,7 @@ class Fail(Verdict):
         self.reply({})
 
 
-class Health(Handler):
+class HealthCheck(Handler):
     methods = ("GET",)
 
     def admit(self, key: str) -> None:
@@ -272,16 +272,17 @@ class Health(Handler):
 
 class Nothing(Handler):
     def admit(self, key: str) -> None:
-        raise Refused(404, "there is nothing at this address")
+        raise ApiError(404, "there is nothing at this address")
 
 
 ROUTES = [
-    ("/v1/chat/completions", Chat), ("/v1/completions", Text), ("/v1/models", Models), ("/v1/models/(.+)", Models),
-    ("/sessions/next", Next), ("/sessions/reward", Reward), ("/sessions/fail", Fail), ("/health", Health),
+    ("/v1/chat/completions", ChatCompletions), ("/v1/completions", TextCompletions),
+    ("/v1/models", Models), ("/v1/models/(.+)", Models),
+    ("/sessions/next", Next), ("/sessions/reward", Reward), ("/sessions/fail", Fail), ("/health", HealthCheck),
 ]  # fmt: skip
 
 
-async def serve(link: socket.socket, settings: Settings, rest: bytes) -> None:
+async def serve(link: socket.socket, settings: GatewaySettings, rest: bytes) -> None:
     """Serve until the trainer closes the link."""
     reader, writer = await asyncio.open_connection(sock=link, limit=LINE_BYTES)
     reader.feed_data(rest)
@@ -327,7 +328,7 @@ def main() -> None:
             return
         first += received
     line, _, rest = first.partition(b"\n")
-    settings = Settings.of(json.loads(line))
+    settings = GatewaySettings.of(json.loads(line))
     os.set_inheritable(settings.listener, False)
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_rlhf.agents import programs
-from nemo_style_rlhf.agents.api_requests import Offer, Refused, Request
+from nemo_style_rlhf.agents.api_requests import ApiError, Offer, Request
 from nemo_style_rlhf.agents.environment import Action
 from nemo_style_rlhf.agents.programs import BadReward, Exit
 
@@ -21,7 +21,7 @@ GONE = "the API key is not that of a running episode"
 
 
 @dataclass(frozen=True)
-class Settings:
+class GatewaySettings:
     """What the trainer tells its gateway at the start."""
 
     listener: int
@@ -39,7 +39,7 @@ class Settings:
     offer: Offer
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> "Settings":
+    def of(cls, content: Mapping[str, Any]) -> "GatewaySettings":
         return cls(**{**content, "command": tuple(content["command"]), "offer": Offer(**content["offer"])})
 
 
@@ -102,7 +102,7 @@ class Visit:
 class Reception:
     """Everything of the gateway but HTTP. It runs in one event loop."""
 
-    def __init__(self, settings: Settings, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, settings: GatewaySettings, send: Callable[[dict[str, Any]], None]) -> None:
         """
         Args:
             send: takes an event to the trainer.
@@ -136,7 +136,7 @@ class Reception:
                 tokens = {name: tuple(action[name]) for name in ("token_ids", "logprobs")}
                 waits.set_result((Action(**{**action, **tokens}), order["prompt_tokens"]))
             elif kind == "refuse":
-                waits.set_exception(Refused(400, order["sentence"], param="messages"))
+                waits.set_exception(ApiError(400, order["sentence"], param="messages"))
             else:
                 waits.set_exception(_at_its_limit())
 
@@ -164,25 +164,25 @@ class Reception:
         """The attempt that ``key`` belongs to. It is looked up by its digest, which tells nothing about other keys.
 
         Raises:
-            Refused: none.
+            ApiError: none.
         """
         visit = self._visits.get(_digest(key))
         if visit is None:
-            raise Refused(401, GONE, code="invalid_api_key")
+            raise ApiError(401, GONE, code="invalid_api_key")
         return visit
 
     async def call(self, visit: Visit, request: Request) -> tuple[Action, int, str]:
         """The policy's answer, the number of tokens that it read, and a name for the answer.
 
         Raises:
-            Refused: too many calls wait, the trainer refuses this one, or the episode has ended or reached a limit.
+            ApiError: too many calls wait, the trainer refuses this one, or the episode has ended or reached a limit.
         """
         if visit.ended:
-            raise Refused(401, GONE, code="invalid_api_key")
+            raise ApiError(401, GONE, code="invalid_api_key")
         if visit.limited:
             raise _at_its_limit()
         if len(visit.calls) >= self.settings.calls_per_program:
-            raise Refused(429, f"{len(visit.calls)} calls of this key wait for answers: wait for one of them")
+            raise ApiError(429, f"{len(visit.calls)} calls of this key wait for answers: wait for one of them")
         number, visit.made = visit.made, visit.made + 1
         waits: asyncio.Future[tuple[Action, int]] = asyncio.get_running_loop().create_future()
         assert visit.clock is not None
@@ -204,10 +204,10 @@ class Reception:
         """The next attempt, for a service; None if there is none within ``wait_s`` seconds.
 
         Raises:
-            Refused: the run starts its programs itself.
+            ApiError: the run starts its programs itself.
         """
         if self.settings.command:
-            raise Refused(404, "this run starts a program for each task (agent.command): there is nothing to fetch")
+            raise ApiError(404, "this run starts a program for each task (agent.command): there is nothing to fetch")
         if self._closed:
             return None
         found: asyncio.Future[Visit] = asyncio.get_running_loop().create_future()
@@ -317,7 +317,7 @@ class Reception:
         del self._running[visit.place.episode, visit.place.attempt]
         for waits in visit.calls.values():
             if not waits.done():
-                waits.set_exception(Refused(401, GONE, code="invalid_api_key"))
+                waits.set_exception(ApiError(401, GONE, code="invalid_api_key"))
         visit.ends()
 
 
@@ -325,11 +325,11 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _at_its_limit() -> Refused:
+def _at_its_limit() -> ApiError:
     sentence = (
         "the episode has reached a limit of the run (agent.max_turns, agent.max_tokens): there are no more answers"
     )
-    return Refused(400, sentence, code="context_length_exceeded")
+    return ApiError(400, sentence, code="context_length_exceeded")
 
 
 def _ended_with(done: Exit) -> str:

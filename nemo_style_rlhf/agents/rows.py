@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Turn:
+class SampledSpan:
     """A stretch of a row that the policy sampled and that this row trains."""
 
     start: int
@@ -29,5 +29,5 @@ class Row:
     """[L] nats: log-probability of each token under ``mask`` when it was sampled; 0 elsewhere."""
     versions: tuple[int, ...]
     """[L]: version of the weights that sampled each token under ``mask``; -1 elsewhere."""
-    turns: tuple[Turn, ...]
+    turns: tuple[SampledSpan, ...]
     """The stretches under ``mask``, in order."""

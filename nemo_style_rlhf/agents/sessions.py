@@ -17,7 +17,7 @@ from typing import Any
 
 from nemo_style_rlhf.agents.environment import Action
 from nemo_style_rlhf.agents.events import Called
-from nemo_style_rlhf.agents.rows import Row, Turn
+from nemo_style_rlhf.agents.rows import Row, SampledSpan
 from nemo_style_rlhf.agents.tokens import continuation
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.records import Dropped
@@ -257,7 +257,7 @@ def _row(tokens: tuple[int, ...], learned: list[_Answer]) -> Row:
         mask[start:end] = [True] * (end - start)
         logprobs[start:end] = answer.logprobs
         versions[start:end] = [answer.version] * (end - start)
-        turns.append(Turn(start, end, answer.finish_reason))
+        turns.append(SampledSpan(start, end, answer.finish_reason))
     return Row(tokens, tuple(mask), tuple(logprobs), tuple(versions), tuple(turns))
 
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Record:
+class OwnerRecord:
     """Content of ``.owner_<role>.json``. An owner writes it once, when it takes the folder."""
 
     id: str
@@ -59,7 +59,7 @@ class Owner:
         self._folder, self._role, self._takeover_s = folder.absolute(), role, takeover_s
         self._path = self._folder / f".owner_{role}.json"
         now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        self._mine = Record(secrets.token_hex(8), kernel, socket.gethostname(), os.getpid(), now)
+        self._mine = OwnerRecord(secrets.token_hex(8), kernel, socket.gethostname(), os.getpid(), now)
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="owner", daemon=True)
         try:
@@ -115,7 +115,7 @@ class Owner:
                     raise
                 return False
 
-    def _outwait(self, found: Record) -> None:
+    def _outwait(self, found: OwnerRecord) -> None:
         """Return once ``found``, an owner whose lock this process cannot see, has ended or shown no heartbeat for long enough.
 
         Raises:
@@ -173,13 +173,13 @@ class Owner:
         """Path of the file in which the owner among the processes of a kernel writes its heartbeat."""
         return self._folder / f".owner_{self._role}.{kernel}"
 
-    def _read(self) -> Record | None:
+    def _read(self) -> OwnerRecord | None:
         """The owner's record; None if there is no owner or the record is unreadable."""
         with suppress(FileNotFoundError, ValueError, TypeError):
-            return Record(**json.loads(self._path.read_bytes()))
+            return OwnerRecord(**json.loads(self._path.read_bytes()))
         return None
 
-    def _refusal(self, found: Record | None) -> UserError:
+    def _refusal(self, found: OwnerRecord | None) -> UserError:
         who = "" if found is None else f" ({found})"
         return UserError(
             f"run.output_dir={self._folder} is in use by another {self._role}{who}: end that one first, or give another "
@@ -191,7 +191,7 @@ class Owner:
 class Sighting:
     """An owner as another process finds it."""
 
-    record: Record
+    record: OwnerRecord
     lives: bool | None
     """None if the owner's machine is another one, or has no locks: then a ``pulse`` that changes is the sign of life."""
     pulse: bytes | None
@@ -202,13 +202,13 @@ def sightings(folder: Path) -> list[Sighting]:
     found = []
     for path in sorted(folder.glob(".owner_*.json")):
         with suppress(OSError, ValueError, TypeError):
-            record = Record(**json.loads(path.read_bytes()))
+            record = OwnerRecord(**json.loads(path.read_bytes()))
             pulse = path.with_suffix(f".{record.kernel}")
             found.append(Sighting(record, _lives(record, pulse), _content(pulse)))
     return found
 
 
-def _lives(record: Record, pulse: Path) -> bool | None:
+def _lives(record: OwnerRecord, pulse: Path) -> bool | None:
     if record.kernel != Path("/proc/sys/kernel/random/boot_id").read_text().strip():
         return None
     try:

@@ -12,7 +12,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import CriticServerConfig
 from nemo_style_rlhf.transport.front_door import Route
-from nemo_style_rlhf.transport.listening import Address, Door, take_address
+from nemo_style_rlhf.transport.listening import Address, FrontDoorProcess, take_address
 from nemo_style_rlhf.transport.messages import Array, Endpoint
 from nemo_style_rlhf.transport.unix_backend import UnixBackend
 
@@ -57,7 +57,7 @@ class Binding:
     """
 
     def __init__(self, config: CriticServerConfig, address: Address, roles: list[str]) -> None:
-        self.door: Door | None = None
+        self.door: FrontDoorProcess | None = None
         self.endpoints = [each for each in protocol.ENDPOINTS if not each.roles or {*each.roles} & {*roles}]
         """Those of these roles: one that is not used would cost start-up time."""
         self._config, self._address = config, address
@@ -67,7 +67,7 @@ class Binding:
     def start(self) -> None:
         """Start what can start before the models are loaded."""
 
-    def open(self, handle: Handler, *, boot_id: str) -> Door:
+    def open(self, handle: Handler, *, boot_id: str) -> FrontDoorProcess:
         """Open the front door: from now on requests reach ``handle``.
 
         Raises:
@@ -87,14 +87,14 @@ class Binding:
         *,
         metrics: Path | None = None,
         afterwards: Sequence[str] = (),
-    ) -> Door:
+    ) -> FrontDoorProcess:
         """Answer at ``socket`` all endpoints but ``others``, which are answered at sockets of their own."""
         # Both ends of a connection to a backend keep room for the largest request that each endpoint has seen.
         sizes = {each: largest_tensors(each, self._config.max_request_bytes) for each in protocol.ENDPOINTS}
         routes = {each: Route(each, sizes[each], others.get(each)) for each in self.endpoints}
         own = [route for each, route in routes.items() if each not in others]
         self._answering = UnixBackend(socket, own, handle, boot_id=boot_id, one_at_a_time=True)
-        self.door = Door(
+        self.door = FrontDoorProcess(
             self._config,
             self._address,
             backend=socket,

@@ -13,7 +13,14 @@ from nemo_style_rlhf.critic_service.gate import Gate
 from nemo_style_rlhf.critic_service.ledger import Ledger
 from nemo_style_rlhf.critic_service.service import Tensors, response
 from nemo_style_rlhf.critic_service.store import CriticCheckpointStore
-from nemo_style_rlhf.critic_service.worker import BeginFiles, CriticWorker, EndFiles, Export, Load, TakeSnapshot
+from nemo_style_rlhf.critic_service.worker import (
+    BeginFiles,
+    CriticWorker,
+    EndFiles,
+    Export,
+    LoadCheckpoint,
+    TakeSnapshot,
+)
 from nemo_style_rlhf.engine.files import unreadable_files
 from nemo_style_rlhf.transport import messages
 from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
@@ -94,7 +101,7 @@ class Checkpoints:
                 raise ProtocolError(
                     Code.CONFLICT, f"checkpoint {request.checkpoint_id} is damaged: {unreadable[0]} {NOT_DATA}"
                 )
-            self._group.run(Load(directory))
+            self._group.run(LoadCheckpoint(directory))
             self._ledger.restored(record.critic_step)
             self._last_save = None
             self._store.commit(request.checkpoint_id, keep=None)  # a manifest names it, so the pair is whole

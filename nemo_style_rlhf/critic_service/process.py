@@ -31,7 +31,7 @@ from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import CriticServerConfig
 from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.listening import Door
+from nemo_style_rlhf.transport.listening import FrontDoorProcess
 from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, json_tensor
 
 LOGGER = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def _serve(service: Service, config: CriticServerConfig, binding: Binding, signa
     return code
 
 
-def _actor(service: Service, door: Door) -> str:
+def _actor(service: Service, door: FrontDoorProcess) -> str:
     """The command of an actor that asks this server; only its user knows the policy and the prompts."""
     texts_alone = service.roles == ["reward"]
     section = "reward.server" if texts_alone else "remote_critic_rm"

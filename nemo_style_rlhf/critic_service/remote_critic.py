@@ -67,7 +67,7 @@ class RemoteCritic(ServerClient):
         self._max_request_bytes = config.max_request_bytes
         self._max_staged_bytes = 0
         self._inferred: list[tuple[float, float]] = []
-        self._turn = Turn()
+        self._turn = InferenceTurn()
         self._train_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-train")
         self._save_pool = ThreadPoolExecutor(1, thread_name_prefix="critic-save")
 
@@ -190,7 +190,7 @@ class RemoteCritic(ServerClient):
         spans, self._inferred = self._inferred, []
         return busy_span(spans) if spans else None
 
-    def _infer(self, sequences: list[Array], wanted: Wanted, turn: "Turn") -> CriticInference:
+    def _infer(self, sequences: list[Array], wanted: Wanted, turn: "InferenceTurn") -> CriticInference:
         turn.wait()
         started = time()
         values: list[Array] = []
@@ -283,7 +283,7 @@ class RemoteCritic(ServerClient):
         """Cancel the inference that has not begun: nobody waits for it any more."""
         pool, self._infer_pool = self._infer_pool, infer_pool()
         self._turn.end()
-        self._turn = Turn()
+        self._turn = InferenceTurn()
         pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
@@ -298,7 +298,7 @@ class RemoteCritic(ServerClient):
         return self._lease
 
 
-class Turn:
+class InferenceTurn:
     """Inference waits for its turn, or until nobody waits for it any more."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.protocol import InferRequest
-from nemo_style_rlhf.critic_service.worker_group import Message, WorkerGroup
+from nemo_style_rlhf.critic_service.worker_group import RankMessage, WorkerGroup
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.engine.engine import sharded
 from nemo_style_rlhf.engine.storages import Storages, weights_of
@@ -20,7 +20,7 @@ from nemo_style_rlhf.transport.messages import Array
 
 
 @dataclass(frozen=True)
-class Score(Message[Array]):
+class Score(RankMessage[Array]):
     """Compute rewards float32 [B] of the sequences that a rank answers for; 0 for others."""
 
     request: InferRequest

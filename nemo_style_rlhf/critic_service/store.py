@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Record:
+class CheckpointRecord:
     """Content of ``critic.json``, which describes a critic checkpoint."""
 
     critic_step: int
@@ -78,7 +78,7 @@ class CriticCheckpointStore:
     def last_committed(self) -> str | None:
         return self.committed[-1] if self.committed else None
 
-    def save(self, checkpoint_id: str, critic_step: int, write: Callable[[Path], None]) -> Record:
+    def save(self, checkpoint_id: str, critic_step: int, write: Callable[[Path], None]) -> CheckpointRecord:
         """Save a checkpoint durably; ``write`` fills a directory. Replaces an earlier checkpoint of that id.
 
         Raises:
@@ -88,7 +88,7 @@ class CriticCheckpointStore:
         target = self._folder(checkpoint_id)
         with _published(target) as directory:
             write(directory)
-            record = Record(critic_step, file_digests(directory), self._critic)
+            record = CheckpointRecord(critic_step, file_digests(directory), self._critic)
             (directory / RECORD).write_text(json.dumps(asdict(record), indent=1))
         for folder in (self._checkpoints, self._checkpoints.parent):  # before an older one is deleted
             fsync(folder)
@@ -102,7 +102,7 @@ class CriticCheckpointStore:
             write(directory)
         return target
 
-    def verified(self, checkpoint_id: str, digests: dict[str, str] | None) -> tuple[Path, Record]:
+    def verified(self, checkpoint_id: str, digests: dict[str, str] | None) -> tuple[Path, CheckpointRecord]:
         """The directory of a checkpoint whose files are as saved and as in ``digests``, without any other file.
 
         Raises:
@@ -198,7 +198,7 @@ class CriticCheckpointStore:
         return directory
 
 
-def read_record(directory: Path) -> Record:
+def read_record(directory: Path) -> CheckpointRecord:
     """
     Raises:
         OSError, ValueError, TypeError, AttributeError, RecursionError: the record cannot be read or is invalid.
@@ -207,7 +207,7 @@ def read_record(directory: Path) -> Record:
         raise OSError(f"{RECORD} is no file")
     content = json.loads((directory / RECORD).read_bytes())
     content.setdefault("critic", content.pop("shape", {}))  # the key of earlier versions
-    record = Record(**content)
+    record = CheckpointRecord(**content)
     if not (type(record.critic_step) is int and isinstance(record.digests, dict) and isinstance(record.critic, dict)):
         raise TypeError(f"{RECORD} is no record of a checkpoint")
     return record

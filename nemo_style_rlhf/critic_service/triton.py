@@ -21,7 +21,7 @@ from nemo_style_rlhf.critic_service.protocol import largest_tensors
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.critic import CriticServerConfig
 from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.listening import Address, Door
+from nemo_style_rlhf.transport.listening import Address, FrontDoorProcess
 from nemo_style_rlhf.transport.messages import Array, Code, Endpoint, ProtocolError, TensorSpec
 
 LOGGER = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class TritonBinding(Binding):
             self._bind(backend, endpoint)
         return backend
 
-    def open(self, handle: Handler, *, boot_id: str) -> Door:
+    def open(self, handle: Handler, *, boot_id: str) -> FrontDoorProcess:
         """Open the front door once Triton is ready: from now on requests reach ``handle``.
 
         Raises:

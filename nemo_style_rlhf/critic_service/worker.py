@@ -18,7 +18,7 @@ from nemo_style_rlhf.critic_service.batches import Batches
 from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.protocol import InferRequest, TrainPlan
 from nemo_style_rlhf.critic_service.reward_model import RewardModel
-from nemo_style_rlhf.critic_service.worker_group import Message, WorkerGroup
+from nemo_style_rlhf.critic_service.worker_group import RankMessage, WorkerGroup
 from nemo_style_rlhf.data.ragged import unpad
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.sampling import mixed_seed
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Infer(Message[Array]):
+class Infer(RankMessage[Array]):
     """Compute values float32 [N] per state of the sequences that a rank answers for; 0 for others."""
 
     request: InferRequest
@@ -52,7 +52,7 @@ class Infer(Message[Array]):
 
 
 @dataclass(frozen=True)
-class Train(Message["_Totals"]):
+class Train(RankMessage["_Totals"]):
     """Take the optimizer steps of a train step on this rank's micro-batches. Raises as :meth:`CriticWorker.train`."""
 
     request: InferRequest
@@ -68,12 +68,12 @@ class Train(Message["_Totals"]):
 
 
 @dataclass(frozen=True)
-class TakeSnapshot(Message[None]):
+class TakeSnapshot(RankMessage[None]):
     """Copy the critic's state in memory, for the files of a checkpoint."""
 
 
 @dataclass(frozen=True)
-class BeginFiles(Message[None]):
+class BeginFiles(RankMessage[None]):
     """Have each rank's files of the snapshot written; meanwhile other messages may come."""
 
     directory: Path
@@ -81,28 +81,28 @@ class BeginFiles(Message[None]):
 
 
 @dataclass(frozen=True)
-class EndFiles(Message[BaseException | None]):
+class EndFiles(RankMessage[BaseException | None]):
     """Wait until the rank has written; the result says why it could not."""
 
 
 @dataclass(frozen=True)
-class Sleep(Message[int]):
+class Sleep(RankMessage[int]):
     """Move all models to host memory. The result is the bytes that the first rank still holds."""
 
 
 @dataclass(frozen=True)
-class Wake(Message[int]):
+class Wake(RankMessage[int]):
     """Bring the critic's weights back to the device; its optimizer follows when it trains, and the reward model when it is asked.
     Result as of :class:`Sleep`."""
 
 
 @dataclass(frozen=True)
-class Load(Message[None]):
+class LoadCheckpoint(RankMessage[None]):
     directory: Path
 
 
 @dataclass(frozen=True)
-class Export(Message[None]):
+class Export(RankMessage[None]):
     """Write the critic as a Hugging Face directory, of the class that its config.json names."""
 
     directory: Path
@@ -140,7 +140,7 @@ class CriticWorker:
                 EndFiles: self._end_files,
                 Sleep: self._sleep,
                 Wake: self._wake,
-                Load: self._load,
+                LoadCheckpoint: self._load,
                 Export: self._export,
             }
         )
@@ -321,7 +321,7 @@ class CriticWorker:
             self.engine.offload(keep_weights=True)
         return held_bytes()
 
-    def _load(self, message: Load) -> None:
+    def _load(self, message: LoadCheckpoint) -> None:
         self.engine.load(message.directory)
 
     def _export(self, message: Export) -> None:

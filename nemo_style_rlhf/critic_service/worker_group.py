@@ -20,7 +20,7 @@ class OutOfStep(Exception):
     """This rank has left a message that the others still handle: the process cannot go on."""
 
 
-class Message(Generic[Result]):
+class RankMessage(Generic[Result]):
     """Base of the messages; ``Result`` is the type that a handler returns."""
 
 
@@ -29,17 +29,17 @@ class WorkerGroup(Ranks):
 
     def __init__(self) -> None:
         super().__init__()
-        self._handlers: dict[type[Message[Any]], Callable[[Any], Any]] = {}
+        self._handlers: dict[type[RankMessage[Any]], Callable[[Any], Any]] = {}
 
-    def join(self, handlers: Mapping[type[Message[Any]], Callable[[Any], Any]]) -> None:
+    def join(self, handlers: Mapping[type[RankMessage[Any]], Callable[[Any], Any]]) -> None:
         """Add a member, which handles messages of these types. Every rank has the same members."""
         self._handlers |= handlers
 
-    def run(self, message: Message[Result]) -> Result:
+    def run(self, message: RankMessage[Result]) -> Result:
         """On the first rank: have every rank handle ``message``; returns the result of this rank. Raises as :meth:`run_each`."""
         return self._send([message] * self.size, gathers=False)
 
-    def run_each(self, messages: Sequence[Message[Result]]) -> list[Result]:
+    def run_each(self, messages: Sequence[RankMessage[Result]]) -> list[Result]:
         """On the first rank: have each rank handle its own of ``messages``, all of one type; returns the results in order.
 
         Raises:
@@ -48,7 +48,7 @@ class WorkerGroup(Ranks):
         """
         return self.gather(self._send(messages, gathers=True))
 
-    def _send(self, messages: Sequence[Message[Result]], *, gathers: bool) -> Result:
+    def _send(self, messages: Sequence[RankMessage[Result]], *, gathers: bool) -> Result:
         handled = type(messages[0])
         if handled not in self._handlers:
             raise TypeError(f"no member of the worker group handles {handled.__name__}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_style_rlhf.generation.broadcast import PREFIX, Groups
 from nemo_style_rlhf.generation.engine_client import EngineProcess
-from nemo_style_rlhf.generation.weight_store import StoredWeights
+from nemo_style_rlhf.generation.weight_store import PublishedWeights
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Broadcast:
         """Those of engines whose group failed; they are not tried again."""
 
     def send(
-        self, engines: Sequence[EngineProcess], published: StoredWeights, *, lease: str, shapes: dict[str, tuple[int, ...]],
+        self, engines: Sequence[EngineProcess], published: PublishedWeights, *, lease: str, shapes: dict[str, tuple[int, ...]],
         pool: ThreadPoolExecutor,
     ) -> None:  # fmt: skip
         """Send a version. An engine that does not get it so is sent it when it loads."""

@@ -17,7 +17,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import engine_messages as messages
 from nemo_style_rlhf.generation.engine_messages import EngineStatus
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest
-from nemo_style_rlhf.generation.weight_store import StoredWeights
+from nemo_style_rlhf.generation.weight_store import PublishedWeights
 from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig, Peer
 from nemo_style_rlhf.transport.connection import PLAIN_HTTP, Connection, ServerUnreachable
 from nemo_style_rlhf.transport.messages import (
@@ -87,7 +87,7 @@ class EngineClient:
             self._connection.boot_id = self.status().boot_id
         self._ask(messages.ACQUIRE, lease=lease, shapes=shapes)
 
-    def load(self, lease: str, published: StoredWeights) -> tuple[float, str]:
+    def load(self, lease: str, published: PublishedWeights) -> tuple[float, str]:
         """Have the engine load a version of a :class:`WeightStore`, which is sent to it if it does not see the store's folder.
 
         Returns:
@@ -103,12 +103,14 @@ class EngineClient:
             answer = load()
         return float(answer["gap"]), str(answer["loses_bits"])
 
-    def receive(self, lease: str, published: StoredWeights, *, group: str, rank: int, size: int, backend: str) -> None:
+    def receive(
+        self, lease: str, published: PublishedWeights, *, group: str, rank: int, size: int, backend: str
+    ) -> None:
         """Have the engine meet a :class:`broadcast.Group` at a file beside its ready file, and receive a version from rank 0."""
         files = [[path.name, path.stat().st_size] for path in published.files]
         self._ask(messages.RECEIVE, lease=lease, group=group, rank=rank, size=size, backend=backend, files=files)
 
-    def _send(self, lease: str, published: StoredWeights) -> None:
+    def _send(self, lease: str, published: PublishedWeights) -> None:
         """Send the files of a version, the manifest last."""
         size = self.status().max_request_bytes - BYTES_PREFIX
         for path in published.files:

@@ -19,7 +19,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.engine_broadcast import Broadcast
 from nemo_style_rlhf.generation.engine_client import EngineClient, EngineProcess
 from nemo_style_rlhf.generation.engine_files import client_of, ready_files
-from nemo_style_rlhf.generation.weight_store import StoredWeights
+from nemo_style_rlhf.generation.weight_store import PublishedWeights
 from nemo_style_rlhf.launch.entry import USER_ERROR_EXIT
 from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ENGINE_CONFIG, engine_program
@@ -38,7 +38,7 @@ END_S = 10.0
 """Seconds in which launched engines must end. They hold nothing that is worth a longer wait."""
 
 
-class Abandoned(Exception):
+class CallAbandoned(Exception):
     """Nobody wants the samples any more."""
 
 
@@ -67,7 +67,7 @@ class Fleet:
         """Ready files of engines that were lost."""
         self._broken: Exception | None = None
         """Why there will be no more engines."""
-        self._published: StoredWeights | None = None
+        self._published: PublishedWeights | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._broadcast = None if config.weights == "auto" else Broadcast(folder, config.weights)
         self.abandoned = threading.Event()
@@ -89,7 +89,7 @@ class Fleet:
             log.info("waiting for engines, at most %g s: %s", self._config.ready_timeout_s, self._advice)
         threading.Thread(target=self._watch, name="engines-watch", daemon=True).start()
 
-    def load(self, published: StoredWeights, shapes: dict[str, tuple[int, ...]]) -> float:
+    def load(self, published: PublishedWeights, shapes: dict[str, tuple[int, ...]]) -> float:
         """Have every engine load a version of the weights, and those that join later; returns the largest gap on the probe, in
         nats.
 
@@ -312,10 +312,10 @@ class Fleet:
         return counts
 
     def close(self) -> None:
-        """End the launched engines, and have whatever other threads wait for here end with :class:`Abandoned`."""
+        """End the launched engines, and have whatever other threads wait for here end with :class:`CallAbandoned`."""
         with self._lock:  # none is being started again
             self._closing.set()
-            self._broken = Abandoned()
+            self._broken = CallAbandoned()
             engines = [*self._engines.values(), *self._joining.values()]
         for engine in engines:
             engine.give_up("the trainer ends")
@@ -325,7 +325,7 @@ class Fleet:
         if self._launcher is not None:
             self._launcher.stop_all(END_S)
 
-    def _load(self, engine: EngineProcess, lease: str, published: StoredWeights | None) -> Exception | None:
+    def _load(self, engine: EngineProcess, lease: str, published: PublishedWeights | None) -> Exception | None:
         """Have one engine load the published weights; returns the error by which it was lost."""
         assert published is not None
         try:
@@ -396,7 +396,7 @@ class Fleet:
         deadline = time.monotonic() + self._config.ready_timeout_s
         while not self._ready():
             if self.abandoned.is_set():
-                raise Abandoned
+                raise CallAbandoned
             if self._broken is not None:
                 raise self._broken
             if self._joining:

@@ -94,7 +94,7 @@ class LeaseRequest:
 
 @message
 @dataclass(frozen=True)
-class AcquireRequest:
+class EngineAcquireRequest:
     lease: Text
     shapes: Annotated[
         dict[str, tuple[int, ...]],

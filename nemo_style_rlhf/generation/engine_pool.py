@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Literal
 
-from nemo_style_rlhf.generation.engine_fleet import LOST, Abandoned, Fleet
+from nemo_style_rlhf.generation.engine_fleet import LOST, CallAbandoned, Fleet
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError, WeightUpdate
-from nemo_style_rlhf.generation.weight_store import StoredWeights
+from nemo_style_rlhf.generation.weight_store import PublishedWeights
 
 GROUP = 32
 """Requests of one call: the size of a scoring group, which waits for all of its samples anyway."""
@@ -43,12 +43,12 @@ class EnginePool:
         stream = PoolStream(self, version)
         self._streams.add(stream)
         if self._fleet.abandoned.is_set():
-            raise Abandoned
+            raise CallAbandoned
         return stream
 
     def load(self, update: WeightUpdate) -> float:
         """Have every engine load a published version; one that starts later loads it, too, as long as it is stored."""
-        assert isinstance(update, StoredWeights)
+        assert isinstance(update, PublishedWeights)
         gap = self._fleet.load(update, self._shapes)
         self._version = update.version
         return gap
@@ -66,7 +66,7 @@ class EnginePool:
         return self._fleet.metrics | {"engines/tokens_per_second": speed}
 
     def abandon(self) -> None:
-        """Have whatever other threads wait for here end with :class:`Abandoned`, until :meth:`resume`."""
+        """Have whatever other threads wait for here end with :class:`CallAbandoned`, until :meth:`resume`."""
         self._fleet.abandoned.set()
         for stream in list(self._streams):
             stream.close()
@@ -115,7 +115,7 @@ class PoolStream:
     def completed(self) -> Iterator[Completion]:
         """
         Raises:
-            Abandoned: the stream was closed meanwhile.
+            CallAbandoned: the stream was closed meanwhile.
         """
         while self._calls:
             yield from self.wait()
@@ -123,11 +123,11 @@ class PoolStream:
     def wait(self) -> list[Completion]:
         """
         Raises:
-            Abandoned: the stream was closed meanwhile.
+            CallAbandoned: the stream was closed meanwhile.
         """
         call = self._done.get()
         if call == "closed":
-            raise Abandoned
+            raise CallAbandoned
         if call == "woken":
             return []
         self._calls.remove(call)

@@ -23,7 +23,7 @@ from nemo_style_rlhf.launch import bootstrap, interrupt
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
 from nemo_style_rlhf.transport.front_door import Route
-from nemo_style_rlhf.transport.listening import Address, Door
+from nemo_style_rlhf.transport.listening import Address, FrontDoorProcess
 from nemo_style_rlhf.transport.short_paths import parent_of_sockets
 from nemo_style_rlhf.transport.unix_backend import UnixBackend
 
@@ -66,7 +66,7 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
     with tempfile.TemporaryDirectory(prefix="nsr_engine_", dir=parent_of_sockets()) as folder:
         backend = UnixBackend(Path(folder) / "engine", routes, service.handle, boot_id=boot_id)
         in_flight = CALLS_IN_FLIGHT * config.server.max_request_bytes
-        door = Door(
+        door = FrontDoorProcess(
             config.server,
             address,
             backend=Path(folder) / "engine",

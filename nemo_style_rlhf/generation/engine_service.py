@@ -20,7 +20,7 @@ from nemo_style_rlhf.generation.engine_messages import EngineStatus
 from nemo_style_rlhf.generation.in_process import InProcessGenerator, InProcessStream
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, TransferError
 from nemo_style_rlhf.generation.self_check import loses_bits
-from nemo_style_rlhf.generation.weight_store import SentWeights, StoredWeights, WholeVersion
+from nemo_style_rlhf.generation.weight_store import PublishedWeights, SentWeights, WholeVersion
 from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, Code, ProtocolError, json_tensor
 from nemo_style_rlhf.transport.reading import read
 
@@ -43,7 +43,7 @@ LEFT_S = 60.0
 
 
 @dataclass
-class _Call:
+class _PendingCall:
     """A call of ``engine_generate``: under way, or done and not fetched yet."""
 
     stream: InProcessStream
@@ -76,7 +76,7 @@ class EngineService:
         # No SimpleQueue: its get waits forever if a signal comes after the timeout, as if a process was stopped (CPython 3.11).
         self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self._ended = threading.Event()
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _PendingCall] = {}
         """By digest: a repeat joins the call under way."""
         self._lease: str | None = None
         self._groups = None if folder is None else Groups(folder)
@@ -151,7 +151,7 @@ class EngineService:
                 )
         name = messages.digest(inputs)
 
-        def begin() -> _Call:
+        def begin() -> _PendingCall:
             self._require(lease)
             if self._held is None or self._held.version != version:
                 held = "none" if self._held is None else self._held.version
@@ -167,9 +167,9 @@ class EngineService:
             except (ValueError, TypeError) as error:  # vLLM checks token ids and settings: no reason to end
                 stream.close()
                 raise ProtocolError(Code.INVALID, f"the generator refuses a request: {error!s:.300}") from error
-            return self._calls.setdefault(name, _Call(stream, requests))
+            return self._calls.setdefault(name, _PendingCall(stream, requests))
 
-        call: _Call = self._in_turn(begin)
+        call: _PendingCall = self._in_turn(begin)
         try:
             completions = call.done.result(WAIT_S)
         except (TimeoutError, FutureTimeout) as error:
@@ -190,7 +190,7 @@ class EngineService:
         )  # fmt: skip
 
     def _acquire(self, inputs: dict[str, Array]) -> dict[str, Any]:
-        request = read(inputs[REQUEST.name], messages.AcquireRequest)
+        request = read(inputs[REQUEST.name], messages.EngineAcquireRequest)
 
         def acquire() -> None:
             if request.lease != self._lease:
@@ -309,7 +309,7 @@ class EngineService:
                 raise TransferError(f"weights with digest {sent.digest:.12} were sent, {digest:.12} are to be loaded")
             return sent
         with contextlib.suppress(TransferError):
-            if (stored := StoredWeights.open(folder)).digest == digest:
+            if (stored := PublishedWeights.open(folder)).digest == digest:
                 return stored
         raise ProtocolError(Code.NOT_FOUND, "this host does not have the folder of these weights: they must be sent")
 
@@ -347,7 +347,7 @@ class EngineService:
         self._calls.clear()
 
     @staticmethod
-    def _end(call: _Call, reason: ProtocolError) -> None:
+    def _end(call: _PendingCall, reason: ProtocolError) -> None:
         if not call.done.done():
             call.stream.close()
             call.done.set_exception(reason)

@@ -71,7 +71,7 @@ class VLLMGenerator(InProcessGenerator):
                 tensor_parallel_size=config.tensor_parallel_size,
                 # The launcher started the ranks: vLLM joins them, each on its own device, neighboring ranks as one engine.
                 distributed_executor_backend="external_launcher" if _ranks() > 1 else None,
-                worker_extension_cls=f"{vllm_worker.__name__}.{vllm_worker.Worker.__name__}",
+                worker_extension_cls=f"{vllm_worker.__name__}.{vllm_worker.VllmWorker.__name__}",
                 enforce_eager=not config.compiles,
                 # FlashAttention 3 adds in another order when a prompt is read beside it.
                 attention_backend="TRITON_ATTN" if _batch_invariant() else None,

@@ -10,5 +10,5 @@ if not torch.cuda.is_available():
     cpu_kernels.register()
 
 
-class Worker:
+class VllmWorker:
     """A base of vLLM's worker that adds nothing: vLLM imports it, and with it the above, before the worker is made."""

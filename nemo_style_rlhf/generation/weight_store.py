@@ -38,7 +38,7 @@ class WeightStore:
         self._pinned: Counter[int] = Counter()
         self._lock = threading.Lock()
 
-    def publish(self, update: WeightUpdate) -> "StoredWeights":
+    def publish(self, update: WeightUpdate) -> "PublishedWeights":
         """Write a version, whole or not at all.
 
         Raises:
@@ -51,7 +51,7 @@ class WeightStore:
             if isinstance(update, OwnWeights):
                 update.skip_rest()
             raise
-        return StoredWeights.open(self._folder(update.version))
+        return PublishedWeights.open(self._folder(update.version))
 
     def written(self, update: WeightUpdate) -> WeightUpdate:
         """``update``, of which a version is written while somebody reads it."""
@@ -64,11 +64,11 @@ class WeightStore:
                 if int(folder.name) not in versions and not self._pinned[int(folder.name)]:
                     shutil.rmtree(folder)
 
-    def pinned(self, version: int) -> "StoredWeights":
+    def pinned(self, version: int) -> "PublishedWeights":
         """A version, which is kept until :meth:`unpin` is called as often as this."""
         with self._lock:
             self._pinned[version] += 1
-        return StoredWeights.open(self._folder(version))
+        return PublishedWeights.open(self._folder(version))
 
     def unpin(self, version: int) -> None:
         with self._lock:
@@ -140,19 +140,19 @@ class WholeVersion(ABC):
 
 
 @dataclass
-class StoredWeights(WholeVersion):
+class PublishedWeights(WholeVersion):
     """The files are in a folder."""
 
     folder: Path
 
     @staticmethod
-    def open(folder: Path) -> "StoredWeights":
+    def open(folder: Path) -> "PublishedWeights":
         """
         Raises:
             TransferError: the folder holds no whole version.
         """
         try:
-            return StoredWeights(*_fields((folder / MANIFEST).read_bytes()), folder)
+            return PublishedWeights(*_fields((folder / MANIFEST).read_bytes()), folder)
         except (OSError, ValueError, TransferError) as error:
             raise TransferError(f"{folder} holds no whole version of the weights ({error})") from error
 

@@ -6,7 +6,7 @@ from nemo_style_rlhf.data.ragged import padded_rows, round_up
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.transfer import BUCKET_BYTES
 from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
-from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
+from nemo_style_rlhf.planning.blueprint import Blueprint, PlannedBatch
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import ACTOR, ENGINE, GIB, Phase, ProcessPlan
 from nemo_style_rlhf.planning.training import frozen_weights, resting, trained_model, training_phases
@@ -83,13 +83,13 @@ def plan_engine(config: PlanConfig, policy: Blueprint, device: Device, *, prompt
     )
 
 
-def _batch(config: PlanConfig, samples: int, prompt: int, response: int) -> Batch:
+def _batch(config: PlanConfig, samples: int, prompt: int, response: int) -> PlannedBatch:
     """The micro-batch of ``micro_batch_iterator`` if all sequences are as long as the longest."""
     engine, length = config.engine, prompt + response
     rows = max(1, min(samples, engine.micro_batch_tokens // length))
     if not config.model.packing:
         rows = padded_rows(rows, length, multiple=engine.row_multiple or 8, token_budget=engine.micro_batch_tokens)
-    return Batch(rows=rows, length=round_up(length, 8), actions=min(rows, samples) * response)
+    return PlannedBatch(rows=rows, length=round_up(length, 8), actions=min(rows, samples) * response)
 
 
 def _share(config: PlanConfig, device: Device) -> int:

@@ -28,7 +28,7 @@ ACTIVATIONS, LOGITS, GRADIENTS = "activations", "logits", "gradients"
 
 
 @dataclass(frozen=True)
-class Batch:
+class PlannedBatch:
     """A micro-batch of sequences that all have the maximum length."""
 
     rows: int
@@ -72,7 +72,7 @@ class Blueprint:
         self.attention_width: int = text.num_hidden_layers * text.num_attention_heads * size
         """Elements of a token's queries in all layers."""
         self._mode = shapes_only(self.hf)
-        self._traced: dict[tuple[Batch, bool | None], Counter[str]] = {}
+        self._traced: dict[tuple[PlannedBatch, bool | None], Counter[str]] = {}
 
     def _build(self) -> PreTrainedModel:
         config = self._config
@@ -150,7 +150,7 @@ class Blueprint:
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 
-    def training(self, batch: Batch, *, with_entropy: bool = False) -> Counter[str]:
+    def training(self, batch: PlannedBatch, *, with_entropy: bool = False) -> Counter[str]:
         """Peak bytes of activations and logits in forward and backward of ``batch``. Gradients of an earlier micro-batch, which
         exist already, are not included.
 
@@ -167,7 +167,7 @@ class Blueprint:
             self._traced[batch, with_entropy] = peak
         return self._traced[batch, with_entropy].copy()
 
-    def inference(self, batch: Batch) -> Counter[str]:
+    def inference(self, batch: PlannedBatch) -> Counter[str]:
         """Peak bytes of activations and logits in a forward without gradients."""
         if (batch, None) not in self._traced:
             self.hf.eval()
@@ -211,7 +211,7 @@ class Blueprint:
         (models/logprobs.py)."""
         return 3 * 4 * CHUNK_ELEMENTS
 
-    def _loss(self, batch: Batch, with_entropy: bool) -> Tensor:
+    def _loss(self, batch: PlannedBatch, with_entropy: bool) -> Tensor:
         ids = torch.zeros(batch.rows, batch.length, dtype=torch.long)
         if self._scalar:
             mask = {} if self._config.packing else {"attention_mask": torch.ones_like(ids)}

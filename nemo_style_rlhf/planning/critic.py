@@ -3,7 +3,7 @@
 from collections import Counter
 
 from nemo_style_rlhf.data.ragged import padded_rows
-from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
+from nemo_style_rlhf.planning.blueprint import Blueprint, PlannedBatch
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import CRITIC, Phase, ProcessPlan
 from nemo_style_rlhf.planning.training import frozen_weights, trained_model, training_phases
@@ -46,10 +46,10 @@ def plan_critic(
     return ProcessPlan(CRITIC, tuple(phases), ranks)
 
 
-def _batch(config: PlanConfig, samples: int, length: int) -> Batch:
+def _batch(config: PlanConfig, samples: int, length: int) -> PlannedBatch:
     """The micro-batch of ``Batches`` if all sequences are as long as the longest."""
     engine = config.critic.engine
     rows = max(1, min(samples, engine.micro_batch_tokens // length))
     if not config.critic.model.packing:
         rows = padded_rows(rows, length, multiple=engine.row_multiple or 8, token_budget=engine.micro_batch_tokens)
-    return Batch(rows=rows, length=length, actions=0)
+    return PlannedBatch(rows=rows, length=length, actions=0)

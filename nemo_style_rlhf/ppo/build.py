@@ -59,7 +59,7 @@ from nemo_style_rlhf.ppo.recovery import Recovery, require_critic_checkpoint, wa
 from nemo_style_rlhf.ppo.residency import Residency
 from nemo_style_rlhf.ppo.sampler_check import MAX_GAP, Probe
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE, Saver
-from nemo_style_rlhf.ppo.session import Session
+from nemo_style_rlhf.ppo.session import RunSession
 from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder
 from nemo_style_rlhf.rollout.producer import Producer
@@ -259,7 +259,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         policy=partial(PolicyCopy, engine, ranks, config, tokenizer) if config.checkpoint.save_hf else None,
     )  # fmt: skip
     starting("taking the first step")
-    session = Session(config, engine, queue, store, saver, recovery, residency, ranks, total_steps=total_steps)
+    session = RunSession(config, engine, queue, store, saver, recovery, residency, ranks, total_steps=total_steps)
     return PPOTrainer(config, parts, session, total_steps=total_steps)
 
 

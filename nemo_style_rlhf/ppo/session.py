@@ -46,7 +46,7 @@ class Progress:
     """Fields of :class:`audit.Health`; empty in checkpoints that are older than that class."""
 
 
-class Session:
+class RunSession:
     """One start of a run, from its last checkpoint. Every rank makes the same calls."""
 
     def __init__(

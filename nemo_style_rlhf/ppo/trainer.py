@@ -31,7 +31,7 @@ from nemo_style_rlhf.ppo.metrics import excerpts, repetition_metrics, rollout_me
 from nemo_style_rlhf.ppo.recording import step_samples
 from nemo_style_rlhf.ppo.residency import Residency
 from nemo_style_rlhf.ppo.sampler_check import Probe, check_logprob_gap
-from nemo_style_rlhf.ppo.session import Session
+from nemo_style_rlhf.ppo.session import RunSession
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder, ShapingState
 from nemo_style_rlhf.rollout.producer import NothingLeftError, Timers
@@ -76,7 +76,7 @@ class Parts:
 class PPOTrainer:
     """Every rank runs the loop; only the first writes files and asks the server for anything but scores."""
 
-    def __init__(self, config: PPOActorConfig, parts: Parts, session: Session, *, total_steps: int) -> None:
+    def __init__(self, config: PPOActorConfig, parts: Parts, session: RunSession, *, total_steps: int) -> None:
         self._config = config
         self._parts = parts
         self._ranks = parts.ranks

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.generation.interface import SampleId
-from nemo_style_rlhf.generation.weight_store import StoredWeights, WeightStore
+from nemo_style_rlhf.generation.weight_store import PublishedWeights, WeightStore
 from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout, ScoresToCome, Turn
 from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.scoring.interface import Scores
@@ -112,7 +112,7 @@ class Ahead:
     """Whole batches of consecutive steps, with their scores."""
     validations: dict[int, dict[str, float] | None] = field(default_factory=dict)
     """Metrics of validations that are not written yet, by version; None if they are not known yet."""
-    weights: list[StoredWeights] = field(default_factory=list)
+    weights: list[PublishedWeights] = field(default_factory=list)
     """The versions, in order, that make the rest again."""
     store: WeightStore | None = None
     """Holds ``weights`` until :meth:`release`."""
@@ -146,7 +146,7 @@ class Ahead:
         return Ahead(
             [_load_batch(path, prompts) for path in sorted(folder.glob("batch_*.safetensors"))],
             {int(version): metrics for version, metrics in validations.items()},
-            [StoredWeights.open(path) for path in sorted(folder.glob("weights_*"))],
+            [PublishedWeights.open(path) for path in sorted(folder.glob("weights_*"))],
         )
 
 

@@ -20,12 +20,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_style_rlhf.scoring.sandbox import Limits, confined
+from nemo_style_rlhf.scoring.sandbox import SandboxLimits, confined
 
 PEERS = str(Path(__file__).with_name("code_peers.py"))
 
 
-def passed_tests(code: str, tests: Sequence[str], *, wall_s: float = 8.0, limits: Limits | None = None) -> set[int]:
+def passed_tests(
+    code: str, tests: Sequence[str], *, wall_s: float = 8.0, limits: SandboxLimits | None = None
+) -> set[int]:
     """Indices of the ``tests`` (Python text) that finish without an exception. They run one after another on the same import of
     ``code``; if time runs out, the tests that have passed by then count.
 
@@ -36,7 +38,7 @@ def passed_tests(code: str, tests: Sequence[str], *, wall_s: float = 8.0, limits
     Raises:
         UserError: this machine cannot run a sandbox, see :func:`sandbox.require_sandbox`.
     """
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     python = [sys.executable, "-I", "-B", PEERS]
     for_code, for_tests = socket.socketpair()
     with for_code, for_tests:

@@ -43,7 +43,7 @@ OWN_MODULES["np"] = "numpy"
 names."""
 
 
-class Peer:
+class SandboxPeer:
     """One end of the socket."""
 
     def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
@@ -176,7 +176,7 @@ class Remote:
 
     __slots__ = ("_number", "_peer")
 
-    def __init__(self, peer: Peer, number: int) -> None:
+    def __init__(self, peer: SandboxPeer, number: int) -> None:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
@@ -204,8 +204,8 @@ class Remote:
         return not isinstance(mine, Remote) and bool(mine == other)
 
 
-def _peer_of(remote: Remote) -> Peer:
-    peer: Peer = object.__getattribute__(remote, "_peer")
+def _peer_of(remote: Remote) -> SandboxPeer:
+    peer: SandboxPeer = object.__getattribute__(remote, "_peer")
     return peer
 
 
@@ -279,7 +279,7 @@ for _name in ARITHMETIC:
 def run_code(end: socket.socket) -> None:
     """Run the code that the other end sends, then answer its requests, without standard streams."""
     names: dict[str, Any] = {"__name__": MODULE}
-    peer = Peer(end.makefile("rb"), end.makefile("wb"))
+    peer = SandboxPeer(end.makefile("rb"), end.makefile("wb"))
     functions = [getattr(builtins, name, None) or getattr(operator, name) for name in ALONE + ORDER + ARITHMETIC]
     peer.functions |= dict(zip(ALONE + ORDER + ARITHMETIC, functions, strict=True))
     peer.functions |= {"getattr": getattr, "setattr": setattr, "isinstance": isinstance, "eq": operator.eq}
@@ -299,7 +299,7 @@ def run_tests(end: socket.socket) -> None:
     given = json.load(sys.stdin)
     verdicts = os.dup(1)
     _silence()
-    peer = Peer(end.makefile("rb"), end.makefile("wb"))
+    peer = SandboxPeer(end.makefile("rb"), end.makefile("wb"))
     peer.ask("load", given["code"])
     for number, test in enumerate(given["tests"]):
         with contextlib.suppress(BaseException):
@@ -307,7 +307,7 @@ def run_tests(end: socket.socket) -> None:
             os.write(verdicts, b"%d\n" % number)
 
 
-def _run_test(peer: Peer, test: str) -> None:
+def _run_test(peer: SandboxPeer, test: str) -> None:
     tree = ast.parse(test, "test")
     nodes = list(ast.walk(tree))
     read = {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -62,7 +62,7 @@ CLONE3 = 435
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     memory_bytes: int = 1 << 30
     """Address space of a process."""
     cpu_s: int = 5
@@ -111,7 +111,7 @@ def why_no_sandbox() -> str | None:
         return f"{missing[0]} is not installed"
     if platform.machine() not in CLONE:
         return f"no filter of system calls is known for {platform.machine()}"
-    with _started(True, [sys.executable, "-I", "-c", ""], Limits(), stderr=subprocess.PIPE) as process:
+    with _started(True, [sys.executable, "-I", "-c", ""], SandboxLimits(), stderr=subprocess.PIPE) as process:
         _, said = process.communicate(None, 60.0)
     return (
         f"bwrap failed with {' '.join(said.decode(errors='replace').split())[-300:]!r}" if process.returncode else None
@@ -121,7 +121,7 @@ def why_no_sandbox() -> str | None:
 @contextmanager
 def confined(
     command: Sequence[str],
-    limits: Limits = Limits(),
+    limits: SandboxLimits = SandboxLimits(),
     *,
     stdin: int | IO[bytes] = subprocess.DEVNULL,
     stdout: int | IO[bytes] = subprocess.DEVNULL,
@@ -145,7 +145,7 @@ def confined(
 def _started(
     inside: bool,
     command: Sequence[str],
-    limits: Limits,
+    limits: SandboxLimits,
     stdin: int | IO[bytes] = subprocess.DEVNULL,
     stdout: int | IO[bytes] = subprocess.DEVNULL,
     stderr: int = subprocess.DEVNULL,
@@ -184,7 +184,7 @@ def _started(
                 process.kill()
 
 
-def _bubblewrap(limits: Limits, readable: Sequence[str], filter_fd: int) -> list[str]:
+def _bubblewrap(limits: SandboxLimits, readable: Sequence[str], filter_fd: int) -> list[str]:
     python = sorted({sys.base_prefix, sys.prefix})  # a folder before its subfolders
     show = [word for path in SYSTEM for word in ("--ro-bind-try", path, path)]
     show += [word for path in (*python, *readable) for word in ("--ro-bind", path, path)]

@@ -14,7 +14,7 @@ from nemo_style_rlhf.schema.supervised import DPOConfig
 from nemo_style_rlhf.supervised.models import starting_policy
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.preference_batches import DPOBatch, collate_dpo
-from nemo_style_rlhf.supervised.reference import Reference, response_logprobs
+from nemo_style_rlhf.supervised.reference import FrozenReference, response_logprobs
 from nemo_style_rlhf.supervised.stage import Stage
 
 
@@ -25,7 +25,7 @@ class DPOModule(SupervisedModule):
         super().__init__(config.engine, total_steps)
         self.dpo = config
         self.policy = PolicyModel(hf, temperature=1.0, compile_backbone=config.model.compile)
-        self.reference = Reference(self.policy, compile_backbone=config.model.compile)
+        self.reference = FrozenReference(self.policy, compile_backbone=config.model.compile)
 
     def losses(self, batch: DPOBatch) -> tuple[Tensor, int, Sums]:
         logprobs = response_logprobs(self.policy, batch.input_ids, batch.action_mask)

@@ -17,7 +17,7 @@ from nemo_style_rlhf.schema.supervised import KTOConfig
 from nemo_style_rlhf.supervised.models import starting_policy
 from nemo_style_rlhf.supervised.module import Sums, SupervisedModule
 from nemo_style_rlhf.supervised.preference_batches import KTOBatch, MismatchedPairs, collate_kto
-from nemo_style_rlhf.supervised.reference import Reference, response_logprobs
+from nemo_style_rlhf.supervised.reference import FrozenReference, response_logprobs
 from nemo_style_rlhf.supervised.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class KTOModule(SupervisedModule):
         super().__init__(config.engine, total_steps)
         self.kto = config
         self.policy = PolicyModel(hf, temperature=1.0, compile_backbone=config.model.compile)
-        self.reference = Reference(self.policy, compile_backbone=config.model.compile)
+        self.reference = FrozenReference(self.policy, compile_backbone=config.model.compile)
         self._kl: Tensor | None = None
         """Estimate for the optimizer step or validation under way; None outside of training, where each batch makes its own."""
         self._estimated_for = -1

@@ -21,7 +21,7 @@ def response_logprobs(policy: PolicyModel, input_ids: Tensor, action_mask: Tenso
     return pad(logprobs, action_mask.sum(1).tolist()).sum(1)
 
 
-class Reference:
+class FrozenReference:
     """The model before training: a copy, or the trained model with its adapters switched off.
 
     This is no ``nn.Module``, so that the LightningModule that holds it neither trains nor saves it.

@@ -173,7 +173,7 @@ class Exchange(HTTPMessageDelegate):
                     await self._send(body, b"", 0, head_bytes=head_bytes)
                 assert self._hop is not None
                 self._hop.finish()
-                answer = Answer(self._connection)
+                answer = AnswerRelay(self._connection)
                 whole = await self._hop.read_response(answer)
                 if whole and self._method != "GET":  # metrics have a separate connection
                     self._door.rest(self._route, self._hop.stream)
@@ -222,7 +222,7 @@ class Exchange(HTTPMessageDelegate):
             self._hop = None
 
 
-class Answer(HTTPMessageDelegate):
+class AnswerRelay(HTTPMessageDelegate):
     """Passes the backend's answer to a client that may have gone."""
 
     def __init__(self, connection: HTTP1Connection) -> None:

@@ -40,7 +40,7 @@ class Route:
     tensor_bytes: int
     """Maximum bytes of tensors in a request; 0 if the endpoint takes only JSON."""
     backend: str | None = None
-    """Path of the Unix socket of a backend of its own; None is :attr:`Settings.backend`."""
+    """Path of the Unix socket of a backend of its own; None is :attr:`FrontDoorSettings.backend`."""
 
     @property
     def largest_body(self) -> int:
@@ -53,7 +53,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Settings:
+class FrontDoorSettings:
     """Settings that the server process sends to its front door."""
 
     listener: int
@@ -74,7 +74,7 @@ class Settings:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> "Settings":
+    def from_json(cls, text: bytes) -> "FrontDoorSettings":
         content = json.loads(text)
         routes = tuple(Route(**route | {"endpoint": _endpoint(route["endpoint"])}) for route in content["routes"])
         return cls(**content | {"routes": routes})
@@ -97,7 +97,7 @@ def tls_context(certificate: str, key: str | None, client_ca: str | None) -> ssl
 class FrontDoor(HTTPServerConnectionDelegate):
     """Starts an :class:`Exchange` for each request."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: FrontDoorSettings) -> None:
         self.settings = settings
         self.routes = {route.path: route for route in settings.routes}
         self.bytes_left = settings.bytes_in_flight
@@ -133,7 +133,7 @@ class FrontDoor(HTTPServerConnectionDelegate):
         resting[stream] = asyncio.get_running_loop().call_later(REST_S, end)
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: FrontDoorSettings) -> None:
     """Serve until standard input ends: the server process has ended, or has closed it."""
     tls = None
     if settings.certificate is not None:
@@ -160,7 +160,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("tornado").setLevel(logging.ERROR)
     return_freed_memory()
-    settings = Settings.from_json(sys.stdin.buffer.readline())
+    settings = FrontDoorSettings.from_json(sys.stdin.buffer.readline())
     asyncio.run(serve(settings))
     os._exit(0)
 

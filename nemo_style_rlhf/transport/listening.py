@@ -58,7 +58,7 @@ def take_address(config: ServerConfig) -> Address:
     return Address(take_port(config.host, config.port) if first else None, token or own_token_made())
 
 
-class Door:
+class FrontDoorProcess:
     """The process of a front door, which ends with this one."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Door:
         bytes_in_flight: int,
         afterwards: Sequence[str] = (),
     ) -> None:
-        """Open a front door at the address, before a backend that listens already; see :class:`front_door.Settings`.
+        """Open a front door at the address, before a backend that listens already; see :class:`front_door.FrontDoorSettings`.
 
         Args:
             afterwards: a command to run if this process ends without closing the door.
@@ -85,7 +85,7 @@ class Door:
         self.host, self.port = listener.getsockname()[:2]
         scheme = "http" if config.tls.certificate is None else "https"
         self.url = f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
-        settings = front_door.Settings(
+        settings = front_door.FrontDoorSettings(
             listener=listener.fileno(),
             token=address.token,
             backend=str(backend),

@@ -34,7 +34,7 @@ class Side:
 
 
 @dataclass
-class Row:
+class ComparedPrompt:
     """A prompt with the responses of every side."""
 
     id: int
@@ -125,7 +125,7 @@ def _recorded_steps(index: RolloutIndex) -> set[int]:
         return {row[0] for row in cursor.execute("SELECT DISTINCT step FROM samples").fetchall()}
 
 
-def rows_of(sides: Sequence[Side], *, same_prompts: bool) -> tuple[list[Row], list[Side], int]:
+def rows_of(sides: Sequence[Side], *, same_prompts: bool) -> tuple[list[ComparedPrompt], list[Side], int]:
     """
     Args:
         same_prompts: whether ``prompt_id`` means the same prompt on every side, as in one evaluation; otherwise the text counts.
@@ -136,11 +136,13 @@ def rows_of(sides: Sequence[Side], *, same_prompts: bool) -> tuple[list[Row], li
     """
     keys = [[sample.prompt_id if same_prompts else sample.prompt for sample in side.samples] for side in sides]
     common = set(keys[0]).intersection(*keys[1:])
-    rows: dict[Any, Row] = {}
+    rows: dict[Any, ComparedPrompt] = {}
     for column, side in enumerate(sides):
         for key, sample in zip(keys[column], side.samples, strict=True):
             if key in common:
-                row = rows.setdefault(key, Row(sample.prompt_id, sample.prompt, sample.label, [[] for _ in sides]))
+                row = rows.setdefault(
+                    key, ComparedPrompt(sample.prompt_id, sample.prompt, sample.label, [[] for _ in sides])
+                )
                 row.cells[column].append(sample)
     ordered = sorted(rows.values(), key=lambda row: row.id)
     for row in ordered:
@@ -149,7 +151,7 @@ def rows_of(sides: Sequence[Side], *, same_prompts: bool) -> tuple[list[Row], li
     return ordered, left, len(set().union(*keys)) - len(common)
 
 
-def _numbered(rows: Sequence[Row], column: int) -> list[Sample]:
+def _numbered(rows: Sequence[ComparedPrompt], column: int) -> list[Sample]:
     """Samples whose prompt and index mean the same on every side."""
     return [
         replace(sample, prompt_id=number, index=index)
@@ -168,7 +170,7 @@ def summaries(sides: Sequence[Side]) -> list[dict[str, Any]]:
     ]
 
 
-def ordered(rows: Sequence[Row], order: str) -> list[Row]:
+def ordered(rows: Sequence[ComparedPrompt], order: str) -> list[ComparedPrompt]:
     """
     Args:
         order: ``file``; ``highest`` or ``lowest`` score of the first side first; ``above:K`` or ``below:K``: by the difference of
@@ -189,14 +191,14 @@ def ordered(rows: Sequence[Row], order: str) -> list[Row]:
         raise UserError(f"order={order} is no order: give file, highest, lowest, above:K or below:K with a side from 1")
     sign = -1 if kind in {"highest", "above"} else 1
 
-    def key(row: Row) -> tuple[bool, float, int]:
+    def key(row: ComparedPrompt) -> tuple[bool, float, int]:
         value = values[id(row)]
         return value is None, sign * (value or 0.0), row.id
 
     return sorted(rows, key=key)
 
 
-def found(rows: Sequence[Row], text: str) -> tuple[list[Row], int]:
+def found(rows: Sequence[ComparedPrompt], text: str) -> tuple[list[ComparedPrompt], int]:
     """Rows whose prompt, label or responses hold ``text``, upper and lower case alike; and how often they do."""
     if not text:
         return list(rows), 0
@@ -205,11 +207,11 @@ def found(rows: Sequence[Row], text: str) -> tuple[list[Row], int]:
     return [row for row, count in zip(rows, counts, strict=True) if count], sum(counts)
 
 
-def _texts(row: Row) -> list[str]:
+def _texts(row: ComparedPrompt) -> list[str]:
     return [row.prompt, row.label or "", *(sample.response for cell in row.cells for sample in cell)]
 
 
-def score_range(rows: Sequence[Row]) -> tuple[float, float] | None:
+def score_range(rows: Sequence[ComparedPrompt]) -> tuple[float, float] | None:
     """The scores between which colors run: few outliers must not make all others look alike."""
     scores = sorted(score for row in rows for score in row.scores)
     if not scores:
@@ -217,7 +219,7 @@ def score_range(rows: Sequence[Row]) -> tuple[float, float] | None:
     return scores[int(len(scores) * 0.05)], scores[-(-len(scores) * 95 // 100) - 1]
 
 
-def row_json(row: Row, sides: Sequence[Side]) -> dict[str, Any]:
+def row_json(row: ComparedPrompt, sides: Sequence[Side]) -> dict[str, Any]:
     scores = row.scores
     best = max(scores) if scores and max(scores) > min(scores) else None
     return {

@@ -53,7 +53,7 @@ class Rollouts(RolloutApi):
         await self.reply(work)
 
 
-class Group(RolloutApi):
+class GroupHandler(RolloutApi):
     """``/api/group?run=&step=&prompt_id=``: the samples of a prompt in a step."""
 
     async def get(self) -> None:
@@ -70,7 +70,7 @@ class PromptHistory(RolloutApi):
         await self.reply(lambda: self.rollouts.prompt(run, prompt_id, offset, limit))
 
 
-class Sample(RolloutApi):
+class SampleHandler(RolloutApi):
     """``/api/sample?run=&step=&row=&first=&count=``: one sample, and ``count`` of its tokens from ``first`` on."""
 
     async def get(self) -> None:
@@ -136,9 +136,9 @@ class Compare(RolloutApi):
 ROUTES = [
     ("/api/recorded", Recorded),
     ("/api/rollouts", Rollouts),
-    ("/api/group", Group),
+    ("/api/group", GroupHandler),
     ("/api/prompt", PromptHistory),
-    ("/api/sample", Sample),
+    ("/api/sample", SampleHandler),
     ("/api/search", SearchTexts),
     ("/api/compare", Compare),
 ]

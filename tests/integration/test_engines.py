@@ -21,7 +21,7 @@ from nemo_style_rlhf.generation.engine_client import EngineClient
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
-from nemo_style_rlhf.generation.weight_store import StoredWeights, WeightStore
+from nemo_style_rlhf.generation.weight_store import PublishedWeights, WeightStore
 from nemo_style_rlhf.launch.bootstrap import setup
 from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
@@ -393,7 +393,7 @@ def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_p
     samples = {completion.request.sample: completion for completion in stream.completed()}
     wanted = [samples[request.sample] for request in requests]
 
-    def refused(engine: EngineClient, weights: StoredWeights, reason: str) -> None:
+    def refused(engine: EngineClient, weights: PublishedWeights, reason: str) -> None:
         with pytest.raises(ServerUnreachable, match=reason):
             engine.load(LEASE, weights)
         engine.close()
@@ -408,7 +408,7 @@ def test_engines_refuse_damaged_weights_and_end(trainer, launcher, engines, in_p
             damage(damaged, older.folder)
             monkeypatch.chdir(tmp_path)
             seen = damaged if number == 0 else Path(damaged.name)  # which is no folder where the engine runs
-            refused(engine, StoredWeights.open(seen), reason)
+            refused(engine, PublishedWeights.open(seen), reason)
         for number in range(2):
             assert launcher[f"engine-{number}"].wait(15) == 1
             launcher.restart(f"engine-{number}")

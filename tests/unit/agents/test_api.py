@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from nemo_style_rlhf.agents.api_answers import Answer
-from nemo_style_rlhf.agents.api_requests import Offer, Refused, Request, read_chat, read_json, read_text
+from nemo_style_rlhf.agents.api_requests import ApiError, Offer, Request, read_chat, read_json, read_text
 from nemo_style_rlhf.agents.environment import Action
 
 OFFER = Offer(temperature=0.7, top_p=0.9, max_length=100)
@@ -28,7 +28,7 @@ HARMLESS = [
 
 @pytest.mark.parametrize("asked", UNTRAINABLE, ids=json.dumps)
 def test_what_cannot_be_trained_is_refused(asked):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         read_chat({"messages": [USER], **asked}, OFFER)
     (name,) = asked
     assert refused.value.status == 400 and refused.value.body()["error"]["param"] == name
@@ -45,7 +45,7 @@ def test_what_changes_no_sample_is_passed_over(asked):
     "asked", [{"best_of": 2}, {"echo": True}, {"suffix": "x"}, {"logprobs": 1}, {"messages": [USER]}]
 )
 def test_texts_have_limits_of_their_own(asked):
-    with pytest.raises(Refused, match=r"not (possible|known)"):
+    with pytest.raises(ApiError, match=r"not (possible|known)"):
         read_text({"prompt": "Once", **asked}, OFFER)
 
 
@@ -66,7 +66,7 @@ def read(content: object) -> str:
     """The role of the last message that is read, or the status of the refusal."""
     try:
         return str(read_chat(read_json(json.dumps(content).encode()), OFFER).prompt[-1]["role"])
-    except Refused as refused:
+    except ApiError as refused:
         return str(refused.status)
 
 

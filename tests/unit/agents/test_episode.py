@@ -4,7 +4,7 @@ import pytest
 
 from nemo_style_rlhf.agents.environment import Action
 from nemo_style_rlhf.agents.episode import Episode
-from nemo_style_rlhf.agents.rows import Turn
+from nemo_style_rlhf.agents.rows import SampledSpan
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.turns import said
 from nemo_style_rlhf.errors import UserError
@@ -41,7 +41,7 @@ def test_sampled_tokens_stay_and_observed_ones_are_not_learned():
     assert row.tokens == prompt + first + middle + second
     assert [token for token, learned in zip(row.tokens, row.mask) if learned] == [*first, *second]
     ends = len(prompt + first), len(prompt + first + middle)
-    assert row.turns == (Turn(len(prompt), ends[0], "stop"), Turn(ends[1], len(row.tokens), "length"))
+    assert row.turns == (SampledSpan(len(prompt), ends[0], "stop"), SampledSpan(ends[1], len(row.tokens), "length"))
     assert row.versions == (-1,) * len(prompt) + (3,) * len(first) + (-1,) * len(middle) + (4,) * len(second)
     assert [logprob for logprob, learned in zip(row.logprobs, row.mask) if not learned] == [0.0] * len(prompt + middle)
     assert row.logprobs[len(prompt)] == row.logprobs[ends[1]] == -0.5

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from nemo_style_rlhf.agents import programs
-from nemo_style_rlhf.agents.api_requests import Offer, Refused, Request
+from nemo_style_rlhf.agents.api_requests import ApiError, Offer, Request
 from nemo_style_rlhf.agents.environment import Observation
-from nemo_style_rlhf.agents.reception import Reception, Settings, Visit
+from nemo_style_rlhf.agents.reception import GatewaySettings, Reception, Visit
 
 LIMIT_S = 0.5
 ANSWER = {"text": "a", "message": {}, "token_ids": [1], "logprobs": [-1.0], "truncated": False}
@@ -21,7 +21,7 @@ def told(serve: Served) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
 
     async def run() -> None:
-        settings = Settings(-1, "", "token", (), "", 4, 4, 1000, LIMIT_S, Offer())
+        settings = GatewaySettings(-1, "", "token", (), "", 4, 4, 1000, LIMIT_S, Offer())
         reception = Reception(settings, events.append)
         reception.obey({"kind": "start", "episode": 3, "attempt": 1, "left": 1, "task": {}})
         visit = await reception.next(1.0)
@@ -72,7 +72,7 @@ def test_an_attempt_that_takes_longer_itself_fails(own: list[float]) -> None:
             await asyncio.sleep(part * LIMIT_S)
             await asked(reception, visit, 0.1 * LIMIT_S)
         await asyncio.sleep(last * LIMIT_S)
-        with pytest.raises(Refused, match="not that of a running episode"):
+        with pytest.raises(ApiError, match="not that of a running episode"):
             await asked(reception, visit, 0.1 * LIMIT_S)
         reward(reception, visit)  # which comes too late
 

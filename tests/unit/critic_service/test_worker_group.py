@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import pytest
 
-from nemo_style_rlhf.critic_service.worker_group import Message, OutOfStep, WorkerGroup
+from nemo_style_rlhf.critic_service.worker_group import OutOfStep, RankMessage, WorkerGroup
 from nemo_style_rlhf.engine.engine import NonFiniteError
 from tests.support.gloo import on_ranks
 
@@ -15,31 +15,31 @@ pytestmark = pytest.mark.slow("starts ranks")
 
 
 @dataclass(frozen=True)
-class Gather(Message[list[int]]):
+class Gather(RankMessage[list[int]]):
     number: int
 
 
 @dataclass(frozen=True)
-class Double(Message[int]):
+class Double(RankMessage[int]):
     number: int
 
 
 @dataclass(frozen=True)
-class Overflow(Message[None]):
+class Overflow(RankMessage[None]):
     """Raises NonFiniteError on all ranks."""
 
 
 @dataclass(frozen=True)
-class FillDisk(Message[None]):
+class FillDisk(RankMessage[None]):
     """Raises OSError on the first rank."""
 
 
 @dataclass(frozen=True)
-class Unknown(Message[None]):
+class Unknown(RankMessage[None]):
     """Has no handler."""
 
 
-def serve() -> tuple[list[Message], list[list[int]]]:
+def serve() -> tuple[list[RankMessage], list[list[int]]]:
     """The messages that this rank handled, and the answers on the first."""
     group, seen, answers = WorkerGroup(), [], []
 

@@ -14,11 +14,11 @@ import pytest
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import engine_fleet
 from nemo_style_rlhf.generation.engine_client import EngineClient, EngineProcess
-from nemo_style_rlhf.generation.engine_fleet import Abandoned, Fleet
+from nemo_style_rlhf.generation.engine_fleet import CallAbandoned, Fleet
 from nemo_style_rlhf.generation.engine_pool import EnginePool
 from nemo_style_rlhf.generation.engine_programs import devices_beside
 from nemo_style_rlhf.generation.interface import ProbeTarget
-from nemo_style_rlhf.generation.weight_store import StoredWeights
+from nemo_style_rlhf.generation.weight_store import PublishedWeights
 from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import Program
 from nemo_style_rlhf.schema.generation import EnginesConfig
@@ -56,13 +56,13 @@ def test_answers_and_errors_of_calls_arrive() -> None:
 
 def test_nobody_waits_for_an_engine_of_a_pool_that_is_closed(tmp_path: Path) -> None:
     pool = EnginePool(Fleet(EnginesConfig(count=1, launch=False), tmp_path), weight_shapes={}, calls=1)
-    weights = StoredWeights(3, "digest", ProbeTarget((), (), 1.0), (), Path("weights"))
+    weights = PublishedWeights(3, "digest", ProbeTarget((), (), 1.0), (), Path("weights"))
     with ThreadPoolExecutor(1) as trainer:
         calls = [trainer.submit(pool.load, weights), pool.ask([], 3)]
         time.sleep(0.2)
         pool.close()
         for call in calls:
-            with pytest.raises(Abandoned):
+            with pytest.raises(CallAbandoned):
                 call.result(10)
 
 
@@ -130,7 +130,7 @@ def test_an_engine_that_is_lost_while_the_fleet_closes_is_not_started_again(
         for call in calls:
             call.result(20)
     assert {each.pid for each in psutil.Process().children()} <= before
-    with pytest.raises(Abandoned):
+    with pytest.raises(CallAbandoned):
         fleet.engine()
 
 
@@ -146,7 +146,7 @@ def test_an_engine_that_loses_bits_is_refused_where_they_were_asked_for_and_else
     monkeypatch.setattr(engine.client, "acquire", lambda *_: None)
     monkeypatch.setattr(engine.client, "load", lambda *_: (0.0, "being preempted"))
     monkeypatch.setattr(engine.client, "status", lambda: SimpleNamespace(repeatable=started_for_bits))
-    weights = StoredWeights(3, "digest", ProbeTarget((), (), 1.0), (), Path("weights"))
+    weights = PublishedWeights(3, "digest", ProbeTarget((), (), 1.0), (), Path("weights"))
     if bits:
         lost = "on engine-0 the bits .* depend on being preempted"
         sentence = lost if started_for_bits else "engine engine-0 was started without it"

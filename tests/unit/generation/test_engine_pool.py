@@ -10,11 +10,11 @@ import torch
 
 from nemo_style_rlhf.generation.engine_pool import GROUP, EnginePool
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, ProbeTarget, SampleId
-from nemo_style_rlhf.generation.weight_store import StoredWeights
+from nemo_style_rlhf.generation.weight_store import PublishedWeights
 from nemo_style_rlhf.transport.connection import ServerUnreachable
 
 REQUESTS = [GenerationRequest(SampleId(1, number, 0), (number,), 7 * number, 4) for number in range(2 * GROUP + 5)]
-WEIGHTS = StoredWeights(3, "digest", ProbeTarget((), (), 1.0), (), Path("weights"))
+WEIGHTS = PublishedWeights(3, "digest", ProbeTarget((), (), 1.0), (), Path("weights"))
 
 
 class Engine:
@@ -46,7 +46,7 @@ class Fleet:
         self.losses: Counter[str] = Counter()
         self._engines, self._lock = deque(engines), threading.Lock()
 
-    def load(self, update: StoredWeights, shapes: object) -> float:
+    def load(self, update: PublishedWeights, shapes: object) -> float:
         return 0.0
 
     def engine(self) -> Engine:

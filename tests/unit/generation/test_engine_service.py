@@ -24,7 +24,7 @@ from nemo_style_rlhf.generation.engine_service import EngineService
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest, ProbeTarget, SampleId
 from nemo_style_rlhf.generation.transfer import OwnWeights
-from nemo_style_rlhf.generation.weight_store import StoredWeights, WeightStore
+from nemo_style_rlhf.generation.weight_store import PublishedWeights, WeightStore
 from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, Code, ProtocolError, bytes_tensor, json_tensor
 
 GROUP = "group-0123456789abcdef"
@@ -81,7 +81,7 @@ class Counting(InProcessGenerator):
 class Engine:
     """A service with its thread."""
 
-    published: StoredWeights
+    published: PublishedWeights
     """The weights that it holds."""
 
     def __init__(self, folder: Path) -> None:

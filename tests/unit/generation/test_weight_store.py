@@ -16,7 +16,7 @@ from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.generation import transfer
 from nemo_style_rlhf.generation.interface import ProbeTarget, TransferError
 from nemo_style_rlhf.generation.transfer import OwnWeights, received
-from nemo_style_rlhf.generation.weight_store import MANIFEST, SentWeights, StoredWeights, WeightStore
+from nemo_style_rlhf.generation.weight_store import MANIFEST, PublishedWeights, SentWeights, WeightStore
 
 Weights = dict[str, Tensor]
 PROBE = ProbeTarget(((3, 4, 5), (6, 7)), (torch.tensor([-0.1, -1e-30]), torch.tensor([-3.0])), 1e-3)
@@ -59,7 +59,7 @@ def load(folder: Path, weights: Weights, *, sent: bool = False) -> Weights:
     were ``sent``."""
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     files = {path.name: bytearray(path.read_bytes()) for path in folder.iterdir()}
-    version = SentWeights.of(files) if sent else StoredWeights.open(folder)
+    version = SentWeights.of(files) if sent else PublishedWeights.open(folder)
     return {name: tensor for bucket in received(version, shapes) for name, tensor in bucket}
 
 
@@ -190,7 +190,7 @@ def test_a_manifest_that_is_none_is_refused(store: WeightStore, content: bytes) 
     folder = publish(store, 1, weights_of(0))
     (folder / MANIFEST).write_bytes(content)
     with pytest.raises(TransferError, match="holds no whole version of the weights"):
-        StoredWeights.open(folder)
+        PublishedWeights.open(folder)
 
 
 @pytest.mark.parametrize("key", ["version", "digest", "probe", "tensors"])
@@ -207,7 +207,7 @@ def test_a_manifest_with_a_value_of_another_kind_is_refused(store: WeightStore, 
 
 
 def test_the_probe_travels_with_its_bits(store: WeightStore) -> None:
-    probe = StoredWeights.open(publish(store, 1, weights_of(0))).probe
+    probe = PublishedWeights.open(publish(store, 1, weights_of(0))).probe
     assert (probe.sequences, probe.max_gap) == (PROBE.sequences, PROBE.max_gap)
     assert all(map(torch.equal, probe.logprobs, PROBE.logprobs))
 
@@ -245,7 +245,7 @@ def test_other_versions_are_removed(store: WeightStore, tmp_path: Path) -> None:
 
 def test_a_version_that_is_removed_while_it_is_read_is_whole_or_refused(store: WeightStore) -> None:
     weights = weights_of(0)
-    update = StoredWeights.open(publish(store, 1, weights))
+    update = PublishedWeights.open(publish(store, 1, weights))
     stream = received(update, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     ((name, tensor), *_) = next(stream)
     store.keep(())
@@ -288,7 +288,7 @@ def test_a_store_without_room_says_so_and_publishes_nothing(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(weights)
     with pytest.raises(TransferError):
-        StoredWeights.open(store.root / "1")
+        PublishedWeights.open(store.root / "1")
 
 
 def test_a_pinned_version_outlives_those_that_are_not_kept(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import GPT2Config, OPTConfig
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.planning.blueprint import Batch, Blueprint
+from nemo_style_rlhf.planning.blueprint import Blueprint, PlannedBatch
 from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
 from tests.support.models import save_policy, save_reward_model
 
@@ -49,7 +49,7 @@ def test_adapters_are_all_that_trains(policy: str):
 
 
 def test_activations_follow_rows_and_precision(policy: str):
-    small, large = Batch(8, 32, 100), Batch(16, 32, 200)
+    small, large = PlannedBatch(8, 32, 100), PlannedBatch(16, 32, 200)
     found = blueprint(policy)
     once, twice = (found.training(batch)["activations"] for batch in (small, large))
     assert 1.8 < twice / once < 2
@@ -61,7 +61,7 @@ def test_activations_follow_rows_and_precision(policy: str):
 
 
 def test_attention_of_a_gpu_does_not_hold_time_squared(policy: str):
-    long = Batch(8, 128, 100)
+    long = PlannedBatch(8, 128, 100)
     assert (
         blueprint(policy, cuda=True).training(long)["activations"]
         < 0.6 * blueprint(policy).training(long)["activations"]
@@ -69,14 +69,14 @@ def test_attention_of_a_gpu_does_not_hold_time_squared(policy: str):
 
 
 def test_packed_sequences_can_be_planned(policy: str):
-    assert blueprint(policy, packing=True).training(Batch(3, 32, 50)).total() > 0
+    assert blueprint(policy, packing=True).training(PlannedBatch(3, 32, 50)).total() > 0
 
 
 @pytest.mark.parametrize("scalar", [False, True])
 def test_packed_attention_of_a_gpu_does_not_hold_time_squared(scalar: bool, tmp_path: Path):
     path = str((save_reward_model if scalar else save_policy)(tmp_path))
     packed, padded = (
-        blueprint(path, scalar=scalar, cuda=True, packing=packing).training(Batch(2, 512, 100))["activations"]
+        blueprint(path, scalar=scalar, cuda=True, packing=packing).training(PlannedBatch(2, 512, 100))["activations"]
         for packing in (True, False)
     )
     assert 0.9 * padded < packed < 1.05 * padded
@@ -95,7 +95,7 @@ def test_dropout_is_planned_only_where_the_run_has_it(tmp_path: Path):
     GPT2Config.from_pretrained(tmp_path / "0.1", resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0).save_pretrained(
         tmp_path / "none"
     )
-    batch = Batch(8, 128, 100)
+    batch = PlannedBatch(8, 128, 100)
     none, off, on = (
         blueprint(str(tmp_path / name), cuda=True, disable_dropout=disabled).training(batch)["activations"]
         for name, disabled in (("none", False), ("0.1", True), ("0.1", False))
@@ -108,7 +108,7 @@ def test_a_model_that_may_drop_layers_is_planned_with_all(tmp_path: Path):
     activations = {}
     for layers, recomputing in ((2, False), (4, False), (4, True)):
         OPTConfig(**shape, num_hidden_layers=layers).save_pretrained(tmp_path)
-        found = blueprint(str(tmp_path), gradient_checkpointing=recomputing).training(Batch(8, 32, 100))
+        found = blueprint(str(tmp_path), gradient_checkpointing=recomputing).training(PlannedBatch(8, 32, 100))
         activations[layers, recomputing] = found["activations"]
     assert 1.5 < activations[4, False] / activations[2, False] < 2
     assert activations[4, True] < 0.6 * activations[4, False]
@@ -121,4 +121,4 @@ def test_what_depends_on_values_is_refused(policy: str):
     found = blueprint(policy)
     found.hf.base_model.register_forward_pre_hook(look, with_kwargs=True)
     with pytest.raises(UserError, match=r"cannot be planned: .* depends on values, not on shapes alone .* --dry-run"):
-        found.inference(Batch(8, 32, 100))
+        found.inference(PlannedBatch(8, 32, 100))

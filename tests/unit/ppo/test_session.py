@@ -16,7 +16,7 @@ from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.ppo import trainer
 from nemo_style_rlhf.ppo.recovery import Recovery
 from nemo_style_rlhf.ppo.residency import Residency
-from nemo_style_rlhf.ppo.session import Progress, Session
+from nemo_style_rlhf.ppo.session import Progress, RunSession
 from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
 from nemo_style_rlhf.rollout.experience import ShapingState
 from nemo_style_rlhf.schema.actor import PPOActorConfig
@@ -55,7 +55,7 @@ class Run:
         ranks = Ranks()
         recovery = Recovery(None, self.store, ranks, run_id="run", output_dir=folder)
         residency = Residency(engine, queue, None, ranks, in_turns=False)
-        self.session = Session(config, engine, queue, self.store, saver, recovery, residency, ranks, total_steps=5)
+        self.session = RunSession(config, engine, queue, self.store, saver, recovery, residency, ranks, total_steps=5)
         self.experience: Any = SimpleNamespace(state=UNTOUCHED)
         nothing: Any = None
         parts = Parts(

@@ -8,7 +8,7 @@ from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.lora import add_lora
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.schema.common import LoRAConfig, ModelConfig
-from nemo_style_rlhf.supervised.reference import Reference, response_logprobs
+from nemo_style_rlhf.supervised.reference import FrozenReference, response_logprobs
 from tests.support.models import disturb, save_policy
 
 
@@ -18,11 +18,11 @@ def test_the_reference_of_dpo_is_the_policy_without_its_adapter(tmp_path: Path) 
     ids = torch.arange(2, 14).view(2, 6)
     actions = torch.ones_like(ids)
     actions[:, -1] = 0
-    copied = Reference(PolicyModel(load_causal_lm(settings), temperature=1.0), compile_backbone=False)
+    copied = FrozenReference(PolicyModel(load_causal_lm(settings), temperature=1.0), compile_backbone=False)
     model = load_causal_lm(settings)
     add_lora(model, settings)
     policy = PolicyModel(model, temperature=1.0).train()
-    reference = Reference(policy, compile_backbone=False)
+    reference = FrozenReference(policy, compile_backbone=False)
     disturb(model)
     assert torch.equal(reference.logprobs(ids, actions), copied.logprobs(ids, actions))
     assert policy.training

@@ -18,9 +18,9 @@ from nemo_style_rlhf.schema.critic import ServerConfig, ServerTlsConfig
 from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
 from nemo_style_rlhf.transport import front_door
 from nemo_style_rlhf.transport.connection import Connection, ServerUnreachable
-from nemo_style_rlhf.transport.front_door import FrontDoor, Route, Settings
+from nemo_style_rlhf.transport.front_door import FrontDoor, FrontDoorSettings, Route
 from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
-from nemo_style_rlhf.transport.listening import Address, Door, take_address, take_port
+from nemo_style_rlhf.transport.listening import Address, FrontDoorProcess, take_address, take_port
 from nemo_style_rlhf.transport.messages import BOOT_HEADER, REQUEST, RESPONSE, Endpoint, ProtocolError, TensorSpec
 from tests.support.certificates import certificate
 from tests.support.strangers import crowd
@@ -54,11 +54,11 @@ class Echo(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def opened(folder: Path, tls: ServerTlsConfig | None = None) -> Iterator[Door]:
+def opened(folder: Path, tls: ServerTlsConfig | None = None) -> Iterator[FrontDoorProcess]:
     Echo.boot_ids = []
     with socketserver.ThreadingUnixStreamServer(str(folder / "backend.sock"), Echo) as backend:
         threading.Thread(target=backend.serve_forever, daemon=True).start()
-        door = Door(
+        door = FrontDoorProcess(
             ServerConfig(port=0, tls=tls or ServerTlsConfig()), Address(take_port("127.0.0.1", 0), TOKEN),
             backend=folder / "backend.sock", metrics=None, routes=[Route(ECHO, 4096)], bytes_in_flight=LARGEST,
         )  # fmt: skip
@@ -70,16 +70,16 @@ def opened(folder: Path, tls: ServerTlsConfig | None = None) -> Iterator[Door]:
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
+def door(tmp_path: Path) -> Iterator[FrontDoorProcess]:
     with opened(tmp_path) as door:
         yield door
 
 
-def connection(door: Door, token: str = TOKEN, tls: ClientTlsConfig | None = None) -> Connection:
+def connection(door: FrontDoorProcess, token: str = TOKEN, tls: ClientTlsConfig | None = None) -> Connection:
     return Connection("127.0.0.1", door.port, token=token, retries=0, tls=tls or ClientTlsConfig())
 
 
-def test_requests_reach_the_backend_within_the_limits_of_their_endpoint(door: Door) -> None:
+def test_requests_reach_the_backend_within_the_limits_of_their_endpoint(door: FrontDoorProcess) -> None:
     sent = {"x": np.arange(1000, dtype=np.int32)}
     np.testing.assert_array_equal(connection(door).call(ECHO, sent, timeout_s=10)["x"], sent["x"])
     with pytest.raises(ProtocolError, match=rf"expected at most {LARGEST}: split"):
@@ -95,13 +95,13 @@ def test_requests_reach_the_backend_within_the_limits_of_their_endpoint(door: Do
         connection(door).call(ECHO, sent, timeout_s=10)
 
 
-def test_strangers_hold_no_client_up_and_fill_no_log(door: Door, capfd: pytest.CaptureFixture[str]) -> None:
+def test_strangers_hold_no_client_up_and_fill_no_log(door: FrontDoorProcess, capfd: pytest.CaptureFixture[str]) -> None:
     sent = {"x": np.zeros(1, dtype=np.int32)}
     crowd(door.port, door._process.pid, lambda: connection(door).call(ECHO, sent, timeout_s=10))
     assert len(capfd.readouterr().err) < 1000
 
 
-def test_the_boot_id_goes_to_endpoints_that_require_it(door: Door) -> None:
+def test_the_boot_id_goes_to_endpoints_that_require_it(door: FrontDoorProcess) -> None:
     client = connection(door)
     client.boot_id = "b007"
     for endpoint in (ECHO, replace(ECHO, requires_boot=False)):
@@ -135,8 +135,8 @@ def test_settings_survive_their_way_to_the_door() -> None:
         Route(ECHO, 4096),
         Route(Endpoint("ask", (REQUEST,), (RESPONSE,), roles=("critic",), requires_boot=False), 0),
     )
-    settings = Settings(3, TOKEN, "/backend.sock", None, routes, 2**20, certificate="server.pem")
-    assert Settings.from_json(settings.to_json()) == settings
+    settings = FrontDoorSettings(3, TOKEN, "/backend.sock", None, routes, 2**20, certificate="server.pem")
+    assert FrontDoorSettings.from_json(settings.to_json()) == settings
     assert [route.largest_body for route in routes] == [LARGEST, 2**20]
 
 
@@ -147,7 +147,7 @@ def test_connections_to_the_backend_are_kept_for_a_moment(tmp_path: Path, monkey
 
     async def peak() -> None:
         async with await asyncio.start_unix_server(lambda *_: asyncio.Event().wait(), path):
-            door = FrontDoor(Settings(3, TOKEN, path, None, (route,), 2**20))
+            door = FrontDoor(FrontDoorSettings(3, TOKEN, path, None, (route,), 2**20))
             streams = [await door.to_backend(route) for _ in range(20)]
             for stream in streams:
                 door.rest(route, stream)

@@ -17,7 +17,7 @@ from nemo_style_rlhf.schema.reward import FunctionRewardConfig
 from nemo_style_rlhf.scoring import code_judge, sandbox
 from nemo_style_rlhf.scoring.function import FunctionScorer
 from nemo_style_rlhf.scoring.interface import ScoringSample
-from nemo_style_rlhf.scoring.sandbox import Limits, confined
+from nemo_style_rlhf.scoring.sandbox import SandboxLimits, confined
 from tests.support.example_rewards import REWARDS
 from tests.support.folders import let_others_read
 from tests.support.paths import ROOT
@@ -29,11 +29,11 @@ NOBODY = 65534
 SYSTEM_PYTHON = "/usr/bin/python3"
 
 
-def said(code: str, *, limits: Limits | None = None, **given: object) -> object:
+def said(code: str, *, limits: SandboxLimits | None = None, **given: object) -> object:
     """What ``code`` leaves in ``answer``."""
     program = f"import json, os\n{code}\nprint(json.dumps(answer))"
     command = [sys.executable, "-I", "-c", program]
-    with confined(command, limits or Limits(), stdout=subprocess.PIPE, **given) as process:
+    with confined(command, limits or SandboxLimits(), stdout=subprocess.PIPE, **given) as process:
         return json.loads(process.communicate(timeout=60.0)[0])
 
 
@@ -154,7 +154,7 @@ try:
         answer += 1
 except OSError: pass
 """
-    assert said(code, limits=Limits(folder_bytes=8 << 20)) == 8
+    assert said(code, limits=SandboxLimits(folder_bytes=8 << 20)) == 8
 
 
 def test_it_ends_with_the_context():
