@@ -17,7 +17,7 @@ from sphinx.util.typing import stringify_annotation
 
 import nemo_style_rlhf.programs  # noqa: F401 - fills PROGRAMS
 from nemo_style_rlhf.launch.entry import CONF_DIR, PROGRAMS
-from nemo_style_rlhf.schema.documentation import default, docstrings
+from nemo_style_rlhf.schema.documentation import bounds_of, default, docstrings
 
 PAGE = "reference/keys"
 REQUIRED = "required"
@@ -32,6 +32,7 @@ class Key:
     name: str
     type: str
     default: str
+    expected: str
     text: str
 
     @property
@@ -52,6 +53,7 @@ def keys_of(schema: type, composed: DictConfig, prefix: str = "") -> Iterator[Ke
                 name,
                 stringify_annotation(field.type, "smart").replace("~", ""),
                 REQUIRED if value is None else f"``{value}``",
+                "" if (bounds := bounds_of(schema, field.name)) is None else f" ({_escaped(bounds.expected)})",
                 docstrings(schema).get(field.name, ""),
             )
 
@@ -90,7 +92,7 @@ def rst() -> str:
 def _entry(key: Key, programs: list[str], *, repeated: bool) -> str:
     head = [f".. confval:: {key.name}", *(["   :no-index:"] if repeated else [])]
     default = f"default {key.default}" if key.default != REQUIRED else REQUIRED
-    body = [*key.text.splitlines(), "", f"``{key.type}``, {default}, in {', '.join(programs)}."]
+    body = [*key.text.splitlines(), "", f"``{key.type}``, {default}{key.expected}, in {', '.join(programs)}."]
     return "\n".join([*head, "", *(f"   {line}" for line in body), ""])
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.agent import AgentConfig
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.common import EngineConfig, LoRAConfig, ModelConfig, TrainerRunConfig
 from nemo_style_rlhf.schema.data import PromptDataConfig
 from nemo_style_rlhf.schema.generation import TrainingGenerationConfig
@@ -24,13 +24,12 @@ class PolicyConfig(ModelConfig):
     reference_path: str | None = field(default=None, metadata={CHECK: model_folder})
     """A reference other than the model from which training starts: a Hugging Face directory or hub name of a model with the same
     tokenizer. It is a second model even beside adapters; null is the model in path."""
-    reference: str = "copy"
+    reference: str = setting("copy", among=("copy", "cpu_offload"))
     """copy (stays on the training device, with engine.zero_stage=3 sharded over the ranks), or cpu_offload (in host memory, on
     the device only while it is used)."""
 
     def validate(self) -> None:
         super().validate()
-        require_choice("model.reference", self.reference, ("copy", "cpu_offload"))
         if self.reference != "copy" and not self.has_second_model:
             raise UserError(
                 f"model.reference={self.reference} but with model.lora.rank={self.lora.rank} there is no second model to move: "
@@ -54,11 +53,11 @@ class CheckpointConfig:
 
     save_interval: int = 50
     """PPO steps between checkpoints; the last step is always saved, and -1 saves no other."""
-    keep_last: int = 2
+    keep_last: int = setting(2, gt=0, expected="at least 1")
     """Number of committed checkpoints that actor and server each keep."""
     save_hf: bool = False
     """Also write the policy into every checkpoint as a Hugging Face directory, <run.output_dir>/checkpoints/step_XXXXXX/hf."""
-    max_failed_saves: int = 10
+    max_failed_saves: int = setting(10, gt=0, expected="at least 1")
     """If a full disk refuses a checkpoint on either side, training goes on and the next step tries again; this many refusals in
     a row end the run. The checkpoint of the last step, or of a run that is told to end, has one attempt."""
     keep_best: bool = False
@@ -78,8 +77,6 @@ class CheckpointConfig:
             self.save_interval > 0 or self.save_interval == -1,
             "checkpoint.save_interval", self.save_interval, "a number of steps above 0, or -1 for the last step alone",
         )  # fmt: skip
-        require(self.keep_last > 0, "checkpoint.keep_last", self.keep_last, "at least 1")
-        require(self.max_failed_saves > 0, "checkpoint.max_failed_saves", self.max_failed_saves, "at least 1")
 
 
 @dataclass
@@ -99,20 +96,12 @@ class HealthConfig:
     """Nats per token."""
     max_init_policy_kl: float | None = None
     """Nats per token. Loads a reference policy even if nothing else needs one."""
-    runaway_kl: float | None = 1.0
+    runaway_kl: float | None = setting(1.0, gt=0, expected="nats per token above 0, or null for no check")
     """Nats per token: the limit if max_init_policy_kl is null and a reference is loaded anyway. Healthy runs stay far below."""
-    min_distinct_2_share: float | None = 0.5
+    min_distinct_2_share: float | None = setting(
+        0.5, gt=0, lt=1, expected="a share between 0 and 1, or null for no check"
+    )
     """Lowest distinct_2, as a share of its value in the run's first rollout with enough text (see ppo/health.py)."""
-
-    def validate(self) -> None:
-        kl, share = self.runaway_kl, self.min_distinct_2_share
-        require(kl is None or kl > 0, "audit.health.runaway_kl", kl, "nats per token above 0, or null for no check")
-        require(
-            share is None or 0 < share < 1,
-            "audit.health.min_distinct_2_share",
-            share,
-            "a share between 0 and 1, or null for no check",
-        )
 
     def limits(self) -> dict[str, tuple[float | None, float | None]]:
         """Map metrics of `train_rollouts/` to their (lowest, highest) allowed value; None for a bound that was not given."""
@@ -135,15 +124,11 @@ class AuditConfig:
     max_logprob_gap: float | None = None
     """Largest accepted mean absolute difference of the sampler's and the trainer's log-probabilities in a rollout, nats
     (train_rollouts/sampler_logprob_gap_mean)."""
-    on_logprob_gap: str = "warn"
+    on_logprob_gap: str = setting("warn", among=("warn", "stop"))
     """warn, or stop before the update."""
     health: HealthConfig = field(default_factory=HealthConfig)
-    on_unhealthy: str = "warn"
+    on_unhealthy: str = setting("warn", among=("warn", "stop"))
     """warn (once, then every 10 steps while the check fails), or stop after the step's metrics are written."""
-
-    def validate(self) -> None:
-        require_choice("audit.on_logprob_gap", self.on_logprob_gap, ("warn", "stop"))
-        require_choice("audit.on_unhealthy", self.on_unhealthy, ("warn", "stop"))
 
 
 @dataclass

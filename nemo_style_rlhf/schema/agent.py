@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import setting
 from nemo_style_rlhf.schema.gateway import GatewayConfig
 from nemo_style_rlhf.schema.paths import CHECK, environment_file, only_environment
 
@@ -22,23 +22,23 @@ class AgentConfig(GatewayConfig):
     """Python file with the environment's class. Without path, command and listen, samples are single responses."""
     name: str = ""
     """Name of the class in the file; empty for the only environment that the file defines."""
-    workers: int = 2
+    workers: int = setting(2, gt=0, expected="a number above 0")
     """Number of processes in which episodes run."""
-    episodes_per_worker: int = 64
+    episodes_per_worker: int = setting(64, gt=0, expected="a number above 0")
     """Maximum number of episodes that run side by side in one process; further ones wait."""
-    max_turns: int = 16
+    max_turns: int = setting(16, gt=0, expected="a number above 0")
     """Maximum number of the policy's responses in an episode."""
-    max_tokens: int | None = None
+    max_tokens: int | None = setting(None, gt=0, expected="a number above 0, or null")
     """Maximum length of a whole episode, the environment's tokens included; null is the number of the model's positions."""
-    step_timeout_s: float = 60.0
+    step_timeout_s: float = setting(60.0, gt=0, expected="seconds above 0")
     """Longest time that an environment may take for one answer; then the attempt has failed."""
-    episode_timeout_s: float = 600.0
+    episode_timeout_s: float = setting(600.0, gt=0, expected="seconds above 0")
     """Longest time that an environment may take in a whole episode, without the policy's part."""
-    attempts: int = 3
+    attempts: int = setting(3, gt=0, expected="a number above 0")
     """Number of times that an episode is tried in all. If the last attempt fails, the sample is left out of training."""
     tool_parser: str | None = None
     """Name of the vLLM parser that finds tool calls in responses; null looks for none."""
-    history: str = "keep"
+    history: str = setting("keep", among=("keep", "template"))
     """What the policy reads if the chat template rewrites past turns. keep: the tokens as they were sampled. template: the
     conversation as the template renders it, in a row of its own after each rewrite."""
 
@@ -75,12 +75,3 @@ class AgentConfig(GatewayConfig):
             raise UserError(
                 f"agent.path={self.path} names an environment, and agent.command or agent.listen programs: give one of them"
             )
-        require(self.workers > 0, "agent.workers", self.workers, "a number above 0")
-        require(self.episodes_per_worker > 0, "agent.episodes_per_worker", self.episodes_per_worker, "a number above 0")
-        require(self.max_turns > 0, "agent.max_turns", self.max_turns, "a number above 0")
-        tokens = self.max_tokens
-        require(tokens is None or tokens > 0, "agent.max_tokens", tokens, "a number above 0, or null")
-        require(self.step_timeout_s > 0, "agent.step_timeout_s", self.step_timeout_s, "seconds above 0")
-        require(self.episode_timeout_s > 0, "agent.episode_timeout_s", self.episode_timeout_s, "seconds above 0")
-        require(self.attempts > 0, "agent.attempts", self.attempts, "a number above 0")
-        require_choice("agent.history", self.history, ("keep", "template"))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from nemo_style_rlhf.algorithms.names import AGGREGATIONS, CORRECTIONS, GROUP_KINDS, KL_KINDS
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import require, setting
 
 ESTIMATORS = ("gae", "reinforce", *GROUP_KINDS)
 
@@ -14,7 +14,7 @@ ESTIMATORS = ("gae", "reinforce", *GROUP_KINDS)
 class CorrectionConfig:
     """Importance weights trainer / sampler on the policy loss, see algorithms/corrections.py."""
 
-    kind: str = "none"
+    kind: str = setting("none", among=("none", *CORRECTIONS))
     """none, tis (clamps token weights), icepop (masks tokens outside of the bounds) or sequence_mask (masks sequences whose
     geometric mean is outside of the bounds, weights the others per token)."""
     low: float = 0.0
@@ -23,7 +23,6 @@ class CorrectionConfig:
     """Upper bound of the weights."""
 
     def validate(self) -> None:
-        require_choice("algorithm.correction.kind", self.kind, ("none", *CORRECTIONS))
         require(
             0 <= self.low < self.high,
             "algorithm.correction.low",
@@ -36,20 +35,19 @@ class CorrectionConfig:
 class ShapingConfig:
     """Turns raw scores into rewards for training, in this order: normalize, clip, add penalties."""
 
-    normalize: str = "none"
+    normalize: str = setting("none", among=("none", "running"))
     """none, or running: by mean and standard deviation of every score so far. OpenRLHF's --normalize_reward (off by default)
     differs: it uses fixed statistics stored with the reward model, as the server's critic.normalize_rewards does."""
     clip_low: float | None = None
     """Lower bound of a score; null for none."""
     clip_high: float | None = None
     """Upper bound of a score; null for none. Scores are clipped before any baseline or group statistics see them."""
-    overlong_buffer: int = 0
+    overlong_buffer: int = setting(0, ge=0, expected="tokens from 0 up")
     """Number of tokens before generation.max_length, or the row's own limit, over which a penalty grows (DAPO); 0 for none."""
     overlong_factor: float = 1.0
     """The penalty at full length."""
 
     def validate(self) -> None:
-        require_choice("algorithm.shaping.normalize", self.normalize, ("none", "running"))
         if self.clip_low is not None and self.clip_high is not None:
             require(
                 self.clip_low < self.clip_high,
@@ -57,9 +55,6 @@ class ShapingConfig:
                 self.clip_low,
                 f"less than {self.clip_high}",
             )
-        require(
-            self.overlong_buffer >= 0, "algorithm.shaping.overlong_buffer", self.overlong_buffer, "tokens from 0 up"
-        )
 
 
 @dataclass
@@ -70,9 +65,9 @@ class FilterConfig:
     """Bound from below of a prompt's mean filtering score, exclusive; null for none. See `high`."""
     high: float | None = None
     """A prompt counts only if its mean filtering score is above low and below high; null leaves a side open."""
-    max_rounds: int = 4
+    max_rounds: int = setting(4, ge=1, expected="a number of rollouts from 1 up")
     """Maximum number of rollouts per step to find enough prompts; after that, the step uses those found."""
-    oversample: float = 1.0
+    oversample: float = setting(1.0, ge=1, expected="a factor from 1 up")
     """Prompts of the first of these rollouts, as a multiple of those wanted. Those that count are used in the order of the data,
     not of their samples' ends, which would prefer short answers."""
 
@@ -81,12 +76,10 @@ class FilterConfig:
         return self.low is not None or self.high is not None
 
     def validate(self) -> None:
-        require(self.oversample >= 1, "algorithm.filter.oversample", self.oversample, "a factor from 1 up")
         if self.oversample > 1 and not self.enabled:
             raise UserError(
                 f"algorithm.filter.oversample={self.oversample:g} has nothing to choose by: set algorithm.filter.low or high"
             )
-        require(self.max_rounds >= 1, "algorithm.filter.max_rounds", self.max_rounds, "a number of rollouts from 1 up")
         if self.low is not None and self.high is not None:
             require(
                 self.low < self.high, "algorithm.filter.low", self.low, f"less than algorithm.filter.high={self.high}"
@@ -102,36 +95,36 @@ class AlgorithmConfig:
     max_epochs: int = 1
     """Passes over the training prompts when max_steps is -1. With a filter, the prompts that it drops count, so that the run may
     end before the steps that would train all of them."""
-    num_rollout_samples: int = 512
+    num_rollout_samples: int = setting(512, gt=0, expected="a number above 0")
     """Responses per PPO step."""
     samples_per_prompt: int = 1
     """Responses to each prompt; divides num_rollout_samples."""
-    ppo_epochs: int = 1
+    ppo_epochs: int = setting(1, gt=0, expected="a number above 0")
     """Passes over one rollout."""
     mini_batches: int = 1
     """Optimizer steps per pass."""
     critic_warmup_steps: int = 0
     """Number of first PPO steps that train only the critic, which starts as a reward model and must learn to predict returns."""
-    staleness: int = 0
+    staleness: int = setting(0, ge=0, expected="a number of versions from 0 up")
     """Step k trains on samples of the weights after step k - 1 - staleness, exactly. With generation.engines.count, sampling then
     goes on beside training (docs/asynchronous.md). 0 samples from the newest weights."""
     allow_uncorrected: bool = False
     """Permit staleness without correction, which treats stale samples as if the newest policy had made them."""
     val_check_interval: int = 0
     """PPO steps between validation rollouts, which also run before the first step and after the last; 0 turns them off."""
-    num_val_samples: int = 128
+    num_val_samples: int = setting(128, gt=0, expected="a number above 0")
     """Prompts per validation, the first ones of data.val_path."""
-    val_samples_per_prompt: int = 1
+    val_samples_per_prompt: int = setting(1, gt=0, expected="a number above 0")
     """Responses to each validation prompt: k of pass@k."""
     val_pass_score: float | None = None
     """Lowest reward with which a response passes in val_rollouts/pass@1 and pass@k; null if rewards have no such threshold."""
 
-    advantage_estimator: str = "gae"
+    advantage_estimator: str = setting("gae", among=ESTIMATORS)
     """gae (with a critic), reinforce (discounted rewards to go), or one that compares responses to the same prompt: grpo,
     dr_grpo, rloo, reinforce_baseline. Only gae needs a critic."""
-    discount_factor: float = 1.0
+    discount_factor: float = setting(1.0, ge=0, le=1, expected="0 to 1")
     """Gamma of GAE and of discounted returns."""
-    gae_lambda: float = 0.95
+    gae_lambda: float = setting(0.95, ge=0, le=1, expected="0 to 1")
     """Lambda of GAE (arXiv 1506.02438): 1 for returns minus values, 0 for one-step errors of the critic."""
     group_eps: float = 1e-6
     """Added to grpo's standard deviation: 1e-6 in verl and slime, 1e-4 in TRL, 1e-9 in OpenRLHF."""
@@ -143,30 +136,30 @@ class AlgorithmConfig:
 
     initial_policy_kl_penalty: float = 0.01
     """Coefficient of the KL term; with 0 no reference is loaded and KL is not measured, unless audit.health asks for it."""
-    kl_in: str = "reward"
+    kl_in: str = setting("reward", among=("reward", "loss"))
     """reward (per token, PPO and REINFORCE++) or loss (a term of the policy loss, GRPO)."""
-    kl_estimator: str = "k1"
+    kl_estimator: str = setting("k1", among=KL_KINDS)
     """k1, k2, k3 or abs (NeMo-Aligner's default), for the penalty and for the metric it controls."""
-    kl_gradient: str = "unbiased"
+    kl_gradient: str = setting("unbiased", among=("unbiased", "plain"))
     """Gradient of the KL term with kl_in=loss. unbiased: the estimator's value with k2's gradient, which is that of KL (verl's
     k3+); plain: the estimator's own (TRL, OpenRLHF), for k1 zero in expectation and for k3 that of the reversed KL."""
-    kl_target: float = 0.0
+    kl_target: float = setting(0.0, ge=0, expected="nats per token, or 0 for none")
     """KL per token to which the coefficient is steered (arXiv 1909.08593, section 2.2); 0 keeps the coefficient constant."""
-    kl_horizon: int = 10000
+    kl_horizon: int = setting(10000, gt=0, expected="a number of samples above 0")
     """Samples over which the coefficient moves: by up to 20 % x num_rollout_samples / kl_horizon in a step."""
-    kl_min_multiplier: float = 0.5
+    kl_min_multiplier: float = setting(0.5, gt=0, le=1, expected="a number above 0, at most 1")
     """Smallest factor that a step may apply to the coefficient; without a bound, the coefficient would turn negative if
     num_rollout_samples is more than 5 x kl_horizon."""
 
-    ratio_eps: float = 0.2
+    ratio_eps: float = setting(0.2, gt=0, expected="a number above 0")
     """PPO clips the probability ratio to 1 - ratio_eps .. 1 + ratio_eps."""
-    ratio_eps_high: float | None = None
+    ratio_eps_high: float | None = setting(None, gt=0, expected="a number above 0, or null")
     """Different upper bound 1 + ratio_eps_high (DAPO's clip-higher); null takes ratio_eps."""
-    dual_clip: float | None = None
+    dual_clip: float | None = setting(None, gt=1, expected="above 1, or null")
     """Bound of the loss at negative advantages, in units of the advantage (arXiv 1912.09729): 3 in verl; null for none."""
-    ratio_level: str = "token"
+    ratio_level: str = setting("token", among=("token", "sequence"))
     """token, or sequence (GSPO)."""
-    loss_aggregation: str = "token_mean"
+    loss_aggregation: str = setting("token_mean", among=AGGREGATIONS)
     """token_mean (PPO, DAPO), seq_mean_token_mean (GRPO, GSPO), seq_mean_token_sum, or seq_sum_constant (Dr. GRPO: the sum over
     samples x generation.max_length)."""
     entropy_bonus: float = 0.0
@@ -174,12 +167,12 @@ class AlgorithmConfig:
     skip_empty_steps: bool = False
     """Leave out optimizer steps in which every advantage is 0 and the loss has no KL or entropy term: Adam's momentum and weight
     decay would still move the weights. train_optim/empty_steps counts these steps either way."""
-    old_logprobs: str = "trainer"
+    old_logprobs: str = setting("trainer", among=("trainer", "sampler"))
     """Log-probabilities for the ratio's denominator and the KL penalty. trainer: the training engine's own, so that the first
     ratio is 1 and KL starts at 0, up to rounding (NeMo-Aligner, OpenRLHF, verl). sampler: the generator's (TRL's PPOTrainer),
     which saves a forward pass per step, but is off by the gap between both engines."""
 
-    truncated_samples: str = "keep"
+    truncated_samples: str = setting("keep", among=("keep", "mask", "penalise", "replace"))
     """Treatment of responses that reached generation.max_length: keep, mask (no loss tokens, but they still count in their
     group), penalise (add truncation_penalty to their score) or replace (truncation_penalty becomes their score)."""
     truncation_penalty: float = -1.0
@@ -199,13 +192,9 @@ class AlgorithmConfig:
 
     def validate(self) -> None:
         key = "algorithm.{}".format
-        for name, choices in CHOICES.items():
-            require_choice(key(name), getattr(self, name), choices)
         require(
             self.max_steps >= -1 and self.max_steps != 0, key("max_steps"), self.max_steps, "a number of steps, or -1"
         )
-        for name in ("num_rollout_samples", "ppo_epochs", "val_samples_per_prompt", "num_val_samples"):
-            require(getattr(self, name) > 0, key(name), getattr(self, name), "a number above 0")
         require(
             self.samples_per_prompt > 0 and self.num_rollout_samples % self.samples_per_prompt == 0,
             key("samples_per_prompt"), self.samples_per_prompt,
@@ -215,23 +204,12 @@ class AlgorithmConfig:
             1 <= self.mini_batches <= self.num_rollout_samples,
             key("mini_batches"), self.mini_batches, f"1 to algorithm.num_rollout_samples={self.num_rollout_samples}",
         )  # fmt: skip
-        require(self.staleness >= 0, key("staleness"), self.staleness, "a number of versions from 0 up")
         if self.staleness:
             self._validate_staleness()
-        require(0 <= self.gae_lambda <= 1, key("gae_lambda"), self.gae_lambda, "0 to 1")
-        require(0 <= self.discount_factor <= 1, key("discount_factor"), self.discount_factor, "0 to 1")
-        require(self.ratio_eps > 0, key("ratio_eps"), self.ratio_eps, "a number above 0")
-        high = self.ratio_eps_high
-        require(high is None or high > 0, key("ratio_eps_high"), high, "a number above 0, or null")
-        require(self.dual_clip is None or self.dual_clip > 1, key("dual_clip"), self.dual_clip, "above 1, or null")
-        require(self.kl_target >= 0, key("kl_target"), self.kl_target, "nats per token, or 0 for none")
         require(
             self.kl_target == 0 or self.initial_policy_kl_penalty > 0,
             key("initial_policy_kl_penalty"), self.initial_policy_kl_penalty, "a number above 0 for kl_target to steer",
         )  # fmt: skip
-        require(self.kl_horizon > 0, key("kl_horizon"), self.kl_horizon, "a number of samples above 0")
-        least = self.kl_min_multiplier
-        require(0 < least <= 1, key("kl_min_multiplier"), least, "a number above 0, at most 1")
         if self.advantage_estimator in GROUP_KINDS and self.samples_per_prompt < 2:
             raise UserError(
                 f"algorithm.advantage_estimator={self.advantage_estimator} compares responses to one prompt: set "
@@ -265,15 +243,3 @@ class AlgorithmConfig:
                 f"{given} trains on samples of older weights, which algorithm.correction.kind=none takes for the newest "
                 "policy's: use algorithm.correction.kind=tis, or algorithm.allow_uncorrected=true if you mean it"
             )
-
-
-CHOICES = {
-    "advantage_estimator": ESTIMATORS,
-    "kl_estimator": KL_KINDS,
-    "kl_in": ("reward", "loss"),
-    "kl_gradient": ("unbiased", "plain"),
-    "ratio_level": ("token", "sequence"),
-    "loss_aggregation": AGGREGATIONS,
-    "old_logprobs": ("trainer", "sampler"),
-    "truncated_samples": ("keep", "mask", "penalise", "replace"),
-}

@@ -7,6 +7,7 @@ Every default lives in a dataclass of this package; YAML files only override. A 
 import dataclasses
 import difflib
 import functools
+import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, get_type_hints
@@ -31,6 +32,39 @@ SYNONYMS = {
 """Names that other trainers give to our keys, and how ours end."""
 SPEAKER = "speaker"
 """The key, in the metadata of a field that holds another program's configuration, of the name with which its errors begin."""
+
+
+BOUNDS = "bounds"
+"""The key, in a field's metadata, of its :class:`Bounds`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The values that a key may have. null is always among them, where its type has it."""
+
+    expected: str
+    among: Collection[Any] = ()
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def hold(self, value: Any) -> bool:
+        if value is None or self.among:
+            return value is None or value in self.among
+        limits = (self.ge, operator.ge), (self.gt, operator.gt), (self.le, operator.le), (self.lt, operator.lt)
+        return all(limit is None or holds(value, limit) for limit, holds in limits)
+
+
+def setting(default: Any, *, expected: str = "", among: Collection[Any] = (), **bounds: float) -> Any:
+    """A field with this default and :class:`Bounds`, which ``validate`` checks.
+
+    Args:
+        expected: for the error; null names the choices.
+        bounds: ge, gt, le and lt.
+    """
+    words = expected or "one of " + ", ".join(among)
+    return dataclasses.field(default=default, metadata={BOUNDS: Bounds(words, among, **bounds)})
 
 
 def build(schema: type[Schema], config: DictConfig) -> Schema:
@@ -108,21 +142,26 @@ def keys(schema: type, prefix: str = "") -> Iterator[str]:
             yield prefix + field.name
 
 
-def validate(node: Any) -> None:
-    """Call ``validate`` of a dataclass and of all dataclasses in it, innermost first.
+def validate(node: Any, prefix: str = "") -> None:
+    """Check the bounds of every key of a dataclass and of all dataclasses in it, and call their ``validate``, innermost first.
+
+    Args:
+        prefix: what stands before the names of its fields, such as ``model.``.
 
     Raises:
         UserError: an impossible value or combination.
     """
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and SPEAKER in field.metadata:
             try:
                 validate(value)
             except UserError as error:
-                if SPEAKER not in field.metadata:
-                    raise
                 raise UserError(f"{field.metadata[SPEAKER]}: {error}") from error
+        elif dataclasses.is_dataclass(value):
+            validate(value, f"{prefix}{field.name}.")
+        elif bounds := field.metadata.get(BOUNDS):
+            require(bounds.hold(value), prefix + field.name, value, bounds.expected)
     if hasattr(node, "validate"):
         node.validate()
 

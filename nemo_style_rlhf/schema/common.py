@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.paths import CHECK, existing_file, model_folder
 
 BEAT_S = 2.0
@@ -19,14 +19,14 @@ class RunConfig:
 
     output_dir: str = MISSING
     """Folder for everything that the run writes. One server and one trainer may use it at a time."""
-    takeover_s: float = 60.0
+    takeover_s: float = setting(60.0, ge=5 * BEAT_S, expected=f"{5 * BEAT_S:g} seconds, 5 heartbeats, or more")
     """If the last user of output_dir ran on another machine, a start considers it dead after this time without a heartbeat.
     No wait is needed after a process that ended by itself."""
-    seed: int = 1234
+    seed: int = setting(1234, ge=0, expected="a number from 0 up")
     """Seed of data order, sampling and initialization; two runs with the same seed are equal to the last bit on CPU in fp32."""
-    num_threads: int = 0
+    num_threads: int = setting(0, ge=0, expected="a number of threads, or 0 for torch's default")
     """torch intra-op threads; 0 leaves torch's default. Part of the result's bits: keep it when resuming."""
-    device: str = "auto"
+    device: str = setting("auto", among=("auto", "cpu", "cuda"))
     """auto (CUDA if there is an NVIDIA GPU), cpu (hides CUDA devices; a vLLM built for CUDA then needs generation=hf) or cuda."""
     deterministic: bool | None = None
     """true uses only kernels that repeat to the last bit, in trainer, critic server and engines, and refuses what has none, such
@@ -39,49 +39,27 @@ class RunConfig:
         """Whether only repeatable kernels compute on a device of type ``device``."""
         return device == "cpu" if self.deterministic is None else self.deterministic
 
-    def validate(self) -> None:
-        require(self.seed >= 0, "run.seed", self.seed, "a number from 0 up")
-        require(
-            self.num_threads >= 0, "run.num_threads", self.num_threads, "a number of threads, or 0 for torch's default"
-        )
-        require_choice("run.device", self.device, ("auto", "cpu", "cuda"))
-        require(
-            self.takeover_s >= 5 * BEAT_S,
-            "run.takeover_s",
-            self.takeover_s,
-            f"{5 * BEAT_S:g} seconds, 5 heartbeats, or more",
-        )
-
 
 @dataclass
 class TrainerRunConfig(RunConfig):
     """The settings of a run that writes checkpoints."""
 
-    resume: str = "auto"
+    resume: str = setting("auto", among=("auto", "never", "must"))
     """auto (resume from the last committed checkpoint, if any), never (refuse an output_dir with checkpoints), or must."""
-
-    def validate(self) -> None:
-        super().validate()
-        require_choice("run.resume", self.resume, ("auto", "never", "must"))
 
 
 @dataclass
 class LoRAConfig:
     """Train low-rank adapters (arXiv 2106.09685) instead of all weights; the model without adapters is the default reference."""
 
-    rank: int = 0
+    rank: int = setting(0, ge=0, expected="a rank above 0, or 0 for no adapters")
     """Rank of the adapters; 0 trains all weights."""
-    alpha: int = 16
+    alpha: int = setting(16, gt=0, expected="a whole number above 0")
     """The adapter's output is scaled by alpha / rank."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, ge=0, lt=1, expected="a probability below 1")
     """Dropout on the adapter's input; needs model.disable_dropout=false."""
     target_modules: list[str] | None = None
     """Last names of the layers that get an adapter, such as q_proj; null for all linear layers but the head."""
-
-    def validate(self) -> None:
-        require(self.rank >= 0, "model.lora.rank", self.rank, "a rank above 0, or 0 for no adapters")
-        require(self.alpha > 0, "model.lora.alpha", self.alpha, "a whole number above 0")
-        require(0 <= self.dropout < 1, "model.lora.dropout", self.dropout, "a probability below 1")
 
 
 @dataclass
@@ -90,10 +68,10 @@ class ModelConfig:
 
     path: str = field(default=MISSING, metadata={CHECK: model_folder})
     """A local Hugging Face directory or a hub name."""
-    dtype: str = "bfloat16"
+    dtype: str = setting("bfloat16", among=("bfloat16", "float32"))
     """bfloat16 or float32: the dtype of weights and activations (the optimizer keeps fp32 masters). A CPU without bf16
     instructions multiplies bf16 in fp32, vLLM's whole forward included: float32 is then faster still."""
-    attn_implementation: str = "auto"
+    attn_implementation: str = setting("auto", among=("auto", "eager", "sdpa", "flash_attention_2"))
     """auto (flash_attention_2 or sdpa on CUDA, eager on CPU, where it trains faster), eager, sdpa, flash_attention_2."""
     packing: bool = False
     """Lay sequences end to end instead of padding them (block-diagonal attention): the same results without computing padding."""
@@ -114,10 +92,6 @@ class ModelConfig:
                 f"model.lora.dropout={self.lora.dropout:g} needs model.disable_dropout=false, which is true: set it, or leave "
                 "out the adapters' dropout"
             )
-        require_choice("model.dtype", self.dtype, ("bfloat16", "float32"))
-        require_choice(
-            "model.attn_implementation", self.attn_implementation, ("auto", "eager", "sdpa", "flash_attention_2")
-        )
         require(
             not self.packing or self.attn_implementation == "auto",
             "model.attn_implementation",
@@ -131,48 +105,36 @@ class ModelConfig:
 class OptimizerConfig:
     """AdamW."""
 
-    lr: float = 1e-6
+    lr: float = setting(1e-6, gt=0, expected="a number above 0")
     """Learning rate; the highest one if there is a schedule."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and second moments."""
-    eps: float = 1e-8
+    eps: float = setting(1e-8, gt=0, expected="a number above 0")
     """1e-5 in arXiv 2403.17031 (detail 18)."""
-    weight_decay: float = 0.0
+    weight_decay: float = setting(0.0, ge=0, expected="a number from 0 up")
     """Decoupled weight decay, as a share of lr."""
 
     def validate(self) -> None:
-        require(self.lr > 0, "engine.optim.lr", self.lr, "a number above 0")
         require(
             all(0 <= each < 1 for each in self.betas),
             "engine.optim.betas",
             self.betas,
             "two numbers from 0 up, below 1",
         )
-        require(self.eps > 0, "engine.optim.eps", self.eps, "a number above 0")
-        require(self.weight_decay >= 0, "engine.optim.weight_decay", self.weight_decay, "a number from 0 up")
 
 
 @dataclass
 class SchedulerConfig:
     """Learning rate over optimizer steps: linear warmup, then constant, linear or cosine decay."""
 
-    name: str = "constant"
+    name: str = setting("constant", among=("constant", "linear", "cosine"))
     """constant, linear or cosine."""
-    warmup_steps: int = 0
+    warmup_steps: int = setting(0, ge=0, expected="a number of steps from 0 up")
     """Optimizer steps from 0 to the full learning rate."""
     total_steps: int = 0
     """Optimizer steps until the floor is reached (linear, cosine). With 0 the actor computes the number; a server needs it."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = setting(0.0, ge=0, le=1, expected="a share of lr, 0 to 1")
     """Floor of the decay, as a share of lr."""
-
-    def validate(self) -> None:
-        require_choice("engine.scheduler.name", self.name, ("constant", "linear", "cosine"))
-        require(
-            self.warmup_steps >= 0, "engine.scheduler.warmup_steps", self.warmup_steps, "a number of steps from 0 up"
-        )
-        require(
-            0 <= self.min_lr_ratio <= 1, "engine.scheduler.min_lr_ratio", self.min_lr_ratio, "a share of lr, 0 to 1"
-        )
 
 
 def row_multiple(given: int | None, device_type: str) -> int:
@@ -188,15 +150,15 @@ BUCKET_ELEMENTS = 5 * 10**8
 class EngineConfig:
     """DeepSpeed, optimizer and micro-batching of one trained model."""
 
-    zero_stage: int = 1
+    zero_stage: int = setting(1, ge=0, le=3, expected="0, 1, 2 or 3")
     """0 to 3. On one rank, where there is nothing to shard, 0 takes the least memory and is no slower."""
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    gradient_clip_val: float = 1.0
+    gradient_clip_val: float = setting(1.0, ge=0, expected="a norm above 0, or 0 for none")
     """Global L2 norm to which the gradient is clipped; 0 turns clipping off."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = setting(16384, gt=0, expected="a number of tokens above 0")
     """Maximum padded tokens (rows x longest row) of one forward and backward; a longer single sequence is computed alone."""
-    row_multiple: int | None = None
+    row_multiple: int | None = setting(None, gt=0, expected="a number of rows above 0, or null")
     """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows; null: 8 on a CPU, where small
     odd batches would use other matrix kernels, with other bits, and 1 on CUDA."""
     offload_optimizer_states: bool = False
@@ -214,7 +176,6 @@ class EngineConfig:
     fp32}}, which sums the bf16 gradients of many micro-batches without rounding in between: zero_stage 2 and 3."""
 
     def validate(self) -> None:
-        require(0 <= self.zero_stage <= 3, "engine.zero_stage", self.zero_stage, "0, 1, 2 or 3")
         require(
             self.zero_stage > 0 or not self.offload_optimizer,
             "engine.offload_optimizer",
@@ -239,24 +200,6 @@ class EngineConfig:
             "engine.offload_optimizer_states",
             self.offload_optimizer_states,
             "false with engine.zero_stage=3, and with engine.offload_optimizer=true, which keeps them off the device",
-        )
-        require(
-            self.micro_batch_tokens > 0,
-            "engine.micro_batch_tokens",
-            self.micro_batch_tokens,
-            "a number of tokens above 0",
-        )
-        require(
-            self.row_multiple is None or self.row_multiple > 0,
-            "engine.row_multiple",
-            self.row_multiple,
-            "a number of rows above 0, or null",
-        )
-        require(
-            self.gradient_clip_val >= 0,
-            "engine.gradient_clip_val",
-            self.gradient_clip_val,
-            "a norm above 0, or 0 for none",
         )
 
     def validate_with(self, model: ModelConfig) -> None:

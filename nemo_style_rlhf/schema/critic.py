@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, RunConfig, TokenConfig
 from nemo_style_rlhf.schema.paths import CHECK, existing_file, model_folder
 
@@ -26,14 +26,14 @@ class CriticConfig:
     path: str | None = field(default=None, metadata={CHECK: model_folder})
     """Where the critic starts: a Hugging Face directory or hub name of a reward model, of an earlier run's critic, or of a
     language model, which gets a new score head; null is model.path."""
-    loss_clip_val: float | None = 0.2
+    loss_clip_val: float | None = setting(0.2, gt=0, expected="a number above 0, or null for no clipping")
     """PPO's value clipping: predictions may move this far from the rollout's values; null turns it off."""
     combine_rm_and_critic_server: bool = True
     """Also serve the frozen reward model in this process; false serves only values, and then model.path may be a language model,
     too."""
     label_weights: list[float] | None = None
     """One weight for each label of a reward model with several. The reward is the weighted sum of the labels."""
-    max_length: int = 0
+    max_length: int = setting(0, ge=0, expected="a number of tokens, or 0 for the model's own")
     """Longest accepted sequence, in tokens; 0 takes the model's own limit, with critic.path the smaller of both."""
     append_eos: bool | None = None
     """Whether reward_infer ends every response with the end-of-text token; null does as in the reward model's training."""
@@ -59,12 +59,7 @@ class CriticConfig:
             False,
             "true with critic.enabled=false, which leaves a server nothing else to serve",
         )
-        clip = self.loss_clip_val
-        require(clip is None or clip > 0, "critic.loss_clip_val", clip, "a number above 0, or null for no clipping")
         require_label_weights("critic.label_weights", self.label_weights)
-        require(
-            self.max_length >= 0, "critic.max_length", self.max_length, "a number of tokens, or 0 for the model's own"
-        )
 
 
 @dataclass
@@ -90,7 +85,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     """Name or address to bind. Any address but loopback needs a token."""
-    port: int = 5567
+    port: int = setting(5567, ge=0, lt=65536, expected="a TCP port, or 0 for a free one")
     """HTTP port; 0 takes a free one (see ready_file)."""
     token: TokenConfig = field(default_factory=TokenConfig)
     """The secret that every request must carry in the header x-critic-token. If you give none, a server on loopback makes
@@ -98,37 +93,25 @@ class ServerConfig:
     tls: ServerTlsConfig = field(default_factory=ServerTlsConfig)
     ready_file: str | None = None
     """JSON file with host, port, pid and boot_id, written when the server answers and removed when it ends."""
-    max_request_bytes: int = 64 * 2**20
+    max_request_bytes: int = setting(64 * 2**20, ge=4096, lt=2**31, expected="4096 to 2147483647 bytes")
     """Maximum tensor bytes of one request; clients split larger ones."""
-
-    def validate(self) -> None:
-        require(0 <= self.port < 65536, "server.port", self.port, "a TCP port, or 0 for a free one")
-        require(
-            4096 <= self.max_request_bytes < 2**31,
-            "server.max_request_bytes",
-            self.max_request_bytes,
-            "4096 to 2147483647 bytes",
-        )
 
 
 @dataclass
 class CriticServerConfig(ServerConfig):
     """The front door of a critic or reward server, and what answers behind it."""
 
-    backend: str = "pytriton"
+    backend: str = setting("pytriton", among=("pytriton", "native"))
     """pytriton: NVIDIA's Triton answers, which needs the environment .venv-server. native: the server's own process answers, in
     that environment or the trainers'. docs/server-backend.md compares them."""
     metrics: bool = False
     """Serve Triton's Prometheus metrics at /metrics, to callers with the token."""
     verbose: bool = False
     """Show Triton's own log."""
-    shutdown_grace_s: float = 20.0
+    shutdown_grace_s: float = setting(20.0, gt=0, expected="seconds above 0")
     """Seconds after SIGTERM for a running call to finish; then it is abandoned and counts as not applied."""
 
     def validate(self) -> None:
-        super().validate()
-        require(self.shutdown_grace_s > 0, "server.shutdown_grace_s", self.shutdown_grace_s, "seconds above 0")
-        require(self.backend in ("pytriton", "native"), "server.backend", self.backend, "pytriton or native")
         require(not self.metrics or self.backend == "pytriton", "server.metrics", self.metrics,
                 "false beside server.backend=native: they are Triton's")  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.chat import require_date
 from nemo_style_rlhf.schema.paths import CHECK, data_source
 from nemo_style_rlhf.schema.sources import require_sources
@@ -28,7 +28,7 @@ class PromptTemplateConfig:
     input_key: str | None = None
     """Column whose text, if not empty, follows the prompt after a blank line; null is Alpaca's `input` where the prompt is its
     `instruction`, unless another setting names that column, and else none."""
-    on_template_mismatch: str = "refuse"
+    on_template_mismatch: str = setting("refuse", among=("refuse", "warn"))
     """refuse or warn if the model was trained with another prompt or chat template, or the critic server's reward model with
     another prompt template; SFT may change them and does neither."""
     prompt_key: str | None = None
@@ -44,7 +44,6 @@ class PromptTemplateConfig:
 
     def validate(self) -> None:
         """Replace both templates by the texts of their files, which thus become part of the configuration."""
-        require_choice("data.on_template_mismatch", self.on_template_mismatch, ("refuse", "warn"))
         if self.apply_chat_template and self.prompt_template is not None:
             raise UserError(
                 "data.prompt_template is set but data.apply_chat_template=true takes a chat template: set data.chat_template "
@@ -72,7 +71,7 @@ class PromptTemplateConfig:
 class PromptRowsConfig(PromptTemplateConfig):
     """How rows are read as prompts."""
 
-    format: str = "text"
+    format: str = setting("text", among=PROMPT_FORMATS)
     """text (a string), messages (a list of {role, content}, or ShareGPT's of {from, value}) or hh (an Anthropic-HH transcript).
     Transcripts, and conversations that end with an answer, are cut before it. With apply_chat_template text may be either of
     the first two."""
@@ -84,7 +83,7 @@ class PromptRowsConfig(PromptTemplateConfig):
     sampling_key: str | None = None
     """Column of a row's own sampling settings: an object of temperature, top_p, top_k, min_length, max_length, stop and
     stop_token_ids, which override generation's; null for none."""
-    max_prompt_length: int = 1024
+    max_prompt_length: int = setting(1024, gt=0, expected="a number of tokens above 0")
     """Maximum tokens of a prompt; longer prompts are dropped and counted, never cut."""
 
     @property
@@ -94,14 +93,10 @@ class PromptRowsConfig(PromptTemplateConfig):
 
     def validate(self) -> None:
         super().validate()
-        require_choice("data.format", self.format, PROMPT_FORMATS)
         if self.input_key is not None and self.format != "text":
             raise UserError(
                 f"data.input_key is set but data.format={self.format} does not read it: set data.format=text"
             )
-        require(
-            self.max_prompt_length > 0, "data.max_prompt_length", self.max_prompt_length, "a number of tokens above 0"
-        )
         if self.prompt_template is not None and self.format == "messages":
             raise UserError(
                 "data.prompt_template is set but data.format=messages takes a chat template: set data.chat_template instead"

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import BOUNDS, Bounds
 
 
 def describe(schema: type, key: str, composed: DictConfig) -> str:
@@ -40,8 +41,16 @@ def _line(owner: type, name: str, key: str, composed: DictConfig) -> str:
     value = default(composed, key)
     shown = "required" if value is None else f"default {value}"
     kind_name = kind.__name__ if isinstance(kind, type) else str(kind)
+    if bounds := bounds_of(owner, name):
+        shown += f"; {bounds.expected}"
     text = textwrap.indent(docstrings(owner).get(name, ""), "    ")
     return f"{key} ({kind_name.replace('None', 'null')}, {shown})" + (f"\n{text}" if text else "")
+
+
+def bounds_of(owner: type, name: str) -> Bounds | None:
+    """The values that the key may have, if not every value of its type."""
+    (bounds,) = (field.metadata.get(BOUNDS) for field in dataclasses.fields(owner) if field.name == name)
+    return bounds
 
 
 def default(composed: DictConfig, key: str) -> str | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.critic import ServerConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
@@ -22,14 +22,10 @@ class EngineRunConfig(RunConfig):
 class SequencesConfig:
     """The sequences that an engine must have room for."""
 
-    max_length: int = 0
+    max_length: int = setting(0, ge=0, expected="a number of tokens, or 0 for the model's own")
     """Tokens of the longest prompt and response together; 0 takes the model's max_position_embeddings."""
     stop_strings: bool = False
     """Whether prompts may bring stop strings of their own."""
-
-    def validate(self) -> None:
-        length = self.max_length
-        require(length >= 0, "sequences.max_length", length, "a number of tokens, or 0 for the model's own")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import require, require_choice, setting, validate
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.data import PromptRowsConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig
@@ -59,7 +59,7 @@ class EvaluationModelConfig:
         )
 
     def validate(self) -> None:
-        self.at("").validate()
+        validate(self.at(""), "model.")
 
 
 @dataclass
@@ -68,13 +68,12 @@ class EvaluationDataConfig(PromptRowsConfig):
 
     path: Any = field(default=MISSING, metadata={CHECK: data_source})
     """A file of rows, a data set, or a list of these, as data.train_path of a PPO run."""
-    max_prompts: int = 0
+    max_prompts: int = setting(0, ge=0, expected="a number of prompts, or 0 for all")
     """Number of prompts, from the first on; 0 for all."""
 
     def validate(self) -> None:
         super().validate()
         require_sources("data.path", self.path)
-        require(self.max_prompts >= 0, "data.max_prompts", self.max_prompts, "a number of prompts, or 0 for all")
 
 
 @dataclass
@@ -101,18 +100,12 @@ class RewardModelSourceConfig:
     """Return (score - mean) / deviation, with the statistics that the reward model's training stored."""
     label_weights: list[float] | None = None
     """One weight for each label of a model with several. The reward is the weighted sum of the labels."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = setting(16384, gt=0, expected="a number of tokens above 0")
     """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence is computed alone."""
 
     def validate(self) -> None:
         if self.dtype is not None:
             require_choice("reward.model.dtype", self.dtype, ("bfloat16", "float32"))
-        require(
-            self.micro_batch_tokens > 0,
-            "reward.model.micro_batch_tokens",
-            self.micro_batch_tokens,
-            "a number of tokens above 0",
-        )
 
 
 @dataclass
@@ -132,7 +125,7 @@ class EvaluationRewardConfig:
 
     model: RewardModelSourceConfig = field(default_factory=RewardModelSourceConfig)
     function: FunctionSourceConfig = field(default_factory=FunctionSourceConfig)
-    on_error: str = "stop"
+    on_error: str = setting("stop", among=("stop", "mask"))
     """Reaction to a source that fails on samples. stop: end the run with the reason; mask: leave the samples without a score."""
     special_tokens: bool = False
     """Whether responses, here and in the results, keep special tokens, such as a `<think>` that is one, but not the token that
@@ -144,9 +137,6 @@ class EvaluationRewardConfig:
         given = [(self.model.path, self.model.weight), (self.function.path, self.function.weight)]
         return [path for path, weight in given if path and weight != 0]
 
-    def validate(self) -> None:
-        require_choice("reward.on_error", self.on_error, ("stop", "mask"))
-
 
 @dataclass
 class EvaluationConfig:
@@ -157,7 +147,7 @@ class EvaluationConfig:
         default=MISSING, metadata={CHECK: lambda given, _: model_folder(Checkpoint.parse(given).path)}
     )
     """Hugging Face directories or hub names to compare, each as path or name:path. The others are compared with the first."""
-    samples_per_prompt: int = 1
+    samples_per_prompt: int = setting(1, gt=0, expected="a number above 0")
     """Responses of each checkpoint to each prompt. A sample's seed depends on run.seed, its prompt and its number."""
     model: EvaluationModelConfig = field(default_factory=EvaluationModelConfig)
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
@@ -176,7 +166,6 @@ class EvaluationConfig:
         return [Checkpoint.parse(given) for given in self.checkpoints]
 
     def validate(self) -> None:
-        require(self.samples_per_prompt > 0, "samples_per_prompt", self.samples_per_prompt, "a number above 0")
         if not self.checkpoints:
             raise UserError("checkpoints is empty: expected at least one, e.g. checkpoints=[outputs/ppo/export]")
         ((name, count),) = Counter(checkpoint.name for checkpoint in self.parsed_checkpoints).most_common(1)

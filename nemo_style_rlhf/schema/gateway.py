@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.common import TokenConfig
 
 AGENT_TOKEN_ENV = "NSR_AGENT_TOKEN"
@@ -18,11 +18,11 @@ class GatewayConfig:
     listen: str | None = None
     """HOST:PORT of the endpoint; port 0 takes a free one, and null is 127.0.0.1:0. Without a command, services fetch their tasks
     there, at /sessions/next. Any host but loopback needs a token."""
-    programs: int = 16
+    programs: int = setting(16, gt=0, expected="a number above 0")
     """Maximum number of samples whose programs run at the same time."""
-    calls_per_program: int = 64
+    calls_per_program: int = setting(64, gt=0, expected="a number above 0")
     """Maximum number of calls of one program that wait for answers at the same time."""
-    max_request_bytes: int = 16 * 2**20
+    max_request_bytes: int = setting(16 * 2**20, gt=0, expected="a number above 0")
     """Largest body of a request."""
     token: TokenConfig = field(default_factory=lambda: TokenConfig(token_env=AGENT_TOKEN_ENV))
     """The secret that opens /sessions/next. Every sample has a secret of its own, which is its program's API key."""
@@ -36,5 +36,3 @@ class GatewayConfig:
         host, _, port = (self.listen or LISTEN).rpartition(":")
         right = bool(host) and port.isascii() and port.isdigit() and int(port) < 2**16
         require(right, "agent.listen", self.listen, "HOST:PORT, such as 127.0.0.1:0")
-        for name in ("programs", "calls_per_program", "max_request_bytes"):
-            require(getattr(self, name) > 0, f"agent.{name}", getattr(self, name), "a number above 0")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import require, require_choice, setting
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.paths import CHECK
 from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
@@ -107,13 +107,13 @@ class GenerationConfig:
 
     backend: str = field(default="vllm", metadata={CHECK: _installed})
     """vllm, or hf: transformers alone, slow, for architectures and head sizes that vLLM lacks."""
-    max_length: int = 512
+    max_length: int = setting(512, ge=1, expected="a number of tokens from 1 up")
     """Maximum tokens of a response (NeMo-Aligner: length_params.max_length)."""
     min_length: int = 0
     """Minimum tokens before an end-of-sequence token (NeMo-Aligner has 1); see top_p."""
-    temperature: float = 1.0
+    temperature: float = setting(1.0, gt=0, expected="a number above 0 (PPO needs sampling)")
     """Training log-probabilities use the same temperature."""
-    top_p: float = 1.0
+    top_p: float = setting(1.0, gt=0, le=1, expected="a number above 0, at most 1")
     """Below 1 the trainer cannot reproduce the sampler's log-probabilities: the audit reports the gap but does not stop."""
     top_k: int = 0
     """0 for the whole vocabulary; see top_p."""
@@ -131,7 +131,7 @@ class GenerationConfig:
     """Share of the GPU's memory that vLLM may take; the trainer needs the rest."""
     kv_cache_gib: float | None = None
     """Size of vLLM's KV cache in GiB; null takes the rest of gpu_memory_utilization, or 1 GiB on a CPU."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = setting(1, ge=1, expected="a number of ranks from 1 up")
     """Number of neighboring ranks that share one vLLM, each with a part of every layer; with generation.engines.count, number of
     devices of each engine."""
     enforce_eager: bool | None = None
@@ -166,17 +166,12 @@ class GenerationConfig:
 
     def validate(self) -> None:
         require_choice("generation.backend", self.backend, ("vllm", "hf"))
-        require(self.max_length >= 1, "generation.max_length", self.max_length, "a number of tokens from 1 up")
         require(
             0 <= self.min_length <= self.max_length,
             "generation.min_length",
             self.min_length,
             f"0 to {self.max_length} (max_length)",
         )
-        require(
-            self.temperature > 0, "generation.temperature", self.temperature, "a number above 0 (PPO needs sampling)"
-        )
-        require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "a number above 0, at most 1")
         budget = self.max_num_batched_tokens
         require(
             budget is None or budget >= self.max_num_seqs,
@@ -184,8 +179,6 @@ class GenerationConfig:
             budget,
             f"at least generation.max_num_seqs={self.max_num_seqs}, which decode at a time, or null",
         )
-        size = self.tensor_parallel_size
-        require(size >= 1, "generation.tensor_parallel_size", size, "a number of ranks from 1 up")
         if self.backend == "hf" and (self.stop or self.tensor_parallel_size > 1):
             raise UserError(
                 "generation.backend=hf knows neither generation.stop nor tensor_parallel_size: use stop_token_ids, or vllm"
@@ -207,7 +200,7 @@ class GenerationConfig:
 class EnginesConfig:
     """Generation engines: processes of their own (servers/serve_engine.py) that sample for the trainer."""
 
-    count: int = 0
+    count: int = setting(0, ge=0, expected="a number from 0 up")
     """Number of engines; 0 samples in the trainer's process."""
     launch: bool = True
     """Start the engines on this host, and start one again that dies or hangs. false waits for engines that somebody else starts,
@@ -218,18 +211,18 @@ class EnginesConfig:
     servers, see server.token."""
     tls: ClientTlsConfig = field(default_factory=ClientTlsConfig)
     """With launch=false, how to verify engines that were started with server.tls."""
-    weights: str = "auto"
+    weights: str = setting("auto", among=("auto", "gloo", "nccl"))
     """How engines get new weights: auto (from /dev/shm on the trainer's host, over HTTP one by one on others), gloo or nccl (all
     engines at once, in a torch.distributed group, which knows no token; an engine that starts later, as by auto)."""
-    threads: int = 0
+    threads: int = setting(0, ge=0, expected="a number from 0 up")
     """torch threads of each engine; 0 takes run.num_threads, with which a sample has the bits of one of the trainer's process."""
-    restarts: int = 3
+    restarts: int = setting(3, ge=0, expected="a number from 0 up")
     """How often one engine may be started again for one version of the weights."""
-    ready_timeout_s: float = 600.0
+    ready_timeout_s: float = setting(600.0, gt=0, expected="seconds above 0")
     """Longest wait for an engine that starts."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: float = setting(600.0, gt=0, expected="seconds above 0")
     """Longest wait for an engine to load weights."""
-    hung_after_s: float = 60.0
+    hung_after_s: float = setting(60.0, gt=0, expected="seconds above 0")
     """An engine hangs if for this long it does not say how it is, or has requests and does not advance. One step of a slow engine
     must take less."""
 
@@ -238,11 +231,6 @@ class EnginesConfig:
         for name, given in (("token.token_file", self.token.token_file), ("tls.ca", self.tls.ca)):
             advice = "null, or generation.engines.launch=false: it is for engines that somebody else starts"
             require(given is None or not self.launch, f"generation.engines.{name}", given, advice)
-        require_choice("generation.engines.weights", self.weights, ("auto", "gloo", "nccl"))
-        for name in ("count", "threads", "restarts"):
-            require(getattr(self, name) >= 0, f"generation.engines.{name}", getattr(self, name), "a number from 0 up")
-        for name in ("ready_timeout_s", "request_timeout_s", "hung_after_s"):
-            require(getattr(self, name) > 0, f"generation.engines.{name}", getattr(self, name), "seconds above 0")
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import require_choice, setting, validate
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.data import PromptTemplateConfig
 from nemo_style_rlhf.schema.supervised import (
@@ -42,7 +42,7 @@ class InspectDataConfig:
 
     stage: str = "sft"
     """sft, reward_model, dpo or kto: the stage whose samples are formed."""
-    num_samples: int = 5
+    num_samples: int = setting(5, ge=0, expected="a number of samples from 0 up")
     """Number of samples to show, from the first row on."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Only its tokenizer and config are loaded."""
@@ -67,7 +67,6 @@ class InspectDataConfig:
                 "--dry-run reads a run's prompts and names those it drops"
             )
         require_choice("stage", self.stage, STAGES)
-        require(self.num_samples >= 0, "num_samples", self.num_samples, "a number of samples from 0 up")
         read = {field.name for field in dataclasses.fields(STAGES[self.stage])}
         for key in dataclasses.fields(self.data):
             if key.name not in read and getattr(self.data, key.name) != key.default:
@@ -79,4 +78,4 @@ class InspectDataConfig:
                 raise UserError(
                     f"data.{key.name} is set but stage={self.stage} does not read it: set stage to {stages}"
                 )
-        self.stage_data.validate()
+        validate(self.stage_data, "data.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.templates import rubric_text
 
@@ -32,11 +32,11 @@ class HttpSourceConfig:
     """Addresses of equal servers. Each request goes to the least busy healthy one."""
     weight: float = 0.0
     """Weight of these rewards in the sum over all sources; with 0 nobody is asked."""
-    timeout_s: float = 60.0
+    timeout_s: float = setting(60.0, gt=0, expected="seconds above 0")
     """Longest silence of a server during a request."""
-    retries: int = 3
+    retries: int = setting(3, ge=0, expected="a number from 0 up")
     """Further attempts of a request, on another server if there is one, else 0.5 s apart at first, up to 10 s."""
-    cooldown_s: float = 10.0
+    cooldown_s: float = setting(10.0, ge=0, expected="seconds from 0 up")
     """Seconds for which a failed server is left out, while others answer."""
 
     def validate(self) -> None:
@@ -44,9 +44,6 @@ class HttpSourceConfig:
             raise UserError(f"{self.section}.weight={self.weight} needs addresses: set {self.section}.urls")
         for url in self.urls:
             require(url.startswith(("http://", "https://")), f"{self.section}.urls", url, "http://... or https://...")
-        require(self.timeout_s > 0, f"{self.section}.timeout_s", self.timeout_s, "seconds above 0")
-        require(self.retries >= 0, f"{self.section}.retries", self.retries, "a number from 0 up")
-        require(self.cooldown_s >= 0, f"{self.section}.cooldown_s", self.cooldown_s, "seconds from 0 up")
 
 
 @dataclass
@@ -61,7 +58,7 @@ class EndpointRewardConfig(HttpSourceConfig):
 class VerdictConfig:
     """How a judge's answer becomes a reward. An answer without a verdict is a failed sample, see reward.on_error."""
 
-    kind: str = "number"
+    kind: str = setting("number", among=("number", "choice", "json"))
     """number: the last number that pattern finds. choice: the last of the choices that pattern finds. json: the value of json_key
     in the last JSON object of the answer that has it: a number, a boolean, or the text of a number or of a choice."""
     pattern: str | None = None
@@ -80,7 +77,6 @@ class VerdictConfig:
 
     def validate(self) -> None:
         key = "reward.judge.verdict"
-        require_choice(f"{key}.kind", self.kind, ("number", "choice", "json"))
         low, high = self.low, self.high
         if (low is None) != (high is None) or (low is not None and high is not None and not low < high):
             raise UserError(
@@ -128,9 +124,9 @@ class JudgeRewardConfig(HttpSourceConfig):
     """The question, a text or @file, in which {prompt}, {response}, {turns} and {label} are replaced; it must hold {response}, or
     {turns}, which are an episode's responses with what the environment said in between."""
     verdict: VerdictConfig = field(default_factory=VerdictConfig)
-    temperature: float | None = 0.0
+    temperature: float | None = setting(0.0, ge=0, expected="a number from 0 up, or null")
     """null leaves it to the endpoint, as for max_tokens and seed."""
-    max_tokens: int | None = 512
+    max_tokens: int | None = setting(512, gt=0, expected="a number above 0, or null")
     """Maximum length of the judge's answer; null leaves it to the endpoint."""
     seed: int | None = 0
     """Seed sent with each request; null sends none."""
@@ -138,7 +134,7 @@ class JudgeRewardConfig(HttpSourceConfig):
     """Further keys of requests, e.g. {structured_outputs: {choice: [A, B]}} for vLLM, {max_completion_tokens: 512} for OpenAI."""
     token: TokenConfig = field(default_factory=lambda: TokenConfig(token_env="NSR_JUDGE_TOKEN"))
     """The endpoint's API key."""
-    concurrency: int = 16
+    concurrency: int = setting(16, gt=0, expected="a number above 0")
     """Maximum number of requests at a time to each server."""
     cache_dir: str | None = None
     """Folder of the verdicts, which several runs may share; null is <run.output_dir>/verdicts."""
@@ -162,10 +158,6 @@ class JudgeRewardConfig(HttpSourceConfig):
         if self.rubric is not None:
             self.rubric = rubric_text(self.rubric)
             self._validate_rubric(self.rubric)
-        heat, tokens = self.temperature, self.max_tokens
-        require(heat is None or heat >= 0, "reward.judge.temperature", heat, "a number from 0 up, or null")
-        require(tokens is None or tokens > 0, "reward.judge.max_tokens", tokens, "a number above 0, or null")
-        require(self.concurrency > 0, "reward.judge.concurrency", self.concurrency, "a number above 0")
         if taken := [name for name in OWN_KEYS if name in self.extra_body]:
             raise UserError(f"reward.judge.extra_body sets {taken[0]}, which the judge sets itself: take it out")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.actor import PPOActorConfig
-from nemo_style_rlhf.schema.base import SPEAKER, require
+from nemo_style_rlhf.schema.base import SPEAKER, require, setting
 from nemo_style_rlhf.schema.critic import CriticServerConfig, PPOCriticConfig
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 
@@ -17,9 +17,9 @@ class PairConfig(PPOActorConfig):
     """The actor's keys unchanged, the critic server's with the prefix ``critic.``."""
 
     critic: PPOCriticConfig = field(default_factory=PPOCriticConfig, metadata={SPEAKER: "critic"})
-    ranks: int = 1
+    ranks: int = setting(1, gt=0, expected="a number of ranks above 0")
     """Number of ranks of the actor, each with its own device; on a CPU they share the host."""
-    critic_ranks: int = 1
+    critic_ranks: int = setting(1, gt=0, expected="a number of ranks above 0")
     """Number of ranks of the critic server."""
 
     @property
@@ -34,17 +34,15 @@ class PairConfig(PPOActorConfig):
                 "critic.critic.enabled=false but algorithm.advantage_estimator=gae needs the critic: leave it out, this command "
                 "sets it by the algorithm"
             )
-        require(self.ranks > 0, "ranks", self.ranks, "a number of ranks above 0")
         size = self.generation.sharing_ranks
         require(self.ranks % size == 0, "ranks", self.ranks, f"a multiple of generation.tensor_parallel_size={size}")
-        require(self.critic_ranks > 0, "critic_ranks", self.critic_ranks, "a number of ranks above 0")
 
 
 @dataclass
 class LaunchedConfig(PairConfig):
     """Configuration of a command that starts both processes. ``run.output_dir`` gets the folders ``actor`` and ``critic``."""
 
-    restarts: int = 3
+    restarts: int = setting(3, ge=0, expected="a number from 0 up")
     """Number of times that processes which died are started again before the next new step; one more death ends the run."""
 
     @property
@@ -54,7 +52,6 @@ class LaunchedConfig(PairConfig):
 
     def validate(self) -> None:
         super().validate()
-        require(self.restarts >= 0, "restarts", self.restarts, "a number from 0 up")
         if self.uses_critic_process and not self.critic.model.path:
             raise UserError(
                 "critic.model.path is not set: give the reward model, critic.model.path=REWARD_MODEL, or with another reward the "

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nemo_style_rlhf.schema.base import require_choice
+from nemo_style_rlhf.schema.base import setting
 
 GENERATE, SCORE, TRAIN = "generate", "score", "train"
 """The phases of a step, each of which has the devices for itself with share=turns (ppo/residency.py)."""
@@ -12,13 +12,10 @@ GENERATE, SCORE, TRAIN = "generate", "score", "train"
 class PlacementConfig:
     """Whether generation, critic and trainer share devices."""
 
-    share: str = "none"
+    share: str = setting("none", among=("none", "turns"))
     """none: each part keeps its memory. turns: one set of devices in turn, see docs/one-gpu.md. Generation, then the critic with
     the log-probabilities, then the trainer have the devices to themselves, and the others leave them. The bits are the same."""
 
     @property
     def in_turns(self) -> bool:
         return self.share == "turns"
-
-    def validate(self) -> None:
-        require_choice("placement.share", self.share, ("none", "turns"))

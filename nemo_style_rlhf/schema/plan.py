@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.pair import PairConfig
 
 
@@ -10,12 +10,12 @@ from nemo_style_rlhf.schema.pair import PairConfig
 class PlanConfig(PairConfig):
     """Configuration of `trainers/plan.py`."""
 
-    device_gib: float | None = None
+    device_gib: float | None = setting(None, gt=0, expected="the GiB of one device")
     """Memory of one device in GiB; null takes that of this machine's CUDA device, or of this host if there is none."""
-    device_tflops: float | None = None
+    device_tflops: float | None = setting(None, gt=0, expected="a number above 0")
     """Peak of one device's matrix products in model.dtype, dense, in 10^12 FLOP/s, as in its data sheet: 989 for an H100 SXM in
     bf16. With device_gb_per_s the plan also estimates the seconds of a step; null leaves them out."""
-    device_gb_per_s: float | None = None
+    device_gb_per_s: float | None = setting(None, gt=0, expected="a number above 0")
     """Peak bandwidth of one device's memory in 10^9 bytes/s: 3350 for an H100 SXM."""
     together: bool = False
     """Whether both processes share the devices, so that their sum must fit."""
@@ -27,11 +27,6 @@ class PlanConfig(PairConfig):
 
     def validate(self) -> None:
         super().validate()
-        gib = self.device_gib
-        require(gib is None or gib > 0, "device_gib", gib, "the GiB of one device")
-        for name in ("device_tflops", "device_gb_per_s"):
-            peak = getattr(self, name)
-            require(peak is None or peak > 0, name, peak, "a number above 0")
         require(
             (self.device_tflops is None) == (self.device_gb_per_s is None),
             "device_gb_per_s",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.pair import LaunchedConfig
 
 
@@ -13,25 +13,19 @@ class RayConfig:
 
     address: str = "auto"
     """The cluster's head, HOST:PORT; auto takes RAY_ADDRESS, which `ray job submit` sets, or the cluster of this host."""
-    placement: str = "separate"
+    placement: str = setting("separate", among=("separate", "colocated"))
     """separate (GPUs of their own for actor, critic server and engines) or colocated (the same GPUs for all three). The preset
     placement=... sets it."""
-    actor_nodes: int = 1
+    actor_nodes: int = setting(1, gt=0, expected="a number above 0")
     """Number of parts of equal size into which the actor's ranks are divided, each of which is on one node."""
-    critic_nodes: int = 1
+    critic_nodes: int = setting(1, gt=0, expected="a number above 0")
     """The same for the critic server's ranks."""
-    cpus: int = 1
+    cpus: int = setting(1, gt=0, expected="a number above 0")
     """Number of CPUs that Ray sets aside for each process; it limits none."""
-    wait_s: float = 300.0
+    wait_s: float = setting(300.0, gt=0, expected="seconds above 0")
     """Longest wait for nodes that can hold the run, at its start and after the loss of a node."""
     require_token: bool = True
     """Refuse a cluster that lets callers in without a token (RAY_AUTH_MODE=token, see docs/ray.md): they can run code on it."""
-
-    def validate(self) -> None:
-        require_choice("ray.placement", self.placement, ("separate", "colocated"))
-        for name in ("actor_nodes", "critic_nodes", "cpus"):
-            require(getattr(self, name) > 0, f"ray.{name}", getattr(self, name), "a number above 0")
-        require(self.wait_s > 0, "ray.wait_s", self.wait_s, "seconds above 0")
 
 
 @dataclass

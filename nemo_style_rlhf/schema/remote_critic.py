@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.paths import CHECK, existing_file
 
@@ -60,42 +60,25 @@ class RemoteCriticConfig:
 
     host: str = "127.0.0.1"
     """Name or address of the server's host."""
-    port: int = 5567
+    port: int = setting(5567, gt=0, lt=65536, expected="a TCP port, 1 to 65535")
     """server.port of the critic process."""
     token: TokenConfig = field(default_factory=TokenConfig)
     """The secret with which the server was started. Without it, requests to loopback carry the token of this user's own servers,
     see server.token."""
     tls: ClientTlsConfig = field(default_factory=ClientTlsConfig)
-    wait_for_server_s: float = 600.0
+    wait_for_server_s: float = setting(600.0, ge=0, expected="seconds from 0 up")
     """Longest wait for a server that is still loading, or gone."""
-    infer_timeout_s: float = 300.0
+    infer_timeout_s: float = setting(300.0, gt=0, expected="seconds above 0")
     """Longest wait for one inference answer."""
-    train_timeout_base_s: float = 300.0
+    train_timeout_base_s: float = setting(300.0, gt=0, expected="seconds above 0")
     """Longest wait for the answer to a train step or a checkpoint, plus ..."""
     train_timeout_per_1k_tokens_s: float = 2.0
     """... this for every 1,000 tokens of the step."""
-    retries: int = 8
+    retries: int = setting(8, ge=0, expected="a number from 0 up")
     """Attempts after a broken connection, a timeout or the refusal of a stopping server, 0.5 s apart at first, up to 10 s;
     retries never train twice."""
-    max_request_bytes: int = 64 * 2**20
+    max_request_bytes: int = setting(64 * 2**20, ge=4096, expected="4096 bytes or more")
     """Maximum tensor bytes of one request; larger batches are split. If the server's own limit is smaller, it counts."""
 
     def validate(self) -> None:
-        section = self.peer.section
-        self.tls.validate_in(section)
-        require(0 < self.port < 65536, f"{section}.port", self.port, "a TCP port, 1 to 65535")
-        require(
-            self.wait_for_server_s >= 0,
-            f"{section}.wait_for_server_s",
-            self.wait_for_server_s,
-            "seconds from 0 up",
-        )
-        for name in ("infer_timeout_s", "train_timeout_base_s"):
-            require(getattr(self, name) > 0, f"{section}.{name}", getattr(self, name), "seconds above 0")
-        require(self.retries >= 0, f"{section}.retries", self.retries, "a number from 0 up")
-        require(
-            self.max_request_bytes >= 4096,
-            f"{section}.max_request_bytes",
-            self.max_request_bytes,
-            "4096 bytes or more",
-        )
+        self.tls.validate_in(self.peer.section)

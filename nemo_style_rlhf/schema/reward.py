@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.judge import EndpointRewardConfig, JudgeRewardConfig
 from nemo_style_rlhf.schema.paths import CHECK, function_file
 from nemo_style_rlhf.schema.remote_critic import Peer, RemoteCriticConfig
@@ -35,7 +35,7 @@ class RewardServerConfig(RemoteCriticConfig):
     replicas: list[str] = field(default_factory=list)
     """host:port of further servers of the same reward model. Each request goes to the least busy server; a server that does not
     answer, or comes back with another model, is left out and asked again later."""
-    cooldown_s: float = 10.0
+    cooldown_s: float = setting(10.0, ge=0, expected="seconds from 0 up")
     """Seconds for which a failed replica is left out, while others answer."""
 
     def validate(self) -> None:
@@ -44,7 +44,6 @@ class RewardServerConfig(RemoteCriticConfig):
             host, _, port = replica.rpartition(":")
             whole = bool(host) and (":" not in host or host.startswith("["))
             require(whole and port.isdigit(), "reward.server.replicas", replica, "host:port, an IPv6 host in brackets")
-        require(self.cooldown_s >= 0, "reward.server.cooldown_s", self.cooldown_s, "seconds from 0 up")
 
     @property
     def servers(self) -> "list[RewardServerConfig]":
@@ -75,16 +74,14 @@ class FunctionRewardConfig:
     """Weight of these rewards in the sum over all sources; with 0 the function is not called."""
     per_sample: bool = False
     """Call the function once per sample, with lists of one, so that a time limit or an error affects only that sample."""
-    timeout_s: float = 60.0
+    timeout_s: float = setting(60.0, gt=0, expected="seconds above 0")
     """Longest run of one call, after the file's import; then its process is killed."""
-    processes: int = 2
+    processes: int = setting(2, gt=0, expected="a number above 0")
     """Maximum number of calls at a time."""
 
     def validate(self) -> None:
         if self.weight != 0 and not self.path:
             raise UserError(f"reward.function.weight={self.weight} needs the function's file: set reward.function.path")
-        require(self.timeout_s > 0, "reward.function.timeout_s", self.timeout_s, "seconds above 0")
-        require(self.processes > 0, "reward.function.processes", self.processes, "a number above 0")
 
 
 @dataclass
@@ -99,7 +96,7 @@ class RewardConfig:
     special_tokens: bool = False
     """Whether functions, endpoints, judges and reward servers read a response's special tokens, such as a `<think>` that is one,
     but not the token that ends it."""
-    on_error: str = "stop"
+    on_error: str = setting("stop", among=("stop", "mask"))
     """Reaction to a source that fails on samples, or gives them NaN or infinite rewards. stop: end the run with the reason; mask:
     leave the samples out of training and count them in train_rollouts/reward_failures."""
 
@@ -126,6 +123,5 @@ class RewardConfig:
             )
 
     def validate(self) -> None:
-        require_choice("reward.on_error", self.on_error, ("stop", "mask"))
         for name, weight in self.weights.items():
             require(math.isfinite(weight), f"reward.{name}.weight", weight, "a finite number")

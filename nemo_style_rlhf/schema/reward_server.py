@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.base import require, setting
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.critic import CriticServerConfig, require_label_weights
 
@@ -20,7 +20,7 @@ class RewardServerRunConfig(RunConfig):
 class RewardModelConfig:
     """How texts become rewards."""
 
-    max_length: int = 0
+    max_length: int = setting(0, ge=0, expected="a number of tokens, or 0 for the model's own")
     """Longest accepted sequence, in tokens; 0 takes the model's own limit."""
     append_eos: bool | None = None
     """Whether every response ends with the end-of-text token; null does as in the reward model's training."""
@@ -28,28 +28,13 @@ class RewardModelConfig:
     """Serve (reward - mean) / std, by the statistics stored with the reward model."""
     label_weights: list[float] | None = None
     """One weight for each label of a model with several. The reward is the weighted sum of the labels."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = setting(16384, gt=0, expected="a number of tokens above 0")
     """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence is computed alone."""
-    row_multiple: int | None = None
+    row_multiple: int | None = setting(None, gt=0, expected="a number of rows above 0, or null")
     """As engine.row_multiple."""
 
     def validate(self) -> None:
         require_label_weights("reward.label_weights", self.label_weights)
-        require(
-            self.max_length >= 0, "reward.max_length", self.max_length, "a number of tokens, or 0 for the model's own"
-        )
-        require(
-            self.micro_batch_tokens > 0,
-            "reward.micro_batch_tokens",
-            self.micro_batch_tokens,
-            "a number of tokens above 0",
-        )
-        require(
-            self.row_multiple is None or self.row_multiple > 0,
-            "reward.row_multiple",
-            self.row_multiple,
-            "a number of rows above 0, or null",
-        )
 
 
 @dataclass

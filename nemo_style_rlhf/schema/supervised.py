@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from nemo_style_rlhf.algorithms.names import DPO_LOSSES, REWARD_MODEL_LOSSES
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require, require_choice
+from nemo_style_rlhf.schema.base import require, require_choice, setting
 from nemo_style_rlhf.schema.common import ModelConfig, OptimizerConfig, SchedulerConfig, TrainerRunConfig
 from nemo_style_rlhf.schema.data import PromptTemplateConfig, TrainingDataConfig
 from nemo_style_rlhf.schema.paths import CHECK, config_source
@@ -20,14 +20,13 @@ ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 class SupervisedModelConfig(ModelConfig):
     """The model that a supervised stage starts from."""
 
-    init: str = "pretrained"
+    init: str = setting("pretrained", among=("pretrained", "random"))
     """pretrained, or random: fresh weights of the architecture in config_path (SFT only)."""
     config_path: str | None = field(default=None, metadata={CHECK: config_source})
     """Hugging Face config JSON for init=random; null takes config.json in model.path. The tokenizer is model.path's."""
 
     def validate(self) -> None:
         super().validate()
-        require_choice("model.init", self.init, ("pretrained", "random"))
         if self.config_path is not None and self.init != "random":
             raise UserError(
                 "model.config_path is set but model.init=pretrained does not read it: set model.init=random"
@@ -40,7 +39,7 @@ class SupervisedModelConfig(ModelConfig):
 class SupervisedDataConfig(TrainingDataConfig, PromptTemplateConfig):
     """Rows of a supervised stage."""
 
-    max_length: int = 1024
+    max_length: int = setting(1024, gt=1, expected="a number of tokens above 1")
     """Maximum tokens of prompt and response together; longer rows are dropped and counted."""
     append_eos: bool = True
     """End every response with the end-of-text token: a policy trained without it never stops."""
@@ -48,14 +47,13 @@ class SupervisedDataConfig(TrainingDataConfig, PromptTemplateConfig):
     def validate(self) -> None:
         super().validate()
         self.validate_sources()
-        require(self.max_length > 1, "data.max_length", self.max_length, "a number of tokens above 1")
 
 
 @dataclass
 class SFTDataConfig(SupervisedDataConfig):
     """Rows of prompt and response (loss on the response), messages (loss on the answers), or plain text (loss on all)."""
 
-    format: str = "auto"
+    format: str = setting("auto", among=("auto", "prompt_response", "text", "messages"))
     """auto (by the columns of each row), prompt_response, text or messages."""
     response_key: str | None = None
     """Column of the response, a text or messages; null is `response`, `completion` or Alpaca's `output`."""
@@ -63,13 +61,11 @@ class SFTDataConfig(SupervisedDataConfig):
     """Column of texts without a prompt, for data.format=text."""
     messages_key: str | None = None
     """Column of the conversation; null is `messages` or ShareGPT's `conversations`."""
-    learn: str = "all_answers"
+    learn: str = setting("all_answers", among=("all_answers", "last_answer"))
     """Turns of a conversation whose tokens are loss tokens: all_answers of the assistant, or only the last_answer."""
 
     def validate(self) -> None:
         super().validate()
-        require_choice("data.format", self.format, ("auto", "prompt_response", "text", "messages"))
-        require_choice("data.learn", self.learn, ("all_answers", "last_answer"))
         if self.format == "text" and self.apply_chat_template:
             raise UserError("data.apply_chat_template=true but data.format=text has no prompts: set it to false")
 
@@ -123,37 +119,28 @@ class UnpairedDataConfig(PairDataConfig):
 class FitConfig:
     """Length of training and size of batches; Lightning's Trainer does the training."""
 
-    max_epochs: float = 1
+    max_epochs: float = setting(1, gt=0, expected="a number above 0")
     """Passes over the training rows; fractions are possible."""
-    max_steps: int = 0
+    max_steps: int = setting(0, ge=0, expected="a number of steps, or 0 for max_epochs")
     """Optimizer steps; 0 lets max_epochs decide."""
-    batch_size: int = 64
+    batch_size: int = setting(64, gt=0, expected="a number of rows above 0")
     """Rows (SFT, KTO) or pairs (reward model, DPO) per optimizer step."""
     micro_batch_size: int = 0
     """Rows in one forward and backward; 0 for all at once. The loss is normalized over the whole step."""
-    micro_batch_tokens: int = 0
+    micro_batch_tokens: int = setting(0, ge=0, expected="tokens, or 0")
     """Instead of micro_batch_size: maximum tokens of one forward and backward, counted as rows x longest row, or with
     model.packing as their sum (the longer text of a pair counts). A longer row is computed alone."""
-    val_interval: int = 0
+    val_interval: int = setting(0, ge=0, expected="a number of steps, or 0 for the end")
     """Optimizer steps between validations; 0 validates once, at the end."""
-    val_batch_size: int = 64
+    val_batch_size: int = setting(64, gt=0, expected="a number of rows above 0")
     """Maximum number of rows or pairs of a validation batch."""
-    log_interval: int = 10
+    log_interval: int = setting(10, gt=0, expected="a number of steps above 0")
     """Optimizer steps between lines of metrics.jsonl."""
-    strategy: str = "auto"
+    strategy: str = setting("auto", among=("auto", *ZERO_STAGES))
     """auto (one device, or DDP over the ranks of torchrun), or DeepSpeed's zero1, zero2, zero3, which shard optimizer states,
     gradients, weights over the ranks. Their checkpoints resume with the same strategy and number of ranks."""
 
     def validate(self) -> None:
-        require_choice("trainer.strategy", self.strategy, ("auto", *ZERO_STAGES))
-        require(self.max_epochs > 0, "trainer.max_epochs", self.max_epochs, "a number above 0")
-        require(self.max_steps >= 0, "trainer.max_steps", self.max_steps, "a number of steps, or 0 for max_epochs")
-        require(self.batch_size > 0, "trainer.batch_size", self.batch_size, "a number of rows above 0")
-        require(self.val_batch_size > 0, "trainer.val_batch_size", self.val_batch_size, "a number of rows above 0")
-        require(
-            self.val_interval >= 0, "trainer.val_interval", self.val_interval, "a number of steps, or 0 for the end"
-        )
-        require(self.log_interval > 0, "trainer.log_interval", self.log_interval, "a number of steps above 0")
         divides = self.micro_batch_size >= 0 and self.batch_size % (self.micro_batch_size or self.batch_size) == 0
         require(
             divides,
@@ -161,7 +148,6 @@ class FitConfig:
             self.micro_batch_size,
             f"0 or a divisor of trainer.batch_size={self.batch_size}",
         )
-        require(self.micro_batch_tokens >= 0, "trainer.micro_batch_tokens", self.micro_batch_tokens, "tokens, or 0")
         if self.micro_batch_size and self.micro_batch_tokens:
             raise UserError(
                 f"trainer.micro_batch_size={self.micro_batch_size} and trainer.micro_batch_tokens={self.micro_batch_tokens} both "
@@ -175,22 +161,17 @@ class SupervisedEngineConfig:
 
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    gradient_clip_val: float = 1.0
+    gradient_clip_val: float = setting(1.0, ge=0, expected="a norm, or 0 for none")
     """Global L2 norm to which the gradient is clipped; 0 turns clipping off."""
-
-    def validate(self) -> None:
-        require(
-            self.gradient_clip_val >= 0, "engine.gradient_clip_val", self.gradient_clip_val, "a norm, or 0 for none"
-        )
 
 
 @dataclass
 class SupervisedCheckpointConfig:
     """Checkpoints of an unfinished run, in <run.output_dir>/checkpoints; run.resume reads them."""
 
-    save_interval: int = 500
+    save_interval: int = setting(500, ge=-1, expected="a number of steps, 0 for none, or -1 for the last step alone")
     """Optimizer steps between checkpoints; the last step is always saved, -1 saves no other, and 0 saves none."""
-    keep_last: int = 1
+    keep_last: int = setting(1, gt=0, expected="at least 1")
     """Number of checkpoints that are kept."""
     save_on_interrupt: bool = False
     """The first Ctrl-C ends the stage after the running step, with a checkpoint; only the second one ends it at once."""
@@ -198,13 +179,6 @@ class SupervisedCheckpointConfig:
     def is_due(self, step: int) -> bool:
         """Whether ``save_interval`` asks for a checkpoint after ``step``."""
         return self.save_interval > 0 and step % self.save_interval == 0
-
-    def validate(self) -> None:
-        require(
-            self.save_interval >= -1,
-            "checkpoint.save_interval", self.save_interval, "a number of steps, 0 for none, or -1 for the last step alone",
-        )  # fmt: skip
-        require(self.keep_last > 0, "checkpoint.keep_last", self.keep_last, "at least 1")
 
 
 @dataclass
@@ -242,18 +216,15 @@ class RewardModelConfig(SupervisedConfig):
     """Configuration of trainers/train_reward_model.py."""
 
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
-    loss: str = "sigmoid"
+    loss: str = setting("sigmoid", among=REWARD_MODEL_LOSSES)
     """sigmoid or logexp: the Bradley-Terry loss in two notations."""
-    centring: float = 0.0
+    centring: float = setting(0.0, ge=0, expected="a coefficient from 0 up")
     """Coefficient of (chosen + rejected)^2, which keeps the scores around 0 (arXiv 2312.09244, with 0.01); 0 for none."""
-    statistics_pairs: int = 2048
+    statistics_pairs: int = setting(2048, ge=0, expected="a number of pairs, or 0")
     """Number of training pairs whose mean reward and deviation are stored with the model (see critic.normalize_rewards); 0 for
     none."""
 
     def validate(self) -> None:
-        require_choice("loss", self.loss, REWARD_MODEL_LOSSES)
-        require(self.statistics_pairs >= 0, "statistics_pairs", self.statistics_pairs, "a number of pairs, or 0")
-        require(self.centring >= 0, "centring", self.centring, "a coefficient from 0 up")
         _require_pretrained(self.model, "a reward model")
 
 
@@ -262,22 +233,18 @@ class DPOConfig(SupervisedConfig):
     """Configuration of trainers/train_dpo.py."""
 
     data: PairDataConfig = field(default_factory=PairDataConfig)
-    beta: float = 0.1
+    beta: float = setting(0.1, gt=0, expected="a number above 0")
     """Strength of the pull towards the reference policy, the model before training; for ipo, 1 / (2 beta) is the margin."""
-    loss: str = "sigmoid"
+    loss: str = setting("sigmoid", among=DPO_LOSSES)
     """sigmoid (DPO), or ipo (on log-probabilities per token)."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = setting(0.0, ge=0, lt=0.5, expected="a share from 0 to below 0.5")
     """Share of pairs assumed to be labeled the wrong way round (cDPO), below 0.5; only with loss=sigmoid."""
-    nll_weight: float = 0.0
+    nll_weight: float = setting(0.0, ge=0, expected="a weight from 0 up")
     """Weight of the chosen response's negative log-likelihood per token (arXiv 2404.19733, with 1); 0 for none."""
 
     def validate(self) -> None:
-        require_choice("loss", self.loss, DPO_LOSSES)
-        require(self.beta > 0, "beta", self.beta, "a number above 0")
-        require(0 <= self.label_smoothing < 0.5, "label_smoothing", self.label_smoothing, "a share from 0 to below 0.5")
         if self.label_smoothing:
             require(self.loss == "sigmoid", "label_smoothing", self.label_smoothing, f"0 with loss={self.loss}")
-        require(self.nll_weight >= 0, "nll_weight", self.nll_weight, "a weight from 0 up")
         _require_pretrained(self.model, "DPO")
 
 
@@ -286,17 +253,14 @@ class KTOConfig(SupervisedConfig):
     """Configuration of trainers/train_kto.py."""
 
     data: UnpairedDataConfig = field(default_factory=UnpairedDataConfig)
-    beta: float = 0.1
+    beta: float = setting(0.1, gt=0, expected="a number above 0")
     """Rate at which the value of gains and losses against the reference policy saturates."""
-    desirable_weight: float = 1.0
+    desirable_weight: float = setting(1.0, ge=0, expected="a weight from 0 up")
     """Weight of the desirable rows' loss. The paper recommends weight x number of rows at 1 to 4/3 of the undesirable rows'."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: float = setting(1.0, ge=0, expected="a weight from 0 up")
     """Weight of the undesirable rows' loss."""
 
     def validate(self) -> None:
-        require(self.beta > 0, "beta", self.beta, "a number above 0")
-        require(self.desirable_weight >= 0, "desirable_weight", self.desirable_weight, "a weight from 0 up")
-        require(self.undesirable_weight >= 0, "undesirable_weight", self.undesirable_weight, "a weight from 0 up")
         rows = self.trainer.batch_size
         require(
             rows > 1, "trainer.batch_size", rows, "at least 2: the KL is estimated from the responses to other rows"

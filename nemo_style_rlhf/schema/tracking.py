@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.base import setting
 
 
 @dataclass
@@ -27,17 +27,11 @@ class WandbConfig:
 class RolloutsConfig:
     """Samples on disk, token by token: rollouts/step_XXXXXX.parquet, which trainers/watch.py shows."""
 
-    every: int = 1
+    every: int = setting(1, ge=0, expected="a number of steps, or 0 for no samples on disk")
     """Write the samples of every Nth step; 0 writes none."""
-    keep: int = 1000
+    keep: int = setting(1000, ge=0, expected="a number of steps, or 0 to keep all")
     """Number of written steps that stay on disk, up to 49 more while files are merged; 0 keeps all. 512 samples of 512 response
     tokens take some 10 MB."""
-
-    def validate(self) -> None:
-        require(
-            self.every >= 0, "tracking.rollouts.every", self.every, "a number of steps, or 0 for no samples on disk"
-        )
-        require(self.keep >= 0, "tracking.rollouts.keep", self.keep, "a number of steps, or 0 to keep all")
 
     def is_due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import require
+from nemo_style_rlhf.schema.base import setting
 from nemo_style_rlhf.schema.paths import CHECK, data_source
 from nemo_style_rlhf.schema.reward import RewardConfig
 
@@ -24,11 +24,8 @@ class TryRewardDataConfig:
     """Column of the response."""
     label_key: str | None = "label"
     """The reference answer, as data.label_key of a run; rows may lack it."""
-    num_samples: int = 16
+    num_samples: int = setting(16, ge=0, expected="a number of rows from 0 up")
     """Number of rows to try, from the first on; 0 tries all."""
-
-    def validate(self) -> None:
-        require(self.num_samples >= 0, "data.num_samples", self.num_samples, "a number of rows from 0 up")
 
 
 @dataclass

@@ -97,7 +97,7 @@ def test_defaults_are_those_that_programs_compose(entries: dict[str, str]) -> No
         ("9e-06", "serve_ppo_critic"),
         ("2e-05", "train_sft"),
     ):
-        assert f"float , default {default} , in {programs}." in entries["engine.optim.lr"]
+        assert f"float , default {default} (a number above 0), in {programs}." in entries["engine.optim.lr"]
     assert "str , required, in" in entries["model.path"]
 
 

@@ -17,6 +17,7 @@ from nemo_style_rlhf.data.prompts import load_prompts
 from nemo_style_rlhf.data.records import Record
 from nemo_style_rlhf.data.supervised import load_pairs, load_sft, load_unpaired
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import validate
 from nemo_style_rlhf.schema.data import PromptDataConfig
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig, SFTDataConfig, UnpairedDataConfig
 from tests.support.pages import table_rows
@@ -60,7 +61,7 @@ class Layout:
 
 def prompts(path: str, settings: dict[str, Any], tokenizer: Any) -> tuple[list[str], Any]:
     config = PromptDataConfig(train_path=path, **settings)
-    config.validate()
+    validate(config, "data.")
     found, report = load_prompts(path, config, tokenizer)
     return [prompt.text for prompt in found], report
 
@@ -77,14 +78,14 @@ def learned(tokenizer: Any, token_ids: list[int], mask: list[bool]) -> str:
 
 def sft(path: str, settings: dict[str, Any], tokenizer: Any) -> tuple[list[str], Any]:
     config = SFTDataConfig(train_path=path, append_eos=False, **settings)
-    config.validate()
+    validate(config, "data.")
     found, report = load_sft(path, config, tokenizer)
     return [learned(tokenizer, row.token_ids, row.learned()) for row in found], report
 
 
 def pairs(path: str, settings: dict[str, Any], tokenizer: Any) -> tuple[list[str], Any]:
     config = PreferenceDataConfig(train_path=path, append_eos=False, **settings)
-    config.validate()
+    validate(config, "data.")
     found, report = load_pairs(path, config, tokenizer)
 
     def shown(ids: list[int], start: int) -> str:
@@ -95,7 +96,7 @@ def pairs(path: str, settings: dict[str, Any], tokenizer: Any) -> tuple[list[str
 
 def kto(path: str, settings: dict[str, Any], tokenizer: Any) -> tuple[list[str], Any]:
     config = UnpairedDataConfig(train_path=path, append_eos=False, **settings)
-    config.validate()
+    validate(config, "data.")
     found, report = load_unpaired(path, config, tokenizer)
     return [f"{'+-'[not row.desirable]}{learned(tokenizer, row.token_ids, row.learned())}" for row in found], report
 

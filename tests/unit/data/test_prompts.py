@@ -9,6 +9,7 @@ import pytest
 from nemo_style_rlhf.critic_service.protocol import reward_tensors
 from nemo_style_rlhf.data.prompts import load_prompts
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import validate
 from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.data import PromptDataConfig
 
@@ -24,7 +25,7 @@ def write(path, rows):
 
 def config(**changes):
     built = PromptDataConfig(train_path="unused", **changes)
-    built.validate()
+    validate(built, "data.")
     return built
 
 

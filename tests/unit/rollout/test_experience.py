@@ -10,6 +10,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.ppo.metrics import rollout_metrics
 from nemo_style_rlhf.rollout.experience import ShapingState
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig, FilterConfig, ShapingConfig
+from nemo_style_rlhf.schema.base import validate
 from nemo_style_rlhf.schema.generation import SamplingOverrides
 from tests.support.rollouts import PROMPTS, LengthScorer, UnluckyScorer, collect, make_collector
 
@@ -53,7 +54,7 @@ def test_the_least_kl_multiplier_is_the_configurations():
 @pytest.mark.parametrize("multiplier", [0.0, -0.5, 1.5, float("nan")])
 def test_a_kl_multiplier_that_could_turn_the_penalty_around_is_refused(multiplier):
     with pytest.raises(UserError, match=r"algorithm\.kl_min_multiplier=.* is not possible: expected a number above 0"):
-        AlgorithmConfig(kl_min_multiplier=multiplier).validate()
+        validate(AlgorithmConfig(kl_min_multiplier=multiplier), "algorithm.")
 
 
 def test_an_experience_lists_samples_in_the_order_of_their_requests():

@@ -4,6 +4,7 @@ import pytest
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.agent import AgentConfig
+from nemo_style_rlhf.schema.base import validate
 from nemo_style_rlhf.schema.paths import require_paths
 
 
@@ -21,9 +22,9 @@ from nemo_style_rlhf.schema.paths import require_paths
     ],
 )
 def test_a_value_that_is_not_possible_is_named(key: str, value: object) -> None:
-    AgentConfig().validate()
+    validate(AgentConfig(), "agent.")
     with pytest.raises(UserError, match=f"^agent.{key}={value} is not possible: expected "):
-        AgentConfig(**{key: value}).validate()  # type: ignore[arg-type]
+        validate(AgentConfig(**{key: value}), "agent.")  # type: ignore[arg-type]
 
 
 def test_the_file_must_have_the_class(tmp_path) -> None:

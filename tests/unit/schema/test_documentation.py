@@ -34,13 +34,13 @@ def explained(schema: type, name: str, key: str) -> str:
 
 def test_a_key_is_explained_by_its_docstring():
     assert explained(PPOActorConfig, "ppo_actor", "algorithm.ppo_epochs") == (
-        "algorithm.ppo_epochs (int, default 1)\n    Passes over one rollout."
+        "algorithm.ppo_epochs (int, default 1; a number above 0)\n    Passes over one rollout."
     )
     assert explained(PPOActorConfig, "ppo_actor", "model.path").startswith(
         "model.path (str, required)\n    A local Hugging Face directory"
     )
     assert explained(PPOActorConfig, "ppo_actor", "run.resume").startswith(
-        "run.resume (str, default auto)\n    auto (resume from"
+        "run.resume (str, default auto; one of auto, never, must)\n    auto (resume from"
     )
 
 
@@ -51,7 +51,9 @@ def test_a_group_is_explained_key_by_key():
 
 
 def test_a_default_is_the_programs_own():
-    assert explained(SFTConfig, "sft", "engine.optim.lr").startswith("engine.optim.lr (float, default 2e-05)")
+    assert explained(SFTConfig, "sft", "engine.optim.lr").startswith(
+        "engine.optim.lr (float, default 2e-05; a number above 0)"
+    )
 
 
 def test_every_key_and_group_of_a_run_can_be_explained():

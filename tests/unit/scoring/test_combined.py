@@ -8,6 +8,7 @@ import torch
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.base import validate
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from nemo_style_rlhf.schema.reward import CriticRewardConfig, EndpointRewardConfig, FunctionRewardConfig, RewardConfig
 from nemo_style_rlhf.scoring.combined import CombinedScorer
@@ -136,21 +137,33 @@ def test_closing_closes_every_source():
 @pytest.mark.parametrize(
     "config, said",
     [
-        (FunctionRewardConfig(weight=1.0), "needs the function's file: set reward.function.path"),
-        (FunctionRewardConfig(timeout_s=0.0), "reward.function.timeout_s=0.0 is not possible"),
-        (FunctionRewardConfig(processes=0), "reward.function.processes=0 is not possible"),
-        (EndpointRewardConfig(weight=1.0), "needs addresses: set reward.endpoints.urls"),
-        (EndpointRewardConfig(urls=["localhost:5000"]), "reward.endpoints.urls=localhost:5000 is not possible"),
-        (EndpointRewardConfig(timeout_s=-1.0), "reward.endpoints.timeout_s=-1.0 is not possible"),
-        (EndpointRewardConfig(retries=-1), "reward.endpoints.retries=-1 is not possible"),
-        (EndpointRewardConfig(cooldown_s=-1.0), "reward.endpoints.cooldown_s=-1.0 is not possible"),
+        (
+            RewardConfig(function=FunctionRewardConfig(weight=1.0)),
+            "needs the function's file: set reward.function.path",
+        ),
+        (RewardConfig(function=FunctionRewardConfig(timeout_s=0.0)), "reward.function.timeout_s=0.0 is not possible"),
+        (RewardConfig(function=FunctionRewardConfig(processes=0)), "reward.function.processes=0 is not possible"),
+        (RewardConfig(endpoints=EndpointRewardConfig(weight=1.0)), "needs addresses: set reward.endpoints.urls"),
+        (
+            RewardConfig(endpoints=EndpointRewardConfig(urls=["localhost:5000"])),
+            "reward.endpoints.urls=localhost:5000 is not possible",
+        ),
+        (
+            RewardConfig(endpoints=EndpointRewardConfig(timeout_s=-1.0)),
+            "reward.endpoints.timeout_s=-1.0 is not possible",
+        ),
+        (RewardConfig(endpoints=EndpointRewardConfig(retries=-1)), "reward.endpoints.retries=-1 is not possible"),
+        (
+            RewardConfig(endpoints=EndpointRewardConfig(cooldown_s=-1.0)),
+            "reward.endpoints.cooldown_s=-1.0 is not possible",
+        ),
         (RewardConfig(on_error="ignore"), "reward.on_error=ignore is not possible"),
         (RewardConfig(critic=CriticRewardConfig(math.inf)), "reward.critic.weight=inf is not possible"),
     ],
 )
 def test_impossible_settings_are_refused(config, said):
     with pytest.raises(UserError, match=said.replace(".", r"\.")):
-        config.validate()
+        validate(config, "reward.")
 
 
 def test_a_run_needs_a_source_of_rewards():
