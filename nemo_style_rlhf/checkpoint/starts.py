@@ -126,8 +126,6 @@ def record_start(output_dir: Path, config: Any, *, after: str) -> None:
         return
     newest, kept = output_dir / NEWEST, output_dir / ALL
     with storage_errors(newest):
-        if newest.is_file() and not kept.exists():  # an earlier version kept only the newest
-            write_atomically(kept / "001_unknown.yaml", newest.read_bytes())
         text = _text(config).encode()
         write_atomically(kept / f"{len(list(kept.glob('*.yaml'))) + 1:03d}_{after}.yaml", text)
         write_atomically(newest, text)
@@ -137,7 +135,7 @@ def require_same(saved: Mapping[str, Any], given: Mapping[str, Any], where: str)
     """Refuse to resume from a checkpoint if a setting that gives the checkpoint its meaning has changed.
 
     Args:
-        saved: settings in the checkpoint; those that it lacks, since an earlier version wrote it, are not compared.
+        saved: settings in the checkpoint; those that it lacks are not compared.
         where: name of the checkpoint, for the error.
 
     Raises:
@@ -225,10 +223,9 @@ def _recorded_end(output_dir: Path) -> tuple[list[Path], str] | None:
         return None
     try:
         content = json.loads(done.read_bytes())
-        content = content if "exports" in content else {"exports": content}  # earlier versions had these alone
         exports = {Path(folder): dict(digests) for folder, digests in content["exports"].items()}
         why = str(content.get("why", ""))
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, KeyError, TypeError):
         if _is_first_rank():
             log.warning("%s is damaged: the run goes on from its last checkpoint and exports anew", done)
         return None

@@ -49,8 +49,7 @@ class Manifest:
     """Number of finished PPO steps."""
     run_id: str
     files: dict[str, str]
-    """SHA-256 of the files that a resume reads, by path below the checkpoint's folder; manifests of earlier versions have
-    ``actor``, the files by path below ``actor/``."""
+    """SHA-256 of the files that a resume reads, by path below the checkpoint's folder."""
     critic: dict[str, Any]
     """The critic checkpoint as the server described it: its step, files and their digests."""
     state: dict[str, Any]
@@ -58,7 +57,7 @@ class Manifest:
     versions: dict[str, str]
     """Versions of packages on which results may depend."""
     digest: str = ""
-    """SHA-256 of all fields above; empty in manifests of earlier versions."""
+    """SHA-256 of all fields above."""
 
 
 class CheckpointStore:
@@ -193,15 +192,12 @@ class CheckpointStore:
                 raise UserError(
                     f"{path} has format {found}, this version reads {FORMAT}: resume with the version that wrote it"
                 )
-            fields = dict(content)
-            if "actor" in fields:
-                fields["files"] = {f"{ACTOR}/{name}": value for name, value in fields.pop("actor").items()}
-            manifest = Manifest(**fields)
+            manifest = Manifest(**content)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         if not (is_run_id(manifest.run_id) and manifest.step == step and isinstance(manifest.files, dict)):
             return None
-        return manifest if manifest.digest in ("", _digest(content)) else None
+        return manifest if manifest.digest == _digest(content) else None
 
     def part(self, step: int, name: str) -> Path:
         """The folder of a named part."""

@@ -205,9 +205,7 @@ def read_record(directory: Path) -> CheckpointRecord:
     """
     if not (directory / RECORD).is_file():
         raise OSError(f"{RECORD} is no file")
-    content = json.loads((directory / RECORD).read_bytes())
-    content.setdefault("critic", content.pop("shape", {}))  # the key of earlier versions
-    record = CheckpointRecord(**content)
+    record = CheckpointRecord(**json.loads((directory / RECORD).read_bytes()))
     if not (type(record.critic_step) is int and isinstance(record.digests, dict) and isinstance(record.critic, dict)):
         raise TypeError(f"{RECORD} is no record of a checkpoint")
     return record

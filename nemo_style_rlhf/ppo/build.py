@@ -49,7 +49,7 @@ from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.models.decoding import backend, decoder_loader
 from nemo_style_rlhf.models.digests import model_fingerprint, rows_fingerprint, tokenizer_digest
 from nemo_style_rlhf.models.loading import load_causal_lm, load_tokenizer
-from nemo_style_rlhf.models.lora import START, add_lora, lora_identity
+from nemo_style_rlhf.models.lora import add_lora, lora_identity
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.agents import make_runner
 from nemo_style_rlhf.ppo.export import PolicyCopy, rehearse_policy
@@ -317,9 +317,6 @@ def _found(config: PPOActorConfig) -> tuple[Manifest | None, dict[str, Any]]:
             raise UserError(f"run.resume=must but {config.run.output_dir} holds no checkpoint: use run.resume=auto")
         return None, {}
     saved = json.loads((store.part(manifest.step, ACTOR) / IDENTITY_FILE).read_bytes())
-    saved.setdefault("algorithm.staleness", 0)  # earlier versions knew no other
-    if START in saved:
-        saved.setdefault(REFERENCE, saved[START])  # likewise
     require_same(saved, run_identity(config), config.run.output_dir)
     if config.algorithm.uses_critic:
         require_critic_checkpoint(manifest)

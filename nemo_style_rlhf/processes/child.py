@@ -57,8 +57,9 @@ class ChildProcess:
         self._parent = os.getpid()
         self._link, theirs = socket.socketpair()
         with theirs:
+            supervisor = [sys.executable, "-I", "-S", tree.__file__, str(theirs.fileno())]
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", "-S", tree.__file__, str(theirs.fileno())], env=env, cwd=cwd, stdin=stdin, stdout=stdout,
+                [*supervisor, *([tree.TIDIES] if afterwards else [])], env=env, cwd=cwd, stdin=stdin, stdout=stdout,
                 stderr=stderr, pass_fds=[theirs.fileno(), *pass_fds], start_new_session=True,
             )  # fmt: skip
         self.stdin, self.stdout, self.stderr = self._supervisor.stdin, self._supervisor.stdout, self._supervisor.stderr
@@ -71,7 +72,7 @@ class ChildProcess:
         if self.pid <= 0:
             code = self._supervisor.wait()
             if not answer:
-                raise RuntimeError(f"the supervisor of {command[0]} ended with exit code {code}")
+                raise ChildProcessError(f"the supervisor of {command[0]} ended with exit code {code}")
             raise OSError(-self.pid, os.strerror(-self.pid), command[0])
 
     def fileno(self) -> int:

@@ -1,4 +1,4 @@
-"""The supervisor of one program, run by its path: ``python tree.py LINK``. child.py starts it and explains the protocol.
+"""The supervisor of one program, run by its path: ``python tree.py LINK [tidies]``. child.py starts it and explains the protocol.
 
 It is the subreaper of the program's descendants: those whose own parent dies become its children, whatever session they are in,
 and it kills what is left. It imports only what starts fast, of the standard library.
@@ -17,6 +17,9 @@ LOOK_S = 0.5
 """Seconds between two looks for the parent: a process that the parent forked may hold the link open."""
 NEWS_S = 1.0
 """Seconds to wait for the end of a parent that ends together with the program."""
+TIDY_S = 2.0
+"""Seconds that supervisors below this one have to end their programs and to run what follows, marked by TIDIES."""
+TIDIES = "tidies"
 KILL_S = 5.0
 """Seconds in which killed processes must have ended; one that hangs in the kernel does not."""
 IGNORED = (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD)
@@ -54,7 +57,7 @@ class Supervisor:
             while not (self._orphaned or self._ordered) and (left := news - time.monotonic()) > 0:
                 self._wait(left, ended)
             if self._orphaned:
-                os.execv(self._afterwards[0], self._afterwards)  # with all signals blocked, as here
+                os.execvp(self._afterwards[0], self._afterwards)  # with all signals blocked, as here
         _end_like(-signal.SIGKILL if self._status is None else os.waitstatus_to_exitcode(self._status))
 
     def _read(self, size: int) -> bytes:
@@ -133,10 +136,9 @@ class Supervisor:
             self._deadline = min(self._deadline, time.monotonic() + self._grace_s)
             self._poll.unregister(self._link)
         for number in numbers:
-            if (
-                number == signal.SIGKILL or self._status is not None
-            ):  # of what the program has left, nothing is waited for
-                self._ordered, self._deadline = not self._orphaned, 0.0
+            self._ordered = not self._orphaned
+            if number == signal.SIGKILL or self._status is not None:  # what the program has left is not waited for
+                self._deadline = 0.0
             else:
                 _kill(self._program, number)
 
@@ -153,15 +155,42 @@ class Supervisor:
 
     def _kill_all(self) -> None:
         """Kill and await all children. Those of a killed one become ours, and are killed in turn."""
-        last, killed = time.monotonic() + KILL_S, ""
-        while self._reap() and time.monotonic() < last:
-            with open(f"/proc/self/task/{os.getpid()}/children") as children:
-                found = children.read()
-            for child in found.split():
-                _kill(int(child), signal.SIGKILL)
+        began, killed, tidying = time.monotonic(), [], set()
+        while self._reap() and (passed := time.monotonic() - began) < KILL_S + TIDY_S:
+            found = _children()
+            if passed < TIDY_S:
+                tidying |= {child for child in found if _tidies(child)}
+                found = [child for child in found if child not in tidying]
+            for child in found:
+                _kill(child, signal.SIGKILL)
             if found == killed:
                 time.sleep(0.001)
             killed = found
+
+
+def _children() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as listed:
+            return list(map(int, listed.read().split()))
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return [each for each in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(each) == os.getpid()]
+
+
+def _parent_of(process: int) -> int:
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return int(stat.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _tidies(process: int) -> bool:
+    """Whether the process is a supervisor that will run a command once its parent has gone."""
+    try:
+        with open(f"/proc/{process}/cmdline", "rb") as words:
+            return words.read().endswith(f"\0{TIDIES}\0".encode())
+    except OSError:
+        return False
 
 
 def _kill(process: int, number: int) -> None:

@@ -106,12 +106,8 @@ def completed_steps(path: Path, identity: dict[str, Any]) -> int:
     """
     file = path / PROGRESS_FILE if path.is_dir() else path
     checkpoint = read_data(file, mmap=True)
-    saved = checkpoint.get(IDENTITY, {})
-    require_same(saved, identity, str(path))
-    if "global_step" in checkpoint:
-        return int(checkpoint["global_step"])
-    done = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"]  # of an earlier version
-    return int(done * saved["ranks"] // saved["micro-batches per step"])
+    require_same(checkpoint.get(IDENTITY, {}), identity, str(path))
+    return int(checkpoint["global_step"])
 
 
 def recount_micro_batches(checkpoint: dict[str, Any], *, per_step: int) -> None:

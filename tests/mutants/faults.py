@@ -130,7 +130,7 @@ TWENTY = (
         name="every_token_opens_the_door",
         guarantee="Loopback unless you give it a token",
         file="nemo_style_rlhf/transport/exchange.py",
-        old="if not hmac.compare_digest(given, self._door.token):",
+        old="if not visitor.shows(given, self._door.settings.token):",
         new="if not given:",
         tests=(
             "tests/unit/transport/test_listening.py::"

@@ -75,13 +75,6 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_refused() -> None:
         require_reachable(4, 2, "algorithm.max_steps", "outputs/run")
 
 
-def test_the_file_of_an_earlier_version_is_not_lost(tmp_path: Path) -> None:
-    record_start(tmp_path / "other", configuration(tmp_path, lr=3e-6), after="step_000000")
-    (tmp_path / "other/config.yaml").rename(tmp_path / "config.yaml")
-    record_start(tmp_path, configuration(tmp_path), after="step_000004")
-    assert kept(tmp_path) == {"001_unknown.yaml": 3e-6, "002_step_000004.yaml": 1e-6}
-
-
 def test_each_key_that_changed_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also where a template holds what OmegaConf would take for an interpolation, or is long."""
     before = configuration(tmp_path, chat_template="cost: ${{ price }}")
@@ -182,7 +175,9 @@ def test_large_exports_are_sampled_when_a_run_ends_and_at_each_start(tmp_path: P
     assert not is_done(config, longer="trainer.max_steps")
 
 
-@pytest.mark.parametrize("content", ['{"/export": {"mod', "", "[]", '{"/export": null}', "\udcff"])
+@pytest.mark.parametrize(
+    "content", ['{"/export": {"mod', "", "[]", '{"/export": {}}', '{"exports": {"/export": null}}', "\udcff"]
+)
 def test_a_damaged_note_of_the_end_is_named_and_the_run_goes_on_from_its_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:

@@ -1,7 +1,6 @@
 """A critic checkpoint is whole, or the one before it is back."""
 
 import errno
-import json
 from pathlib import Path
 
 import pytest
@@ -29,14 +28,7 @@ def test_a_checkpoint_of_another_dtype_is_not_restored_whatever_its_ranks(tmp_pa
     store.save("run-step_000001", 3, lambda directory: (directory / "weights").write_text("w"))
     with pytest.raises(ProtocolError, match=r"a critic with model\.dtype float32, this one has bfloat16"):
         CriticCheckpointStore(tmp_path, {"model.dtype": "bfloat16"}).verified("run-step_000001", None)
-    record = tmp_path / "checkpoints/run-step_000001/critic/critic.json"
-    content = json.loads(record.read_text())
-    content.pop("critic")
-    for earlier in ({}, {"shape": {"ranks": 2}}, {"shape": {"model.dtype": "float32"}}):
-        record.write_text(json.dumps({**content, **earlier}))
-        assert store.verified("run-step_000001", None)[1].critic_step == 3
-    with pytest.raises(ProtocolError, match=r"a critic with model\.dtype float32, this one has bfloat16"):
-        CriticCheckpointStore(tmp_path, {"model.dtype": "bfloat16"}).verified("run-step_000001", None)
+    assert store.verified("run-step_000001", None)[1].critic_step == 3
 
 
 def test_another_checkpoint_of_the_same_name_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.ppo.build import REFERENCE, _found, run_identity
+from nemo_style_rlhf.ppo.build import _found, run_identity
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build
@@ -71,21 +71,17 @@ NO_KL = "algorithm.initial_policy_kl_penalty=0"
             r"with the KL reference \(model\.reference_path\) y, this one has",
         ),
         (NULL, [OTHER], r"with the KL reference \(model\.reference_path\) x, this one has y"),
-        ("before the key", [OTHER], r"with the KL reference \(model\.reference_path\) x, this one has y"),
     ],
 )
 def test_a_run_keeps_its_reference(tmp_path: Path, was: str, resumed: list[str], refused: str) -> None:
-    """An earlier version's checkpoint, which does not name it, has the model in model.path."""
-    identity = run_identity(configuration(tmp_path, NULL if was == "before the key" else was))
-    if was == "before the key":
-        del identity[REFERENCE]
+    identity = run_identity(configuration(tmp_path, was))
     store = CheckpointStore(tmp_path / "checkpoints", 2)
     (store.begin(3) / IDENTITY_FILE).write_text(json.dumps(identity))
     store.commit(3, "run", critic={"critic_step": 3}, state={}, versions={})
     for change in resumed:
         with pytest.raises(UserError, match=refused):
             _found(configuration(tmp_path, change))
-    for changes in ([was] if was != "before the key" else [SAME], [NULL, NO_KL]):
+    for changes in ([was], [NULL, NO_KL]):
         assert _found(configuration(tmp_path, *changes))[0] is not None
 
 

@@ -104,7 +104,7 @@ time.sleep(600)
     parent = f"""
 import os, sys, time
 from nemo_style_rlhf.processes.child import ChildProcess
-after = ["/usr/bin/env", "touch", {str(tmp_path / "after")!r}]
+after = ["touch", {str(tmp_path / "after")!r}]
 child = ChildProcess([sys.executable, "-c", {saves!r}], grace_s={grace_s}, afterwards=after)
 holder = os.fork() if {forks} else 0
 if {forks} and holder == 0:
@@ -129,12 +129,28 @@ time.sleep(600)
 def test_what_is_to_follow_does_not_follow_while_the_parent_lives(killed: bool, tmp_path: Path) -> None:
     """Also not after an order that comes when the program has ended by itself."""
     command = python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    child = ChildProcess(command, afterwards=["/usr/bin/env", "touch", str(tmp_path / "after")])
+    child = ChildProcess(command, afterwards=["touch", str(tmp_path / "after")])
     if killed:
         time.sleep(0.3)
         child.send_signal(signal.SIGKILL)
     assert child.wait(20) == -signal.SIGSEGV
     assert not (tmp_path / "after").exists()
+
+
+def test_what_is_to_follow_below_a_killed_program_still_follows(tmp_path: Path) -> None:
+    """As a server's files go when its launcher is killed with all that it has started."""
+    inner = f"""
+import time
+from nemo_style_rlhf.processes.child import ChildProcess
+child = ChildProcess(["sleep", "600"], afterwards=["sh", "-c", "sleep 0.3; touch {tmp_path / "after"}"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+    outer = ChildProcess(python(inner), cwd=ROOT, stdout=subprocess.PIPE)
+    assert outer.stdout is not None
+    program = int(outer.stdout.readline())
+    assert outer.kill() == -signal.SIGKILL
+    assert (tmp_path / "after").exists() and not is_alive(program)
 
 
 def supervisor_of(child: ChildProcess) -> psutil.Process:
@@ -162,7 +178,7 @@ def test_nor_do_they_keep_it_from_what_is_to_follow(tmp_path: Path) -> None:
     parent = f"""
 import sys, time
 from nemo_style_rlhf.processes.child import ChildProcess
-child = ChildProcess(["sleep", "600"], afterwards=["/usr/bin/env", "touch", {str(tmp_path / "after")!r}])
+child = ChildProcess(["sleep", "600"], afterwards=["touch", {str(tmp_path / "after")!r}])
 print(child.pid, flush=True)
 time.sleep(600)
 """
