@@ -134,7 +134,11 @@ def sample_in_turn(
     """Median seconds of each side, and CPU seconds that the other one used meanwhile."""
     samples: dict[str, dict[SampleId, list[int]]] = {}
     used: dict[str, list[float]] = {name: [] for name in sides}
-    (engine,) = (each for each in psutil.Process().children() if any("serve_engine" in word for word in each.cmdline()))
+    (engine,) = (
+        each
+        for each in psutil.Process().children(recursive=True)
+        if any("serve_engine" in word for word in each.cmdline())
+    )
     waiting = {OURS: engine, ENGINE: psutil.Process()}
 
     def sample(name: str) -> None:

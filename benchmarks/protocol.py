@@ -235,8 +235,8 @@ def serve(kind: str, ready_file: Path) -> None:
 def serve_critic(kind: str, ready_file: Path) -> None:
     """Serve with the real binding and the real validation, but without a model."""
     from nemo_style_rlhf.critic_service.ledger import Ledger
-    from nemo_style_rlhf.critic_service.triton import Binding
-    from nemo_style_rlhf.schema.critic import ServerConfig, ServerTlsConfig
+    from nemo_style_rlhf.critic_service.triton import TritonBinding
+    from nemo_style_rlhf.schema.critic import CriticServerConfig, ServerTlsConfig
     from nemo_style_rlhf.transport.listening import Address, take_port
 
     limits = protocol.Limits(VOCABULARY, max_length=2**20, max_request_bytes=MAX_REQUEST_BYTES)
@@ -252,14 +252,14 @@ def serve_critic(kind: str, ready_file: Path) -> None:
         ledger.drop()
         return {messages.RESPONSE.name: messages.json_tensor(answer)}
 
-    config = ServerConfig(port=0, max_request_bytes=MAX_REQUEST_BYTES)
+    config = CriticServerConfig(port=0, max_request_bytes=MAX_REQUEST_BYTES)
     if kind == "tls":
         files = (str(ready_file.with_name(f"tls.{suffix}")) for suffix in ("crt", "key"))
         config.tls = ServerTlsConfig(*files)
     address = Address(take_port("127.0.0.1", 0), TOKEN)
     if kind == "straight":
         port = listen_on_tcp()
-    binding = Binding(config, address, ["critic"])
+    binding = TritonBinding(config, address, ["critic"])
     binding.start()
     door = binding.open(handle, boot_id="benchmark")
     announce(ready_file, port if kind == "straight" else door.port)

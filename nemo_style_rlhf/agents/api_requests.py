@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
-from nemo_style_rlhf.transport.reading import Expected, Fault, message, parse
+from nemo_style_rlhf.transport.reading import Expected, Fault, Many, parse
 
 DEEPEST = 64
 """Levels of lists and objects in a request."""
@@ -179,26 +179,27 @@ def _is_function(value: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _is_message(message: dict[str, Any]) -> bool:
+def _is_message(message: Any) -> bool:
     """
     Raises:
-        ValueError: it is not; the text is what is expected.
+        ValueError: see :class:`Expected`.
     """
-    if message.get("role") not in ROLES:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise ValueError(f"an object whose role is one of {', '.join(ROLES)}")
-    if not all(isinstance(message.get(name), str | None) for name in ("name", "tool_call_id")):
-        raise ValueError("a text as name and tool_call_id")
+    for name in ("name", "tool_call_id"):
+        if not isinstance(message.get(name), str | None):
+            raise ValueError("a text", f".{name}")
     content, calls = message.get("content"), message.get("tool_calls")
     if calls is not None:
         right = message["role"] == "assistant" and isinstance(calls, list) and all(map(_is_function, calls))
         if not right or not all(isinstance(call["function"].get("arguments"), str | dict) for call in calls):
-            raise ValueError("tool_calls only of functions, with name and arguments, in an assistant's message")
+            raise ValueError("calls of functions, with name and arguments, in an assistant's message", ".tool_calls")
     if isinstance(content, list):
         right = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
     else:
         right = isinstance(content, str) or (content is None and message["role"] == "assistant")
     if not right:
-        raise ValueError("a text, or parts of text, as content")
+        raise ValueError("a text, or parts of text", ".content")
     return True
 
 
@@ -212,7 +213,7 @@ def _is_prompt(prompt: str | list[Any]) -> bool:
 
 
 Flag = Annotated[bool, Expected("true or false")]
-Limit = Annotated[int | None, Expected("a number of tokens")]
+Limit = Annotated[int | None, Expected("a number of tokens from 1 to the run's generation.max_length")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,26 +223,29 @@ class CommonBody:
     model: Annotated[str, Expected("a name")] = ""
     stream: Flag = False
     stream_options: Annotated[
-        dict[str, bool],
+        dict[str, Any],
         Expected(
-            "an object with include_usage", lambda value: value.keys() <= {"include_usage", "include_obfuscation"}
+            "an object with include_usage",
+            lambda value: (
+                value.keys() <= {"include_usage", "include_obfuscation"}
+                and all(each is None or isinstance(each, bool) for each in value.values())
+            ),
         ),
     ] = field(default_factory=dict)
     stop: Annotated[
-        str | list[str],
+        str | Many[str] | None,
         Expected(
             f"a text, or a list of at most {MOST_STOPS}, none of them empty",
-            lambda value: isinstance(value, str) or (len(value) <= MOST_STOPS and all(value)),
+            lambda value: bool(value) if isinstance(value, str) else len(value) <= MOST_STOPS and all(value),
         ),
-    ] = ""
+    ] = None
     max_tokens: Limit = None
 
 
-@message
 @dataclass(frozen=True, kw_only=True)
 class ChatBody(CommonBody):
     messages: Annotated[
-        list[Annotated[dict[str, Any], Expected("a message", _is_message)]],
+        Many[Annotated[Any, Expected("a message", _is_message)]],
         Expected("a list with at least one message", bool),
     ]
     tools: Annotated[
@@ -255,13 +259,11 @@ class ChatBody(CommonBody):
     max_completion_tokens: Limit = None
 
 
-@message
 @dataclass(frozen=True, kw_only=True)
 class TextBody(CommonBody):
     prompt: Annotated[str | list[Any], Expected("a text, or a list of token ids", _is_prompt)]
 
 
-@message
 @dataclass(frozen=True)
 class NextBody:
     """Of /sessions/next."""
@@ -272,7 +274,6 @@ class NextBody:
     ] = 20.0
 
 
-@message
 @dataclass(frozen=True)
 class FailBody:
     """Of /sessions/fail."""
@@ -297,10 +298,10 @@ def _read(body: Mapping[str, Any], kind: type[Body], fixed: Mapping[str, Fixed])
 def read_typed(given: Mapping[str, Any], kind: type[Body]) -> Body:
     """
     Raises:
-        ApiError: it is no :func:`message` of this kind.
+        ApiError: it holds something else.
     """
     try:
-        return parse(json.dumps(given).encode(), kind)
+        return parse(given, kind)
     except Fault as fault:
         if fault.kind == "unknown":
             raise ApiError(
@@ -318,7 +319,7 @@ def _request(
     sampling: dict[str, Any] = {} if limit is None else {"max_length": limit}
     if asked.stop:
         sampling["stop"] = [asked.stop] if isinstance(asked.stop, str) else asked.stop
-    usage = asked.stream_options.get("include_usage", False)
+    usage = bool(asked.stream_options.get("include_usage"))
     return Request(prompt, tools, sampling, asked.model, asked.stream, usage, logprobs)
 
 

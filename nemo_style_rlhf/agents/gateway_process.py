@@ -16,6 +16,7 @@ import socket
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 from tornado.iostream import StreamClosedError
@@ -25,6 +26,7 @@ from nemo_style_rlhf.agents import programs
 from nemo_style_rlhf.agents.api_answers import Answer, models
 from nemo_style_rlhf.agents.api_requests import (
     ApiError,
+    Body,
     FailBody,
     NextBody,
     Request,
@@ -134,12 +136,17 @@ class Handler(RequestHandler):
         return key.strip() if scheme.lower() == "bearer" else ""
 
     def content(self) -> dict[str, Any]:
-        """The object in the body; a body that is empty holds an empty one.
+        """The object in the body.
 
         Raises:
             ApiError: it holds none.
         """
-        return read_json(bytes(self._body) or b"{}")
+        return read_json(bytes(self._body))
+
+    def known(self, kind: type[Body]) -> Body:
+        """The fields of the object in the body that ``kind`` has; its defaults if there is no body."""
+        given = self.content() if self._body else {}
+        return read_typed({each.name: given[each.name] for each in fields(kind) if each.name in given}, kind)  # type: ignore[arg-type]
 
     def reply(self, content: object) -> None:
         self.finish(json.dumps(content))
@@ -211,7 +218,7 @@ class Next(Handler):
             raise ApiError(401, "this needs the token of the run (agent.token)", code="invalid_api_key")
 
     async def serve(self, *words: str) -> None:
-        asked = read_typed(self.content(), NextBody)
+        asked = self.known(NextBody)
         self._waits = asyncio.ensure_future(self.reception.next(asked.wait_s))
         try:
             visit = await self._waits
@@ -247,7 +254,7 @@ class Verdict(Handler):
 class Reward(Verdict):
     async def serve(self, *words: str) -> None:
         try:
-            self.reception.end(self.visit, programs.result(bytes(self._body)))
+            self.reception.end(self.visit, programs.result(self.content()))
         except programs.BadReward as error:
             raise ApiError(400, str(error), param="reward") from error
         self.reply({})
@@ -255,7 +262,7 @@ class Reward(Verdict):
 
 class Fail(Verdict):
     async def serve(self, *words: str) -> None:
-        asked = read_typed(self.content(), FailBody)
+        asked = self.known(FailBody)
         self.reception.fail(self.visit, f"the service failed: {asked.reason[: programs.SHOWN]}")
         self.reply({})
 

@@ -8,11 +8,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from nemo_style_rlhf.agents.environment import Observation
 from nemo_style_rlhf.processes.child import ChildProcess
-from nemo_style_rlhf.transport.reading import Expected, Fault, message, parse
+from nemo_style_rlhf.transport.reading import Expected, Fault, parse
 
 KEPT_BYTES = 2**20
 """Bytes at the end of a program's output that are kept."""
@@ -122,40 +122,40 @@ class Result:
     """Id of the completion that is the sample's answer."""
 
 
-@message
 @dataclass(frozen=True)
 class Verdict:
     """The end of an episode as a program or service tells it."""
 
     reward: Annotated[float, Expected("finite numbers for reward and score")] = 0.0
     score: Annotated[float | None, Expected("finite numbers for reward and score")] = None
-    metrics: Annotated[dict[str, float] | None, Expected("an object of finite numbers for metrics")] = None
+    metrics: Annotated[
+        dict[str, Any] | None,
+        Expected(
+            "an object of finite numbers for metrics", lambda metrics: all(map(_is_number, (metrics or {}).values()))
+        ),
+    ] = None
     answer: Annotated[str | None, Expected("the id of a completion for answer")] = None
 
 
-def result(raw: bytes) -> Result:
+def result(given: Any) -> Result:
     """The end of an episode, from a JSON number, or an object of reward, score, metrics and answer.
 
     Raises:
         BadReward: it is neither.
     """
     try:
-        told = parse(raw, Verdict)
+        told = Verdict(float(given)) if _is_number(given) else parse(given, Verdict)
     except Fault as fault:
-        if fault.kind == "value":
-            raise BadReward(f"expected {fault.expected}") from None
-        told = Verdict(_number(raw))
-    return Result(Observation(reward=told.reward, done=True, score=told.score, metrics=told.metrics or {}), told.answer)
+        raise BadReward(f"expected {fault.expected if fault.kind == 'value' else FORMS}") from None
+    metrics = {name: float(value) for name, value in (told.metrics or {}).items()}
+    return Result(Observation(reward=told.reward, done=True, score=told.score, metrics=metrics), told.answer)
 
 
-def _number(raw: bytes) -> float:
+def _is_number(value: Any) -> bool:
     try:
-        number = json.loads(raw)
-        if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
-            return float(number)
-    except (ValueError, OverflowError, RecursionError):
-        pass
-    raise BadReward(f"expected {FORMS}")
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def last_line(output: str) -> Result:
@@ -168,9 +168,12 @@ def last_line(output: str) -> Result:
     if not lines:
         return Result(Observation(done=True))
     try:
-        return result(lines[-1].encode())
+        return result(json.loads(lines[-1]))
+    except (ValueError, RecursionError):
+        reason = f"expected {FORMS}"
     except BadReward as error:
-        raise BadReward(f"its last line {lines[-1][:60]!r} is no reward: {error}") from None
+        reason = str(error)
+    raise BadReward(f"its last line {lines[-1][:60]!r} is no reward: {reason}")
 
 
 def as_json(value: object) -> str:

@@ -30,12 +30,25 @@ class Belongings:
     """The belongings of this process, a living server."""
 
     def __init__(self) -> None:
+        """
+        Raises:
+            UserError: the shared memory cannot be written.
+        """
         self.name = f"nsr{os.getpid()}-{secrets.token_hex(4)}"
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=parent_of_sockets()))  # of mode 0700
-        self._lock, unlocked = tempfile.mkstemp(prefix="nsr-", dir=SHARED_MEMORY)
-        os.write(self._lock, str(self.folder).encode())
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.rename(unlocked, _mark(self.name))  # the mark appears only once it is locked
+        unlocked = ""
+        try:
+            self._lock, unlocked = tempfile.mkstemp(prefix="nsr-", dir=SHARED_MEMORY)
+            os.write(self._lock, str(self.folder).encode())
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            os.rename(unlocked, _mark(self.name))  # the mark appears only once it is locked
+        except OSError as error:
+            shutil.rmtree(self.folder)
+            Path(unlocked).unlink(missing_ok=True) if unlocked else None
+            raise UserError(
+                f"{SHARED_MEMORY} cannot be written ({error.strerror}), where a server marks that it lives: make it writable, or "
+                "remove what fills it"
+            ) from error
 
     def remove(self) -> None:
         """Remove all belongings, and kill the processes that still use them."""

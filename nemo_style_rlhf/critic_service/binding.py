@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,11 +39,12 @@ def begin(run: RunConfig, config: CriticServerConfig, roles: list[str]) -> "Bind
             )
         from nemo_style_rlhf.critic_service import triton
 
-        triton.require_host()
+        triton.require_numpy_1()
         kind = triton.TritonBinding
     address = take_address(config)
     if address.listener is None:
         return None
+    kind.require_host()
     binding = kind(config, address, roles)
     if not run.dry_run:
         binding.start()
@@ -60,12 +62,27 @@ class Binding:
         self.door: FrontDoorProcess | None = None
         self.endpoints = [each for each in protocol.ENDPOINTS if not each.roles or {*each.roles} & {*roles}]
         """Those of these roles: one that is not used would cost start-up time."""
+        self._without = () if "reward" in roles else (protocol.REWARDS.name,)
+        """Outputs that this server does not have."""
         self._config, self._address = config, address
         self._answering: UnixBackend | None = None
         self._belongings: Belongings | None = None
 
+    @staticmethod
+    def require_host() -> None:
+        """
+        Raises:
+            UserError: this host lacks something.
+        """
+
     def start(self) -> None:
-        """Start what can start before the models are loaded."""
+        """Start what can start before the models are loaded.
+
+        Raises:
+            UserError: the host does not let it.
+        """
+        remove_those_of_dead_servers()
+        self._belongings = Belongings()
 
     def open(self, handle: Handler, *, boot_id: str) -> FrontDoorProcess:
         """Open the front door: from now on requests reach ``handle``.
@@ -73,8 +90,7 @@ class Binding:
         Raises:
             UserError: another server has taken the port.
         """
-        remove_those_of_dead_servers()
-        self._belongings = Belongings()
+        assert self._belongings is not None
         afterwards = [sys.executable, "-m", belongings.__name__, self._belongings.name]
         return self._open(self._belongings.folder / "http.sock", {}, handle, boot_id, afterwards=afterwards)
 
@@ -91,7 +107,7 @@ class Binding:
         """Answer at ``socket`` all endpoints but ``others``, which are answered at sockets of their own."""
         # Both ends of a connection to a backend keep room for the largest request that each endpoint has seen.
         sizes = {each: largest_tensors(each, self._config.max_request_bytes) for each in protocol.ENDPOINTS}
-        routes = {each: Route(each, sizes[each], others.get(each)) for each in self.endpoints}
+        routes = {each: Route(self.served(each), sizes[each], others.get(each)) for each in self.endpoints}
         own = [route for each, route in routes.items() if each not in others]
         self._answering = UnixBackend(socket, own, handle, boot_id=boot_id, one_at_a_time=True)
         self.door = FrontDoorProcess(
@@ -104,6 +120,10 @@ class Binding:
             afterwards=afterwards,
         )
         return self.door
+
+    def served(self, endpoint: Endpoint) -> Endpoint:
+        """The endpoint with the outputs that this server has."""
+        return replace(endpoint, outputs=tuple(each for each in endpoint.outputs if each.name not in self._without))
 
     @property
     def failed(self) -> bool:

@@ -28,14 +28,14 @@ from nemo_style_rlhf.transport.messages import (
     ragged,
     text_tensor,
 )
-from nemo_style_rlhf.transport.reading import Expected, message
+from nemo_style_rlhf.transport.reading import Expected, Many
 
 PROTOCOL_VERSION = 12
 
 # --- models and tensors -----------------------------------------------------------------------------------------------
 
-VALUES = TensorSpec("values", "FP32", optional=True)
-REWARDS = TensorSpec("rewards", "FP32", optional=True)
+VALUES = TensorSpec("values", "FP32")
+REWARDS = TensorSpec("rewards", "FP32")
 CRITIC_STEP = TensorSpec("critic_step", "INT64", 1)
 PROMPTS = TensorSpec("prompts", "BYTES")
 RESPONSES = TensorSpec("responses", "BYTES")
@@ -57,7 +57,8 @@ def _json_endpoint(name: str, *roles: str) -> Endpoint:
 
 
 STATUS = Endpoint("critic_status", (), (RESPONSE,), requires_boot=False)
-INFER = Endpoint("critic_infer", (TOKENS, SEQUENCE_LENGTHS, REQUEST), (VALUES, REWARDS, CRITIC_STEP), ONE_RUNS)
+WANTED = replace(VALUES, optional=True), replace(REWARDS, optional=True)
+INFER = Endpoint("critic_infer", (TOKENS, SEQUENCE_LENGTHS, REQUEST), (*WANTED, CRITIC_STEP), ONE_RUNS)
 TRAIN = Endpoint("critic_train", (TOKENS, SEQUENCE_LENGTHS, RETURNS, OLD_VALUES, MASK, PLAN), (RESPONSE,), ("critic",))
 SAVE = _json_endpoint("critic_save", "critic")
 COMMIT = _json_endpoint("critic_commit", "critic")
@@ -180,7 +181,6 @@ Part = Annotated[int, Expected("an integer", lambda value: abs(value) < 2**53)]
 Flag = Annotated[bool, Expected("true or false")]
 
 
-@message
 @dataclass(frozen=True)
 class Wanted:
     """The JSON ``request`` of ``critic_infer``: what to compute for its sequences, and with which critic."""
@@ -255,7 +255,6 @@ class TrainPart:
         return replace(self, sequences=sequences, returns=returns, old_values=old_values, mask=mask)
 
 
-@message
 @dataclass(frozen=True)
 class PartHeader:
     """The JSON ``plan`` of ``critic_train``; the last three fields belong to the last part."""
@@ -265,14 +264,21 @@ class PartHeader:
     part: Part
     parts: Part
     mini_batches: Annotated[
-        list[list[Annotated[int, Expected("", lambda value: abs(value) < 2**53)]]] | None,
-        Expected("a list of lists of sequence indices"),
+        Many[Many[int]] | None,
+        Expected(
+            "a list of lists of sequence indices",
+            lambda value: value is not None and all(abs(row) < 2**53 for rows in value for row in rows),
+        ),
     ] = None
-    normalizers: Annotated[list[float] | None, Expected("a list of numbers")] = None
-    digest: Annotated[str | None, Expected("a SHA-256 digest", lambda value: value is None or _is_name(value))] = None
+    normalizers: Annotated[
+        Many[float] | None,
+        Expected("a list of numbers", lambda value: value is not None and all(each < 2**53 for each in value)),
+    ] = None
+    digest: Annotated[str | None, Expected("a SHA-256 digest", lambda value: value is not None and _is_name(value))] = (
+        None
+    )
 
 
-@message
 @dataclass(frozen=True)
 class AcquireRequest:
     run_id: RunId
@@ -282,7 +288,6 @@ class AcquireRequest:
     """Chosen by the caller, a new one for every request. A repeated request has the same, and gets the same answer."""
 
 
-@message
 @dataclass(frozen=True)
 class SaveRequest:
     lease: Lease
@@ -296,18 +301,22 @@ class SaveRequest:
     """Also write the critic as a Hugging Face directory."""
 
 
-@message
 @dataclass(frozen=True)
 class RestoreRequest:
     lease: Lease
     checkpoint_id: CheckpointId
-    digests: Annotated[dict[str, str] | None, Expected("an object of file names and SHA-256 digests")] = None
+    digests: Annotated[
+        dict[str, Any] | None,
+        Expected(
+            "an object of file names and SHA-256 digests",
+            lambda value: value is None or all(isinstance(each, str) for each in value.values()),
+        ),
+    ] = None
     """What the manifest says the files' SHA-256 are; None takes them as they are."""
     request_id: RequestId = None
     """As of :class:`AcquireRequest`."""
 
 
-@message
 @dataclass(frozen=True)
 class CommitRequest:
     lease: Lease
@@ -318,7 +327,6 @@ class CommitRequest:
     """As of :class:`AcquireRequest`."""
 
 
-@message
 @dataclass(frozen=True)
 class TurnRequest:
     """``critic_sleep`` and ``critic_wake``."""
@@ -328,7 +336,6 @@ class TurnRequest:
     """As of :class:`AcquireRequest`."""
 
 
-@message
 @dataclass(frozen=True)
 class ShutdownRequest:
     lease: Lease

@@ -14,7 +14,6 @@ import numpy as np
 from pytriton.model_config import ModelConfig, Tensor  # type: ignore[import-untyped]
 from tenacity import Retrying, stop_after_attempt
 
-from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.backend import Backend, error_tensor, require_libraries
 from nemo_style_rlhf.critic_service.binding import Binding, Handler
 from nemo_style_rlhf.critic_service.protocol import largest_tensors
@@ -27,17 +26,16 @@ from nemo_style_rlhf.transport.messages import Array, Code, Endpoint, ProtocolEr
 LOGGER = logging.getLogger(__name__)
 
 
-def require_host() -> None:
+def require_numpy_1() -> None:
     """
     Raises:
-        UserError: NumPy is 2, or a library is missing.
+        UserError: NumPy is 2.
     """
     if int(np.__version__.split(".")[0]) >= 2:
         raise UserError(
             f"NumPy {np.__version__} is installed, but PyTriton 0.7 returns empty tensors with NumPy 2: run the server in the "
             "environment that `make envs` builds (.venv-server), or give server.backend=native"
         )
-    require_libraries()
 
 
 class TritonBinding(Binding):
@@ -47,7 +45,6 @@ class TritonBinding(Binding):
     def __init__(self, config: CriticServerConfig, address: Address, roles: list[str]) -> None:
         super().__init__(config, address, roles)
         self._tensors = [each for each in self.endpoints if largest_tensors(each, 1)]
-        self._with_rewards = "reward" in roles
         self._fatal = threading.Event()
         self._handle: Handler | None = None
         self._boot_id = ""
@@ -55,6 +52,10 @@ class TritonBinding(Binding):
         self._ready: Future[None] = Future()
         self._lock = threading.Lock()
         self._closed = False
+
+    @staticmethod
+    def require_host() -> None:
+        require_libraries()
 
     def start(self) -> None:
         """Start Triton, in a thread."""
@@ -130,8 +131,6 @@ class TritonBinding(Binding):
                 self._backend.close()
 
     def _bind(self, backend: Backend, endpoint: Endpoint) -> None:
-        outputs = [spec for spec in endpoint.outputs if spec is not protocol.REWARDS or self._with_rewards]
-
         def infer(requests: list[Any]) -> list[dict[str, Array]]:
             return [self._answer(endpoint.name, request) for request in requests]
 
@@ -139,7 +138,7 @@ class TritonBinding(Binding):
             model_name=endpoint.name,
             infer_func=infer,
             inputs=[_tensor(spec) for spec in endpoint.inputs],
-            outputs=[_tensor(spec) for spec in (*outputs, messages.ERROR)],
+            outputs=[_tensor(spec) for spec in (*self.served(endpoint).outputs, messages.ERROR)],
             config=ModelConfig(batching=False),
             strict=True,
         )

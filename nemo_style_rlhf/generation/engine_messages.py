@@ -29,7 +29,7 @@ from nemo_style_rlhf.transport.messages import (
     ragged,
     unragged,
 )
-from nemo_style_rlhf.transport.reading import Expected, message, read
+from nemo_style_rlhf.transport.reading import Expected, Many, read
 
 PROTOCOL_VERSION = 5
 SEEDS = TensorSpec("seeds", "INT64")
@@ -80,11 +80,20 @@ class EngineStatus:
     """Whether it samples with ``run.deterministic``."""
 
 
+def _are_sizes(shape: Any) -> bool:
+    return isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+
+
+def _is_file(pair: Any) -> bool:
+    return (
+        isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) is int and pair[1] > 0
+    )
+
+
 Text = Annotated[str, Expected("a string")]
 Number = Annotated[int, Expected("a whole number")]
 
 
-@message
 @dataclass(frozen=True)
 class LeaseRequest:
     """``engine_sleep`` and ``engine_shutdown``."""
@@ -92,21 +101,16 @@ class LeaseRequest:
     lease: Text
 
 
-@message
 @dataclass(frozen=True)
 class EngineAcquireRequest:
     lease: Text
     shapes: Annotated[
-        dict[str, tuple[int, ...]],
-        Expected(
-            "a list of sizes for each tensor",
-            lambda shapes: all(size >= 0 for each in shapes.values() for size in each),
-        ),
+        dict[str, Any],
+        Expected("a list of sizes for each tensor", lambda shapes: all(map(_are_sizes, shapes.values()))),
     ]
     """Sizes of each tensor of the weights, by name."""
 
 
-@message
 @dataclass(frozen=True)
 class SendRequest:
     lease: Text
@@ -115,7 +119,6 @@ class SendRequest:
     """Bytes of the file that were sent before."""
 
 
-@message
 @dataclass(frozen=True)
 class ReceiveRequest:
     lease: Text
@@ -125,14 +128,11 @@ class ReceiveRequest:
     """Ranks of the group, the trainer's included."""
     backend: Text
     files: Annotated[
-        list[tuple[str, int]],
-        Expected(
-            "a name and a number of bytes for each file, in order", lambda files: all(size > 0 for _, size in files)
-        ),
+        Many[Any],
+        Expected("a name and a number of bytes for each file, in order", lambda files: all(map(_is_file, files))),
     ]
 
 
-@message
 @dataclass(frozen=True)
 class LoadRequest:
     lease: Text
@@ -140,7 +140,6 @@ class LoadRequest:
     digest: Text
 
 
-@message
 @dataclass(frozen=True)
 class GenerateRequest:
     lease: Text

@@ -199,7 +199,7 @@ class EngineService:
                 self._sent.clear()
                 sizes = map(math.prod, request.shapes.values())
                 self._room = MANIFEST_BYTES + sum(HEAD_BYTES + size * WIDEST for size in sizes)
-                self._generator.expect(request.shapes)
+                self._generator.expect({name: tuple(sizes) for name, sizes in request.shapes.items()})
 
         self._in_turn(acquire)
         return {}

@@ -28,6 +28,7 @@ from nemo_style_rlhf.launch.ppo_run import (
     PPORun,
     configurations,
     configured,
+    pythons_of,
     require_environments,
 )
 from nemo_style_rlhf.launch.program import CHECKED, ENGINE_CONFIG, Program, engine_program
@@ -62,7 +63,7 @@ def run_on_ray(config: PPORayConfig) -> int:
             )
         mark = (secrets.token.with_name("mark"), secrets.mark)
         placement = place(config, on_gpus=on_gpus)
-        cluster = Cluster(placement, config.ray, folder=Path.cwd(), mark=mark, say=_say)
+        cluster = Cluster(placement, config.ray, pythons=pythons_of(config), folder=Path.cwd(), mark=mark, say=_say)
         programs = make_programs(config, folder, secrets)
         run = RayRun(programs, folder, cluster, secrets, restarts=config.restarts, then=after_ppo(config))
         try:

@@ -53,15 +53,20 @@ def critic_python(backend: str) -> Path:
     return ACTOR_PYTHON if backend == "native" else SERVER_PYTHON
 
 
+def pythons_of(config: LaunchedConfig) -> set[Path]:
+    """The interpreters of a run's programs."""
+    return {ACTOR_PYTHON, *([critic_python(config.critic.server.backend)] if config.uses_critic_process else [])}
+
+
 def require_environments(config: LaunchedConfig) -> None:
     """
     Raises:
         UserError: an environment is missing on this host.
     """
-    for python in (ACTOR_PYTHON, critic_python(config.critic.server.backend)):
+    for python in sorted(pythons_of(config)):
         if not python.exists():
             raise UserError(
-                f"{python} does not exist: build both environments beside the package, `make envs` in {ROOT}"
+                f"{python} does not exist: build the environments beside the package, `make envs` in {ROOT}"
             )
 
 

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.interpreter import ROOT
 from nemo_style_rlhf.launch.local import ProgramFailed
-from nemo_style_rlhf.launch.program import ACTOR_PYTHON, SERVER_PYTHON
 from nemo_style_rlhf.launch.ray_host import LEASE_S, Ground, Host
 from nemo_style_rlhf.launch.ray_placement import Placement, Seat, remedy
 from nemo_style_rlhf.schema.ray import RayConfig
@@ -129,6 +128,7 @@ class Cluster:
         placement: Placement,
         config: RayConfig,
         *,
+        pythons: Collection[Path],
         folder: Path,
         mark: tuple[Path, str],
         say: Callable[[str], None],
@@ -136,6 +136,7 @@ class Cluster:
         """Reserve the bundles.
 
         Args:
+            pythons: interpreters that every node must have.
             folder: where the programs run.
             mark: see :meth:`Host.look`.
 
@@ -143,7 +144,7 @@ class Cluster:
             UserError: no nodes could hold them in time.
         """
         self._placement, self._config, self._mark = placement, config, mark
-        self._needed = (ROOT / "trainers", ACTOR_PYTHON, SERVER_PYTHON, folder)
+        self._needed = (ROOT / "trainers", *pythons, folder)
         self.say, self.given_up = say, threading.Event()
         """``given_up`` ends every wait."""
         self._placed: dict[str, Placed] = {}

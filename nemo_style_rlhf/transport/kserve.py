@@ -30,7 +30,7 @@ def decode_response(body: bytes, head_length: int) -> dict[str, Array]:
     return _tensors_in(json.loads(body[:head_length])["outputs"], memoryview(body)[head_length:])
 
 
-def decode_request(endpoint: Endpoint, body: bytes, head_length: int) -> dict[str, Array]:
+def decode_request(endpoint: Endpoint, body: bytes | bytearray, head_length: int) -> dict[str, Array]:
     """The input tensors of a request whose head :func:`canonical_head` wrote; views as in :func:`decode_response`.
 
     Raises:
@@ -43,25 +43,34 @@ def decode_request(endpoint: Endpoint, body: bytes, head_length: int) -> dict[st
     return inputs
 
 
-def encode_response(endpoint: Endpoint, outputs: Mapping[str, Array], request: Mapping[str, Any]) -> tuple[bytes, int]:
-    """The body of an answer and the length of its JSON head; tensors in JSON where the head of the request wants no binary."""
-    chosen = request.get("outputs") or [{"parameters": {"binary_data": request["parameters"]["binary_data_output"]}}]
-    names = {each["name"] for each in request.get("outputs", ())}
-    specs = [
-        spec
-        for spec in endpoint.outputs
-        if (not names or spec.name in names) and (spec.name in outputs or not spec.optional)
-    ]
-    if not all(each["parameters"]["binary_data"] for each in chosen):
-        described = [
-            {"name": spec.name, "datatype": spec.datatype, "shape": [outputs[spec.name].size], "data": _plain(outputs[spec.name])}
-            for spec in specs
-        ]  # fmt: skip
-        head = json.dumps({"model_name": endpoint.name, "outputs": described}, separators=(",", ":")).encode()
-        return head, len(head)
-    heads, chunks = _encode(specs, outputs)
+def encode_response(
+    endpoint: Endpoint, outputs: Mapping[str, Array], request: Mapping[str, Any]
+) -> tuple[bytes, int | None]:
+    """The body of an answer with the outputs that the head of the request chooses, in binary or JSON, and the length of its JSON
+    head, which is None if that is all.
+
+    Raises:
+        KeyError: an output is missing.
+        TypeError: one has another datatype or rank.
+    """
+    binary = request["parameters"]["binary_data_output"]
+    chosen = {each["name"]: each["parameters"]["binary_data"] for each in request.get("outputs", ())}
+    heads: list[dict[str, Any]] = []
+    chunks: list[bytes] = []
+    for spec in endpoint.outputs:
+        if (chosen and spec.name not in chosen) or (spec.optional and spec.name not in outputs):
+            continue
+        array = outputs[spec.name]
+        if array.ndim != 1 or array.dtype != spec.dtype:
+            raise TypeError(f"{spec.name} is {array.dtype} of rank {array.ndim}, expected {spec.datatype} of rank 1")
+        if chosen.get(spec.name, binary):
+            chunks.append(_raw(spec, array))
+            heads.append(_head_of(spec, array.size, len(chunks[-1])))
+        else:
+            described = {"name": spec.name, "datatype": spec.datatype, "shape": [array.size], "data": _plain(array)}
+            heads.append(described)
     head = json.dumps({"model_name": endpoint.name, "outputs": heads}, separators=(",", ":")).encode()
-    return b"".join([head, *chunks]), len(head)
+    return b"".join([head, *chunks]), len(head) if chunks else None
 
 
 def _plain(array: Array) -> list[Any]:
@@ -73,10 +82,14 @@ def _encode(specs: Sequence[TensorSpec], tensors: Mapping[str, Array]) -> tuple[
     chunks: list[bytes] = []
     for spec in specs:
         array = tensors[spec.name]
-        raw = _bytes_elements(array) if spec.datatype == "BYTES" else array.astype(spec.dtype, copy=False).tobytes()
+        raw = _raw(spec, array)
         heads.append(_head_of(spec, array.size, len(raw)))
         chunks.append(raw)
     return heads, chunks
+
+
+def _raw(spec: TensorSpec, array: Array) -> bytes:
+    return _bytes_elements(array) if spec.datatype == "BYTES" else array.astype(spec.dtype, copy=False).tobytes()
 
 
 def _tensors_in(described: Sequence[Mapping[str, Any]], data: memoryview) -> dict[str, Array]:

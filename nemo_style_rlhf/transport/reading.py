@@ -1,13 +1,13 @@
 """Reads JSON from the network into typed messages: known fields, exact types, and one sentence about what is wrong."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails
+from pydantic import ConfigDict, FailFast, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
@@ -15,18 +15,24 @@ from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
 LARGEST_BYTES = 16 * 2**20
 SHOWN = 60
 """Characters of a wrong value in a sentence."""
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 Message = TypeVar("Message")
 
 
-def message(kind: type[Message]) -> type[Message]:
-    """Decorates a dataclass that :func:`read` reads. Making one in Python checks nothing."""
-    kind.__pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]
-    return kind
+class _FailFast(FailFast):
+    __hash__ = object.__hash__  # unions of annotations need one
+
+
+Many = Annotated[list[Message], _FailFast()]
+"""A list that is wrong at its first wrong element."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A field's annotation: what it must be, in the words of an error, and a condition beyond its type."""
+    """A field's annotation: what it must be, in the words of an error, and a condition beyond its type.
+
+    The condition may raise ``ValueError(words, part)``, with other words and the wrong part of the value, such as ``.content``.
+    """
 
     words: str
     holds: Callable[[Any], bool] = lambda _: True
@@ -44,15 +50,15 @@ class Expected:
 class Fault(Exception):
     """What is wrong with a message."""
 
-    kind: Literal["syntax", "object", "unknown", "missing", "value"]
-    """It is not JSON, is not an object, has an unknown field, lacks one, or a field has a wrong value."""
+    kind: Literal["object", "unknown", "missing", "value"]
+    """It is not an object, has an unknown field, lacks one, or a field has a wrong value."""
     field: str = ""
     """``prices``, or ``prices[3]`` where one element of a list is wrong."""
     expected: str = ""
 
 
 def read(tensor: Array, kind: type[Message], name: str = "request") -> Message:
-    """Read the JSON object in a BYTES [1] tensor as a :func:`message`.
+    """Read the JSON object in a BYTES [1] tensor as a dataclass, see :func:`parse`.
 
     Raises:
         ProtocolError: INVALID, naming the field.
@@ -63,44 +69,55 @@ def read(tensor: Array, kind: type[Message], name: str = "request") -> Message:
     if len(raw) > LARGEST_BYTES:
         raise _invalid(f"{name} has {len(raw)} bytes, expected at most {LARGEST_BYTES}")
     try:
-        return parse(raw, kind)
+        content = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise _invalid(f"{name} is not valid JSON") from None
+    try:
+        return parse(content, kind)
     except Fault as fault:
-        raise _invalid(_sentence(fault, raw, name)) from None
+        raise _invalid(_sentence(fault, content, name)) from None
 
 
-def parse(raw: bytes, kind: type[Message]) -> Message:
-    """Read a JSON object as a :func:`message`.
+def parse(content: Any, kind: type[Message]) -> Message:
+    """Make a dataclass of what ``json.loads`` returned. Each field is checked after the one before it: however much is wrong,
+    the first fault ends it.
+
+    Args:
+        kind: a flat dataclass, without tuples. Its lists are :data:`Many` and its dicts ``dict[str, Any]`` with a condition, so
+            that the first wrong element ends them.
 
     Raises:
-        Fault: an unknown field if there is one, else the first field that is wrong.
+        Fault: an unknown field if there is one, else the first field that is missing or wrong.
     """
+    if not isinstance(content, Mapping):
+        raise Fault("object")
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    if unknown := next((name for name in content if name not in names), None):
+        raise Fault("unknown", unknown, ", ".join(names))
+    given = {}
+    for name, (adapter, words, required) in _adapters(kind).items():  # type: ignore[arg-type]  # classes are hashable
+        if name in content:
+            given[name] = _validated(adapter, content[name], name, words)
+        elif required:
+            raise Fault("missing", name, words)
+    return kind(**given)
+
+
+def _validated(adapter: TypeAdapter[Any], value: Any, name: str, words: str) -> Any:
     try:
-        found: Message = _adapter(kind).validate_json(raw)  # type: ignore[arg-type]  # classes are hashable
-    except ValidationError as error:
-        raise _fault(error.errors(include_url=False), kind) from None
-    return found
-
-
-def _fault(errors: list[ErrorDetails], kind: type[Any]) -> Fault:
-    unknown = (each for each in errors if each["type"] == "unexpected_keyword_argument")
-    error = next(unknown, errors[0])
-    if not error["loc"]:
-        return Fault("syntax" if error["type"] == "json_invalid" else "object")
-    field, *inside = error["loc"]
-    if error["type"] == "unexpected_keyword_argument":
-        return Fault("unknown", str(field), ", ".join(each.name for each in fields(kind)))
-    words = _words(kind)[str(field)]  # type: ignore[arg-type]
-    if error["type"] == "missing":
-        return Fault("missing", str(field), words)
+        return adapter.validate_python(value)
+    except ValidationError as failure:
+        (error, *_) = failure.errors(include_url=False, include_input=False)
+    if error["loc"] and isinstance(error["loc"][0], int):
+        name += f"[{error['loc'][0]}]"
     if error["type"] == "value_error":  # a condition's, maybe that of an element
-        words = str(error["ctx"]["error"]) or words
-    return Fault("value", f"{field}[{inside[0]}]" if inside and isinstance(inside[0], int) else str(field), words)
+        words, *part = error["ctx"]["error"].args
+        name += "".join(part)
+    raise Fault("value", name, words)
 
 
-def _sentence(fault: Fault, raw: bytes, name: str) -> str:
+def _sentence(fault: Fault, content: Any, name: str) -> str:
     match fault.kind:
-        case "syntax":
-            return f"{name} is not valid JSON"
         case "object":
             return f"{name} is not a JSON object"
         case "unknown":
@@ -109,31 +126,25 @@ def _sentence(fault: Fault, raw: bytes, name: str) -> str:
             return f"{name}.{fault.field} is missing"
         case "value":
             field = fault.field.partition("[")[0]
-            return f"{name}.{field} is {_shown(raw, field)}, expected {fault.expected}"
+            return f"{name}.{field} is {_shown(content[field])}, expected {fault.expected}"
 
 
-def _shown(raw: bytes, field: str) -> str:
-    try:
-        value = json.dumps(json.loads(raw)[field])
-    except (ValueError, RecursionError):  # Python reads no numbers of thousands of digits
-        return "too long"
-    return value if len(value) <= SHOWN else value[: SHOWN - 3] + "..."
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 @cache
-def _words(kind: Any) -> dict[str, str]:
-    """What each field must be."""
+def _adapters(kind: Any) -> dict[str, tuple[TypeAdapter[Any], str, bool]]:
+    """By field: what validates it, what it must be, and whether it is required."""
     hints = get_type_hints(kind, include_extras=True)
-    noted = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {
-        name: next((each.words for each in found if isinstance(each, Expected)), str(hints[name]))
-        for name, found in noted.items()
-    }
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+    found = {}
+    for field in fields(kind):
+        hint = hints[field.name]
+        noted = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Expected)]
+        required = field.default is MISSING and field.default_factory is MISSING
+        found[field.name] = TypeAdapter(hint, config=STRICT), noted[0].words if noted else str(hint), required
+    return found
 
 
 def _invalid(sentence: str) -> ProtocolError:

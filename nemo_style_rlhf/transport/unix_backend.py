@@ -11,7 +11,7 @@ from typing import Any
 
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_unix_socket
-from tornado.web import Application, RequestHandler
+from tornado.web import Application, RequestHandler, stream_request_body
 
 from nemo_style_rlhf.transport.front_door import Route
 from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER, decode_request, encode_response
@@ -67,8 +67,8 @@ class UnixBackend:
         self._loop.call_soon(opened.set)
         self._loop.run_forever()
 
-    def answer(self, route: Route, body: bytes, head_length: int, boot_id: str) -> tuple[int, bytes, int | None]:
-        """Status, body and, of a success, the length of its JSON head."""
+    def answer(self, route: Route, body: bytearray, head_length: int, boot_id: str) -> tuple[int, bytes, int | None]:
+        """Status, body and the length of its JSON head, if tensors follow it."""
         try:
             if boot_id not in ("", self._boot_id):
                 raise ProtocolError(
@@ -94,15 +94,21 @@ class UnixBackend:
         return self._loop.run_in_executor(self._calls[route], self.answer, route, *arguments)
 
 
+@stream_request_body
 class _Call(RequestHandler):
+    """Keeps its body once; Tornado would keep it twice until it is answered."""
+
     def initialize(self, backend: UnixBackend, route: Route) -> None:
-        self._backend, self._route = backend, route
+        self._backend, self._route, self._body = backend, route, bytearray()
+
+    def data_received(self, chunk: bytes) -> None:
+        self._body += chunk
 
     async def post(self) -> None:
         headers = self.request.headers
-        head_length = int(headers.get(HEAD_LENGTH_HEADER, len(self.request.body)))
+        head_length = int(headers.get(HEAD_LENGTH_HEADER, len(self._body)))
         status, body, answer_head = await self._backend.call(
-            self._route, self.request.body, head_length, headers.get(BOOT_HEADER, "")
+            self._route, self._body, head_length, headers.get(BOOT_HEADER, "")
         )
         self.set_status(status)
         self.set_header("Content-Type", "application/octet-stream" if answer_head is not None else "application/json")

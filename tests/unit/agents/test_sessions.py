@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from nemo_style_rlhf.agents.environment import Action
 from nemo_style_rlhf.agents.events import Called
-from nemo_style_rlhf.agents.sessions import Row, Session, Turn, request_seed
+from nemo_style_rlhf.agents.sessions import Row, SampledSpan, Session, request_seed
 from nemo_style_rlhf.data.turns import said
 from nemo_style_rlhf.errors import UserError
 from tests.unit.agents.chat_templates import CHATML, MISTRAL, encoder
@@ -75,8 +75,8 @@ def test_a_conversation_that_grows_is_one_row_of_sampled_tokens():
     starts = len(first), len(second)
     assert row.tokens == (*second, *rug)
     assert row.turns == (
-        Turn(starts[0], starts[0] + len(odd) + 1, "stop"),
-        Turn(starts[1], starts[1] + len(rug), "length"),
+        SampledSpan(starts[0], starts[0] + len(odd) + 1, "stop"),
+        SampledSpan(starts[1], starts[1] + len(rug), "length"),
     )
     sampled = {*range(starts[0], row.turns[0].end), *range(starts[1], row.turns[1].end)}
     assert [position for position, trained in enumerate(row.mask) if trained] == sorted(sampled)
