@@ -1,4 +1,4 @@
-"""The supervisor of one program, run by its path: ``python tree.py LINK [NSR_TIDIES]``. child.py starts it and explains the protocol.
+"""The supervisor of one program, run by its path: ``python tree.py LINK [tidies]``. child.py starts it and explains the protocol.
 
 It is the subreaper of the program's descendants: those whose own parent dies become its children, whatever session they are in,
 and it kills what is left. It imports only what starts fast, of the standard library.
@@ -19,8 +19,8 @@ NEWS_S = 1.0
 """Seconds to wait for the end of a parent that ends together with the program."""
 TIDY_S = 2.0
 """Seconds that supervisors below this one have to end their programs and to run what follows."""
-TIDIES = "NSR_TIDIES"
-"""Marks such a supervisor, as its last argument, and what follows, as a variable of its environment."""
+TIDIES = "tidies"
+"""The last argument of such a supervisor."""
 KILL_S = 5.0
 """Seconds in which killed processes must have ended; one that hangs in the kernel does not."""
 IGNORED = (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD)
@@ -58,8 +58,7 @@ class Supervisor:
             while not (self._orphaned or self._ordered) and (left := news - time.monotonic()) > 0:
                 self._wait(left, ended)
             if self._orphaned:
-                os.environ[TIDIES] = "1"
-                os.execvp(self._afterwards[0], self._afterwards)  # with all signals blocked, as here
+                os.waitpid(os.posix_spawnp(self._afterwards[0], self._afterwards, os.environ), 0)  # with all signals blocked
         _end_like(-signal.SIGKILL if self._status is None else os.waitstatus_to_exitcode(self._status))
 
     def _read(self, size: int) -> bytes:
@@ -189,10 +188,10 @@ def _parent_of(process: int) -> int:
 
 
 def _tidies(process: int) -> bool:
-    """Whether the process is a supervisor that will run a command once its parent has gone, or that command."""
+    """Whether the process is a supervisor that will run a command once its parent has gone."""
     try:
-        with open(f"/proc/{process}/cmdline", "rb") as words, open(f"/proc/{process}/environ", "rb") as variables:
-            return words.read().endswith(f"\0{TIDIES}\0".encode()) or f"{TIDIES}=".encode() in variables.read()
+        with open(f"/proc/{process}/cmdline", "rb") as words:
+            return words.read().endswith(f"\0{TIDIES}\0".encode())
     except OSError:
         return False
 
