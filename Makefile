@@ -132,7 +132,7 @@ fuzz: dev
 mutants: dev
 	$(ACTOR)/bin/python -m tests.mutants.run $(if $(ONLY),--only $(ONLY))
 
-# About an hour, before a release: faults, malformed requests, and what must be learned, of real data and whatever the seed.
+# One to two hours, before a release: faults, malformed requests, and what must be learned, of real data and whatever the seed.
 .PHONY: soak
 soak: dev
 	$(ACTOR)/bin/python -m pytest -m soak tests/integration

@@ -1,6 +1,6 @@
 """Reads a request into a message of ``protocol``, or refuses it with the name of the tensor and the rule that it breaks.
 
-This module imports only NumPy and the standard library, and nothing here has side effects.
+This module imports no torch, and nothing here has side effects.
 """
 
 from collections.abc import Mapping, Sequence

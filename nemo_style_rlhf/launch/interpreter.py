@@ -12,7 +12,7 @@ NEEDS = {
     "trainers": ("actor", ("hydra", "torch", "requests", "pytorch_lightning")),
     "servers": ("server", ("hydra", "torch", "deepspeed")),
 }
-"""Environment by folder of the script, with packages that the other environment or a plain Python lacks."""
+"""Environment by folder of the script, with packages that a plain Python lacks, or the server's environment."""
 IN_THE_ACTORS_ENVIRONMENT = ("serve_engine", "nsr-serve-engine")
 """Servers that need vLLM and no Triton."""
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from nemo_style_rlhf.launch.follow_up import after_ppo
 from nemo_style_rlhf.launch.ports import free_ports
-from nemo_style_rlhf.launch.ppo_run import ACTOR, CRITIC, PART, PPORun, configurations, configured, require_environments
+from nemo_style_rlhf.launch.ppo_run import ACTOR, CRITIC, PPORun, configurations, configured, require_environments
 from nemo_style_rlhf.launch.program import CHECKED, Program
+from nemo_style_rlhf.launch.starting import PART
 from nemo_style_rlhf.schema.local import PPOLocalConfig
 
 TOKEN = "NSR_LOCAL_TOKEN"

@@ -24,7 +24,6 @@ from nemo_style_rlhf.launch.ppo_run import (
     ACTOR,
     AGAIN,
     CRITIC,
-    PART,
     PPORun,
     configurations,
     configured,
@@ -36,6 +35,7 @@ from nemo_style_rlhf.launch.ray_cluster import Cluster, Placed, connect, gpus_th
 from nemo_style_rlhf.launch.ray_host import RANKS_BESIDE
 from nemo_style_rlhf.launch.ray_placement import engine_names, place
 from nemo_style_rlhf.launch.run_secrets import RunSecrets
+from nemo_style_rlhf.launch.starting import PART
 from nemo_style_rlhf.schema.ray import PPORayConfig
 
 ASK_S = 0.3

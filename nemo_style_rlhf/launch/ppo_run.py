@@ -22,7 +22,6 @@ from nemo_style_rlhf.launch.local import POLL_S, STOP_GRACE_S, Child
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from nemo_style_rlhf.launch.program import ACTOR, ACTOR_PYTHON, CRITIC, SERVER_PYTHON, Program
 from nemo_style_rlhf.launch.screen import WORTH_READING, GrowingLog, Screen
-from nemo_style_rlhf.launch.starting import PART as PART
 from nemo_style_rlhf.launch.starting import STARTING
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.pair import LaunchedConfig

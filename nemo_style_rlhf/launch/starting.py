@@ -6,7 +6,7 @@ import os
 import sys
 
 PART = "NSR_PART"
-"""Environment variable of a launched program, its name. It tells the critic server's descendants from the actor's."""
+"""Environment variable of a program that a launcher of ours has started: its name."""
 STARTING = "starting: "
 """Begins the lines in the log that the launcher reads."""
 CLEAR = "\x1b[2K"

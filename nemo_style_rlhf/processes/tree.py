@@ -58,7 +58,9 @@ class Supervisor:
             while not (self._orphaned or self._ordered) and (left := news - time.monotonic()) > 0:
                 self._wait(left, ended)
             if self._orphaned:
-                os.waitpid(os.posix_spawnp(self._afterwards[0], self._afterwards, os.environ), 0)  # with all signals blocked
+                os.waitpid(
+                    os.posix_spawnp(self._afterwards[0], self._afterwards, os.environ), 0
+                )  # with all signals blocked
         _end_like(-signal.SIGKILL if self._status is None else os.waitstatus_to_exitcode(self._status))
 
     def _read(self, size: int) -> bytes:

@@ -111,6 +111,11 @@ class CriticServerConfig(ServerConfig):
     shutdown_grace_s: float = setting(20.0, gt=0, expected="seconds above 0")
     """Seconds after SIGTERM for a running call to finish; then it is abandoned and counts as not applied."""
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        if self.backend == "native":
+            yield "verbose", "does nothing: it is Triton's log, and server.backend=native has none"
+
     def validate(self) -> None:
         require(not self.metrics or self.backend == "pytriton", "server.metrics", self.metrics,
                 "false beside server.backend=native: they are Triton's")  # fmt: skip

@@ -23,13 +23,14 @@ from tests.support.critic_server import TOKEN_ENV, CriticServer
 
 
 @pytest.fixture(scope="module")
-def guarded_server(tmp_path_factory: pytest.TempPathFactory, reward_model) -> Iterator[CriticServer]:
+def guarded_server(tmp_path_factory: pytest.TempPathFactory, reward_model, backend: str) -> Iterator[CriticServer]:
     """A server with a token and a small body limit."""
     server = CriticServer(
         tmp_path_factory.mktemp("guarded_server"),
         reward_model,
         [f"server.max_request_bytes={MAX_REQUEST_BYTES}"],
         {TOKEN_ENV: TOKEN},
+        backend=backend,
     ).start()
     yield server
     server.close()

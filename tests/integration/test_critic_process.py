@@ -74,12 +74,13 @@ def test_it_starts_wherever_temporary_files_are(reward_model: Path, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def open_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[CriticServer]:
+def open_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path, backend: str) -> Iterator[CriticServer]:
     """Bound to every address, with a token from a file, serving values only."""
     directory = tmp_path_factory.mktemp("open_server")
     (directory / "secret").write_text(TOKEN + "\n")
     overrides = ["server.host=0.0.0.0", f"server.token.token_file={directory}/secret"]
-    server = CriticServer(directory, reward_model, [*overrides, "critic.combine_rm_and_critic_server=false"]).start()
+    overrides.append("critic.combine_rm_and_critic_server=false")
+    server = CriticServer(directory, reward_model, overrides, backend=backend).start()
     yield server
     server.close()
 

@@ -60,7 +60,7 @@ def hang_up_before_the_handshake(server: CriticServer) -> None:
     door.resume()
 
 
-def test_tls_and_mutual_tls(certificates: Path, tmp_path: Path, reward_model: Path) -> None:
+def test_tls_and_mutual_tls(certificates: Path, tmp_path: Path, reward_model: Path, backend: str) -> None:
     """Every call goes through; wrong certificates on either side are one sentence, at once."""
 
     def tls(**names: str) -> ClientTlsConfig:
@@ -75,9 +75,8 @@ def test_tls_and_mutual_tls(certificates: Path, tmp_path: Path, reward_model: Pa
 
     mine = {"certificate": "client.crt", "key": "client.key"}
     keys = [f"server.tls.certificate={certificates}/server.crt", f"server.tls.key={certificates}/server.key"]
-    server = CriticServer(
-        tmp_path / "mutual", reward_model, [*keys, f"server.tls.client_ca={certificates}/client.crt"]
-    ).start()
+    authority = f"server.tls.client_ca={certificates}/client.crt"
+    server = CriticServer(tmp_path / "mutual", reward_model, [*keys, authority], backend=backend).start()
     try:
         assert f"https://127.0.0.1:{server.port}" in server.log.read_text()
         with server.client(tls=tls(ca="server.crt", **mine)) as critic:
@@ -91,7 +90,7 @@ def test_tls_and_mutual_tls(certificates: Path, tmp_path: Path, reward_model: Pa
     finally:
         server.close()
     keys = [f"server.tls.certificate={certificates}/elsewhere.crt", f"server.tls.key={certificates}/elsewhere.key"]
-    server = CriticServer(tmp_path / "elsewhere", reward_model, keys).start()
+    server = CriticServer(tmp_path / "elsewhere", reward_model, keys, backend=backend).start()
     try:
         assert "IP address mismatch" in refusal(server, tls(ca="elsewhere.crt"))
         break_a_record(server)

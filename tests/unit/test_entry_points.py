@@ -112,6 +112,9 @@ def test_a_wrong_interpreter_is_named_with_the_right_one(script: Path, kind: str
     command = [ROOT / other] if kind == "the other environment" else [ROOT / own_python(script), "-S"]
     script = script.relative_to(ROOT)
     done = subprocess.run([*command, script, "--help"], cwd=ROOT, env={}, capture_output=True, text=True)
+    if kind == "the other environment" and script.name in ("serve_ppo_critic.py", "serve_reward_model.py"):
+        assert done.returncode == 0  # with server.backend=native they run there, too
+        return
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {command[0]} has no ") and f", which {script} needs: " in line

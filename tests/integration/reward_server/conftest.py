@@ -14,10 +14,10 @@ CHARACTERS = ["<end>", *" w0123456789"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> Iterator[RewardServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path, backend: str) -> Iterator[RewardServer]:
     """Serves the reward model of the shared critic server."""
     folder = tmp_path_factory.mktemp("reward_server")
-    server = RewardServer(folder, reward_model, [f"run.output_dir={folder}/outputs"]).start()
+    server = RewardServer(folder, reward_model, [f"run.output_dir={folder}/outputs"], backend=backend).start()
     yield server
     server.close()
 

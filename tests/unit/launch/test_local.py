@@ -173,7 +173,6 @@ def test_a_killed_launcher_leaves_no_program(number, tmp_path):
     launcher = f"""
 import sys, time
 from pathlib import Path
-from nemo_style_rlhf.launch import local
 from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import Program
 with LocalLauncher(Path({str(tmp_path)!r})) as launcher:

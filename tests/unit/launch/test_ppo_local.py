@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.ppo_local import TOKEN, make_programs
-from nemo_style_rlhf.launch.ppo_run import PART
+from nemo_style_rlhf.launch.starting import PART
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.local import PPOLocalConfig
 from tests.support.paths import ACTOR_PYTHON, ROOT, SERVER_PYTHON

@@ -259,7 +259,7 @@ def is_open(number):
         return bool(os.fstat(number))
     except OSError:
         return False
-os.write(int(sys.argv[1]), " ".join(str(number) for number in range(64) if is_open(number)).encode())
+os.write(int(sys.argv[1]), " ".join(str(number) for number in range(1024) if is_open(number)).encode())
 """
 
 
