@@ -171,6 +171,15 @@ CALLS_OF_USERS = re.compile(
 """What is called where an environment or a reward function of a user is loaded, made or called."""
 
 
+def test_a_class_name_belongs_to_one_room():
+    rooms: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                rooms.setdefault(node.name, set()).add(path.relative_to(PACKAGE).parts[0])
+    assert {name: where for name, where in rooms.items() if len(where) > 1} == {}
+
+
 def test_code_of_users_is_called_where_its_errors_end_one_sample_alone():
     """In a worker's attempt, and in a worker's call: both turn whatever is raised into a sentence about one sample or call. What
     programs and environments ask of the policy becomes a request where it is checked."""

@@ -84,6 +84,11 @@ def test_both_get_their_part_of_the_configuration_and_the_same_address(tmp_path)
     assert [each.env["CUDA_VISIBLE_DEVICES"] for each in programs] == ["1", "2,3"]
 
 
+def test_without_pytriton_one_environment_holds_both(tmp_path):
+    programs = make_programs(config(tmp_path, "critic.server.backend=native"), tmp_path)
+    assert [each.argv[0] for each in programs] == [str(ACTOR_PYTHON), str(ACTOR_PYTHON)]
+
+
 @pytest.mark.parametrize(("estimator", "enabled"), [("gae", True), ("grpo", False), ("reinforce", False)])
 def test_the_server_has_a_critic_if_the_algorithm_has_one(estimator, enabled, tmp_path):
     words = [f"algorithm.advantage_estimator={estimator}", "algorithm.samples_per_prompt=2"]

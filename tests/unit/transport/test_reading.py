@@ -1,13 +1,14 @@
 """Messages from the network have known fields and exact types; what is wrong is one sentence that names the field."""
 
 import json
+import tracemalloc
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import pytest
 
 from nemo_style_rlhf.transport.messages import Code, ProtocolError, bytes_tensor, text_tensor
-from nemo_style_rlhf.transport.reading import LARGEST_BYTES, Expected, Many, read
+from nemo_style_rlhf.transport.reading import LARGEST_BYTES, Expected, Fault, Many, parse, read
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,18 @@ def test_a_number_of_thousands_of_digits_is_refused(raw: bytes) -> None:
 def test_several_texts_are_no_message() -> None:
     with pytest.raises(ProtocolError, match=r"order has shape \[2\], expected \[1\]"):
         read(text_tensor(["{}", "{}"]), Order, "order")
+
+
+def test_a_message_with_a_million_faults_takes_no_more_memory_than_one_with_a_million_numbers() -> None:
+    """Each fault that a library lists takes hundreds of bytes."""
+    given = {"name": "a", "prices": [""] * 10**6, "sizes": [""] * 10**6}
+    tracemalloc.start()
+    try:
+        for fault in (given, {"name": "a", "sizes": [[1]] * 10**6}, {str(number): 1 for number in range(10**5)}):
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            with pytest.raises(Fault):
+                parse(fault, Order)
+            assert tracemalloc.get_traced_memory()[1] - before < 20_000_000
+    finally:
+        tracemalloc.stop()
