@@ -92,8 +92,9 @@ def parse(content: Any, kind: type[Message]) -> Message:
     if not isinstance(content, Mapping):
         raise Fault("object")
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-    if unknown := next((name for name in content if name not in names), None):
-        raise Fault("unknown", unknown, ", ".join(names))
+    for name in content:
+        if name not in names:
+            raise Fault("unknown", name, ", ".join(names))
     given = {}
     for name, (adapter, words, required) in _adapters(kind).items():  # type: ignore[arg-type]  # classes are hashable
         if name in content:

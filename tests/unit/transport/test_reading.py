@@ -44,6 +44,7 @@ def test_what_is_right_arrives_with_its_types_and_defaults() -> None:
         ({"name": "a", "sizes": [[1]]}, "order.sizes is [[1]], expected a list of whole numbers"),
         ({"name": "a", "sizes": [*range(99), "x"]}, "order.sizes is [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16"),
         ({"colour": 1}, "order has the unknown field 'colour', expected name, count, prices, sizes"),
+        ({"name": "a", "": 1}, "order has the unknown field '', expected name, count, prices, sizes"),
         ({"name": 3, "n" * 99: 1}, f"order has the unknown field '{'n' * 50}', expected name, count, prices, sizes"),
     ],
 )  # fmt: skip
