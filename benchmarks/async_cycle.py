@@ -19,7 +19,7 @@ import report
 from ppo_step import DTYPES, make_models, models_dir
 from processes import ROOT
 
-from nemo_style_rlhf.generation.engine_programs import CONFIG
+from nemo_style_rlhf.engines.programs import CONFIG
 from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program, trainer
 

@@ -26,7 +26,8 @@ from report import median, table
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.process_group import init_distributed
-from nemo_style_rlhf.generation.factory import make_engine_pool, make_generator, make_weight_store
+from nemo_style_rlhf.engines.factory import make_engine_pool, make_weight_store
+from nemo_style_rlhf.generation.factory import make_generator
 from nemo_style_rlhf.generation.interface import GenerationRequest, SampleId, Stream
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator

@@ -32,8 +32,8 @@ from async_cycle import add_sizes, cores, median, overrides, run_beside_engine
 from ppo_step import make_models
 from report import table
 
-from nemo_style_rlhf.generation.engine_client import EngineClient
-from nemo_style_rlhf.generation.engine_pool import GROUP, EnginePool
+from nemo_style_rlhf.engines.client import EngineClient
+from nemo_style_rlhf.engines.pool import GROUP, EnginePool
 from nemo_style_rlhf.generation.interface import GenerationRequest
 from nemo_style_rlhf.launch.malloc import THREAD_CACHES_OFF, TUNABLES
 from nemo_style_rlhf.launch.program import trainer
@@ -41,8 +41,8 @@ from nemo_style_rlhf.programs import train_ppo_actor
 from nemo_style_rlhf.rollout.producer import Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.types import Batch
-from nemo_style_rlhf.transport.connection import LeaseLost
-from nemo_style_rlhf.transport.secret import own_token_made
+from nemo_style_rlhf.wire.connection import LeaseLost
+from nemo_style_rlhf.wire.secret import own_token_made
 
 NOTHING, OTHER, PRODUCER = COMPANIONS = ("nothing", "an engine that samples for another process", "the producer")
 """Step k trains beside the companion number k modulo 3."""

@@ -33,9 +33,9 @@ from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.protocol import ACQUIRE, INFER, TRAIN
 from nemo_style_rlhf.launch.interpreter import ROOT
 from nemo_style_rlhf.launch.program import SERVER_PYTHON
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
-from nemo_style_rlhf.transport.messages import Endpoint, TensorSpec
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.kserve import HEAD_LENGTH_HEADER, decode_response, encode_request
+from nemo_style_rlhf.wire.messages import Endpoint, TensorSpec
 
 SIZES = ((32, 1024), (128, 80), (512, 512), (1024, 2048), (1024, 4096), (1024, 16384))
 ECHO = Endpoint("echo", (TensorSpec("x", "INT32"),), (TensorSpec("y", "FP32"),))
@@ -125,7 +125,7 @@ def print_table(port: dict[str, int], scratch: Path, rounds: int) -> None:
 
     from nemo_style_rlhf.critic_service.client import parse_json
     from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
-    from nemo_style_rlhf.transport.connection import Connection
+    from nemo_style_rlhf.wire.connection import Connection
 
     tls = {"tls": ClientTlsConfig(ca=str(scratch / "tls.crt"))}
     connections = {
@@ -179,7 +179,7 @@ def print_table(port: dict[str, int], scratch: Path, rounds: int) -> None:
 
 def print_load(port: int, server: int, requests: int) -> None:
     """Print round trips of many clients, and the memory that the server's processes and /dev/shm keep per 1,000 requests."""
-    from nemo_style_rlhf.transport.connection import Connection
+    from nemo_style_rlhf.wire.connection import Connection
 
     ragged = messages.ragged([np.full(128, row, dtype=np.int32) for row in range(32)])
     connection = Connection("127.0.0.1", port, token=TOKEN, retries=0)  # each thread has a session of its own
@@ -237,7 +237,7 @@ def serve_critic(kind: str, ready_file: Path) -> None:
     from nemo_style_rlhf.critic_service.ledger import Ledger
     from nemo_style_rlhf.critic_service.triton import TritonBinding
     from nemo_style_rlhf.schema.critic import CriticServerConfig, ServerTlsConfig
-    from nemo_style_rlhf.transport.listening import Address, take_port
+    from nemo_style_rlhf.wire.listening import Address, take_port
 
     limits = protocol.Limits(VOCABULARY, max_length=2**20, max_request_bytes=MAX_REQUEST_BYTES)
     ledger = Ledger(max_staged_bytes=2**30)

@@ -53,8 +53,8 @@ from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, RunConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.scoring.interface import Scores
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.connection import Connection
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.connection import Connection
 
 SHAPE = {
     "hidden_size": 32,

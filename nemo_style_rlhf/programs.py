@@ -75,10 +75,10 @@ def serve_reward_model(config: RewardServerProcessConfig) -> None:
 @entry_point(EngineProcessConfig, config_name="engine", no_sweep=lambda config: SERVER)
 def serve_engine(config: EngineProcessConfig) -> None:
     """A generation engine."""
-    from nemo_style_rlhf.transport.listening import take_address
+    from nemo_style_rlhf.wire.listening import take_address
 
     address = take_address(config.server)
-    from nemo_style_rlhf.generation.engine_process import serve
+    from nemo_style_rlhf.engines.process import serve
 
     serve(config, address)
 

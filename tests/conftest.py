@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 
 from nemo_style_rlhf.scoring import sandbox
-from nemo_style_rlhf.transport import secret
+from nemo_style_rlhf.wire import secret
 from tests.cluster.slurm import why_no_cluster
 from tests.support.folders import made_once
 from tests.support.paths import ROOT

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
-from nemo_style_rlhf.transport.reading import Expected, Fault, Many, parse
+from nemo_style_rlhf.wire.reading import Expected, Fault, Many, parse
 
 DEEPEST = 64
 """Levels of lists and objects in a request."""

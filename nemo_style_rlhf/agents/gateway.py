@@ -25,8 +25,8 @@ from nemo_style_rlhf.agents.reception import GatewaySettings
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.processes.child import ChildProcess
 from nemo_style_rlhf.schema.gateway import GatewayConfig
-from nemo_style_rlhf.transport.listening import BACKLOG, take_port
-from nemo_style_rlhf.transport.secret import LOOPBACK, own_token_made, read_token
+from nemo_style_rlhf.wire.listening import BACKLOG, take_port
+from nemo_style_rlhf.wire.secret import LOOPBACK, own_token_made, read_token
 
 LOGGER = logging.getLogger(__name__)
 DEATHS = 5

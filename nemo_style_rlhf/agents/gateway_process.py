@@ -36,7 +36,7 @@ from nemo_style_rlhf.agents.api_requests import (
     read_typed,
 )
 from nemo_style_rlhf.agents.reception import GatewaySettings, Reception, Visit
-from nemo_style_rlhf.transport.entrance import BODY_S, SLOWEST_LINK, STRANGERS, Entrance, visitor_of
+from nemo_style_rlhf.wire.entrance import BODY_S, SLOWEST_LINK, STRANGERS, Entrance, visitor_of
 
 MOST_DIGITS = 18
 """Digits of a length that are looked at: with as many, any body is too large."""

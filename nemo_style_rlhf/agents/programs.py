@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from nemo_style_rlhf.agents.environment import Observation
 from nemo_style_rlhf.processes.child import ChildProcess
-from nemo_style_rlhf.transport.reading import Expected, Fault, parse
+from nemo_style_rlhf.wire.reading import Expected, Fault, parse
 
 KEPT_BYTES = 2**20
 """Bytes at the end of a program's output that are kept."""

@@ -30,9 +30,9 @@ from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_o
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.processes import confine
 from nemo_style_rlhf.processes.child import ChildProcess
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.listening import within
-from nemo_style_rlhf.transport.messages import ERROR, Code, bytes_tensor
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.listening import within
+from nemo_style_rlhf.wire.messages import ERROR, Code, bytes_tensor
 
 START_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 20

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_style_rlhf.critic_service.protocol import InferRequest
 from nemo_style_rlhf.data.ragged import micro_batches, pad, padded_rows
 from nemo_style_rlhf.distributed.ranks import shard
-from nemo_style_rlhf.transport.messages import Array
+from nemo_style_rlhf.wire.messages import Array
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.transport.short_paths import parent_of_sockets
+from nemo_style_rlhf.wire.short_paths import parent_of_sockets
 
 SHARED_MEMORY = Path("/dev/shm")
 NEEDED_MIB = 11

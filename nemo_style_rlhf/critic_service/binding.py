@@ -12,10 +12,10 @@ from nemo_style_rlhf.critic_service.protocol import largest_tensors
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import CriticServerConfig
-from nemo_style_rlhf.transport.front_door import Route
-from nemo_style_rlhf.transport.listening import Address, FrontDoorProcess, take_address
-from nemo_style_rlhf.transport.messages import Array, Endpoint
-from nemo_style_rlhf.transport.unix_backend import UnixBackend
+from nemo_style_rlhf.wire.front_door import Route
+from nemo_style_rlhf.wire.listening import Address, FrontDoorProcess, take_address
+from nemo_style_rlhf.wire.messages import Array, Endpoint
+from nemo_style_rlhf.wire.unix_backend import UnixBackend
 
 CALLS_IN_MEMORY = 32
 """Maximum number of calls of the largest size that the backend may hold at once."""

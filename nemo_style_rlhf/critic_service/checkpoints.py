@@ -22,9 +22,9 @@ from nemo_style_rlhf.critic_service.worker import (
     TakeSnapshot,
 )
 from nemo_style_rlhf.engine.files import unreadable_files
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
-from nemo_style_rlhf.transport.reading import read
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.messages import Array, Code, ProtocolError
+from nemo_style_rlhf.wire.reading import read
 
 
 class Checkpoints:

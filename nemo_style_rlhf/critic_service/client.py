@@ -20,10 +20,10 @@ from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.protocol import Status
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.connection import Connection, ServerAbsent, ServerUnreachable
-from nemo_style_rlhf.transport.messages import Array, Endpoint
-from nemo_style_rlhf.transport.secret import LOOPBACK, own_token, read_token
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.connection import Connection, ServerAbsent, ServerUnreachable
+from nemo_style_rlhf.wire.messages import Array, Endpoint
+from nemo_style_rlhf.wire.secret import LOOPBACK, own_token, read_token
 
 STATUS_TIMEOUT_S = 10.0
 POLL_PERIOD_S = 0.5

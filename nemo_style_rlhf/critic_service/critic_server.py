@@ -26,9 +26,9 @@ from nemo_style_rlhf.engine.memory import held_bytes
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.launch import malloc
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
-from nemo_style_rlhf.transport.reading import read
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.messages import Array, Code, ProtocolError
+from nemo_style_rlhf.wire.reading import read
 
 
 class Critic:

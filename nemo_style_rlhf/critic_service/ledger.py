@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_style_rlhf.checkpoint.names import run_of
 from nemo_style_rlhf.critic_service.protocol import TrainPart
-from nemo_style_rlhf.transport.messages import Code, ProtocolError
+from nemo_style_rlhf.wire.messages import Code, ProtocolError
 
 Answer = dict[str, Any]
 

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.service import Handler, Tensors, response
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
-from nemo_style_rlhf.transport.reading import read
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.messages import Array, Code, ProtocolError
+from nemo_style_rlhf.wire.reading import read
 
 Changing = TypeVar(
     "Changing", protocol.AcquireRequest, protocol.CommitRequest, protocol.RestoreRequest, protocol.TurnRequest

@@ -30,9 +30,9 @@ from nemo_style_rlhf.launch.follow_up import command_line
 from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import CriticServerConfig
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.listening import FrontDoorProcess
-from nemo_style_rlhf.transport.messages import REQUEST, RESPONSE, Array, json_tensor
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.listening import FrontDoorProcess
+from nemo_style_rlhf.wire.messages import REQUEST, RESPONSE, Array, json_tensor
 
 LOGGER = logging.getLogger(__name__)
 SUPERVISION_PERIOD_S = 0.5

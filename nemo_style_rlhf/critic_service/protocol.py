@@ -1,6 +1,6 @@
 """The wire contract between actor and critic: the names, dtypes and JSON fields of every endpoint, in this file only.
 
-``transport.messages`` holds what all servers of ours share: headers, errors and the ragged form of sequences. Beside ``tokens``
+``wire.messages`` holds what all servers of ours share: headers, errors and the ragged form of sequences. Beside ``tokens``
 INT32 [N], per-token tensors are FP32 [N] and indexed by the *state*: entry t of a sequence belongs to the state after tokens
 0..t, whose action is token t + 1. What a request must look like is checked in ``validation``. Both modules know neither HTTP
 nor torch and import in both environments.
@@ -16,7 +16,7 @@ import numpy as np
 
 from nemo_style_rlhf.checkpoint.names import is_checkpoint_id, is_run_id
 from nemo_style_rlhf.schema.chat import Chat
-from nemo_style_rlhf.transport.messages import (
+from nemo_style_rlhf.wire.messages import (
     REQUEST,
     RESPONSE,
     SEQUENCE_LENGTHS,
@@ -28,7 +28,7 @@ from nemo_style_rlhf.transport.messages import (
     ragged,
     text_tensor,
 )
-from nemo_style_rlhf.transport.reading import Expected, Many
+from nemo_style_rlhf.wire.reading import Expected, Many
 
 PROTOCOL_VERSION = 12
 

@@ -17,8 +17,8 @@ from nemo_style_rlhf.critic_service.client import ServerClient, infer_pool, pars
 from nemo_style_rlhf.critic_service.protocol import Status, Want, Wanted
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.messages import Array
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.messages import Array
 
 INFER_BYTES_PER_TOKEN = 4
 TRAIN_BYTES_PER_TOKEN = 16

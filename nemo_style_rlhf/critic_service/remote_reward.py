@@ -8,8 +8,8 @@ import numpy as np
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import ServerClient, split
 from nemo_style_rlhf.schema.chat import Chat
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.messages import Array
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.messages import Array
 
 
 class RemoteRewardModel(ServerClient):

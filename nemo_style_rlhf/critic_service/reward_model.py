@@ -16,7 +16,7 @@ from nemo_style_rlhf.engine.storages import Storages, weights_of
 from nemo_style_rlhf.models.host_copy import HostCopy
 from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel
 from nemo_style_rlhf.schema.common import EngineConfig
-from nemo_style_rlhf.transport.messages import Array
+from nemo_style_rlhf.wire.messages import Array
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from nemo_style_rlhf.models.scalar_loading import load_reward_model
 from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.common import row_multiple
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
-from nemo_style_rlhf.transport.messages import Array, Code, ProtocolError
+from nemo_style_rlhf.wire.messages import Array, Code, ProtocolError
 
 
 def reward_handler(reward: RewardModel, limits: protocol.Limits, gate: Gate) -> Handler:

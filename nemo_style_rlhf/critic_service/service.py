@@ -10,8 +10,8 @@ from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.gate import Gate
 from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.protocol import Limits, Status
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.messages import Array, Endpoint
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.messages import Array, Endpoint
 
 Tensors = dict[str, Array]
 Handler = Callable[[Mapping[str, Array]], Tensors]

@@ -28,7 +28,7 @@ from nemo_style_rlhf.checkpoint.files import (
 from nemo_style_rlhf.checkpoint.names import is_checkpoint_id, run_of
 from nemo_style_rlhf.checkpoint.owner import require_owned
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.transport.messages import Code, ProtocolError
+from nemo_style_rlhf.wire.messages import Code, ProtocolError
 
 RECORD = "critic.json"
 START_WEIGHTS = "the weights at the start (critic.path, run.seed)"

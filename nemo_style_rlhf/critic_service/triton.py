@@ -19,9 +19,9 @@ from nemo_style_rlhf.critic_service.binding import Binding, Handler
 from nemo_style_rlhf.critic_service.protocol import largest_tensors
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.critic import CriticServerConfig
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.listening import Address, FrontDoorProcess
-from nemo_style_rlhf.transport.messages import Array, Code, Endpoint, ProtocolError, TensorSpec
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.listening import Address, FrontDoorProcess
+from nemo_style_rlhf.wire.messages import Array, Code, Endpoint, ProtocolError, TensorSpec
 
 LOGGER = logging.getLogger(__name__)
 

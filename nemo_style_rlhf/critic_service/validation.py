@@ -28,7 +28,7 @@ from nemo_style_rlhf.critic_service.protocol import (
     Wanted,
 )
 from nemo_style_rlhf.schema.chat import Chat
-from nemo_style_rlhf.transport.messages import (
+from nemo_style_rlhf.wire.messages import (
     REQUEST,
     SEQUENCE_LENGTHS,
     TOKENS,
@@ -39,7 +39,7 @@ from nemo_style_rlhf.transport.messages import (
     ragged,
     text_nbytes,
 )
-from nemo_style_rlhf.transport.reading import read
+from nemo_style_rlhf.wire.reading import read
 
 MAX_PARTS = 1024
 

@@ -37,7 +37,7 @@ from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel, pad_token
 from nemo_style_rlhf.models.scalar_loading import load_reward_model, starting_critic
 from nemo_style_rlhf.schema.common import row_multiple
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
-from nemo_style_rlhf.transport.messages import Array, unragged
+from nemo_style_rlhf.wire.messages import Array, unragged
 
 log = logging.getLogger(__name__)
 

@@ -31,12 +31,11 @@ from nemo_style_rlhf.data.templates import check_reward_template, check_template
 from nemo_style_rlhf.distributed.ranks import Ranks, require_tensor_parallel
 from nemo_style_rlhf.engine.engine import Engine, sharded
 from nemo_style_rlhf.engine.process_group import init_distributed, require_all_ranks
+from nemo_style_rlhf.engines.factory import make_engine_pool, make_weight_store
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.factory import (
     keeping_threads,
-    make_engine_pool,
     make_generator,
-    make_weight_store,
     require_host,
     require_supported,
     weights_for_generator,

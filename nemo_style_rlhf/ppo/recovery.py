@@ -13,8 +13,8 @@ from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.preemption import Preempted, stop_requested
-from nemo_style_rlhf.transport.connection import ServerAbsent
-from nemo_style_rlhf.transport.messages import Code, ProtocolError
+from nemo_style_rlhf.wire.connection import ServerAbsent
+from nemo_style_rlhf.wire.messages import Code, ProtocolError
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")

@@ -16,8 +16,8 @@ from nemo_style_rlhf.ppo.build import build_trainer
 from nemo_style_rlhf.rollout.schedule import overlap
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import FilterConfig
-from nemo_style_rlhf.transport.connection import ServerRestarted
-from nemo_style_rlhf.transport.messages import ProtocolError
+from nemo_style_rlhf.wire.connection import ServerRestarted
+from nemo_style_rlhf.wire.messages import ProtocolError
 
 log = logging.getLogger(__name__)
 

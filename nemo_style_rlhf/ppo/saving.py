@@ -21,7 +21,7 @@ from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.ppo.export import PolicyCopy
 from nemo_style_rlhf.rollout.ahead import Ahead
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter, Work
-from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.wire.connection import ServerRestarted, ServerUnreachable
 
 log = logging.getLogger(__name__)
 IDENTITY_FILE = "identity.json"

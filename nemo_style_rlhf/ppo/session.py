@@ -20,7 +20,7 @@ from nemo_style_rlhf.ppo.saving import Saver
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.placement import TRAIN
-from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.wire.connection import ServerRestarted, ServerUnreachable
 
 log = logging.getLogger(__name__)
 RECOVERY_PAUSE_S = 1.0

@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
-from nemo_style_rlhf.generation.engine_pool import CallAbandoned, EnginePool
+from nemo_style_rlhf.engines.pool import CallAbandoned, EnginePool
 from nemo_style_rlhf.generation.interface import Generator, WeightUpdate
 from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.rollout.ahead import Ahead, Packed, pack, unpack

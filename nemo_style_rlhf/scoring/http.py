@@ -10,9 +10,9 @@ import requests
 from requests.auth import AuthBase
 
 from nemo_style_rlhf.schema.judge import HttpSourceConfig
-from nemo_style_rlhf.scoring.balance import LeastBusy
 from nemo_style_rlhf.scoring.interface import RewardError, quoted
-from nemo_style_rlhf.transport.sessions import Sessions
+from nemo_style_rlhf.wire.balance import LeastBusy
+from nemo_style_rlhf.wire.sessions import Sessions
 
 Answer = TypeVar("Answer")
 NO_PROXY: Mapping[str, str | None] = {"http": None, "https": None, "all": None}

@@ -21,7 +21,7 @@ from nemo_style_rlhf.scoring.http import HttpServers
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample, quoted
 from nemo_style_rlhf.scoring.verdict_store import JudgesAnswer, VerdictStore
 from nemo_style_rlhf.scoring.verdicts import Unreadable, read_verdict
-from nemo_style_rlhf.transport.secret import read_token
+from nemo_style_rlhf.wire.secret import read_token
 
 REFUSALS = frozenset(range(400, 500)) - {408, 409, 425, 429}
 """A request too long, a wrong key, a wrong model; not a server that is busy."""

@@ -19,11 +19,11 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.schema.templates import unrendered
-from nemo_style_rlhf.scoring.balance import LeastBusy
 from nemo_style_rlhf.scoring.futures import caught, mapped
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
-from nemo_style_rlhf.transport.connection import ServerUnreachable
-from nemo_style_rlhf.transport.messages import Array, ProtocolError
+from nemo_style_rlhf.wire.balance import LeastBusy
+from nemo_style_rlhf.wire.connection import ServerUnreachable
+from nemo_style_rlhf.wire.messages import Array, ProtocolError
 
 LOGGER = logging.getLogger(__name__)
 THREADS_PER_REPLICA = 2

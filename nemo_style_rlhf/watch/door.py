@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
-from nemo_style_rlhf.transport.front_door import tls_context
-from nemo_style_rlhf.transport.listening import take_port
-from nemo_style_rlhf.transport.secret import LOOPBACK, own_token_made, read_token
+from nemo_style_rlhf.wire.front_door import tls_context
+from nemo_style_rlhf.wire.listening import take_port
+from nemo_style_rlhf.wire.secret import LOOPBACK, own_token_made, read_token
 
 TOKEN_ENV = "NSR_WATCH_TOKEN"
 PORT_PATIENCE_S = 1.0

@@ -12,9 +12,9 @@ from urllib.parse import urlencode
 from tornado.web import HTTPError, RequestHandler, StaticFileHandler
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.transport.entrance import visitor_of
 from nemo_style_rlhf.watch.door import Door
 from nemo_style_rlhf.watch.runs import UnknownRun
+from nemo_style_rlhf.wire.entrance import visitor_of
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {

@@ -22,9 +22,9 @@ from tornado.httpclient import AsyncHTTPClient
 from tornado.web import Application
 
 from nemo_style_rlhf.checkpoint.files import storage_errors, write_atomically
-from nemo_style_rlhf.transport.entrance import Entrance
 from nemo_style_rlhf.watch.door import Door
 from nemo_style_rlhf.watch.handlers import PAGE, to_json
+from nemo_style_rlhf.wire.entrance import Entrance
 
 POINTS = 600
 """Points of a metric in a report."""

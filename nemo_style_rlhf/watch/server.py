@@ -8,14 +8,14 @@ from typing import Any
 
 from tornado.web import Application
 
-from nemo_style_rlhf.transport.entrance import Entrance
-from nemo_style_rlhf.transport.exchange import JSON_BODY_BYTES
-from nemo_style_rlhf.transport.listening import BACKLOG
 from nemo_style_rlhf.watch import report, rollout_routes, run_routes
 from nemo_style_rlhf.watch.door import Door, take_door
 from nemo_style_rlhf.watch.handlers import PAGE, Login, Page, Style
 from nemo_style_rlhf.watch.rollout_sources import RolloutSources
 from nemo_style_rlhf.watch.runs import Runs
+from nemo_style_rlhf.wire.entrance import Entrance
+from nemo_style_rlhf.wire.exchange import JSON_BODY_BYTES
+from nemo_style_rlhf.wire.listening import BACKLOG
 
 ROUTES = [*run_routes.ROUTES, *rollout_routes.ROUTES]
 """Every ``(pattern, handler)`` below /api/; handlers are subclasses of :class:`handlers.Api`."""

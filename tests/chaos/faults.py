@@ -18,9 +18,9 @@ from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.launch.interrupt import weights_in_memory
 from nemo_style_rlhf.launch.program import Program, server, trainer
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.connection import ServerUnreachable
-from nemo_style_rlhf.transport.secret import own_token
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.connection import ServerUnreachable
+from nemo_style_rlhf.wire.secret import own_token
 from tests.fuzz.fuzzer import JSON_CALLS, valid_infer, valid_json, valid_train
 from tests.support.ppo_runs import server_overrides
 from tests.support.processes import Process, process_below

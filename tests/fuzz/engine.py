@@ -14,8 +14,8 @@ import numpy as np
 import psutil
 import torch
 
-from nemo_style_rlhf.generation.engine_client import EngineClient
-from nemo_style_rlhf.generation.engine_messages import EngineStatus
+from nemo_style_rlhf.engines.client import EngineClient
+from nemo_style_rlhf.engines.messages import EngineStatus
 from nemo_style_rlhf.generation.interface import ProbeTarget
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.weight_store import WeightStore

@@ -10,8 +10,8 @@ import numpy as np
 import requests
 
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.kserve import HEAD_LENGTH_HEADER
 from tests.support.critic_server import VOCABULARY
 
 Random = np.random.Generator

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.wire import messages
 from tests.fuzz.fuzzer import TOKEN, Random, Raw, valid_infer
 from tests.fuzz.kserve_faults import pick
 

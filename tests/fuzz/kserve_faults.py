@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.kserve import HEAD_LENGTH_HEADER
 from tests.fuzz.fuzzer import DATATYPES, Random, Raw, bad_json
 
 DEEPEST = 200_000

@@ -12,7 +12,7 @@ from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.ppo.recovery import restore_newest
-from nemo_style_rlhf.transport.messages import Code, ProtocolError
+from nemo_style_rlhf.wire.messages import Code, ProtocolError
 from tests.support.critic_server import START, CriticServer, train_batch
 from tests.support.metrics import without_clock
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from nemo_style_rlhf.transport.messages import ProtocolError
+from nemo_style_rlhf.wire.messages import ProtocolError
 from tests.fuzz.fuzzer import (
     MAX_REQUEST_BYTES,
     TOKEN,

@@ -14,7 +14,7 @@ from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.data.supervised import load_pairs
 from nemo_style_rlhf.models.loading import load_tokenizer
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig
-from nemo_style_rlhf.transport.messages import Array
+from nemo_style_rlhf.wire.messages import Array
 from tests.support.critic_server import CriticServer, sequences, texts, train_batch
 from tests.support.models import save_token_classifier
 

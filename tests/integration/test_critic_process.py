@@ -18,8 +18,8 @@ import requests
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.transport.connection import ServerRestarted, ServerUnreachable
-from nemo_style_rlhf.transport.messages import ProtocolError
+from nemo_style_rlhf.wire.connection import ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.wire.messages import ProtocolError
 from tests.support.critic_server import (
     START,
     TOKEN_ENV,

@@ -16,8 +16,8 @@ from nemo_style_rlhf.rollout.experience import require_one_critic_step
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 from nemo_style_rlhf.scoring.interface import Scores, ScoringSample
 from nemo_style_rlhf.scoring.remote import RemoteCriticScorer
-from nemo_style_rlhf.transport.connection import LeaseLost, ServerRestarted
-from nemo_style_rlhf.transport.messages import Code, ProtocolError
+from nemo_style_rlhf.wire.connection import LeaseLost, ServerRestarted
+from nemo_style_rlhf.wire.messages import Code, ProtocolError
 from tests.support.critic_server import START, CriticServer, agree, long_batch, sequences, train_batch, wait_until_busy
 from tests.support.metrics import without_clock
 from tests.support.train_parts import parts_of, send

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.transport.connection import ServerUnreachable
-from nemo_style_rlhf.transport.messages import Array
+from nemo_style_rlhf.wire.connection import ServerUnreachable
+from nemo_style_rlhf.wire.messages import Array
 from tests.support.critic_server import (
     START,
     CriticServer,

@@ -6,7 +6,7 @@ import pytest
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import parse_json
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from nemo_style_rlhf.transport.messages import Endpoint, ProtocolError
+from nemo_style_rlhf.wire.messages import Endpoint, ProtocolError
 from tests.support.critic_server import START, CriticServer, sequences, train_batch
 
 

@@ -10,7 +10,7 @@ import torch
 from nemo_style_rlhf.critic_service.remote_critic import CriticInference
 from nemo_style_rlhf.models.scalar_loading import load_critic
 from nemo_style_rlhf.schema.common import ModelConfig
-from nemo_style_rlhf.transport.messages import Array
+from nemo_style_rlhf.wire.messages import Array
 from tests.support.critic_server import CriticServer, refusal, sequences
 from tests.support.metrics import metrics, without_timers
 from tests.support.models import letter_tokenizer, save_policy, save_reward_model

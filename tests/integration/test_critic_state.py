@@ -18,8 +18,8 @@ from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import parse_json
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.messages import Code, ProtocolError
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.messages import Code, ProtocolError
 from tests.support.attacks import Attack
 from tests.support.critic_server import START, CriticServer, sequences, train_batch
 from tests.support.train_parts import parts_of, send

@@ -8,8 +8,8 @@ import pytest
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
-from nemo_style_rlhf.transport.connection import LeaseLost
-from nemo_style_rlhf.transport.messages import Code, ProtocolError
+from nemo_style_rlhf.wire.connection import LeaseLost
+from nemo_style_rlhf.wire.messages import Code, ProtocolError
 from tests.support.critic_server import CriticServer, sequences, train_batch
 from tests.support.metrics import without_clock
 

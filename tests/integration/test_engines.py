@@ -17,7 +17,7 @@ from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.memory import held_bytes
 from nemo_style_rlhf.engine.process_group import init_distributed
-from nemo_style_rlhf.generation.engine_client import EngineClient
+from nemo_style_rlhf.engines.client import EngineClient
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
@@ -30,10 +30,10 @@ from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.sampler_check import Probe
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, OptimizerConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig, SamplingOverrides
-from nemo_style_rlhf.transport.connection import LeaseLost, ServerUnreachable
-from nemo_style_rlhf.transport.messages import Code, ProtocolError
-from nemo_style_rlhf.transport.secret import own_token_made
-from nemo_style_rlhf.transport.unix_backend import THREADS
+from nemo_style_rlhf.wire.connection import LeaseLost, ServerUnreachable
+from nemo_style_rlhf.wire.messages import Code, ProtocolError
+from nemo_style_rlhf.wire.secret import own_token_made
+from nemo_style_rlhf.wire.unix_backend import THREADS
 from tests.support.models import save_policy
 from tests.support.processes import held_to
 

@@ -17,8 +17,8 @@ import pytest
 import requests
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.kserve import HEAD_LENGTH_HEADER
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.kserve import HEAD_LENGTH_HEADER
 from tests.fuzz.fuzzer import Raw, text, valid_infer, valid_train
 from tests.fuzz.http_faults import PATHS
 from tests.fuzz.kserve_faults import as_json

@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.wire import messages
 from tests.chaos.run import OWN_SHM
 from tests.support.critic_server import runs, segments_of
 from tests.support.paths import ROOT

@@ -11,7 +11,7 @@ import requests
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.transport.messages import ProtocolError
+from nemo_style_rlhf.wire.messages import ProtocolError
 from tests.support import ppo_runs
 from tests.support.critic_server import CriticServer, sequences
 from tests.support.metrics import metrics, without_timers

@@ -129,12 +129,11 @@ TWENTY = (
     Fault(
         name="every_token_opens_the_door",
         guarantee="Loopback unless you give it a token",
-        file="nemo_style_rlhf/transport/exchange.py",
+        file="nemo_style_rlhf/wire/exchange.py",
         old="if not visitor.shows(given, self._door.settings.token):",
         new="if not given:",
         tests=(
-            "tests/unit/transport/test_listening.py::"
-            "test_requests_reach_the_backend_within_the_limits_of_their_endpoint",
+            "tests/unit/wire/test_listening.py::test_requests_reach_the_backend_within_the_limits_of_their_endpoint",
         ),
     ),
     # --- Numbers ------------------------------------------------------------------------------------------------------

@@ -144,18 +144,18 @@ OTHERS = (
     Fault(
         name="engines_answer_in_the_order_of_completion",
         guarantee="A run with generation engines",
-        file="nemo_style_rlhf/generation/engine_service.py",
+        file="nemo_style_rlhf/engines/service.py",
         old="[call.completions[index] for index in range(len(call.requests))]",
         new="[*call.completions.values()]",
-        tests=("tests/unit/generation/test_engine_service.py::test_samples_come_in_the_order_of_the_requests",),
+        tests=("tests/unit/engines/test_service.py::test_samples_come_in_the_order_of_the_requests",),
     ),
     Fault(
         name="samples_of_a_lost_engine_are_left_out",
         guarantee="A run with generation engines",
-        file="nemo_style_rlhf/generation/engine_pool.py",
+        file="nemo_style_rlhf/engines/pool.py",
         old="                self._fleet.lost(engine, error)\n",
         new="                self._fleet.lost(engine, error)\n                return []\n",
-        tests=("tests/unit/generation/test_engine_pool.py",),
+        tests=("tests/unit/engines/test_pool.py",),
     ),
     Fault(
         name="prompts_of_batches_sampled_ahead_are_taken_again",
@@ -219,15 +219,15 @@ OTHERS = (
     Fault(
         name="all_interfaces_open_without_a_token",
         guarantee="Loopback unless you give it a token",
-        file="nemo_style_rlhf/transport/listening.py",
+        file="nemo_style_rlhf/wire/listening.py",
         old="if config.host not in LOOPBACK and token is None:",
         new="if config.host is None and token is None:",
-        tests=("tests/unit/transport/test_listening.py::test_no_address_but_loopback_opens_without_a_token",),
+        tests=("tests/unit/wire/test_listening.py::test_no_address_but_loopback_opens_without_a_token",),
     ),
     Fault(
         name="bodies_of_strangers_are_read",
         guarantee="Loopback unless you give it a token",
-        file="nemo_style_rlhf/transport/exchange.py",
+        file="nemo_style_rlhf/wire/exchange.py",
         old="UNREAD_BYTES, UNREAD_S = 2**20, 1.0",
         new="UNREAD_BYTES, UNREAD_S = 2**40, 100.0",
         tests=("tests/integration/test_front_door.py::test_what_strangers_send_is_not_read",),
@@ -245,10 +245,10 @@ OTHERS = (
     Fault(
         name="clients_need_no_certificate",
         guarantee="TLS and client certificates",
-        file="nemo_style_rlhf/transport/front_door.py",
+        file="nemo_style_rlhf/wire/front_door.py",
         old="context.verify_mode = ssl.CERT_REQUIRED",
         new="context.verify_mode = ssl.CERT_OPTIONAL",
-        tests=("tests/unit/transport/test_listening.py::test_a_door_with_a_client_ca_wants_a_certificate_of_it",),
+        tests=("tests/unit/wire/test_listening.py::test_a_door_with_a_client_ca_wants_a_certificate_of_it",),
     ),
     # --- Numbers ------------------------------------------------------------------------------------------------------
     Fault(

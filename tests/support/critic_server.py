@@ -16,7 +16,7 @@ import pytest
 from nemo_style_rlhf.critic_service.protocol import Status
 from nemo_style_rlhf.critic_service.remote_critic import CriticTrainBatch, RemoteCritic
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
-from nemo_style_rlhf.transport.messages import Array
+from nemo_style_rlhf.wire.messages import Array
 from tests.support import warm
 from tests.support.digests import digest_of_files
 from tests.support.paths import ACTOR_PYTHON, ROOT, SERVER_PYTHON

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_style_rlhf.schema.reward import RewardServerConfig
-from nemo_style_rlhf.transport.messages import Array
+from nemo_style_rlhf.wire.messages import Array
 from tests.support.critic_server import CriticServer
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.client import parse_json
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.wire import messages
 from tests.support.critic_server import train_batch
 
 

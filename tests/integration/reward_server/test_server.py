@@ -13,9 +13,9 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.reward import RewardServerConfig
 from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.messages import ProtocolError
-from nemo_style_rlhf.transport.secret import own_token
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.messages import ProtocolError
+from nemo_style_rlhf.wire.secret import own_token
 from tests.support.critic_server import CriticServer, agree, refusal, sequences, texts
 from tests.support.models import save_reward_model
 from tests.support.paths import ROOT

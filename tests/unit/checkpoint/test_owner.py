@@ -23,7 +23,7 @@ from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.store import CriticCheckpointStore
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import BEAT_S, RunConfig
-from nemo_style_rlhf.transport.messages import ProtocolError
+from nemo_style_rlhf.wire.messages import ProtocolError
 
 OURS, THEIRS = "kernel-a", "kernel-b"
 TAKEOVER_S = 5 * BEAT_S

@@ -4,7 +4,7 @@ import numpy as np
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.protocol import Limits
-from nemo_style_rlhf.transport import messages
+from nemo_style_rlhf.wire import messages
 
 LIMITS = Limits(vocab_size=10, max_length=8, max_request_bytes=4096)
 

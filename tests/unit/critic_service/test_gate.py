@@ -9,7 +9,7 @@ from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.gate import Gate
 from nemo_style_rlhf.critic_service.protocol import InferRequest, Limits
 from nemo_style_rlhf.critic_service.reward_server import reward_handler
-from nemo_style_rlhf.transport.messages import ProtocolError
+from nemo_style_rlhf.wire.messages import ProtocolError
 
 
 def test_after_a_fault_nothing_more_is_computed() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from nemo_style_rlhf.critic_service import validation
 from nemo_style_rlhf.critic_service.ledger import Ledger
-from nemo_style_rlhf.transport.messages import Code, ProtocolError
+from nemo_style_rlhf.wire.messages import Code, ProtocolError
 from tests.unit.critic_service.batches import LIMITS, train_inputs
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.once import REMEMBERED, once
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.messages import ProtocolError
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.messages import ProtocolError
 
 
 class Trainer:

@@ -8,7 +8,7 @@ import pytest
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.critic_service.store import CriticCheckpointStore
-from nemo_style_rlhf.transport.messages import ProtocolError
+from nemo_style_rlhf.wire.messages import ProtocolError
 from tests.support.folders import make_unreadable, note_disk_calls
 
 

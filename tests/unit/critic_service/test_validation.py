@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from nemo_style_rlhf.critic_service import validation
-from nemo_style_rlhf.transport import messages
-from nemo_style_rlhf.transport.messages import Code, ProtocolError
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.messages import Code, ProtocolError
 from tests.unit.critic_service.batches import LIMITS, train_inputs
 
 PLAN = {"lease": "L", "step": 1, "part": 1, "parts": 1, "mini_batches": [[0, 1]], "digest": "d"}

@@ -20,7 +20,7 @@ from nemo_style_rlhf.errors import StorageError, UserError
 from nemo_style_rlhf.ppo.recovery import Recovery, restore_newest
 from nemo_style_rlhf.ppo.saving import Saver
 from nemo_style_rlhf.rollout.ahead import Ahead
-from nemo_style_rlhf.transport.connection import ServerRestarted
+from nemo_style_rlhf.wire.connection import ServerRestarted
 
 
 @pytest.fixture(autouse=True)

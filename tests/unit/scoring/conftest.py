@@ -50,7 +50,7 @@ def endpoints():
 
 @pytest.fixture
 def scorer_of(monkeypatch):
-    monkeypatch.setattr("nemo_style_rlhf.scoring.balance.FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr("nemo_style_rlhf.wire.balance.FIRST_RETRY_S", 0.05)
     made = []
 
     def make(*urls, **settings):

@@ -15,7 +15,7 @@ from nemo_style_rlhf.scoring.combined import CombinedScorer
 from nemo_style_rlhf.scoring.contract import read_answer
 from nemo_style_rlhf.scoring.interface import RewardError, Scores
 from nemo_style_rlhf.scoring.remote import RemoteCriticScorer
-from nemo_style_rlhf.transport.connection import ServerUnreachable
+from nemo_style_rlhf.wire.connection import ServerUnreachable
 from tests.unit.scoring.sources import all_failed, result, samples
 
 

@@ -44,7 +44,7 @@ def judge() -> Iterator[Judge]:
 
 @pytest.fixture
 def scorer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr("nemo_style_rlhf.scoring.balance.FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr("nemo_style_rlhf.wire.balance.FIRST_RETRY_S", 0.05)
     made = []
 
     def make(judge: Judge, **settings: Any) -> JudgeScorer:

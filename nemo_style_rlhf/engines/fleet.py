@@ -1,0 +1,418 @@
+"""The engines of a run: found by their files in a folder, started again when they die, all with the same weights.
+
+The engines of ``generation.engines.launch`` are child processes of the trainer's first rank.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nemo_style_rlhf.engines.broadcast import Broadcast
+from nemo_style_rlhf.engines.client import EngineClient, EngineProcess
+from nemo_style_rlhf.engines.files import client_of, ready_files
+from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.generation.weight_store import PublishedWeights
+from nemo_style_rlhf.launch.entry import USER_ERROR_EXIT
+from nemo_style_rlhf.launch.local import LocalLauncher
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ENGINE_CONFIG, engine_program
+from nemo_style_rlhf.schema.common import TokenConfig
+from nemo_style_rlhf.schema.generation import EnginesConfig
+from nemo_style_rlhf.wire.connection import ServerRestarted, ServerUnreachable
+from nemo_style_rlhf.wire.messages import ProtocolError
+from nemo_style_rlhf.wire.secret import read_token
+
+log = logging.getLogger(__name__)
+LOST = (ServerUnreachable, ServerRestarted)
+POLL_S = 0.2
+WATCH_S = 2.0
+"""How often an engine is asked how it is."""
+END_S = 10.0
+"""Seconds in which launched engines must end. They hold nothing that is worth a longer wait."""
+
+
+class CallAbandoned(Exception):
+    """Nobody wants the samples any more."""
+
+
+class Fleet:
+    """Knows which engines can be asked. Safe to use from several threads."""
+
+    def __init__(self, config: EnginesConfig, folder: Path, *, devices: Sequence[str] = (), bits: bool = False) -> None:
+        """
+        Args:
+            devices: CUDA_VISIBLE_DEVICES of each launched engine; none on a CPU.
+            bits: refuse engines whose samples depend on what is sampled beside them.
+        """
+        self._config, self._folder, self._bits = config, folder, bits
+        self._environments = [{"CUDA_VISIBLE_DEVICES": each} for each in devices] or [{}] * config.count
+        self._launcher = LocalLauncher(folder / "logs") if config.launch else None
+        self._token = secrets.token_hex(32) if config.launch else read_token(config.token)
+        self._engines: dict[str, EngineProcess] = {}
+        self._joining: dict[str, EngineProcess] = {}
+        """Engines that load the weights for the first time."""
+        self._closing = threading.Event()
+        self._lock = threading.RLock()
+        self._restarts: Counter[str] = Counter()
+        """Losses of each engine at the current version of the weights."""
+        self._losses, self._warned = 0, False
+        self._dead: dict[str, dict[str, Any]] = {}
+        """Ready files of engines that were lost."""
+        self._broken: Exception | None = None
+        """Why there will be no more engines."""
+        self._published: PublishedWeights | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._broadcast = None if config.weights == "auto" else Broadcast(folder, config.weights)
+        self.abandoned = threading.Event()
+        """While it is set, nobody waits for an engine that starts."""
+        self._asleep = False
+        """Whether all engines sleep. None is then started again: it would take memory that others use."""
+        self.lease = ""
+        """Names the trainer and its current weights to the engines."""
+
+    def start(self) -> None:
+        """Launch the engines, if that is this fleet's business."""
+        if self._launcher is not None:
+            for ready in self._folder.glob("*.json"):  # of a start before this one
+                ready.unlink()
+            for number in range(self._config.count):
+                environment = {TokenConfig.token_env: self._token or "", **self._environments[number]}
+                self._launcher.start(engine_program(f"engine-{number}", self._folder, environment))
+        else:
+            log.info("waiting for engines, at most %g s: %s", self._config.ready_timeout_s, self._advice)
+        threading.Thread(target=self._watch, name="engines-watch", daemon=True).start()
+
+    def load(self, published: PublishedWeights, shapes: dict[str, tuple[int, ...]]) -> float:
+        """Have every engine load a version of the weights, and those that join later; returns the largest gap on the probe, in
+        nats.
+
+        Raises:
+            UserError: no engine is ready in time, or one failed too often.
+        """
+        with self._lock:
+            self._published, self._shapes, self.lease = published, shapes, secrets.token_hex(8)
+            self._restarts.clear()
+            self._asleep = False
+        engines = self._ready()
+        for engine in engines:
+            engine.advanced = time.monotonic()  # it may have slept for long
+        with ThreadPoolExecutor(len(engines) or 1) as pool:
+            if self._broadcast is not None and engines:
+                self._broadcast.send(engines, published, lease=self.lease, shapes=shapes, pool=pool)
+            load = partial(self._load, lease=self.lease, published=published)
+            for engine, failure in zip(engines, pool.map(load, engines)):
+                if failure is not None:
+                    self.lost(engine, failure)
+        while not (gaps := [engine.gap for engine in self._ready()]):
+            self._wait_for_one()
+        return max(gaps)
+
+    def sleep(self) -> dict[str, int]:
+        """Have every engine free its device until :meth:`load`, also those that are still starting.
+
+        Returns:
+            Bytes that each still holds, by name.
+
+        Raises:
+            UserError: an engine that was started is not ready in time, or one failed too often.
+        """
+        held: dict[str, int] = {}
+        with self._lock:
+            self.lease = secrets.token_hex(8)  # drops the requests of streams that were abandoned
+        deadline = time.monotonic() + self._config.ready_timeout_s
+        while True:
+            for engine in [each for each in self._ready() if each.name not in held]:
+                try:
+                    engine.call(partial(engine.client.acquire, self.lease, self._shapes))
+                    held[engine.name] = engine.call(partial(engine.client.sleep, self.lease))
+                except LOST as error:
+                    self.lost(engine, error)
+            # Engines start asleep. One that was lost starts again, and loads the last version first.
+            asleep = len(self._new()) if self._published is None else len(held)
+            if self._launcher is None or asleep >= self._config.count:
+                self._asleep = True
+                return held
+            if self._broken is not None:
+                raise self._broken
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{self._config.count - asleep} engines were not ready to sleep within "
+                    f"generation.engines.ready_timeout_s={self._config.ready_timeout_s:g}: {self._advice}"
+                )
+            time.sleep(POLL_S)
+
+    def _ready(self) -> list[EngineProcess]:
+        with self._lock:
+            return list(self._engines.values())
+
+    def engine(self) -> EngineProcess:
+        """The engine with the fewest calls under way; call :meth:`release` or :meth:`lost` afterwards.
+
+        Raises:
+            UserError: none is ready in time, or one failed too often.
+        """
+        while True:
+            if self._broken is not None:
+                raise self._broken
+            with self._lock:
+                if self._engines:
+                    chosen = min(self._engines.values(), key=lambda engine: (engine.calls, engine.name))
+                    chosen.calls += 1
+                    return chosen
+            self._wait_for_one()
+
+    def release(self, engine: EngineProcess) -> None:
+        with self._lock:
+            engine.calls -= 1
+
+    def lost(self, engine: EngineProcess, reason: object) -> None:
+        """Do without an engine that died, hangs or failed, and start it again.
+
+        Raises:
+            UserError: it was lost too often at one version of the weights.
+        """
+        with self._lock:
+            if self._engines.get(engine.name) is engine:  # else another thread has noticed it, too
+                del self._engines[engine.name]
+                self._give_up(engine, reason)
+
+    def _look(self) -> None:
+        """Let engines join that have become ready, each in a thread of its own."""
+        with self._lock:
+            if self._closing.is_set() or self._published is None:
+                return
+            if len(self._engines) + len(self._joining) >= self._config.count:
+                return
+            new = []
+            for name, where in self._new():
+                try:
+                    new.append(EngineProcess(name, self._client(name, where), where))
+                except UserError as error:
+                    if not self._engines:
+                        raise
+                    self._dead[name] = where
+                    log.warning("engine %s does not join: %s", name, error)
+            self._joining |= {engine.name: engine for engine in new}
+        for engine in new:
+            threading.Thread(target=self._join, args=(engine,), name=f"{engine.name}-joins", daemon=True).start()
+
+    def _join(self, engine: EngineProcess) -> None:
+        """Have an engine load the newest weights, and let it be asked."""
+        try:
+            while not self._joined(engine):
+                pass
+        except Exception as error:  # noqa: BLE001 raised to whoever asks for an engine
+            self._broken = self._broken or error
+        finally:
+            with self._lock:
+                del self._joining[engine.name]
+
+    def _joined(self, engine: EngineProcess) -> bool:
+        """Whether it can be asked, or was given up; else newer weights have come while it loaded."""
+        with self._lock:
+            lease, published = self.lease, self._published
+        try:
+            failure = self._load(engine, lease, published)
+        except (FileNotFoundError, UserError) as error:
+            if self.lease != lease:  # the weights that were being sent are gone
+                return False
+            if not self._ready():
+                raise
+            failure = error  # a wrong token or certificate: it is no reason to end what goes on without it
+        with self._lock:
+            if failure is not None:
+                self._give_up(engine, failure)
+            elif self.lease == lease:
+                self._engines[engine.name] = engine
+                log.info("engine %s at %s joins", engine.name, engine.client.address)
+            return failure is not None or self.lease == lease
+
+    def _client(self, name: str, where: dict[str, Any]) -> EngineClient:
+        return client_of(name, where, self._config, self._token)
+
+    def _watch(self) -> None:
+        """Let new engines join, and do without those that end or hang."""
+        looked = time.monotonic()
+        while not self._closing.wait(POLL_S):
+            if self._asleep:
+                continue
+            try:
+                self._look()
+                if time.monotonic() - looked < WATCH_S:
+                    continue
+                looked = time.monotonic()
+                self._start_again()
+                with self._lock:
+                    engines = [*self._engines.values(), *self._joining.values()]
+                for engine in engines:
+                    self._look_at(engine)
+            except Exception as error:  # noqa: BLE001 raised to whoever asks for an engine
+                self._broken = self._broken or error
+
+    def _start_again(self) -> None:
+        """Start launched engines again that ended before they were ready, and look again at others that were lost.
+
+        Raises:
+            UserError: the first engine ended for a mistake in its configuration, or one ended too often.
+        """
+        with self._lock:
+            if self._closing.is_set():
+                return
+            lost = {name: where for name, where in self._dead.items() if name not in self._engines}
+            ended = [
+                child for number in range(self._config.count if self._launcher is not None else 0)
+                if (child := self._launcher[f"engine-{number}"]).poll() is not None  # type: ignore[index]
+                and not child.program.ready_file.exists()  # type: ignore[union-attr]
+            ]  # fmt: skip
+            for child in ended:
+                if child.poll() == USER_ERROR_EXIT and not self._engines:
+                    raise UserError(str(child.failed()))
+                self._count_loss(child.program.name, f"it ended with exit code {child.poll()}")
+        for name, where in lost.items() if self._launcher is None else ():
+            with suppress(ProtocolError, UserError, *LOST):  # else it answers again: it was the network
+                self._client(name, where).status(retry=False)
+                with self._lock:
+                    self._dead.pop(name, None)
+
+    def _look_at(self, engine: EngineProcess) -> None:
+        how = "it does not answer"
+        with suppress(UserError, ProtocolError, *LOST):
+            status = engine.client.status(retry=False)
+            how = f"it has {status.running} requests and does not advance"
+            engine.cache_share = status.cache_share
+            if status.running == 0 or status.steps != engine.steps:
+                engine.steps, engine.advanced = status.steps, time.monotonic()
+        if (silent := time.monotonic() - engine.advanced) > self._config.hung_after_s:
+            reason = f"{how} for {silent:.0f} s (generation.engines.hung_after_s)"
+            with self._lock:
+                joining = self._joining.get(engine.name) is engine
+            if joining:
+                engine.give_up(reason)  # ends the call by which it loads
+            else:
+                with suppress(UserError):  # raised to whoever asks for an engine
+                    self.lost(engine, reason)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`engines/*` count the engines that can be asked now, how often one was lost, and with generation.engines.weights those
+        that received the last weights at once; `kv_cache_share` is that of the engine that used most of its cache."""
+        with self._lock:
+            shares = [engine.cache_share for engine in self._engines.values()]
+        counts = {"engines/ready": float(len(shares)), "engines/lost": float(self._losses)}
+        counts["engines/kv_cache_share"] = max(shares, default=0.0)
+        if self._broadcast is not None:
+            counts["engines/received_at_once"] = float(self._broadcast.reached)
+        return counts
+
+    def close(self) -> None:
+        """End the launched engines, and have whatever other threads wait for here end with :class:`CallAbandoned`."""
+        with self._lock:  # none is being started again
+            self._closing.set()
+            self._broken = CallAbandoned()
+            engines = [*self._engines.values(), *self._joining.values()]
+        for engine in engines:
+            engine.give_up("the trainer ends")
+            engine.client.close()
+        if self._broadcast is not None:
+            self._broadcast.close()
+        if self._launcher is not None:
+            self._launcher.stop_all(END_S)
+
+    def _load(self, engine: EngineProcess, lease: str, published: PublishedWeights | None) -> Exception | None:
+        """Have one engine load the published weights; returns the error by which it was lost."""
+        assert published is not None
+        try:
+            engine.call(partial(engine.client.acquire, lease, self._shapes))
+            engine.gap, loses_bits = engine.call(partial(engine.client.load, lease, published))
+            repeatable = not self._bits or engine.call(engine.client.status).repeatable
+        except LOST as error:
+            return error
+        if not repeatable:
+            raise UserError(
+                f"run.deterministic=true, but engine {engine.name} was started without it: start it with run.deterministic=true"
+            )
+        if loses_bits and self._bits:
+            raise UserError(
+                f"run.deterministic=true, but on {engine.name} the bits of this model's samples depend on {loses_bits}, and so "
+                "on the clock: give run.deterministic=null, or another dtype, card or model"
+            )
+        if loses_bits and not self._warned:
+            self._warned = True
+            log.warning(
+                "log-probabilities of this model's samples depend, by rounding, on %s: runs agree with each other up to that, "
+                "not to the bit", loses_bits,
+            )  # fmt: skip
+        return None
+
+    def _give_up(self, engine: EngineProcess, reason: object) -> None:
+        name = engine.name
+        engine.give_up(reason)
+        engine.client.close()
+        self._dead[name] = engine.where
+        self._count_loss(name, reason)
+
+    def _count_loss(self, name: str, reason: object) -> None:
+        """Start a launched engine again.
+
+        Raises:
+            UserError: it was lost too often at one version of the weights.
+        """
+        if self._closing.is_set():
+            return
+        self._restarts[name] += 1
+        self._losses += 1
+        log.warning("engine %s is lost: %s", name, reason)
+        if self._restarts[name] > self._config.restarts:
+            self._broken = UserError(
+                f"engine {name} was lost {self._restarts[name]} times at one version of the weights, more than "
+                f"generation.engines.restarts={self._config.restarts} allow; the last time: {reason}"
+            )
+            raise self._broken
+        if self._launcher is not None:
+            self._launcher[name].kill()
+            self._launcher.restart(name)
+
+    def _new(self) -> list[tuple[str, dict[str, Any]]]:
+        """Name and ready file of engines that are neither in use nor known to be dead."""
+        return [
+            (name, where)
+            for name, where in ready_files(self._folder)
+            if name not in self._engines and name not in self._joining and self._dead.get(name) != where
+        ]
+
+    def _wait_for_one(self) -> None:
+        """Wait until an engine can be asked.
+
+        Raises:
+            UserError: none is ready in time, or one failed too often.
+        """
+        deadline = time.monotonic() + self._config.ready_timeout_s
+        while not self._ready():
+            if self.abandoned.is_set():
+                raise CallAbandoned
+            if self._broken is not None:
+                raise self._broken
+            if self._joining:
+                deadline = time.monotonic() + self._config.ready_timeout_s  # how long it may load is watched
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"no engine was ready within generation.engines.ready_timeout_s={self._config.ready_timeout_s:g}: "
+                    f"{self._advice}"
+                )
+            time.sleep(POLL_S)
+
+    @property
+    def _advice(self) -> str:
+        if self._launcher is not None:
+            return f"look at {self._folder}/logs"
+        return (
+            f"start {ACTOR_PYTHON} servers/serve_engine.py --config-dir={self._folder} --config-name={ENGINE_CONFIG} "
+            f"server.port=0 server.ready_file={self._folder}/NAME.json"
+        )
