@@ -19,9 +19,8 @@ import report
 from ppo_step import DTYPES, make_models, models_dir
 from processes import ROOT
 
-from nemo_style_rlhf.engines.programs import CONFIG
 from nemo_style_rlhf.launch.local import LocalLauncher
-from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program, trainer
+from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ENGINE_CONFIG, Program, trainer
 
 
 def main() -> None:
@@ -107,14 +106,14 @@ def run_beside_engine(actor: Program, folder: Path) -> list[dict[str, float]]:
     engines = folder / "engines"
     words = [
         f"--config-dir={engines}",
-        f"--config-name={CONFIG}",
+        f"--config-name={ENGINE_CONFIG}",
         "server.port=0",
         f"server.ready_file={engines}/one.json",
     ]
     engine = Program("engine", [str(ACTOR_PYTHON), "servers/serve_engine.py", *words])
     with LocalLauncher(folder) as launcher:
         launcher.start(pinned(actor, first))
-        while not (engines / f"{CONFIG}.yaml").exists():
+        while not (engines / f"{ENGINE_CONFIG}.yaml").exists():
             if launcher[actor.name].poll() is not None:
                 raise launcher[actor.name].failed()
             time.sleep(0.1)

@@ -144,6 +144,8 @@ def result(given: Any) -> Result:
         BadReward: it is neither.
     """
     try:
+        if isinstance(given, dict) and not given.get("metrics", True):  # some languages write an empty object as a list
+            given = {name: value for name, value in given.items() if name != "metrics"}
         told = Verdict(float(given)) if _is_number(given) else parse(given, Verdict)
     except Fault as fault:
         raise BadReward(f"expected {fault.expected if fault.kind == 'value' else FORMS}") from None

@@ -272,7 +272,7 @@ class PartHeader:
     ] = None
     normalizers: Annotated[
         Many[float] | None,
-        Expected("a list of numbers", lambda value: value is not None and all(each < 2**53 for each in value)),
+        Expected("a list of numbers", lambda value: value is not None),
     ] = None
     digest: Annotated[str | None, Expected("a SHA-256 digest", lambda value: value is not None and _is_name(value))] = (
         None

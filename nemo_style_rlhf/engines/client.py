@@ -106,7 +106,7 @@ class EngineClient:
     def receive(
         self, lease: str, published: PublishedWeights, *, group: str, rank: int, size: int, backend: str
     ) -> None:
-        """Have the engine meet a :class:`broadcast.Group` at a file beside its ready file, and receive a version from rank 0."""
+        """Have the engine meet a :class:`groups.Group` at a file beside its ready file, and receive a version from rank 0."""
         files = [[path.name, path.stat().st_size] for path in published.files]
         self._ask(messages.RECEIVE, lease=lease, group=group, rank=rank, size=size, backend=backend, files=files)
 

@@ -21,7 +21,7 @@ from typing import IO
 
 from nemo_style_rlhf.processes import tree
 
-END_S = 6.0
+END_S = tree.KILL_S + tree.TIDY_S + 1.0
 """Seconds in which a supervisor kills a whole tree; then it is killed itself."""
 
 

@@ -17,7 +17,7 @@ LOOK_S = 0.5
 """Seconds between two looks for the parent: a process that the parent forked may hold the link open."""
 NEWS_S = 1.0
 """Seconds to wait for the end of a parent that ends together with the program."""
-TIDY_S = 2.0
+TIDY_S = 5.0
 """Seconds that supervisors below this one have to end their programs and to run what follows."""
 TIDIES = "tidies"
 """The last argument of such a supervisor."""
@@ -58,9 +58,13 @@ class Supervisor:
             while not (self._orphaned or self._ordered) and (left := news - time.monotonic()) > 0:
                 self._wait(left, ended)
             if self._orphaned:
-                os.waitpid(
-                    os.posix_spawnp(self._afterwards[0], self._afterwards, os.environ), 0
-                )  # with all signals blocked
+                try:
+                    follows = os.posix_spawnp(
+                        self._afterwards[0], self._afterwards, os.environ
+                    )  # with all signals blocked
+                    os.waitpid(follows, 0)
+                except OSError:  # there is no such command
+                    pass
         _end_like(-signal.SIGKILL if self._status is None else os.waitstatus_to_exitcode(self._status))
 
     def _read(self, size: int) -> bytes:

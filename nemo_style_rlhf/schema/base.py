@@ -1,7 +1,8 @@
 """Turns a composed Hydra config into checked dataclasses.
 
 Every default lives in a dataclass of this package; YAML files only override. A dataclass may define
-``validate(self) -> None`` for ranges and cross-field rules; it raises :class:`UserError` with one sentence.
+``validate(self) -> None`` for rules about several keys, those about one are :class:`Bounds`; it raises :class:`UserError` with
+one sentence.
 """
 
 import dataclasses

@@ -9,10 +9,10 @@ from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, RunConfig, 
 from nemo_style_rlhf.schema.paths import CHECK, existing_file, model_folder
 
 
-def require_label_weights(setting: str, weights: list[float] | None) -> None:
+def require_label_weights(key: str, weights: list[float] | None) -> None:
     require(
         weights is None or (bool(weights) and all(map(math.isfinite, weights)) and any(weights)),
-        setting, weights, "finite numbers that are not all 0, one for each label, or null",
+        key, weights, "finite numbers that are not all 0, one for each label, or null",
     )  # fmt: skip
 
 

@@ -30,9 +30,13 @@ class InspectedDataConfig(SFTDataConfig, UnpairedDataConfig, PreferenceDataConfi
 
     format: str = "auto"
     """Same values as in the stage."""
+    learn: str = "all_answers"
+    """As in SFT."""
+    max_length: int = 1024
+    """Maximum tokens of a sample."""
 
     def validate(self) -> None:
-        """Do nothing: the class of the stage validates, and shares these templates."""
+        """Check the templates alone: the class of the stage checks the rest, as far as the stage reads it."""
         PromptTemplateConfig.validate(self)
 
 

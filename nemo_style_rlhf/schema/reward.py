@@ -28,7 +28,7 @@ class RewardServerConfig(RemoteCriticConfig):
         "reward server", "servers/serve_reward_model.py", "reward.server", "model.path=REWARD_MODEL"
     )
 
-    port: int = 5568
+    port: int = setting(5568, gt=0, lt=65536, expected="a TCP port, 1 to 65535")
     """server.port of the reward server."""
     weight: float = 0.0
     """Weight of these rewards in the sum over all sources; with 0 the server is not asked."""

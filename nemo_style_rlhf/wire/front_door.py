@@ -5,7 +5,7 @@ writes the head of every request anew (``kserve.canonical_head``) and passes the
 Unix socket behind it. Once the backend has a whole request, the door reads the answer to its end, whether or not the client still
 waits, so that the backend never sees a client hang up. The token stays in this process.
 
-    python -m nemo_style_rlhf.wire.front_door    # reads its Settings as JSON from standard input, which stays open
+    python -m nemo_style_rlhf.wire.front_door    # reads its FrontDoorSettings as JSON from standard input, which stays open
 """
 
 import asyncio

@@ -31,7 +31,7 @@ def decode_response(body: bytes, head_length: int) -> dict[str, Array]:
 
 
 def decode_request(endpoint: Endpoint, body: bytes | bytearray, head_length: int) -> dict[str, Array]:
-    """The input tensors of a request whose head :func:`canonical_head` wrote; views as in :func:`decode_response`.
+    """The input tensors of a request whose head :func:`canonical_head` wrote, as views into ``body``.
 
     Raises:
         ProtocolError: INVALID, the elements of a BYTES tensor are not those that its shape says.

@@ -131,7 +131,10 @@ def _sentence(fault: Fault, content: Any, name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # which json.loads, some frames higher, has just not raised
+        return "nested too deeply"
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 

@@ -1,17 +1,21 @@
 """`--help KEY` explains keys, and the nearest ones are suggested for unknown ones."""
 
+import dataclasses
+import pkgutil
 import runpy
 import sys
+from importlib import import_module
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from nemo_style_rlhf import schema
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.entry import CONF_DIR
 from nemo_style_rlhf.schema.actor import PPOActorConfig
-from nemo_style_rlhf.schema.base import build, keys
+from nemo_style_rlhf.schema.base import BOUNDS, build, keys
 from nemo_style_rlhf.schema.documentation import describe
 from nemo_style_rlhf.schema.supervised import SFTConfig
 from tests.support.paths import ROOT
@@ -90,3 +94,21 @@ def test_all_missing_keys_are_named_at_once():
         UserError, match=r"^model\.path, run\.output_dir are not set: .*, model\.path=\.\.\. run\.output_dir=\.\.\.$"
     ):
         build(SFTConfig, OmegaConf.create({}))
+
+
+def test_a_key_that_is_defined_again_keeps_its_bounds():
+    """inspect_data leaves some to the stage that it shows."""
+    modules = [import_module(f"{schema.__name__}.{each.name}") for each in pkgutil.iter_modules(schema.__path__)]
+    classes = {
+        each
+        for module in modules
+        for each in vars(module).values()
+        if isinstance(each, type) and dataclasses.is_dataclass(each)
+    }
+
+    def bounded(kind: type) -> set[str]:
+        return {each.name for each in dataclasses.fields(kind) if BOUNDS in each.metadata}
+
+    parents = [(kind, parent) for kind in classes for parent in kind.__mro__[1:] if dataclasses.is_dataclass(parent)]
+    lost = {f"{kind.__name__}.{name}" for kind, parent in parents for name in bounded(parent) - bounded(kind)}
+    assert lost == {f"InspectedDataConfig.{name}" for name in ("format", "learn", "max_length")}

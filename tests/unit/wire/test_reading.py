@@ -96,3 +96,11 @@ def test_a_message_with_a_million_faults_takes_no_more_memory_than_one_with_a_mi
             assert tracemalloc.get_traced_memory()[1] - before < 20_000_000
     finally:
         tracemalloc.stop()
+
+
+def test_a_wrong_value_at_any_depth_is_refused() -> None:
+    """At some depth it can be read, but not written into a sentence."""
+    for depth in range(850, 1000):
+        with pytest.raises(ProtocolError) as refused:
+            read(bytes_tensor(b'{"name": ' + b"[" * depth + b"]" * depth + b"}"), Order, "order")
+        assert refused.value.code is Code.INVALID
