@@ -320,7 +320,7 @@ def test_closing_ends_what_waits(judge: Judge, scorer_of: Make) -> None:
 def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], said_so: str) -> None:
     config = JudgeRewardConfig(**{"urls": ["http://host/v1"], "weight": 1.0, "model": "m", "rubric": RUBRIC} | changes)
     with pytest.raises(UserError) as caught:
-        validate(config)
+        validate(config, "reward.judge.")
     assert said_so in str(caught.value) and "\n" not in str(caught.value) and "secret" not in str(caught.value)
 
 
