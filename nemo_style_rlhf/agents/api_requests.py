@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
-from nemo_style_rlhf.wire.reading import Expected, Fault, Many, parse
+from nemo_style_rlhf.wire.reading import Expected, Fault, Flag, Many, parse
 
 DEEPEST = 64
 """Levels of lists and objects in a request."""
@@ -204,7 +204,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _is_prompt(prompt: str | list[Any]) -> bool:
-    """A text, or token ids, or a list of one of them."""
+    """Return whether it is a text, token ids, or a list of one of them."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     if isinstance(prompt, str):
@@ -212,7 +212,6 @@ def _is_prompt(prompt: str | list[Any]) -> bool:
     return bool(prompt) and all(type(token) is int and 0 <= token < 2**31 for token in prompt)
 
 
-Flag = Annotated[bool, Expected("true or false")]
 Limit = Annotated[int | None, Expected("a number of tokens from 1 to the run's generation.max_length")]
 
 
@@ -266,7 +265,7 @@ class TextBody(CommonBody):
 
 @dataclass(frozen=True)
 class NextBody:
-    """Of /sessions/next."""
+    """A request to /sessions/next asks for a task."""
 
     wait_s: Annotated[
         float,
@@ -276,7 +275,7 @@ class NextBody:
 
 @dataclass(frozen=True)
 class FailBody:
-    """Of /sessions/fail."""
+    """A request to /sessions/fail ends an attempt that has failed."""
 
     reason: Annotated[str, Expected("a text")] = "no reason given"
 
@@ -331,7 +330,7 @@ def _limit(asked: CommonBody, name: str, offer: Offer) -> int | None:
 
 
 def _same(value: Any, possible: Any) -> bool:
-    """Equal, where Python takes true for 1."""
+    """Return whether both are equal; Python takes true for 1, this does not."""
     return isinstance(value, bool) == isinstance(possible, bool) and bool(value == possible)
 
 

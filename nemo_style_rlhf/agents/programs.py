@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,11 +129,9 @@ class Verdict:
     reward: Annotated[float, Expected("finite numbers for reward and score")] = 0.0
     score: Annotated[float | None, Expected("finite numbers for reward and score")] = None
     metrics: Annotated[
-        dict[str, Any] | None,
-        Expected(
-            "an object of finite numbers for metrics", lambda metrics: all(map(_is_number, (metrics or {}).values()))
-        ),
-    ] = None
+        dict[str, Any],
+        Expected("an object of finite numbers for metrics", lambda metrics: all(map(_is_number, metrics.values()))),
+    ] = field(default_factory=dict)
     answer: Annotated[str | None, Expected("the id of a completion for answer")] = None
 
 
@@ -149,7 +147,7 @@ def result(given: Any) -> Result:
         told = Verdict(float(given)) if _is_number(given) else parse(given, Verdict)
     except Fault as fault:
         raise BadReward(f"expected {fault.expected if fault.kind == 'value' else FORMS}") from None
-    metrics = {name: float(value) for name, value in (told.metrics or {}).items()}
+    metrics = {name: float(value) for name, value in told.metrics.items()}
     return Result(Observation(reward=told.reward, done=True, score=told.score, metrics=metrics), told.answer)
 
 

@@ -44,7 +44,8 @@ class Belongings:
             os.rename(unlocked, _mark(self.name))  # the mark appears only once it is locked
         except OSError as error:
             shutil.rmtree(self.folder)
-            Path(unlocked).unlink(missing_ok=True) if unlocked else None
+            if unlocked:
+                Path(unlocked).unlink(missing_ok=True)
             raise UserError(
                 f"{SHARED_MEMORY} cannot be written ({error.strerror}), where a server marks that it lives: make it writable, or "
                 "remove what fills it"

@@ -61,7 +61,7 @@ class Binding:
     def __init__(self, config: CriticServerConfig, address: Address, roles: list[str]) -> None:
         self.door: FrontDoorProcess | None = None
         self.endpoints = [each for each in protocol.ENDPOINTS if not each.roles or {*each.roles} & {*roles}]
-        """Those of these roles: one that is not used would cost start-up time."""
+        """The endpoints of these roles; an unused one would cost start-up time."""
         self._without = () if "reward" in roles else (protocol.REWARDS.name,)
         """Outputs that this server does not have."""
         self._config, self._address = config, address
@@ -136,7 +136,7 @@ class Binding:
         return self.door is not None and self.door.alive and self._answering is not None and self._answering.alive
 
     def why_dead(self) -> str:
-        """What may have died if it is not alive."""
+        """Say what may have died, once it is not alive."""
         assert self._belongings is not None
         return (
             f"the front door or the thread that answers it died, or a socket was removed from {self._belongings.folder}"

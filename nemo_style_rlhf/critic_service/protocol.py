@@ -28,7 +28,7 @@ from nemo_style_rlhf.wire.messages import (
     ragged,
     text_tensor,
 )
-from nemo_style_rlhf.wire.reading import Expected, Many
+from nemo_style_rlhf.wire.reading import Expected, Flag, Many
 
 PROTOCOL_VERSION = 12
 
@@ -156,7 +156,7 @@ def _is_name(value: str) -> bool:
 
 
 def _is_whole(value: int) -> bool:
-    """Whether other languages' numbers hold it."""
+    """Return whether other languages' numbers hold it."""
     return 0 <= value < 2**53
 
 
@@ -178,7 +178,6 @@ StepOrNone = Annotated[
     int | None, Expected("a number from 0 up, or null", lambda value: value is None or _is_whole(value))
 ]
 Part = Annotated[int, Expected("an integer", lambda value: abs(value) < 2**53)]
-Flag = Annotated[bool, Expected("true or false")]
 
 
 @dataclass(frozen=True)
@@ -270,10 +269,7 @@ class PartHeader:
             lambda value: value is not None and all(abs(row) < 2**53 for rows in value for row in rows),
         ),
     ] = None
-    normalizers: Annotated[
-        Many[float] | None,
-        Expected("a list of numbers", lambda value: value is not None),
-    ] = None
+    normalizers: Annotated[Many[float] | None, Expected("a list of numbers", lambda value: value is not None)] = None
     digest: Annotated[str | None, Expected("a SHA-256 digest", lambda value: value is not None and _is_name(value))] = (
         None
     )

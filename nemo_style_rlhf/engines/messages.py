@@ -96,13 +96,15 @@ Number = Annotated[int, Expected("a whole number")]
 
 @dataclass(frozen=True)
 class LeaseRequest:
-    """``engine_sleep`` and ``engine_shutdown``."""
+    """A request to ``engine_sleep`` or ``engine_shutdown``."""
 
     lease: Text
 
 
 @dataclass(frozen=True)
 class EngineAcquireRequest:
+    """A request to ``engine_acquire`` takes the lease and announces the weights."""
+
     lease: Text
     shapes: Annotated[
         dict[str, Any],
@@ -113,6 +115,8 @@ class EngineAcquireRequest:
 
 @dataclass(frozen=True)
 class SendRequest:
+    """A request to ``engine_send`` brings a piece of a file of weights."""
+
     lease: Text
     file: Text
     offset: Number
@@ -121,6 +125,8 @@ class SendRequest:
 
 @dataclass(frozen=True)
 class ReceiveRequest:
+    """A request to ``engine_receive`` has the engine meet a group of ranks, which broadcasts the weights."""
+
     lease: Text
     group: Text
     rank: Number
@@ -135,6 +141,8 @@ class ReceiveRequest:
 
 @dataclass(frozen=True)
 class LoadRequest:
+    """A request to ``engine_load`` names the folder and the digest of the weights to load."""
+
     lease: Text
     folder: Text
     digest: Text
@@ -142,6 +150,8 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class GenerateRequest:
+    """The JSON of ``engine_generate``; prompts, seeds and limits are tensors."""
+
     lease: Text
     version: Number
     sampling: Annotated[dict[str, Any], Expected("an object of settings by number of the request")]

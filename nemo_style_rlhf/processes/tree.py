@@ -105,7 +105,7 @@ class Supervisor:
         return program
 
     def _close_all_but_link(self) -> None:
-        """What the program has open is its own: who reads its output waits until all that hold it have ended."""
+        """Close what the program has open: a reader of its output waits until every process that holds it has ended."""
         nothing = os.open(os.devnull, os.O_RDWR)
         for each in (0, 1, 2):
             os.dup2(nothing, each)

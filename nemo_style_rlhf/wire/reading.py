@@ -48,13 +48,16 @@ class Expected:
 
 @dataclass(eq=False)
 class Fault(Exception):
-    """What is wrong with a message."""
+    """A message is not what its dataclass says."""
 
     kind: Literal["object", "unknown", "missing", "value"]
     """It is not an object, has an unknown field, lacks one, or a field has a wrong value."""
     field: str = ""
     """``prices``, or ``prices[3]`` where one element of a list is wrong."""
     expected: str = ""
+
+
+Flag = Annotated[bool, Expected("true or false")]
 
 
 def read(tensor: Array, kind: type[Message], name: str = "request") -> Message:

@@ -53,7 +53,7 @@ class Kind:
     engines: int = 0
     staleness: int = 0
     backend: str = "pytriton"
-    """Of the critic server."""
+    """The critic server's ``server.backend``."""
 
     @property
     def faults(self) -> list[Callable[["Run"], None]]:

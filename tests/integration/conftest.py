@@ -18,7 +18,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=["pytriton", "native"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """What answers behind the front door of each server below."""
+    """The ``server.backend`` of each server below: every test of theirs runs with both."""
     return str(request.param)
 
 

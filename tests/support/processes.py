@@ -63,6 +63,16 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def soon(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
+    """Return whether ``condition`` holds before ``timeout_s`` seconds are over."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def suspend(processes: Sequence[psutil.Process]) -> None:
     """Stop processes; returns once each of their threads stands still, which one that writes to a disk does only afterwards."""
     for process in processes:

@@ -3,23 +3,14 @@
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.processes import soon
 
 EXAMPLES = ROOT / "examples"
-
-
-def soon(condition, timeout_s=20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def gone(pid: int) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from nemo_style_rlhf.launch import local
 from nemo_style_rlhf.launch.local import Child, LocalLauncher, ProgramFailed, wait_for
 from nemo_style_rlhf.launch.program import ROOT, Program
-from tests.support.processes import is_alive
+from tests.support.processes import is_alive, soon
 
 SLEEP = "import time; time.sleep(600)"
 FAMILY = f"""
@@ -48,15 +48,6 @@ def python(name: str, code: str, *words: object, **settings) -> Program:
 
 def server(tmp_path: Path, name: str = "server") -> Program:
     return python(name, SERVER, tmp_path / "ready.json", ready_file=tmp_path / "ready.json")
-
-
-def soon(condition, timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def written(note: Path) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_style_rlhf.processes.child import ChildProcess
 from tests.support.paths import ROOT
-from tests.support.processes import is_alive
+from tests.support.processes import is_alive, soon
 
 ESCAPES = """
 import os, pathlib, signal, subprocess, sys, time
@@ -31,15 +31,6 @@ if os.fork() == 0:
 
 def python(code: str, *words: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, words)]
-
-
-def soon(condition, timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def escaped(note: Path) -> int:
@@ -222,7 +213,7 @@ def test_what_forks_without_end_is_killed() -> None:
 
 
 def test_a_program_has_the_signals_of_its_parent() -> None:
-    """Those that the parent blocks are blocked, since a batch system sends them to all; none is ignored that Python ignores."""
+    """It blocks what its parent blocks, since a batch system signals all processes, and ignores nothing that Python ignores."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         child = ChildProcess(["cat", "/proc/self/status"], stdout=subprocess.PIPE)
