@@ -191,7 +191,8 @@ def print_load(port: int, server: int, requests: int) -> None:
 
     def kept_mib() -> float:
         process = psutil.Process(server)
-        private = sum(each.memory_full_info().uss for each in (process, *process.children(recursive=True)))
+        memory = [each.memory_info() for each in (process, *process.children(recursive=True))]
+        private = sum(each.rss - each.shared for each in memory)  # pages of libraries are now private, now shared
         shm = os.statvfs("/dev/shm")
         return float(private + (shm.f_blocks - shm.f_bfree) * shm.f_frsize) / 2**20
 

@@ -15,11 +15,11 @@ from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.collector import collect_rarely
 from nemo_style_rlhf.launch.environment import has_nvidia, prepare
 from nemo_style_rlhf.launch.interpreter import require_own_interpreter, started_for_this
-from nemo_style_rlhf.launch.malloc import without_thread_caches
+from nemo_style_rlhf.launch.malloc import prepare_heap
 
 if OURS := require_own_interpreter():  # before the first import that another Python lacks
     if not has_nvidia():
-        without_thread_caches()  # now, so that nothing is imported twice
+        prepare_heap()  # now, so that nothing is imported twice
     interrupt.listen()
     collect_rarely()
 
@@ -112,7 +112,7 @@ def entry_point(
                     if device == "cpu":
                         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch, DeepSpeed and vLLM each look for themselves
                     if device == "cpu" or (device == "auto" and not has_nvidia()):
-                        without_thread_caches()
+                        prepare_heap()
                     prepare()
                     if os.environ.get("RANK", "0") == "0" and CHECKED not in os.environ:
                         for sentence in idle_settings(checked):

@@ -23,7 +23,7 @@ def keep_freed_memory() -> None:
     By default every activation above 32 MiB is a separate mapping, and memory freed at the top of the heap is returned at
     once: page faults took a quarter of a forward pass on CPU. The price is that memory stays at its peak. All threads use one
     arena, because glibc returns the heaps of other arenas whatever the thresholds say. Small blocks join their free neighbors
-    at once, see :func:`without_thread_caches`. Does nothing without glibc.
+    at once, see :func:`prepare_heap`. Does nothing without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -56,16 +56,21 @@ def forget(address: int, size: int) -> None:
         raise OSError("madvise failed")
 
 
-def without_thread_caches() -> None:
-    """Restart a program on the CPU, as the same process, with glibc's per-thread caches of small blocks off.
+def prepare_heap() -> None:
+    """Set what must be set before libraries are imported: one arena for all threads, and no caches of small blocks per thread.
 
+    NumPy's BLAS starts threads as it is imported, and the arena that they make serves later threads, too; :func:`trim` cannot
+    return the memory at its top. Only the environment can turn the caches off, so this restarts the program, as the same process:
     torch asks for aligned blocks; glibc cuts them out of blocks that are 96 bytes larger. Remainders in a cache do not rejoin the
     large block once it is freed, so that it is too small for the next request of its size: heaps were two to three times as large
-    as the memory in use (docs/benchmarks.md). Only the environment can turn the caches off, and only before a program starts.
-    Does nothing if the environment already sets them, or if Python was not started to run only this program.
+    as the memory in use (docs/benchmarks.md). There is no restart if the environment already sets the caches, or if Python was
+    not started to run only this program.
     """
     given = os.environ.get(TUNABLES, "")
     alone = started_for_this() and "torch" not in sys.modules
     if sys.platform == "linux" and alone and "tcache_count" not in given:
         os.environ[TUNABLES] = f"{given}:{THREAD_CACHES_OFF}" if given else THREAD_CACHES_OFF
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, 1)

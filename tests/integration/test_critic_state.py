@@ -21,7 +21,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.wire import messages
 from nemo_style_rlhf.wire.messages import Code, ProtocolError
 from tests.support.attacks import Attack
-from tests.support.critic_server import START, CriticServer, sequences, train_batch
+from tests.support.critic_server import START, CriticServer, anonymous, sequences, train_batch
 from tests.support.train_parts import parts_of, send
 
 MIB = 2**20
@@ -207,8 +207,7 @@ def test_a_lease_changes_the_checkpoints_of_its_own_run_alone(make_server: Calla
 
 
 def resident(server: CriticServer) -> int:
-    """Bytes of memory that the server process alone uses."""
-    return psutil.Process(server.process.pid).memory_full_info().uss
+    return anonymous(psutil.Process(server.process.pid))
 
 
 def big_part(critic: RemoteCritic, part: int, *, tokens: int = MIB, step: int = 1) -> dict:

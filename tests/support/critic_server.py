@@ -143,9 +143,15 @@ class CriticServer:
         return critic
 
 
+def anonymous(process: psutil.Process) -> int:
+    """Bytes in memory that no file backs. Pages of a library count as private once the last other process that maps them ends."""
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared)
+
+
 def kept_by(processes: list[psutil.Process]) -> int:
     """Private memory of a server's processes, itself first, plus their segments in /dev/shm."""
-    private = sum(process.memory_full_info().uss for process in processes)
+    private = sum(map(anonymous, processes))
     mapped = {place.path for process in processes for place in process.memory_maps(grouped=True)}
     shared = {path for path in Path("/dev/shm").iterdir() if str(path) in mapped or str(processes[0].pid) in path.name}
     return private + sum(path.stat().st_blocks * 512 for path in shared)

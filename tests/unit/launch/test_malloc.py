@@ -41,9 +41,9 @@ def test_freed_tensors_are_reused_without_page_faults() -> None:
 
 FRAGMENT = """
 import ctypes, os, sys
-from nemo_style_rlhf.launch.malloc import keep_freed_memory, without_thread_caches
+from nemo_style_rlhf.launch.malloc import keep_freed_memory, prepare_heap
 if sys.argv[1] == "True":
-    without_thread_caches()
+    prepare_heap()
 import torch
 keep_freed_memory()
 torch.set_num_threads(1)  # several take turns as they like
@@ -79,3 +79,49 @@ def test_without_thread_caches_freed_tensors_are_found_again(tmp_path) -> None:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
     assert grown(True) < grown(False) / 2
+
+
+TRIM = """
+import re, sys, threading
+from pathlib import Path
+from nemo_style_rlhf.launch.malloc import keep_freed_memory, prepare_heap, trim
+if sys.argv[1] == "True":
+    prepare_heap()
+
+def start(work, count):
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+held = threading.Barrier(4)
+start(held.wait, 4)  # as NumPy's BLAS does when it is imported: each thread has an arena, while other threads have theirs
+keep_freed_memory()
+
+def mib():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+
+def stage():
+    body = bytearray(b"1") * (16 * 2**20)
+    held.wait()
+
+before = mib()
+start(stage, 4)
+trim()
+print(mib() - before)
+"""
+
+
+@pytest.mark.slow("starts Python twice")
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has arenas")
+def test_what_threads_freed_is_returned_whatever_ran_before(tmp_path) -> None:
+    script = tmp_path / "trim.py"
+    script.write_text(TRIM)
+
+    def kept(prepared: bool) -> int:
+        command = [sys.executable, str(script), str(prepared)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert kept(True) < 4
+    assert kept(False) > 12
