@@ -48,13 +48,16 @@ $(ACTOR)/.dev: $(LOCK)/dev.txt $(ACTOR)/.complete-$(ACCELERATOR)
 # Resolves requirements/ into requirements/lock/. `upgrade` moves every version to the newest that requirements/ allow, in all
 # environments at once; exact pins, and which of them move together, stand there with their reasons.
 .PHONY: lock upgrade
-lock upgrade: .venv-lock/.complete
-	TORCH_INDEX_URL=$(TORCH_INDEX_URL) .venv-lock/bin/python tools/lock.py $(if $(filter upgrade,$@),--upgrade)
+lock: .venv-lock/.complete
+	TORCH_INDEX_URL=$(TORCH_INDEX_URL) .venv-lock/bin/python tools/lock.py $(MOVE)
+upgrade: MOVE := --upgrade
+upgrade: lock
 
-# Known vulnerabilities of what the locks install.
+# Known vulnerabilities of what the locks install. PyPI knows torch without the name of its CPU build.
 .PHONY: audit
-audit: .venv-lock/.complete
-	.venv-lock/bin/pip-audit --disable-pip --require-hashes $(patsubst %,-r $(LOCK)/%.txt,actor-$(ACCELERATOR) server-$(ACCELERATOR) dev)
+audit: $(foreach lock,actor-cpu actor-cuda server-cpu server-cuda dev,audit-$(lock))
+audit-%: $(LOCK)/%.txt .venv-lock/.complete
+	sed 's/+cpu / /' $< | .venv-lock/bin/pip-audit --strict --disable-pip --require-hashes -r /dev/stdin
 
 .venv-lock/.complete: requirements/lock-tools.txt
 	$(PYTHON) -m venv .venv-lock

@@ -2,8 +2,8 @@
 
     .venv-lock/bin/python tools/lock.py [--upgrade]
 
-Versions that are in a lock stay while requirements/ allow them; --upgrade moves all of them to the newest allowed. TORCH_INDEX_URL and the
-folders of PIP_FIND_LINKS are searched for CPU builds of torch.
+Versions that are in a lock stay while requirements/ allow them; --upgrade moves all of them to the newest allowed. CPU builds
+of torch are searched at TORCH_INDEX_URL and in the folders of PIP_FIND_LINKS.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def hashes(text: str) -> dict[str, set[str]]:
 
 
 def with_known(text: str, known: Mapping[str, set[str]]) -> str:
-    """The lock with hashes that the one before it had for the same versions: no index must serve all wheels of a version."""
+    """The lock, with the hashes that the one before it had for the same versions: an index may serve only some wheels."""
 
     def merged(entry: re.Match[str]) -> str:
         digests = hashes(entry[0])[entry[1]] | known.get(entry[1], set())
@@ -62,9 +62,9 @@ def with_known(text: str, known: Mapping[str, set[str]]) -> str:
 def lock(name: str, upgrade: bool) -> None:
     path = LOCK / f"{name}.txt"
     known = hashes(path.read_text()) if path.exists() else {}
-    command = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", *PLATFORM, "--generate-hashes", "--no-header"]
-    command += ["--annotation-style=line", "--index-strategy=unsafe-best-match", f"--output-file={path}"]
-    command += [str(REQUIREMENTS / each) for each in INPUTS[name]]
+    command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", *PLATFORM, "--no-header"]
+    command += ["--generate-hashes", "--annotation-style=line", "--index-strategy=unsafe-best-match"]
+    command += [f"--output-file={path}", *(str(REQUIREMENTS / each) for each in INPUTS[name])]
     command += [f"--constraints={LOCK / each}.txt" for each in WITHIN.get(name, [])]
     if CPU in INPUTS[name]:
         command += [f"--excludes={REQUIREMENTS / 'no-cpu-build.txt'}", *cpu_builds()]
@@ -75,6 +75,7 @@ def lock(name: str, upgrade: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--upgrade", action="store_true", help="move every version to the newest that requirements/ allow")
+    parser.add_argument("--upgrade", action="store_true", help="move versions to the newest that requirements/ allow")
+    arguments = parser.parse_args()
     for each in INPUTS:
-        lock(each, parser.parse_args().upgrade)
+        lock(each, arguments.upgrade)
