@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -123,3 +124,12 @@ def test_an_old_c_library_is_named_before_pip_finds_no_wheel() -> None:
 def test_environments_are_built_without_a_look_for_nvcc() -> None:
     asked = ["make", "--silent", "--eval", "asked: ; @echo $$DS_IGNORE_CUDA_DETECTION", "asked"]
     assert subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "1\n"
+
+
+def test_the_workflow_pins_its_actions_and_calls_targets_that_exist() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "check.yml").read_text())
+    steps = workflow["jobs"]["check"]["steps"]
+    assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", step["uses"]) for step in steps if "uses" in step)
+    targets = [step["run"].removeprefix("make ") for step in steps if step.get("run", "").startswith("make ")]
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets == ["check", "quickstart"] and all(f"\n{target}:" in makefile for target in targets)
