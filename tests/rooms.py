@@ -9,7 +9,7 @@ from functools import cache
 
 from tests.support.pages import table_rows
 from tests.support.paths import ROOT
-from tests.unit.test_architecture import ALLOWED, OWNERS, PACKAGE
+from tests.unit.test_architecture import ALLOWED, OWNERS
 
 PAGE = ROOT / "docs" / "architecture.md"
 HEAD = "| room | holds | may import | only it imports |\n|---|---|---|---|\n"
@@ -26,9 +26,8 @@ def table() -> str:
     held = {row[0]: row[1] for row in table_rows(PAGE, "room")}
     rows = ""
     for room in sorted(ALLOWED, key=lambda room: (-level(room), room)):
-        name = f"`{room}/`" if (PACKAGE / room).is_dir() else f"`{room}.py`"
         libraries = sorted(library for library, owners in OWNERS.items() if owners == {room})
-        rows += f"| {name} | {held.get(name, '?')} | {', '.join(sorted(ALLOWED[room]))} | {', '.join(libraries)} |\n"
+        rows += f"| {room} | {held.get(room, '?')} | {', '.join(sorted(ALLOWED[room]))} | {', '.join(libraries)} |\n"
     return rows
 
 
