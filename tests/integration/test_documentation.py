@@ -1,4 +1,4 @@
-"""Every command and every Python block of README.md and docs/ runs, or is composed where it needs what a test cannot have."""
+"""Every command and Python block of README.md, its neighbors and docs/ runs, or is composed where it needs what no test has."""
 
 import json
 import re
@@ -27,7 +27,7 @@ from tests.support.paths import ROOT
 from tests.support.processes import start_server
 from tests.support.rollouts import collect
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 RUN_ELSEWHERE = {
     ("pipeline.md", ""): "tests/integration/test_pipeline.py, in the order of the page",
     ("watching.md", "watch.py outputs/*"): "tests/integration/test_watch_runs.py, in a browser",
