@@ -93,7 +93,7 @@ OTHERS = (
     Fault(
         name="mistakes_exit_with_0",
         guarantee="Every remote call is awaited",
-        file="nemo_style_rlhf/launch/entry.py",
+        file="nemo_style_rlhf/errors.py",
         old="USER_ERROR_EXIT = 2",
         new="USER_ERROR_EXIT = 0",
         tests=("tests/unit/schema/test_paths.py::test_an_entry_point_says_it_before_torch_is_loaded",),
