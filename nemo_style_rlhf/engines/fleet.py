@@ -19,7 +19,7 @@ from nemo_style_rlhf.engines.files import client_of, ready_files
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.weight_store import PublishedWeights
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ENGINE_CONFIG, engine_program
-from nemo_style_rlhf.launch.supervisor import Restarts, Supervisor
+from nemo_style_rlhf.launch.supervisor import Supervisor
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.generation import EnginesConfig
 from nemo_style_rlhf.wire.connection import ServerRestarted, ServerUnreachable
@@ -50,8 +50,9 @@ class Fleet:
         """
         self._config, self._folder, self._bits = config, folder, bits
         self._environments = [{"CUDA_VISIBLE_DEVICES": each} for each in devices] or [{}] * config.count
-        policy = Restarts(config.restarts, key="generation.engines.restarts", since="at one version of the weights")
-        self._supervisor = Supervisor(folder / "logs", policy)
+        self._supervisor = Supervisor(
+            folder / "logs", config.restarts, key="generation.engines.restarts", since="at one version of the weights"
+        )
         self._token = secrets.token_hex(32) if config.launch else read_token(config.token)
         self._engines: dict[str, EngineProcess] = {}
         self._joining: dict[str, EngineProcess] = {}
@@ -94,7 +95,7 @@ class Fleet:
         """
         with self._lock:
             self._published, self._shapes, self.lease = published, shapes, secrets.token_hex(8)
-            self._supervisor.restarts.progressed()
+            self._supervisor.progressed()
             self._asleep = False
         engines = self._ready()
         for engine in engines:

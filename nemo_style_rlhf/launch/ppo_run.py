@@ -23,7 +23,7 @@ from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from nemo_style_rlhf.launch.program import ACTOR, ACTOR_PYTHON, CRITIC, SERVER_PYTHON, Program
 from nemo_style_rlhf.launch.screen import WORTH_READING, GrowingLog, Screen
 from nemo_style_rlhf.launch.starting import STARTING
-from nemo_style_rlhf.launch.supervisor import Restarts, Supervisor
+from nemo_style_rlhf.launch.supervisor import Supervisor
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.pair import LaunchedConfig
 
@@ -103,8 +103,9 @@ class PPORun:
         logs = [folder / f"{program.name}.log" for program in programs]
         self._news = [GrowingLog(log) for log in logs]
         self._screen = Screen()
-        policy = Restarts(restarts, key="restarts", since="before the next step", together=True)
-        self._supervisor = Supervisor(folder, policy, launch=self._start, say=self._screen.say)
+        self._supervisor = Supervisor(
+            folder, restarts, since="before the next step", together=True, launch=self._start, say=self._screen.say
+        )
         self._furthest = 0
         """The newest step that was reached."""
         self._interrupts, self._passed_on = 0, 0
@@ -184,7 +185,7 @@ class PPORun:
                     self._screen.progress(line)
                     if int(step[1]) > self._furthest:
                         self._furthest = int(step[1])
-                        self._supervisor.restarts.progressed()
+                        self._supervisor.progressed()
                 elif WORTH_READING.match(line) or (line.startswith(GOES_ON) and child in self._speaking):
                     self._screen.say(f"{child.program.name}: {line}")
                     self._speaking.add(child)

@@ -15,7 +15,7 @@ from nemo_style_rlhf.errors import USER_ERROR_EXIT
 from nemo_style_rlhf.launch.local import LINGER_S, Child, ProgramFailed
 from nemo_style_rlhf.launch.ports import free_ports
 from nemo_style_rlhf.launch.program import ENGINE_CONFIG, engine_program, threads_of_a_rank
-from nemo_style_rlhf.launch.supervisor import Restarts, Supervisor
+from nemo_style_rlhf.launch.supervisor import Supervisor
 from nemo_style_rlhf.processes.child import ChildProcess
 
 RETRIES = 2
@@ -77,8 +77,10 @@ def run_engine(folder: str, peer: str, per_node: str, gpus: str, *words: str) ->
     program = replace(program, argv=[sys.executable, *program.argv[1:], f"server.host={address(peer)}", *words])
     while not Path(folder, f"{ENGINE_CONFIG}.yaml").exists():
         time.sleep(POLL_S)
-    policy = Restarts(RETRIES, key="RETRIES", since=f"with exit code {USER_ERROR_EXIT}")
-    supervisor = Supervisor(Path(folder), policy, launch=partial(Child, shown=True), say=partial(print, flush=True))
+    supervisor = Supervisor(
+        Path(folder), RETRIES, key="RETRIES", since=f"with exit code {USER_ERROR_EXIT}",
+        launch=partial(Child, shown=True), say=partial(print, flush=True),
+    )  # fmt: skip
     supervisor.resume(program, Path(os.devnull))
     try:
         while (code := supervisor[name].poll()) != 0:

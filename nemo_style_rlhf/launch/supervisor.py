@@ -11,50 +11,27 @@ from nemo_style_rlhf.launch.local import STOP_GRACE_S, Child, wait_for
 from nemo_style_rlhf.launch.program import ACTOR, Program
 
 
-class Restarts:
-    """Counts failures since the last progress, and forgives the first ``limit`` of them."""
-
-    def __init__(self, limit: int, *, key: str, since: str, together: bool = False) -> None:
-        """
-        Args:
-            key: the configuration key of the limit.
-            since: when a count ends, as the rest of a sentence: "before the next step".
-            together: whether all programs share one count.
-        """
-        self.limit, self.since = limit, since
-        self._key, self._together = key, together
-        self._failures: Counter[str] = Counter()
-
-    def progressed(self) -> None:
-        """Forget all failures so far."""
-        self._failures.clear()
-
-    def failures(self, name: str) -> int:
-        return self._failures["" if self._together else name]
-
-    def count(self, name: str) -> str | None:
-        """Count a failure of a program; returns why it was one too many, None if it is forgiven."""
-        self._failures["" if self._together else name] += 1
-        if self.failures(name) <= self.limit:
-            return None
-        return f"one failure more than {self._key}={self.limit} allows {self.since}"
-
-
 class Supervisor:
-    """Programs by name, with their output in ``log_dir/<name>.log``; leaving the context ends all of them."""
+    """Programs by name, with their output in ``log_dir/<name>.log``; leaving the context ends all of them.
+
+    Failures are counted until there is progress, and the first ``restarts`` of them are forgiven.
+    """
 
     def __init__(
-        self, log_dir: Path, restarts: Restarts | None = None, *, launch: Callable[..., Child] = Child,
-        say: Callable[[str], None] = lambda text: None,
+        self, log_dir: Path, restarts: int = 0, *, key: str = "restarts", since: str = "", together: bool = False,
+        launch: Callable[..., Child] = Child, say: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         """
         Args:
-            restarts: the policy of :meth:`lost`; none is started again by default.
+            key: the configuration key of ``restarts``.
+            since: when a count ends, as the rest of a sentence: "before the next step".
+            together: whether all programs share one count.
             launch: starts a program, given it and its log.
             say: is told which program is started again, and why.
         """
-        self.restarts = restarts or Restarts(0, key="restarts", since="")
         self._log_dir, self._launch, self._say = log_dir, launch, say
+        self._restarts, self._key, self._since, self._together = restarts, key, since, together
+        self._failures: Counter[str] = Counter()
         self._children: dict[str, Child] = {}
 
     def __enter__(self) -> "Supervisor":
@@ -96,6 +73,10 @@ class Supervisor:
         child.kill()
         self._children[name] = self._launch(program or child.program, child.log)
 
+    def progressed(self) -> None:
+        """Forget the failures so far."""
+        self._failures.clear()
+
     def lost(
         self, name: str, reason: object = None, *, counts: bool = True, mistakes: bool = False,
         program: Program | None = None,
@@ -115,15 +96,17 @@ class Supervisor:
         child = self._children.get(name)
         if child is not None and not mistakes and (mistake := child.mistake):
             raise UserError(("" if name == ACTOR else f"{name}: ") + mistake)
-        if counts and (too_often := self.restarts.count(name)):
+        self._failures[counted := "" if self._together else name] += counts
+        if self._failures[counted] > self._restarts:
+            too_often = f"one failure more than {self._key}={self._restarts} allows {self._since}"
             if child is None or reason is not None:
                 raise UserError(f"{name} was lost, {too_often}: {reason}")
             raise child.failed(f"{child.end}, {too_often}")
         if child is None:
             return
         if reason is None:
-            policy = f"{self.restarts.failures(name)} of {self.restarts.limit} restarts {self.restarts.since}"
-            self._say(f"{name} {child.end} and is started again ({policy})")
+            restarts = f"{self._failures[counted]} of {self._restarts} restarts {self._since}"
+            self._say(f"{name} {child.end} and is started again ({restarts})")
         self.restart(name, program)
 
     def wait(self, name: str) -> None:

@@ -20,7 +20,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import ProbeTarget
 from nemo_style_rlhf.generation.weight_store import PublishedWeights
 from nemo_style_rlhf.launch.program import Program
-from nemo_style_rlhf.launch.supervisor import Restarts, Supervisor
+from nemo_style_rlhf.launch.supervisor import Supervisor
 from nemo_style_rlhf.schema.generation import EnginesConfig
 from nemo_style_rlhf.wire.connection import ServerUnreachable
 
@@ -89,8 +89,8 @@ def test_a_fleet_that_is_closed_has_no_call_under_way(tmp_path: Path, known: str
 class Gated(Supervisor):
     """Begins what the test waits for, and goes on once the test lets it."""
 
-    def __init__(self, log_dir: Path, restarts: Restarts) -> None:
-        super().__init__(log_dir, restarts)
+    def __init__(self, log_dir: Path, restarts: int, **wording: str) -> None:
+        super().__init__(log_dir, restarts, **wording)
         self.begun, self.goes_on = threading.Event(), threading.Event()
 
     def restart(self, name: str, program: Program | None = None) -> None:
@@ -116,7 +116,9 @@ def test_an_engine_that_is_lost_while_the_fleet_closes_is_not_started_again(
     before = {each.pid for each in psutil.Process().children()}
     monkeypatch.setattr(fleet_module, "engine_program", sleeper)
     made: list[Gated] = []
-    monkeypatch.setattr(fleet_module, "Supervisor", lambda *given: made.append(Gated(*given)) or made[0])
+    monkeypatch.setattr(
+        fleet_module, "Supervisor", lambda *given, **named: made.append(Gated(*given, **named)) or made[0]
+    )
     fleet, engine = Fleet(EnginesConfig(count=1), tmp_path), engine_process()
     fleet.start()
     (supervisor,) = made

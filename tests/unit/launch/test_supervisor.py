@@ -8,29 +8,33 @@ import pytest
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.local import ProgramFailed
 from nemo_style_rlhf.launch.program import Program
-from nemo_style_rlhf.launch.supervisor import Restarts, Supervisor
+from nemo_style_rlhf.launch.supervisor import Supervisor
 from tests.support.processes import soon
 
 DIES = "import os; os.kill(os.getpid(), 9)"
 REFUSES = "print('error: lr=-1 is not possible'); raise SystemExit(2)"
 
 
-def test_failures_are_forgiven_up_to_the_limit_and_forgotten_with_progress() -> None:
-    restarts = Restarts(1, key="restarts", since="before the next step")
-    assert restarts.count("actor") is None and restarts.count("critic") is None
-    assert restarts.count("actor") == "one failure more than restarts=1 allows before the next step"
-    restarts.progressed()
-    assert restarts.count("actor") is None and restarts.failures("actor") == 1
+def test_failures_are_forgiven_up_to_the_limit_and_forgotten_with_progress(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, 1, since="before the next step")
+    for name in ("actor", "critic"):
+        supervisor.lost(name)
+    with pytest.raises(UserError, match="one failure more than restarts=1 allows before the next step"):
+        supervisor.lost("actor")
+    supervisor.progressed()
+    supervisor.lost("actor")
 
 
-def test_programs_may_share_one_count() -> None:
-    restarts = Restarts(1, key="restarts", since="before the next step", together=True)
-    assert restarts.count("actor") is None and restarts.count("critic") is not None
+def test_programs_may_share_one_count(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, 1, together=True)
+    supervisor.lost("actor")
+    with pytest.raises(UserError, match="critic was lost, one failure more"):
+        supervisor.lost("critic")
 
 
 def test_a_program_that_dies_is_started_again_until_the_limit(tmp_path: Path) -> None:
     said: list[str] = []
-    with Supervisor(tmp_path, Restarts(1, key="restarts", since="in all"), say=said.append) as supervisor:
+    with Supervisor(tmp_path, 1, since="in all", say=said.append) as supervisor:
         supervisor.start(python("server", DIES))
         wait_for_end(supervisor)
         supervisor.lost("server")
@@ -54,7 +58,7 @@ def test_a_failure_that_does_not_count_is_followed_by_a_start_and_another_progra
 
 
 def test_a_users_mistake_is_not_repeated_unless_it_may_be_another_kind_of_failure(tmp_path: Path) -> None:
-    with Supervisor(tmp_path, Restarts(1, key="restarts", since="in all")) as supervisor:
+    with Supervisor(tmp_path, 1, since="in all") as supervisor:
         supervisor.start(python("server", REFUSES))
         wait_for_end(supervisor)
         supervisor.lost("server", "it is gone", mistakes=True)
@@ -64,7 +68,7 @@ def test_a_users_mistake_is_not_repeated_unless_it_may_be_another_kind_of_failur
 
 
 def test_a_program_that_was_started_elsewhere_is_only_counted(tmp_path: Path) -> None:
-    supervisor = Supervisor(tmp_path, Restarts(1, key="restarts", since="in all"))
+    supervisor = Supervisor(tmp_path, 1, since="in all")
     supervisor.lost("elsewhere", "it hangs")
     with pytest.raises(
         UserError, match=r"^elsewhere was lost, one failure more than restarts=1 allows in all: it hangs$"
