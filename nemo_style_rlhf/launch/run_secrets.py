@@ -31,7 +31,7 @@ class Authority:
             folder.mkdir(mode=0o700, parents=True)
         except OSError as error:
             raise UserError(
-                f"{folder}, for the run's secrets, cannot be made ({error.strerror}): give another run.output_dir"
+                f"{folder}, for the run's secrets, cannot be made ({error.strerror}): give another output folder"
             ) from error
         subject = ["-days", DAYS, "-subj", f"/CN=run {secrets.token_hex(8)}"]
         self._openssl("req", "-x509", *KEY, *subject, "-keyout", str(folder / "ca.key"), "-out", str(self.ca))

@@ -41,7 +41,7 @@ EXAMPLES = {"CRITIC_ARGS": "model.path=REWARD_MODEL", "ACTOR_ARGS": "model.path=
 Process = subprocess.Popen
 
 
-class Ended(Exception):
+class JobEnded(Exception):
     """Slurm ends the job."""
 
 
@@ -62,16 +62,23 @@ class Component:
         self.name, self.ranks = name, ranks
         self.nodelist = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", "")
         self.nodes = int(os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}", "0"))
-        self._python = os.environ[f"{program}_PYTHON"]
-        self._refused = f"{program}_PYTHON={self._python} did not run on the node"
+        python, setup = os.environ[f"{program}_PYTHON"], os.environ[f"{program}_SETUP"]
+        self._refused = f"{program}_PYTHON={python} did not run on the node"
         # A task is a whole process with its threads: it may use every core and GPU of its node.
         self._srun = [
             "srun", "--export=ALL", "--overcommit", "--cpu-bind=none", "--open-mode=append", f"--job-name={name}",
             f"--kill-on-bad-exit={int(ends_together)}", f"--het-group={group}", *os.environ[f"{program}_SRUN"].split(),
         ]  # fmt: skip
-        setup = os.environ[f"{program}_SETUP"]
-        self._command = ["bash", "-c", PREPARED, "task", setup, *self._python.split()]
-        self._command += ["-m", "nemo_style_rlhf.launch.slurm_node"]
+        self._command = [
+            "bash",
+            "-c",
+            PREPARED,
+            "task",
+            setup,
+            *python.split(),
+            "-m",
+            "nemo_style_rlhf.launch.slurm_node",
+        ]
 
     def where(self, peer: str, *, nodes: int = 1) -> "list[tuple[str, str, str]]":
         """The addresses of the first ``nodes`` that lead to them from ``peer``, each with two free ports.
@@ -121,10 +128,10 @@ class PPOJob:
         self._number = setting["SLURM_JOB_ID"]
         self._parts: dict[str, Process[bytes]] = {}
         """The running step of each component, by its name."""
-        self._deadline = float("inf")
-        """When a checkpoint is no longer waited for, once the actor is told to commit one."""
         self._warned = False
         """Whether Slurm has told of the time limit."""
+        self._deadline: float | None = None
+        """Time from which no checkpoint is waited for, once the actor is told to commit one."""
 
     def run(self) -> int:
         """Run the job to its end; returns its exit code."""
@@ -138,7 +145,7 @@ class PPOJob:
             if first:
                 say(f"the {first} ended with exit code {code}")
             self._end_components()
-        except Ended:
+        except JobEnded:
             say("SIGTERM")
             self._end_components()
             return TERMINATED_EXIT
@@ -193,48 +200,49 @@ class PPOJob:
 
     def _first_end(self) -> "tuple[str | None, int]":
         """Wait for the first component that ends; returns its name and the job's exit code. No name if time is over."""
-        ended: list[str] = []
-        while not ended:
+        while True:
             time.sleep(POLL_S)
-            if self._warned:
-                self._tell_actor()
-                if time.time() >= self._deadline:
-                    say("no checkpoint within the time: the job resumes from the last one")
-                    return None, PREEMPTED_EXIT
             ended = [name for name, part in self._parts.items() if part.poll() is not None]
+            if ended:
+                break
+            if self._warned and time.time() >= self._tell_actor():
+                say("no checkpoint within the time: the job resumes from the last one")
+                return None, PREEMPTED_EXIT
         if "actor" not in ended:
             return ended[0], exit_code(self._parts[ended[0]]) or 1
         code = exit_code(self._parts["actor"])
         # Of several ranks the first to end has srun kill the others, and a signal is what srun then reports.
         return "actor", PREEMPTED_EXIT if self._warned and code >= 128 else code
 
-    def _tell_actor(self) -> None:
-        """Have the actor commit a checkpoint and end. Called again and again, as one signal may come too early to be heeded."""
-        if self._deadline == float("inf"):
+    def _tell_actor(self) -> float:
+        """Have the actor commit a checkpoint and end; returns the time from which that is no longer waited for. Called again and
+        again, as one signal may come too early to be heeded."""
+        if self._deadline is None:
             asked = ["squeue", "--noheader", f"--jobs={self._number}", "--format=%e"]
             end = subprocess.run(asked, stdout=subprocess.PIPE, text=True).stdout.partition("\n")[0].strip()
             say(f"SIGUSR1, the time limit is {end}: the actor is told to commit a checkpoint")
-            self._deadline = sys.float_info.max
+            self._deadline = float("inf")
             with suppress(ValueError):  # there is no limit
                 self._deadline = datetime.fromisoformat(end).timestamp() - self._margin_s
         self._parts["actor"].send_signal(signal.SIGUSR2)
+        return self._deadline
 
     def _end_components(self) -> None:
         for name in self._parts.keys() - {"critic"}:
             self._parts[name].terminate()  # SIGKILL for its tasks; first, or it would take the server's end for a fault
-        if "critic" in self._parts:
-            critic = self._parts["critic"]
+        critic = self._parts.get("critic")
+        if critic is not None:
             critic.send_signal(signal.SIGUSR2)  # SIGTERM for the server: slurm_node.py
             wait_until_ended([critic], self._grace_s)
             critic.terminate()
-        wait_until_ended(list(self._parts.values()), LAST_WAIT_S)
+        wait_until_ended([*self._parts.values()], LAST_WAIT_S)
 
     def _warn(self, *_: object) -> None:
         self._warned = True
 
     def _end(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Ended
+        raise JobEnded
 
 
 def run_supervised(words: "list[str]") -> int:
