@@ -19,8 +19,8 @@ import report
 from ppo_step import DTYPES, make_models, models_dir
 from processes import ROOT
 
-from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ENGINE_CONFIG, Program, trainer
+from nemo_style_rlhf.launch.supervisor import Supervisor
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def run_beside_engine(actor: Program, folder: Path) -> list[dict[str, float]]:
         f"server.ready_file={engines}/one.json",
     ]
     engine = Program("engine", [str(ACTOR_PYTHON), "servers/serve_engine.py", *words])
-    with LocalLauncher(folder) as launcher:
+    with Supervisor(folder) as launcher:
         launcher.start(pinned(actor, first))
         while not (engines / f"{ENGINE_CONFIG}.yaml").exists():
             if launcher[actor.name].poll() is not None:

@@ -12,13 +12,14 @@ from rich.console import Console
 
 from nemo_style_rlhf.launch.environment import has_nvidia
 from nemo_style_rlhf.launch.interpreter import ROOT as ROOT
-from nemo_style_rlhf.launch.local import LocalLauncher, ProgramFailed
+from nemo_style_rlhf.launch.local import ProgramFailed
 from nemo_style_rlhf.launch.program import Program
+from nemo_style_rlhf.launch.supervisor import Supervisor
 
 console = Console()
 
 
-class Pipeline(LocalLauncher):
+class Pipeline(Supervisor):
     """A launcher for a script of its own: SIGTERM and SIGHUP end every program in order, as Ctrl-C does."""
 
     def __enter__(self) -> "Pipeline":

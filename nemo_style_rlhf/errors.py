@@ -1,5 +1,8 @@
 """Exceptions that are shown to users without a traceback."""
 
+USER_ERROR_EXIT = 2
+"""Exit code of a program after a :class:`UserError`."""
+
 
 class UserError(Exception):
     """A user's mistake, as one sentence that says what was given, what is expected and what to change."""

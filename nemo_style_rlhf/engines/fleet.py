@@ -1,13 +1,11 @@
-"""The engines of a run: found by their files in a folder, started again when they die, all with the same weights.
-
-The engines of ``generation.engines.launch`` are child processes of the trainer's first rank.
+"""The engines of a run: found by their files in a folder, all with the same weights. Those that are lost are reported to a
+supervisor, which starts them again if ``generation.engines.launch`` makes them child processes of the trainer's first rank.
 """
 
 import logging
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,9 +18,8 @@ from nemo_style_rlhf.engines.client import EngineClient, EngineProcess
 from nemo_style_rlhf.engines.files import client_of, ready_files
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.weight_store import PublishedWeights
-from nemo_style_rlhf.launch.entry import USER_ERROR_EXIT
-from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, ENGINE_CONFIG, engine_program
+from nemo_style_rlhf.launch.supervisor import Supervisor
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.generation import EnginesConfig
 from nemo_style_rlhf.wire.connection import ServerRestarted, ServerUnreachable
@@ -53,15 +50,15 @@ class Fleet:
         """
         self._config, self._folder, self._bits = config, folder, bits
         self._environments = [{"CUDA_VISIBLE_DEVICES": each} for each in devices] or [{}] * config.count
-        self._launcher = LocalLauncher(folder / "logs") if config.launch else None
+        self._supervisor = Supervisor(
+            folder / "logs", config.restarts, key="generation.engines.restarts", since="at one version of the weights"
+        )
         self._token = secrets.token_hex(32) if config.launch else read_token(config.token)
         self._engines: dict[str, EngineProcess] = {}
         self._joining: dict[str, EngineProcess] = {}
         """Engines that load the weights for the first time."""
         self._closing = threading.Event()
         self._lock = threading.RLock()
-        self._restarts: Counter[str] = Counter()
-        """Losses of each engine at the current version of the weights."""
         self._losses, self._warned = 0, False
         self._dead: dict[str, dict[str, Any]] = {}
         """Ready files of engines that were lost."""
@@ -79,12 +76,12 @@ class Fleet:
 
     def start(self) -> None:
         """Launch the engines, if that is this fleet's business."""
-        if self._launcher is not None:
+        if self._config.launch:
             for ready in self._folder.glob("*.json"):  # of a start before this one
                 ready.unlink()
             for number in range(self._config.count):
                 environment = {TokenConfig.token_env: self._token or "", **self._environments[number]}
-                self._launcher.start(engine_program(f"engine-{number}", self._folder, environment))
+                self._supervisor.start(engine_program(f"engine-{number}", self._folder, environment))
         else:
             log.info("waiting for engines, at most %g s: %s", self._config.ready_timeout_s, self._advice)
         threading.Thread(target=self._watch, name="engines-watch", daemon=True).start()
@@ -98,7 +95,7 @@ class Fleet:
         """
         with self._lock:
             self._published, self._shapes, self.lease = published, shapes, secrets.token_hex(8)
-            self._restarts.clear()
+            self._supervisor.progressed()
             self._asleep = False
         engines = self._ready()
         for engine in engines:
@@ -136,7 +133,7 @@ class Fleet:
                     self.lost(engine, error)
             # Engines start asleep. One that was lost starts again, and loads the last version first.
             asleep = len(self._new()) if self._published is None else len(held)
-            if self._launcher is None or asleep >= self._config.count:
+            if not self._config.launch or asleep >= self._config.count:
                 self._asleep = True
                 return held
             if self._broken is not None:
@@ -266,16 +263,11 @@ class Fleet:
             if self._closing.is_set():
                 return
             lost = {name: where for name, where in self._dead.items() if name not in self._engines}
-            ended = [
-                child for number in range(self._config.count if self._launcher is not None else 0)
-                if (child := self._launcher[f"engine-{number}"]).poll() is not None  # type: ignore[index]
-                and not child.program.ready_file.exists()  # type: ignore[union-attr]
-            ]  # fmt: skip
-            for child in ended:
-                if child.poll() == USER_ERROR_EXIT and not self._engines:
-                    raise UserError(str(child.failed()))
-                self._count_loss(child.program.name, f"it ended with exit code {child.poll()}")
-        for name, where in lost.items() if self._launcher is None else ():
+            for child in self._supervisor.ended:
+                assert child.program.ready_file is not None
+                if not child.program.ready_file.exists():
+                    self._report(child.program.name, f"it {child.end}", mistakes=bool(self._engines))
+        for name, where in () if self._config.launch else lost.items():
             with suppress(ProtocolError, UserError, *LOST):  # else it answers again: it was the network
                 self._client(name, where).status(retry=False)
                 with self._lock:
@@ -322,8 +314,7 @@ class Fleet:
             engine.client.close()
         if self._broadcast is not None:
             self._broadcast.close()
-        if self._launcher is not None:
-            self._launcher.stop_all(END_S)
+        self._supervisor.stop_all(END_S)
 
     def _load(self, engine: EngineProcess, lease: str, published: PublishedWeights | None) -> Exception | None:
         """Have one engine load the published weights; returns the error by which it was lost."""
@@ -356,28 +347,26 @@ class Fleet:
         engine.give_up(reason)
         engine.client.close()
         self._dead[name] = engine.where
-        self._count_loss(name, reason)
+        self._report(name, reason, mistakes=True)
 
-    def _count_loss(self, name: str, reason: object) -> None:
-        """Start a launched engine again.
+    def _report(self, name: str, reason: object, *, mistakes: bool) -> None:
+        """Have the supervisor start an engine again, if it was launched.
+
+        Args:
+            mistakes: whether an engine that refused its configuration is started again, too.
 
         Raises:
-            UserError: it was lost too often at one version of the weights.
+            UserError: the engine refused its configuration, or was lost too often at one version of the weights.
         """
         if self._closing.is_set():
             return
-        self._restarts[name] += 1
         self._losses += 1
         log.warning("engine %s is lost: %s", name, reason)
-        if self._restarts[name] > self._config.restarts:
-            self._broken = UserError(
-                f"engine {name} was lost {self._restarts[name]} times at one version of the weights, more than "
-                f"generation.engines.restarts={self._config.restarts} allow; the last time: {reason}"
-            )
-            raise self._broken
-        if self._launcher is not None:
-            self._launcher[name].kill()
-            self._launcher.restart(name)
+        try:
+            self._supervisor.lost(name, reason, mistakes=mistakes)
+        except UserError as error:
+            self._broken = error
+            raise
 
     def _new(self) -> list[tuple[str, dict[str, Any]]]:
         """Name and ready file of engines that are neither in use nor known to be dead."""
@@ -410,7 +399,7 @@ class Fleet:
 
     @property
     def _advice(self) -> str:
-        if self._launcher is not None:
+        if self._config.launch:
             return f"look at {self._folder}/logs"
         return (
             f"start {ACTOR_PYTHON} servers/serve_engine.py --config-dir={self._folder} --config-name={ENGINE_CONFIG} "

@@ -32,7 +32,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.errors import USER_ERROR_EXIT, UserError
 from nemo_style_rlhf.launch import sweep
 from nemo_style_rlhf.launch.limits import require_open_files
 from nemo_style_rlhf.launch.overrides import is_override, override, readable
@@ -45,7 +45,6 @@ from nemo_style_rlhf.schema.paths import require_paths
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 """Inside an installed package (package_dir in setup.py), beside the package in the repository."""
-USER_ERROR_EXIT = 2
 PROGRAMS: dict[str, tuple[str, type]] = {}
 """File in ``conf/`` and schema of each program, by the name of its script. Importing programs.py fills it."""
 Schema = TypeVar("Schema")

@@ -8,9 +8,9 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from nemo_style_rlhf.errors import USER_ERROR_EXIT
 from nemo_style_rlhf.launch.program import Program
 from nemo_style_rlhf.processes.child import ChildProcess
 
@@ -19,6 +19,8 @@ STOP_GRACE_S = 30.0
 READY_TIMEOUT_S = 120.0
 POLL_S = 0.1
 LOG_TAIL_LINES = 15
+ERROR = "error: "
+"""Begins the sentence about a user's mistake."""
 LINGER_S = 5.0
 """Seconds in which the processes that a program has left may end by themselves, which most do."""
 
@@ -126,6 +128,15 @@ class Child:
         return next((line for line in reversed(lines) if text in line), None)
 
     @property
+    def mistake(self) -> str | None:
+        """The sentence about a user's mistake by which this program ended; None if it runs, or ended otherwise."""
+        code = self.poll()
+        if not code or (code != USER_ERROR_EXIT and self.program.ranks == 1):  # torchrun has an exit code of its own
+            return None
+        said = self.said(ERROR)
+        return None if said is None else said.removeprefix(ERROR)
+
+    @property
     def end(self) -> str:
         """How this program ended, as the rest of a sentence about it."""
         code = self.poll() or 0
@@ -153,58 +164,3 @@ def wait_for(child: Child, *others: Child, watch: Callable[[], None] = lambda: N
             if each.poll():
                 raise each.failed()
         watch()
-
-
-class LocalLauncher:
-    """Programs of this machine, by name, with their output in ``log_dir/<name>.log``; leaving the context ends all of them."""
-
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
-        self._children: dict[str, Child] = {}
-
-    def __enter__(self) -> "LocalLauncher":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for name in reversed(list(self._children)):
-            self.stop(name, STOP_GRACE_S if kind is None else STOP_GRACE_S / 6)
-
-    def __getitem__(self, name: str) -> Child:
-        return self._children[name]
-
-    def start(self, *programs: Program, shown: bool = False) -> None:
-        """Start the programs in the background, each with an empty log, or ``shown``."""
-        for program in programs:
-            assert program.name not in self._children, f"{program.name} was already started"
-            log = self._log_dir / f"{program.name}.log"
-            log.unlink(missing_ok=True)
-            self._children[program.name] = Child(program, log, shown=shown)
-
-    def restart(self, name: str) -> None:
-        """Stop what is left of the program, and start the same command again; its log goes on."""
-        child = self._children[name]
-        child.stop()
-        self._children[name] = Child(child.program, child.log)
-
-    def wait(self, name: str) -> None:
-        """Wait until the program has ended with 0.
-
-        Raises:
-            ProgramFailed: it, or any other program of this launcher, has ended with an error.
-        """
-        child = self._children[name]
-        wait_for(child, *(other for other in self._children.values() if other is not child))
-        self.stop(name)  # children that it left
-
-    def stop(self, name: str, grace_s: float = STOP_GRACE_S) -> int:
-        """Stop the program, as :meth:`Child.stop`, and forget it; returns the exit code."""
-        return self._children.pop(name).stop(grace_s)
-
-    def stop_all(self, grace_s: float) -> None:
-        """Stop the programs, all at the same time."""
-        for child in self._children.values():
-            child.signal(signal.SIGTERM)
-        for name in list(self._children):
-            self.stop(name, grace_s)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -155,8 +156,11 @@ class Rank:
 class RayChild(Child):
     """A program of one or several ranks, each in its seat. Rank 0 writes ``log``, the others logs of their own beside it."""
 
-    def __init__(self, program: Program, log: Path, ranks: list[Rank], logs: list[Path]) -> None:
-        self.ranks, self._logs = ranks, logs
+    def __init__(
+        self, program: Program, log: Path, ranks: list[Rank], logs: list[Path], forget: Callable[[Placed], None]
+    ) -> None:
+        """``forget`` is called for the hosts of ranks that are found to be lost."""
+        self.ranks, self._logs, self._forget = ranks, logs, forget
         self._failed_at: float | None = None
         self.leftovers: Path | None = None
         """The actor's folder, once the run is over."""
@@ -198,6 +202,9 @@ class RayChild(Child):
     def kill(self) -> int:
         answers = [rank.clear(self.leftovers) for rank in self.ranks]
         codes = [rank.poll() if answer is None else rank.cleared(answer) for rank, answer in zip(self.ranks, answers)]
+        for rank in self.ranks:
+            if rank.lost:
+                self._forget(rank.placed)
         return next((code for code in codes if code), 0)
 
     def said(self, text: str) -> str | None:
@@ -265,7 +272,7 @@ class RayRun(PPORun):
             awaited = self._engine_config if program.name.startswith("engine") else None
             one = replace(program, argv=[*program.argv, *words], env=mine, ranks=1)
             ranks.append(Rank(placed, one, logs[-1], awaited))
-        return RayChild(program, log, ranks, logs)
+        return RayChild(program, log, ranks, logs, self._cluster.forget)
 
     @property
     def _engine_config(self) -> Path:
@@ -286,15 +293,14 @@ class RayRun(PPORun):
             self._critic = (ground.node, ground.address, seats[0].ask("free_port"))
         return [f"server.host={self._critic[1]}", f"server.port={self._critic[2]}", *tls]
 
-    def _restart(self, index: int) -> None:
+    def _restart(self, dead: Child) -> None:
         before = self._critic
-        super()._restart(index)
-        actor = self._children[-1]
+        super()._restart(dead)
+        actor = self._actor
         if self._critic != before and actor.poll() is None:  # one that is dead learns the address when its turn comes
             self._screen.say("actor is started again: the critic server has moved to another node")
-            self._clear(actor)
             words = [*actor.program.argv, *([] if AGAIN in actor.program.argv else [AGAIN])]
-            self._children[-1] = self._start(replace(actor.program, argv=words), actor.log)
+            self._supervisor.restart(ACTOR, replace(actor.program, argv=words))
 
     def _counts(self, dead: Child) -> bool:
         assert isinstance(dead, RayChild)
@@ -307,13 +313,6 @@ class RayRun(PPORun):
             and dead.lost_nodes & {rank.placed.ground.node for rank in child.ranks}
         }  # fmt: skip
         return True
-
-    def _clear(self, dead: Child) -> None:
-        assert isinstance(dead, RayChild)
-        dead.kill()
-        for rank in dead.ranks:
-            if rank.lost:
-                self._cluster.forget(rank.placed)
 
     def _watch(self) -> None:
         self._cluster.require_head()

@@ -16,13 +16,14 @@ from typing import Any
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
-from nemo_style_rlhf.launch.entry import USER_ERROR_EXIT, config_file
+from nemo_style_rlhf.launch.entry import config_file
 from nemo_style_rlhf.launch.interpreter import ROOT
 from nemo_style_rlhf.launch.local import POLL_S, STOP_GRACE_S, Child
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
 from nemo_style_rlhf.launch.program import ACTOR, ACTOR_PYTHON, CRITIC, SERVER_PYTHON, Program
 from nemo_style_rlhf.launch.screen import WORTH_READING, GrowingLog, Screen
 from nemo_style_rlhf.launch.starting import STARTING
+from nemo_style_rlhf.launch.supervisor import Supervisor
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.pair import LaunchedConfig
 
@@ -39,8 +40,6 @@ PHASE = re.compile(rf"[\d:]{{8}} INFO (?:{STARTING}(.+)|serving )")
 """Begins the line of a program that says what it does while it starts, or that it is ready."""
 GOES_ON = "  "
 """Begins the further lines of a message, such as the samples under a failed health check."""
-ERROR = "error: "
-"""Begins the sentence about a user's mistake."""
 ENDS_ACTOR = (0, interrupt.INTERRUPTED_EXIT, PREEMPTED_EXIT)
 """Exit codes of an actor that was not lost."""
 PATIENT_INTERRUPTS = 3
@@ -100,37 +99,44 @@ class PPORun:
         Args:
             then: the command that may follow a run that is done; empty for none.
         """
-        self._folder, self._restarts, self._then = folder, restarts, then
+        self._folder, self._then = folder, then
         logs = [folder / f"{program.name}.log" for program in programs]
         self._news = [GrowingLog(log) for log in logs]
         self._screen = Screen()
-        self._furthest, self._deaths = 0, 0
-        """The newest step that was reached, and the deaths since then."""
+        self._supervisor = Supervisor(
+            folder, restarts, since="before the next step", together=True, launch=self._start, say=self._screen.say
+        )
+        self._furthest = 0
+        """The newest step that was reached."""
         self._interrupts, self._passed_on = 0, 0
         for _ in range(PATIENT_INTERRUPTS):
             interrupt.on_first(self._interrupted)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._interrupted)
-        self._children: list[Child] = []
         self._speaking: set[Child] = set()
         """The children whose last line was shown as a message, which may go on."""
         self._phases = {program.name: "loading libraries" for program in programs}
         """Phase of each program, by its name, until the first step is done."""
         for program, log in zip(programs, logs, strict=True):
             self._screen.say(f"{program.name}: log in {log}")
-            self._children.append(self._start(program, log))
+            self._supervisor.resume(program, log)
         self._show_phases()
 
     def _start(self, program: Program, log: Path) -> Child:
         """The program, started; subclasses may start it elsewhere."""
         return Child(program, log)
 
-    def _clear(self, dead: Child) -> None:
-        """Called before a program is started again; subclasses may release what it had."""
-
     def _counts(self, dead: Child) -> bool:
         """Whether this death counts as one; not if it had the cause of another, which did."""
         return True
+
+    @property
+    def _children(self) -> list[Child]:
+        return self._supervisor.children
+
+    @property
+    def _actor(self) -> Child:
+        return self._supervisor.children[-1]
 
     def to_its_end(self) -> int:
         """The actor's exit code, or that of Ctrl-C."""
@@ -139,13 +145,13 @@ class PPORun:
             self._show()
             self._pass_on()
             self._watch()
-            *_, actor = self._children
+            actor = self._actor
             if actor.poll() is not None and (self._interrupts or actor.poll() in ENDS_ACTOR):
                 self._show()
                 break
-            for index, child in enumerate(self._children):
-                if child.poll() is not None and not self._interrupts:
-                    self._restart(index)
+            for child in self._supervisor.ended:
+                if not self._interrupts:
+                    self._restart(child)
         self._screen.close()
         if (code := actor.poll()) == 0:
             if self._then:
@@ -159,7 +165,7 @@ class PPORun:
         self._screen.close()
         self._interrupts += 1
         deadline = time.monotonic() + STOP_GRACE_S
-        while self._children and self._children[-1].poll() is None and time.monotonic() < deadline:
+        while self._children and self._actor.poll() is None and time.monotonic() < deadline:
             self._pass_on()
             time.sleep(POLL_S)
         for child in reversed(self._children):
@@ -178,7 +184,8 @@ class PPORun:
                 elif step := PROGRESS.match(line):
                     self._screen.progress(line)
                     if int(step[1]) > self._furthest:
-                        self._furthest, self._deaths = int(step[1]), 0
+                        self._furthest = int(step[1])
+                        self._supervisor.progressed()
                 elif WORTH_READING.match(line) or (line.startswith(GOES_ON) and child in self._speaking):
                     self._screen.say(f"{child.program.name}: {line}")
                     self._speaking.add(child)
@@ -189,27 +196,12 @@ class PPORun:
         if not self._furthest:
             self._screen.progress("; ".join(f"{name}: {phase}" for name, phase in self._phases.items()))
 
-    def _restart(self, index: int) -> None:
-        """
-        Raises:
-            UserError: the program refused its configuration or its inputs.
-            ProgramFailed: programs died too often.
-        """
-        dead = self._children[index]
+    def _restart(self, dead: Child) -> None:
+        """Start a program again, as :meth:`Supervisor.lost` allows."""
         program = dead.program
-        mistake = dead.said(ERROR)
-        if mistake and (dead.poll() == USER_ERROR_EXIT or program.ranks > 1):  # torchrun has an exit code of its own
-            raise UserError(("" if program.name == ACTOR else f"{program.name}: ") + mistake.removeprefix(ERROR))
-        self._deaths += self._counts(dead)
-        if self._deaths > self._restarts:
-            raise dead.failed(f"{dead.end}, one death more than restarts={self._restarts} allows before the next step")
-        self._screen.say(
-            f"{program.name} {dead.end} and is started again ({self._deaths} of {self._restarts} restarts before the next step)"
-        )
-        self._clear(dead)
         if program.name == ACTOR and AGAIN not in program.argv:
             program = dataclasses.replace(program, argv=[*program.argv, AGAIN])
-        self._children[index] = self._start(program, dead.log)
+        self._supervisor.lost(program.name, counts=self._counts(dead), program=program)
 
     def _interrupted(self, *_: object) -> None:
         self._interrupts += 1
@@ -218,7 +210,7 @@ class PPORun:
         """Interrupt the actor as often as this process was interrupted, or told to end."""
         while self._passed_on < self._interrupts:
             self._passed_on += 1
-            self._children[-1].interrupt()
+            self._actor.interrupt()
 
 
 def remove_leftovers(actor: Path) -> None:

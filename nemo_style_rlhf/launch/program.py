@@ -3,6 +3,7 @@
 The scripts lie in the repository, and so do the two environments (`make envs`).
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,12 @@ class Program:
         python, *words = self.argv
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         return [python, *(torchrun if self.ranks > 1 else []), *words]
+
+
+def threads_of_a_rank(ranks: int) -> dict[str, str]:
+    """Variables that divide this host's cores between ``ranks``, each of which would start a thread per core; a single rank has
+    them all anyway."""
+    return {} if ranks == 1 else {"OMP_NUM_THREADS": str(-(-len(os.sched_getaffinity(0)) // ranks))}
 
 
 def trainer(

@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_style_rlhf.launch.local import POLL_S, Child
 from nemo_style_rlhf.launch.ports import free_ports
 from nemo_style_rlhf.launch.ppo_run import remove_leftovers
-from nemo_style_rlhf.launch.program import Program
+from nemo_style_rlhf.launch.program import Program, threads_of_a_rank
 from nemo_style_rlhf.launch.screen import GrowingLog
 
 LEASE_S = 10.0
@@ -44,9 +44,7 @@ class HostedChild(Child):
         environment = {name: value for name, value in super()._environment().items() if not name.startswith("RAY_")}
         # Ray sets it to the CPUs that it has set aside; other launchers give a single rank all cores.
         environment.pop("OMP_NUM_THREADS", None)
-        if (beside := int(environment.pop(RANKS_BESIDE, "1"))) > 1:
-            environment["OMP_NUM_THREADS"] = str(-(-len(os.sched_getaffinity(0)) // beside))
-        return environment
+        return environment | threads_of_a_rank(int(environment.pop(RANKS_BESIDE, "1")))
 
 
 class Host:

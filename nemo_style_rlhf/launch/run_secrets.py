@@ -1,4 +1,7 @@
-"""Makes a run's secrets, which only its processes may know: a token, and certificates for the hosts on which they listen."""
+"""Makes a run's secrets, which only its processes may know: a token, and certificates for the hosts on which they listen.
+
+Imported by any Python from 3.9 on, see slurm.py. Standard library only.
+"""
 
 import secrets
 import shutil
@@ -11,11 +14,10 @@ KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
 DAYS = "3650"
 
 
-class RunSecrets:
-    """A folder that only this user can enter, on the file system that the run's hosts share. It goes with the run.
+class Authority:
+    """A certificate authority of one run, in a folder that only this user can enter. It goes with the run.
 
-    The run has a certificate authority of its own, since a process that is started again may be on a host that was not there
-    when the run began.
+    A process that is started again may be on a host that was not there when the run began, and needs a certificate then.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -23,59 +25,55 @@ class RunSecrets:
         Raises:
             UserError: the folder cannot be made, or this host has no openssl.
         """
-        self._folder = folder
+        self.folder = folder
         self.remove()  # that of an earlier start
         try:
             folder.mkdir(mode=0o700, parents=True)
         except OSError as error:
             raise UserError(
-                f"{folder}, for the run's token, cannot be made ({error.strerror}): give another run.output_dir"
+                f"{folder}, for the run's secrets, cannot be made ({error.strerror}): give another output folder"
             ) from error
-        self.token.touch(mode=0o600)
-        self.token.write_text(secrets.token_hex(32))
-        self.mark = secrets.token_hex(8)
-        (folder / "mark").write_text(self.mark)
-        self._openssl(
-            "req",
-            "-x509",
-            *KEY,
-            "-days",
-            DAYS,
-            "-subj",
-            f"/CN=run {self.mark}",
-            "-keyout",
-            str(folder / "ca.key"),
-            "-out",
-            str(self.ca),
-        )
-
-    @property
-    def token(self) -> Path:
-        return self._folder / "token"
+        subject = ["-days", DAYS, "-subj", f"/CN=run {secrets.token_hex(8)}"]
+        self._openssl("req", "-x509", *KEY, *subject, "-keyout", str(folder / "ca.key"), "-out", str(self.ca))
 
     @property
     def ca(self) -> Path:
         """The authority's certificate, with which clients verify servers."""
-        return self._folder / "ca.crt"
+        return self.folder / "ca.crt"
 
-    def certificate(self, name: str, address: str) -> tuple[Path, Path]:
-        """A new certificate of the server ``name`` on the host with this IP address, and its key."""
-        certificate, key = self._folder / f"{name}.crt", self._folder / f"{name}.key"
-        request, names = self._folder / f"{name}.csr", self._folder / f"{name}.ext"
-        names.write_text(f"subjectAltName=IP:{address}\n")
+    def certificate(self, name: str, *addresses: str) -> tuple[Path, Path]:
+        """A new certificate of the server ``name`` on the hosts with these IP addresses, and its key."""
+        certificate, key = self.folder / f"{name}.crt", self.folder / f"{name}.key"
+        request, names = self.folder / f"{name}.csr", self.folder / f"{name}.ext"
+        names.write_text(f"subjectAltName={','.join(f'IP:{address}' for address in addresses)}\n")
         self._openssl("req", *KEY, "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(request))
-        signed = ["-CA", str(self.ca), "-CAkey", str(self._folder / "ca.key"), "-set_serial", str(secrets.randbits(63))]
+        signed = ["-CA", str(self.ca), "-CAkey", str(self.folder / "ca.key"), "-set_serial", str(secrets.randbits(63))]
         signed += ["-days", DAYS, "-extfile", str(names), "-out", str(certificate)]
         self._openssl("x509", "-req", "-in", str(request), *signed)
         return certificate, key
 
     def remove(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _openssl(self, *words: str) -> None:
         try:
-            done = subprocess.run(["openssl", *words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+            done = subprocess.run(["openssl", *words], stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
         except FileNotFoundError as error:
             raise UserError("this host has no openssl, which makes the run's certificates: install it") from error
         if done.returncode:
             raise UserError(f"openssl {words[0]} made no certificate for the run: {' '.join(done.stderr.split())}")
+
+
+class RunSecrets(Authority):
+    """An authority with a token, and a mark that shows that the folder is shared by the run's hosts."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.token.touch(mode=0o600)
+        self.token.write_text(secrets.token_hex(32))
+        self.mark = secrets.token_hex(8)
+        (folder / "mark").write_text(self.mark)
+
+    @property
+    def token(self) -> Path:
+        return self.folder / "token"

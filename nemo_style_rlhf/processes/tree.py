@@ -27,7 +27,7 @@ IGNORED = (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD)
 """Signals that this process ignores or catches, or that jobs in the background of a shell ignore: the program shall not."""
 
 
-class Supervisor:
+class ProcessTree:
     def __init__(self, link: int) -> None:
         # A batch system sends its signals to all processes of a job. Those that are meant for the program come over the link.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -225,4 +225,4 @@ def _end_like(code: int) -> None:
 
 
 if __name__ == "__main__":
-    Supervisor(int(sys.argv[1])).run()
+    ProcessTree(int(sys.argv[1])).run()

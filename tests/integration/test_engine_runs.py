@@ -66,7 +66,7 @@ def test_it_learns_the_same_with_engines(inputs, in_process, tmp_path) -> None:
     finally:
         actor.kill()
         assert critic.terminate() == 0
-    assert "engine engine-1 is lost: it ended with exit code -9" in actor.output()
+    assert "engine engine-1 is lost: it was ended by SIGKILL" in actor.output()
     assert result(tmp_path) == in_process
     manifest = next((tmp_path / "actor" / "checkpoints").glob("*/manifest.json"))
     assert not weights_in_memory(json.loads(manifest.read_text())["run_id"]).exists()

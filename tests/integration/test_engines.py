@@ -23,8 +23,8 @@ from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.generation.weight_store import PublishedWeights, WeightStore
 from nemo_style_rlhf.launch.bootstrap import setup
-from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, Program
+from nemo_style_rlhf.launch.supervisor import Supervisor
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.sampler_check import Probe
@@ -103,12 +103,12 @@ def trainer(policy, tmp_path_factory) -> Iterator[Trainer]:
 
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory) -> Iterator[LocalLauncher]:
-    with LocalLauncher(tmp_path_factory.mktemp("engines")) as launcher:
+def launcher(tmp_path_factory) -> Iterator[Supervisor]:
+    with Supervisor(tmp_path_factory.mktemp("engines")) as launcher:
         yield launcher
 
 
-def start(launcher: LocalLauncher, folder: Path, policies: dict[str, Path], *more: str) -> list[EngineClient]:
+def start(launcher: Supervisor, folder: Path, policies: dict[str, Path], *more: str) -> list[EngineClient]:
     """Engines by name, each of its own policy, that start at the same time; their ready files are in ``folder``."""
     for name, policy in policies.items():
         ready = folder / f"{name}.json"
@@ -120,7 +120,7 @@ def start(launcher: LocalLauncher, folder: Path, policies: dict[str, Path], *mor
     return [client_of(launcher, name) for name in policies]
 
 
-def client_of(launcher: LocalLauncher, name: str) -> EngineClient:
+def client_of(launcher: Supervisor, name: str) -> EngineClient:
     where = launcher[name].ready()
     return EngineClient(where["host"], where["port"], token=own_token_made(), retries=2, timeout_s=60)
 

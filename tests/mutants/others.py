@@ -93,7 +93,7 @@ OTHERS = (
     Fault(
         name="mistakes_exit_with_0",
         guarantee="Every remote call is awaited",
-        file="nemo_style_rlhf/launch/entry.py",
+        file="nemo_style_rlhf/errors.py",
         old="USER_ERROR_EXIT = 2",
         new="USER_ERROR_EXIT = 0",
         tests=("tests/unit/schema/test_paths.py::test_an_entry_point_says_it_before_torch_is_loaded",),
@@ -344,17 +344,17 @@ OTHERS = (
     Fault(
         name="a_supervised_job_is_not_requeued",
         guarantee="Both batch scripts",
-        file="slurm/supervised.sh",
-        old='    scontrol requeue "$SLURM_JOB_ID" &&',
-        new='    scontrol release "$SLURM_JOB_ID" &&',
+        file="nemo_style_rlhf/launch/slurm.py",
+        old='["scontrol", "requeue", ',
+        new='["scontrol", "release", ',
         tests=("tests/unit/test_slurm_scripts.py::test_a_supervised_job_that_is_told_of_its_end_is_requeued",),
     ),
     Fault(
         name="a_preempted_hetjob_counts_as_failed",
         guarantee="Both batch scripts",
-        file="slurm/ppo_hetjob.sh",
-        old="PREEMPTED=75 ",
-        new="PREEMPTED=76 ",
+        file="nemo_style_rlhf/launch/slurm.py",
+        old="if code == PREEMPTED_EXIT:",
+        new="if code == PREEMPTED_EXIT + 1:",
         tests=("tests/unit/test_slurm_scripts.py::test_a_hetjob_that_is_told_of_its_end_is_requeued",),
     ),
     Fault(

@@ -139,6 +139,20 @@ def test_the_mathematics_imports_torch_only(path):
             assert top in allowed | {"nemo_style_rlhf"} | set(sys.stdlib_module_names), f"{file.name} imports {name}"
 
 
+def test_any_python_of_a_batch_host_runs_a_slurm_job():
+    """Nothing that launch/slurm.py imports needs a package; an older Python can read the sentence that refuses it."""
+    left, seen = {PACKAGE / "launch" / "slurm.py"}, {PACKAGE / "__init__.py"}
+    ast.parse((PACKAGE / "launch" / "slurm.py").read_text(), feature_version=(3, 6))
+    while left - seen:
+        seen.add(path := (left - seen).pop())
+        ast.parse(path.read_text(), feature_version=(3, 9))
+        for name in imports(path):
+            file = PACKAGE.parent / f"{name.replace('.', '/')}.py"
+            assert file.exists() or name.split(".")[0] in {"nemo_style_rlhf", *sys.stdlib_module_names}, name
+            left |= {file} if file.exists() else set()
+    assert PACKAGE / "launch" / "run_secrets.py" in seen
+
+
 def test_the_client_needs_nothing_of_the_server():
     for path in [PACKAGE / room / f"{name}.py" for room, names in CLIENT_SIDE.items() for name in names]:
         for imported in imports(path):

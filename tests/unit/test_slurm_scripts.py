@@ -68,14 +68,17 @@ sys.exit(code if code >= 0 else 128 - code)
 """
 """One task, whose every process has the signals that srun gets; SIGTERM becomes a SIGKILL."""
 PROGRAM = """
-import os, signal, sys, time
+import os, runpy, signal, sys, time
 from pathlib import Path
 
+if sys.argv[1] == "-I":
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])  # what stands between slurm_node.py and a program
+if sys.argv[1:3] == ["-m", "nemo_style_rlhf.launch.slurm_node"]:
+    sys.executable, sys.argv[1:] = sys.argv[0], sys.argv[3:]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module("nemo_style_rlhf.launch.slurm_node", run_name="__main__")
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
-if sys.argv[1] == "-c":
-    print("127.0.0.1 5001 5002")
-    sys.exit()
 (name,) = (Path(word).stem for word in sys.argv if word.endswith(".py"))
 note = Path(os.environ["NOTES"]) / name
 note.with_suffix(".tmp").write_text(str(os.getpid()))
@@ -99,7 +102,7 @@ class Job:
         environment = {
             **os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "NOTES": str(folder), "PROJECT_DIR": str(ROOT),
             "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", **variables,
-            **dict.fromkeys(("CRITIC_PYTHON", "ACTOR_PYTHON", "STAGE_PYTHON"), str(python)),
+            "BATCH_PYTHON": sys.executable, **dict.fromkeys(("CRITIC_PYTHON", "ACTOR_PYTHON", "STAGE_PYTHON"), str(python)),
         }  # fmt: skip
         command = ["bash", ROOT / "slurm" / script, *arguments]
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)

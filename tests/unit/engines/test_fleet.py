@@ -19,8 +19,8 @@ from nemo_style_rlhf.engines.programs import devices_beside
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import ProbeTarget
 from nemo_style_rlhf.generation.weight_store import PublishedWeights
-from nemo_style_rlhf.launch.local import LocalLauncher
 from nemo_style_rlhf.launch.program import Program
+from nemo_style_rlhf.launch.supervisor import Supervisor
 from nemo_style_rlhf.schema.generation import EnginesConfig
 from nemo_style_rlhf.wire.connection import ServerUnreachable
 
@@ -86,16 +86,16 @@ def test_a_fleet_that_is_closed_has_no_call_under_way(tmp_path: Path, known: str
             assert time.monotonic() - closed < 5
 
 
-class Gated(LocalLauncher):
+class Gated(Supervisor):
     """Begins what the test waits for, and goes on once the test lets it."""
 
-    def __init__(self, log_dir: Path) -> None:
-        super().__init__(log_dir)
+    def __init__(self, log_dir: Path, restarts: int, **wording: str) -> None:
+        super().__init__(log_dir, restarts, **wording)
         self.begun, self.goes_on = threading.Event(), threading.Event()
 
-    def restart(self, name: str) -> None:
+    def restart(self, name: str, program: Program | None = None) -> None:
         self._gate()
-        super().restart(name)
+        super().restart(name, program)
 
     def stop_all(self, grace_s: float) -> None:
         self._gate()
@@ -115,18 +115,21 @@ def test_an_engine_that_is_lost_while_the_fleet_closes_is_not_started_again(
 
     before = {each.pid for each in psutil.Process().children()}
     monkeypatch.setattr(fleet_module, "engine_program", sleeper)
-    launcher = Gated(tmp_path)
-    monkeypatch.setattr(fleet_module, "LocalLauncher", lambda _: launcher)
+    made: list[Gated] = []
+    monkeypatch.setattr(
+        fleet_module, "Supervisor", lambda *given, **named: made.append(Gated(*given, **named)) or made[0]
+    )
     fleet, engine = Fleet(EnginesConfig(count=1), tmp_path), engine_process()
     fleet.start()
+    (supervisor,) = made
     fleet._engines["engine-0"] = engine
     acts = {"restart": lambda: fleet.lost(engine, "it was killed"), "close": fleet.close}
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(acts.pop(first))]
-        assert launcher.begun.wait(20)
+        assert supervisor.begun.wait(20)
         calls += [pool.submit(act) for act in acts.values()]
         time.sleep(0.2)
-        launcher.goes_on.set()
+        supervisor.goes_on.set()
         for call in calls:
             call.result(20)
     assert {each.pid for each in psutil.Process().children()} <= before

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from nemo_style_rlhf.launch import local
-from nemo_style_rlhf.launch.local import Child, LocalLauncher, ProgramFailed, wait_for
+from nemo_style_rlhf.launch.local import Child, ProgramFailed, wait_for
 from nemo_style_rlhf.launch.program import ROOT, Program
+from nemo_style_rlhf.launch.supervisor import Supervisor
 from tests.support.processes import is_alive, soon
 
 SLEEP = "import time; time.sleep(600)"
@@ -57,7 +58,7 @@ def written(note: Path) -> int:
 
 def test_a_program_gets_its_environment_and_the_repositorys_root(tmp_path):
     code = "import os, sys; print(os.getcwd(), os.environ['A'], 'PATH' in os.environ, repr(sys.stdin.read()))"
-    with LocalLauncher(tmp_path / "logs") as launcher:
+    with Supervisor(tmp_path / "logs") as launcher:
         launcher.start(python("hello", code, env={"A": "1"}))
         launcher.wait("hello")
     assert (tmp_path / "logs" / "hello.log").read_text() == f"{ROOT} 1 True ''\n"
@@ -65,7 +66,7 @@ def test_a_program_gets_its_environment_and_the_repositorys_root(tmp_path):
 
 def test_a_failed_program_is_named_with_the_end_of_its_log(tmp_path):
     code = "print(*range(100), sep='\\n'); print('the reason'); raise SystemExit(3)"
-    with LocalLauncher(tmp_path) as launcher:
+    with Supervisor(tmp_path) as launcher:
         launcher.start(python("broken", code))
         with pytest.raises(ProgramFailed) as failure:
             launcher.wait("broken")
@@ -81,7 +82,7 @@ def test_a_killed_program_is_named_with_its_signal(tmp_path):
 
 
 def test_a_server_that_fails_ends_the_wait_for_its_client(tmp_path):
-    with LocalLauncher(tmp_path) as launcher:
+    with Supervisor(tmp_path) as launcher:
         launcher.start(python("server", "import time; time.sleep(0.5); raise SystemExit(1)"), python("client", SLEEP))
         client = launcher["client"]
         with pytest.raises(ProgramFailed, match=r"^server ended with exit code 1; "):
@@ -98,7 +99,7 @@ def test_waiting_calls_the_watcher_also_after_the_end(tmp_path):
 
 def test_a_server_is_ready_once_its_file_is_there_and_a_file_of_an_earlier_one_does_not_count(tmp_path):
     (tmp_path / "ready.json").write_text('{"port": 1}')
-    with LocalLauncher(tmp_path) as launcher:
+    with Supervisor(tmp_path) as launcher:
         launcher.start(server(tmp_path))
         assert launcher["server"].ready()["port"] == 1234
         assert launcher.stop("server") == 0
@@ -109,7 +110,7 @@ def test_a_server_is_ready_once_its_file_is_there_and_a_file_of_an_earlier_one_d
     [("raise SystemExit(2)", "slow ended with exit code 2"), (SLEEP, "slow was not ready within 1 s")],
 )
 def test_a_server_that_is_never_ready_is_named(code, sentence, tmp_path):
-    with LocalLauncher(tmp_path) as launcher:
+    with Supervisor(tmp_path) as launcher:
         launcher.start(python("slow", code, ready_file=tmp_path / "ready.json"))
         with pytest.raises(ProgramFailed, match=f"^{sentence}; the end of its log"):
             launcher["slow"].ready(timeout_s=20 if "Exit" in code else 1)
@@ -117,7 +118,7 @@ def test_a_server_that_is_never_ready_is_named(code, sentence, tmp_path):
 
 @pytest.mark.parametrize("dies_first", [False, True])
 def test_a_restarted_server_is_another_process_of_the_same_command_and_log(dies_first, tmp_path):
-    with LocalLauncher(tmp_path) as launcher:
+    with Supervisor(tmp_path) as launcher:
         launcher.start(server(tmp_path))
         first = launcher["server"].ready()["pid"]
         if dies_first:
@@ -139,7 +140,7 @@ def test_stopping_kills_a_program_that_ignores_sigterm_and_its_children_after_th
 
 
 def test_waiting_for_a_program_ends_the_children_that_it_left(tmp_path):
-    with LocalLauncher(tmp_path) as launcher:
+    with Supervisor(tmp_path) as launcher:
         launcher.start(python("family", FAMILY, tmp_path / "pid"))
         launcher.wait("family")
         assert soon(lambda: not is_alive(written(tmp_path / "pid")))
@@ -149,7 +150,7 @@ def test_leaving_stops_programs_and_their_children_in_reverse_order(tmp_path):
     code = "import pathlib, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
     code += "pathlib.Path(sys.argv[1]).touch()\ntry:\n    time.sleep(600)\nfinally:\n    print(time.monotonic())"
     names = ("first", "second")
-    with LocalLauncher(tmp_path) as launcher:
+    with Supervisor(tmp_path) as launcher:
         launcher.start(*(python(name, code, tmp_path / name) for name in names))
         launcher.start(python("family", FAMILY + SLEEP, tmp_path / "pid"))
         assert soon(lambda: all((tmp_path / name).exists() for name in names))
@@ -164,9 +165,9 @@ def test_a_killed_launcher_leaves_no_program(number, tmp_path):
     launcher = f"""
 import sys, time
 from pathlib import Path
-from nemo_style_rlhf.launch.local import LocalLauncher
+from nemo_style_rlhf.launch.supervisor import Supervisor
 from nemo_style_rlhf.launch.program import Program
-with LocalLauncher(Path({str(tmp_path)!r})) as launcher:
+with Supervisor(Path({str(tmp_path)!r})) as launcher:
     launcher.start(*(Program(name, [sys.executable, "-c", {SLEEP!r}]) for name in ("one", "two")))
     print(launcher["one"].pid, launcher["two"].pid, flush=True)
     time.sleep(600)
@@ -181,7 +182,7 @@ with LocalLauncher(Path({str(tmp_path)!r})) as launcher:
 
 
 def test_a_program_outlives_the_thread_that_asked_for_it(tmp_path):
-    with LocalLauncher(tmp_path) as launcher:
+    with Supervisor(tmp_path) as launcher:
         thread = threading.Thread(target=launcher.start, args=(python("sleeper", SLEEP),))
         thread.start()
         thread.join()

@@ -183,7 +183,8 @@ def test_deaths_without_a_step_between_them_end_the_run(tmp_path):
     _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 1 and said.count("is started again") == 2
     assert (
-        "critic ended with exit code 3, one death more than restarts=2 allows before the next step; the end of " in said
+        "critic ended with exit code 3, one failure more than restarts=2 allows before the next step; the end of "
+        in said
     )
 
 
