@@ -69,7 +69,7 @@ class BatchQueue:
             beside: whether the first rank makes batches for all, beside training.
             turns: whether nothing is sampled, and no weights are loaded, except between :meth:`wake` and :meth:`sleep`.
         """
-        self._producer, self._generator, self._schedule = producer, generator, schedule
+        self._producer, self._generator, self.schedule = producer, generator, schedule
         self._prompts, self._validate, self._store, self._ranks = prompts, validate, store, ranks
         self._engines = generator if isinstance(generator, EnginePool) else None
         self._shared, self._turns = beside, turns
@@ -111,7 +111,7 @@ class BatchQueue:
         if self._thread is None:
             self._run()
         if self._store is not None:
-            self._store.keep(self._schedule.needed_after(version))
+            self._store.keep(self.schedule.needed_after(version))
         loaded = self._load(update)
         if self._thread is None and not self._turns:
             self._run(loaded)
@@ -185,12 +185,12 @@ class BatchQueue:
         """Collect, on the first rank and without waiting, what a checkpoint of ``step`` must hold."""
         if not self._ranks.is_first:
             return Ahead()
-        steps = list(self._schedule.ahead_of(step))
+        steps = list(self.schedule.ahead_of(step))
         batches: list[Batch] = []
         while len(batches) < len(steps) and (batch := self._whole(steps[len(batches)])) is not None:
             batches.append(batch)
         validations = {version: _known(future) for version, future in sorted(self._validations.items())}
-        versions = {self._schedule.version_of(missing) for missing in steps[len(batches) :]}
+        versions = {self.schedule.version_of(missing) for missing in steps[len(batches) :]}
         versions |= {version for version, metrics in validations.items() if metrics is None}
         pinned = [self._store.pinned(version) for version in sorted(versions - {step})] if self._store else []
         return Ahead(batches, validations, pinned, self._store)
@@ -259,7 +259,7 @@ class BatchQueue:
     def _give_work(self, version: int, loaded: "Future[float]", *, validate: bool) -> None:
         if validate:
             self._validations[version] = self._submit(lambda: self._validated(version, loaded))
-        for step in self._schedule.steps_of(version):
+        for step in self.schedule.steps_of(version):
             if step > self._restored and step not in self._batches:
                 made = self._submit(self._making(step, version, loaded, self._newest))
                 self._newest = self._batches[step] = made
@@ -282,7 +282,7 @@ class BatchQueue:
                 ended = perf_counter()
                 self._beside = {"sampling": ended - began, "idle": began - self._last_end}
                 self._last_end = ended
-            if self._thread is None and self._schedule.staleness:
+            if self._thread is None and self.schedule.staleness:
                 batch = replace(batch, scores=KnownScores(batch.scores.result()))
                 timers.lap("wait_for_scores")
             return replace(batch, probe_gap=gap)

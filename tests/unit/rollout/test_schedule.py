@@ -30,6 +30,15 @@ def test_after_a_step_nothing_is_missing_that_its_own_version_does_not_sample(sc
         )
 
 
+@pytest.mark.parametrize("schedule", EVERY, ids=lambda schedule: schedule.staleness)
+def test_a_version_is_done_with_at_its_last_step_and_needed_until_then(schedule):
+    longer = Schedule(schedule.staleness, 10 * STEPS)
+    for step in range(1, STEPS + 1):
+        done = [version for version in range(STEPS) if longer.steps_of(version)[-1] == step]
+        assert list(schedule.done_with(step)) == done
+        assert [*done, *schedule.needed_after(step)] == [*schedule.needed_after(step - 1), step]
+
+
 def test_after_no_step_the_first_version_samples_all():
     schedule = Schedule(3, STEPS)
     assert (
