@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.generation.interface import SampleId
 from nemo_style_rlhf.generation.weight_store import PublishedWeights, WeightStore
-from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout, ScoresToCome, Turn
+from nemo_style_rlhf.rollout.types import Batch, Rollout, Turn
 from nemo_style_rlhf.schema.chat import Chat
+from nemo_style_rlhf.scoring.futures import resolved
 from nemo_style_rlhf.scoring.interface import Scores
 
 VALIDATIONS = "validations.json"
@@ -37,7 +39,7 @@ def pack(batch: Batch) -> Packed:
     return tensors, described
 
 
-def unpack(packed: Packed, scores: ScoresToCome, prompts: Mapping[int, Prompt]) -> Batch:
+def unpack(packed: Packed, scores: "Future[Scores]", prompts: Mapping[int, Prompt]) -> Batch:
     described, rollouts = packed[1], unpack_rollouts(packed, prompts)
     return Batch(
         described["step"], rollouts, scores, described["data_end"], described["counts"], described["probe_gap"]
@@ -160,7 +162,7 @@ def _load_batch(path: Path, prompts: Mapping[int, Prompt]) -> Batch:
         extra={name.removeprefix(EXTRA): values for name, values in tensors.items() if name.startswith(EXTRA)},
         failed=tensors["failed"],
     )
-    return unpack((tensors, described), KnownScores(scores), prompts)
+    return unpack((tensors, described), resolved(scores), prompts)
 
 
 def _batch_file(folder: Path, step: int) -> Path:

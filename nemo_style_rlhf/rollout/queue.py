@@ -9,7 +9,7 @@ The order is the same, so the batches are.
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,26 +22,10 @@ from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.rollout.ahead import Ahead, Packed, pack, unpack
 from nemo_style_rlhf.rollout.producer import Producer, Timers
 from nemo_style_rlhf.rollout.schedule import Schedule
-from nemo_style_rlhf.rollout.types import Batch, KnownScores, ScoresToCome
-from nemo_style_rlhf.scoring.interface import Scores
+from nemo_style_rlhf.rollout.types import Batch
+from nemo_style_rlhf.scoring.futures import InlineExecutor, resolved
 
 Metrics = dict[str, float]
-
-
-@dataclass
-class ScoresOfFirst:
-    """Scores that only the first rank waits for."""
-
-    ranks: Ranks
-    scores: ScoresToCome | None
-    """None except on the first rank."""
-
-    def done(self) -> bool:
-        return self.scores is not None and self.scores.done()
-
-    def result(self) -> Scores:
-        scores = self.scores
-        return self.ranks.on_first(lambda: scores.result())  # type: ignore[union-attr]
 
 
 class BatchQueue:
@@ -136,7 +120,7 @@ class BatchQueue:
 
         packed = self._ranks.on_first(made)
         timers.lap("wait_for_rollout")
-        scores = ScoresOfFirst(self._ranks, future.result().scores if self._works else None)
+        scores = InlineExecutor().submit(lambda: self._ranks.on_first(lambda: future.result().scores.result()))
         if self._works:
             return replace(future.result(), scores=scores)
         assert packed is not None
@@ -218,9 +202,11 @@ class BatchQueue:
             self._store.keep([])
         ahead = Ahead.load(folder, self._prompts)
         for batch in ahead.batches:
-            self._newest = self._batches[batch.step] = _done(batch)
+            self._newest = self._batches[batch.step] = resolved(batch)
         self._owed = {version for version, metrics in ahead.validations.items() if metrics is None}
-        self._validations = {version: _done(known) for version, known in ahead.validations.items() if known is not None}
+        self._validations = {
+            version: resolved(known) for version, known in ahead.validations.items() if known is not None
+        }
         for weights in ahead.weights:
             self._give_work(weights.version, self._load(weights), validate=weights.version in self._owed)
 
@@ -283,7 +269,7 @@ class BatchQueue:
                 self._beside = {"sampling": ended - began, "idle": began - self._last_end}
                 self._last_end = ended
             if self._thread is None and self.schedule.staleness:
-                batch = replace(batch, scores=KnownScores(batch.scores.result()))
+                batch.scores.result()
                 timers.lap("wait_for_scores")
             return replace(batch, probe_gap=gap)
 
@@ -317,15 +303,9 @@ class BatchQueue:
     def _whole(self, step: int) -> Batch | None:
         future = self._batches.get(step)
         batch = None if future is None else _known(future)
-        return batch if batch is not None and batch.scores.done() else None
+        return None if batch is None or _known(batch.scores) is None else batch
 
 
 def _known(future: "Future[Any]") -> Any:
     """The result, if there is one by now."""
     return future.result() if future.done() and future.exception() is None else None
-
-
-def _done(result: Any) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future

@@ -1,7 +1,7 @@
 """Batches ahead: which version samples which, what a checkpoint holds of them, and where a restored queue goes on."""
 
 import threading
-from types import SimpleNamespace
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from nemo_style_rlhf.rollout.ahead import Ahead, pack, unpack
 from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.schedule import Schedule
-from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout
+from nemo_style_rlhf.rollout.types import Batch, Rollout
+from nemo_style_rlhf.scoring.futures import resolved
 from nemo_style_rlhf.scoring.interface import Scores
 
 PROMPTS = {index: Prompt(index, [index + 1] * (1 + index % 3), f"prompt {index}") for index in range(100)}
@@ -62,7 +63,7 @@ class Producer:
         rewards = torch.arange(PER_STEP, dtype=torch.float32) + step
         rewards[0] = torch.nan
         scores = Scores(rewards, extra={"source/metric": rewards * 2}, failed=rewards.isnan())
-        return Batch(step, rollouts, self.late.get(step, KnownScores(scores)), position + PER_STEP, {"rounds": 1.0})
+        return Batch(step, rollouts, self.late.get(step, resolved(scores)), position + PER_STEP, {"rounds": 1.0})
 
     def close(self) -> None: ...
 
@@ -134,7 +135,7 @@ def test_a_restored_queue_goes_on_where_the_checkpoint_stood(tmp_path, at, besid
 
 def test_a_checkpoint_waits_for_nothing_and_holds_the_weights_of_what_is_missing(tmp_path):
     run = Run(tmp_path / "weights", staleness=2, beside=True)
-    run.producer.late[5] = SimpleNamespace(done=lambda: False)
+    run.producer.late[5] = Future()
     run.publish(0)
     run.train(1, 2)
     run.queue.batch(3, Timers())
