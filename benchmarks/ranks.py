@@ -45,8 +45,8 @@ from nemo_style_rlhf.launch.program import ACTOR_PYTHON, SERVER_PYTHON, Program
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
-from nemo_style_rlhf.rollout.ahead import pack
 from nemo_style_rlhf.rollout.logprobs import action_mask, batch_logprobs
+from nemo_style_rlhf.rollout.prefetched import pack
 from nemo_style_rlhf.rollout.producer import SCORING_GROUP
 from nemo_style_rlhf.rollout.types import Batch, Experience, Rollout
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig

@@ -15,9 +15,9 @@ from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, Generator, SampleId, Stream, sample_seed
-from nemo_style_rlhf.rollout.ahead import pack_rollouts, unpack_rollouts
 from nemo_style_rlhf.rollout.episodes import EpisodeRunner
 from nemo_style_rlhf.rollout.outcomes import Counts, Outcome, with_episodes
+from nemo_style_rlhf.rollout.prefetched import pack_rollouts, unpack_rollouts
 from nemo_style_rlhf.rollout.types import Batch, Rollout, Sampled, episodes
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.placement import GENERATE, SCORE

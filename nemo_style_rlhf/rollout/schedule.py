@@ -21,7 +21,7 @@ class Schedule:
         first = version + self.staleness + 1 if version else 1
         return range(first, min(version + self.staleness + 1, self.last_step) + 1)
 
-    def ahead_of(self, step: int) -> range:
+    def prefetched_after(self, step: int) -> range:
         """The steps after ``step`` that versions before ``step`` sample, also those after the last, as if the run went on."""
         return range(step + 1, step + 1 + self.staleness) if step else range(0)
 

@@ -51,18 +51,19 @@ def gathered(sources: "Sequence[Future[Any]]", function: Callable[[list[Any]], R
     """A future of ``function([every result])``. It carries the first error in the order of ``sources``, as soon as that error
     and all results before it are there."""
     result: Future[Result] = Future()
-    missing = deque(sources)
+    missing, done = deque(sources), list[Future[Any]]()
 
     def advance(_: "Future[Any] | None" = None) -> None:
         with _LOCK:
             while missing and missing[0].done():
-                source = missing.popleft()
-                if source.cancelled() or source.exception() is not None:
+                done.append(missing.popleft())
+                if done[-1].cancelled() or done[-1].exception() is not None:
                     missing.clear()
             if missing or result.running() or result.done():
                 return
             result.set_running_or_notify_cancel()
-        settle(result, lambda: function([source.result() for source in sources]))
+        settle(result, lambda: function([source.result() for source in done]))
+        done.clear()  # sources refer to this function, which must not keep them alive
 
     advance()
     for source in sources:

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, ProbeTarget, SampleId
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.weight_store import WeightStore
-from nemo_style_rlhf.rollout.ahead import Ahead, pack, unpack
+from nemo_style_rlhf.rollout.executors import InlineRollouts, ThreadedRollouts
+from nemo_style_rlhf.rollout.prefetched import Prefetched, pack, unpack
 from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.schedule import Schedule
@@ -80,8 +82,9 @@ class Run:
         self.producer = Producer(self.generator)
         self.queue = BatchQueue(
             self.producer, self.generator, schedule=Schedule(staleness, last_step), prompts=PROMPTS,
+            executor=ThreadedRollouts if beside else partial(InlineRollouts, prefetches=staleness > 0),
             validate=lambda _, version: {"of": self.generator.loaded[-1], "version": version}, store=WeightStore(folder),
-            beside=beside, ranks=Ranks(),
+            from_store=beside, ranks=Ranks(), receivers=Ranks(),
         )  # fmt: skip
         self.steps: dict[int, list[float]] = {}
 
@@ -121,7 +124,7 @@ def test_a_restored_queue_goes_on_where_the_checkpoint_stood(tmp_path, at, besid
     run = Run(tmp_path / "weights", staleness=2, beside=beside)
     run.publish(0)
     run.train(*range(1, at + 1))
-    ahead = run.queue.ahead(at)
+    ahead = run.queue.prefetched(at)
     ahead.save(tmp_path / "ahead")
     ahead.release()
     run.queue.close()
@@ -142,7 +145,7 @@ def test_a_checkpoint_waits_for_nothing_and_holds_the_weights_of_what_is_missing
     run.queue._batches[5].result()
     run.generator.open.clear()
     run.publish(3, validate=True)  # it waits for the generator
-    ahead = run.queue.ahead(3)
+    ahead = run.queue.prefetched(3)
     assert [batch.step for batch in ahead.batches] == [4] and [each.version for each in ahead.weights] == [2]
     assert ahead.validations == {3: None}
     run.queue._store.keep([])  # type: ignore[union-attr] as when later versions come
@@ -165,7 +168,7 @@ def test_what_goes_wrong_in_a_later_step_is_raised_by_it_and_not_before(tmp_path
     run.producer.poisoned = 2
     run.publish(0)
     run.train(1)
-    ahead = run.queue.ahead(1)  # whether or not the step has failed by now
+    ahead = run.queue.prefetched(1)  # whether or not the step has failed by now
     assert not ahead.batches and [each.version for each in ahead.weights] == [0]
     with pytest.raises(NothingToLearnError):
         run.queue.batch(2, Timers())
@@ -184,8 +187,8 @@ def test_a_batch_has_the_same_bits_after_it_was_a_file_or_a_message(tmp_path):
     generator = Generator()
     generator.loaded.append(4.0)
     batch = Producer(generator).batch(3, 8, 4, Timers())
-    Ahead(batches=[batch]).save(tmp_path / "ahead")
-    (from_file,) = Ahead.load(tmp_path / "ahead", PROMPTS).batches
+    Prefetched(batches=[batch]).save(tmp_path / "ahead")
+    (from_file,) = Prefetched.load(tmp_path / "ahead", PROMPTS).batches
     for other in (from_file, unpack(pack(batch), batch.scores, PROMPTS)):
         assert (other.step, other.data_end, other.counts, other.probe_gap) == (3, 12, {"rounds": 1.0}, 0.0)
         for left, right in zip(other.rollouts, batch.rollouts, strict=True):
@@ -195,4 +198,4 @@ def test_a_batch_has_the_same_bits_after_it_was_a_file_or_a_message(tmp_path):
         left, right = other.scores.result(), batch.scores.result()
         assert torch.equal(left.rewards.nan_to_num(-1), right.rewards.nan_to_num(-1))
         assert torch.equal(left.failures, right.failures) and left.extra.keys() == right.extra.keys()
-    assert Ahead.load(tmp_path / "nothing", PROMPTS) == Ahead()
+    assert Prefetched.load(tmp_path / "nothing", PROMPTS) == Prefetched()

@@ -1,4 +1,4 @@
-"""Batches as tensors and plain data: sent to other ranks, and saved in checkpoints that lie between a batch and its step."""
+"""Batches as tensors and plain data: sent to other ranks, and saved in checkpoints if they are prefetched."""
 
 import json
 import shutil
@@ -107,7 +107,7 @@ def unpack_rollouts(packed: Packed, prompts: Mapping[int, Prompt]) -> list[Rollo
 
 
 @dataclass
-class Ahead:
+class Prefetched:
     """The part of a checkpoint that later steps need from older versions of the weights: samples, or the weights themselves."""
 
     batches: list[Batch] = field(default_factory=list)
@@ -140,12 +140,12 @@ class Ahead:
                 self.store.unpin(weights.version)
 
     @staticmethod
-    def load(folder: Path, prompts: Mapping[int, Prompt]) -> "Ahead":
+    def load(folder: Path, prompts: Mapping[int, Prompt]) -> "Prefetched":
         """Read what :meth:`save` wrote; an absent folder holds nothing."""
         if not folder.is_dir():
-            return Ahead()
+            return Prefetched()
         validations = json.loads((folder / VALIDATIONS).read_text())
-        return Ahead(
+        return Prefetched(
             [_load_batch(path, prompts) for path in sorted(folder.glob("batch_*.safetensors"))],
             {int(version): metrics for version, metrics in validations.items()},
             [PublishedWeights.open(path) for path in sorted(folder.glob("weights_*"))],
