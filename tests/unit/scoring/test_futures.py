@@ -1,5 +1,6 @@
 """Futures that depend on others, and work that nobody does before it is asked for."""
 
+import weakref
 from concurrent.futures import CancelledError, Future
 
 import pytest
@@ -27,6 +28,14 @@ def test_the_first_error_in_order_is_carried_and_no_later_source_is_waited_for()
         whole.result(0)
     last.set_exception(KeyError("last"))
     assert isinstance(whole.exception(0), ValueError)
+
+
+def test_a_future_does_not_keep_its_sources_alive():
+    source = Future()
+    whole, seen = mapped(source, len), weakref.ref(source)
+    source.set_result("result")
+    del source
+    assert seen() is None and whole.result(0) == 6
 
 
 def test_a_cancelled_source_is_an_error():
