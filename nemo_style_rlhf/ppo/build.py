@@ -218,7 +218,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         prompts={prompt.prompt_id: prompt for prompt in prompts},
         validate=partial(_validate, config, val_prompts[: config.algorithm.num_val_samples]),
         store=_weight_store(config, run_id) if ranks.is_first and (engines or staleness or turns) else None,
-        executor=ThreadedRollouts if engines and not turns else partial(InlineRollouts, prefetches=staleness > 0),
+        executor=ThreadedRollouts if engines and not turns else InlineRollouts,
         from_store=engines > 0 or turns,
         ranks=ranks,
         receivers=ranks if engines else Ranks(alone=True),

@@ -14,17 +14,10 @@ class InlineRollouts(InlineExecutor):
 
     seconds: Mapping[str, float] = {}
 
-    def __init__(self, *, prefetches: bool) -> None:
-        """
-        Args:
-            prefetches: whether batches are made before their steps begin. They are then made whole, for checkpoints.
-        """
-        super().__init__()
-        self._prefetches = prefetches
-
-    def sample(self, make: Callable[[Timers], Batch], timers: Timers) -> Batch:
+    def sample(self, make: Callable[[Timers], Batch], timers: Timers, *, prefetched: bool) -> Batch:
+        """``make(timers)``. If the batch is ``prefetched``, it also waits for the scores, which a checkpoint must hold."""
         batch = make(timers)
-        if self._prefetches:
+        if prefetched:
             batch.scores.result()
             timers.lap("wait_for_scores")
         return batch
@@ -39,7 +32,8 @@ class ThreadedRollouts(ThreadPoolExecutor):
         """How long the last batch took (``sampling``), and how long the thread had waited for work before it (``idle``)."""
         self._last_end = perf_counter()
 
-    def sample(self, make: Callable[[Timers], Batch], timers: Timers) -> Batch:
+    def sample(self, make: Callable[[Timers], Batch], timers: Timers, *, prefetched: bool) -> Batch:
+        """``make`` with timers of its own. Scores arrive while the thread makes the next batch."""
         began = perf_counter()
         batch = make(Timers())
         ended = perf_counter()

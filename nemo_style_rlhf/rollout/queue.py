@@ -28,6 +28,7 @@ Every executor does the tasks in this order, so the batches are the same.
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class BatchQueue:
         producer: Producer | None,
         generator: Generator | None,
         *,
-        executor: Callable[[], InlineRollouts | ThreadedRollouts],
+        executor: type[InlineRollouts | ThreadedRollouts],
         schedule: Schedule,
         prompts: Mapping[int, Prompt],
         validate: Callable[[Producer, int], Metrics],
@@ -66,7 +67,7 @@ class BatchQueue:
         """
         Args:
             producer: samples with ``generator``. Both are None on ranks that receive what the first one makes.
-            executor: makes the executor, anew after each :meth:`restore`.
+            executor: of the tasks; each :meth:`restore` begins with a new one.
             prompts: training prompts by id.
             validate: samples validation prompts from the weights of a version, and returns metrics.
             store: for generators that load from it, and for versions that checkpoints must hold; None except on the first rank.
@@ -254,7 +255,8 @@ class BatchQueue:
     def _batch_task(self, step: int, version: int, loaded: "Future[float]", data_end: "Future[int]") -> Batch:
         gap, position, producer = loaded.result(), data_end.result(), self._producer
         assert producer is not None
-        batch = self._executor.sample(lambda timers: producer.batch(step, position, version, timers), self._timers)
+        make, prefetched = partial(producer.batch, step, position, version), self.schedule.staleness > 0
+        batch = self._executor.sample(make, self._timers, prefetched=prefetched)
         return replace(batch, probe_gap=gap)
 
     # --- results ------------------------------------------------------------------------------------------------------

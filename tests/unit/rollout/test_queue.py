@@ -3,7 +3,6 @@
 import math
 import threading
 from concurrent.futures import Future
-from functools import partial
 from itertools import product
 
 import pytest
@@ -88,7 +87,7 @@ class Run:
         self.producer = Producer(self.generator)
         self.queue = BatchQueue(
             self.producer, self.generator, schedule=Schedule(staleness, last_step), prompts=PROMPTS,
-            executor=ThreadedRollouts if setup == "engines" else partial(InlineRollouts, prefetches=staleness > 0),
+            executor=ThreadedRollouts if setup == "engines" else InlineRollouts,
             validate=lambda _, version: {"of": self.generator.loaded[-1], "version": version}, store=WeightStore(folder),
             from_store=setup != "in_process", ranks=Ranks(), receivers=Ranks(),
         )  # fmt: skip
