@@ -23,6 +23,10 @@ from nemo_style_rlhf.scoring.interface import Scores
 
 VALIDATIONS = "validations.json"
 EXTRA = "extra/"
+PER_TOKEN = "tokens", "response_mask", "sampler_logprobs", "weights_version"
+"""Fields of a rollout that are tensors [L]."""
+PLAIN = "seed", "max_length", "status", "branch", "began_with", "observed"
+"""Fields of a rollout that JSON holds as they are."""
 Packed = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors of a batch, and what is JSON."""
 
@@ -47,60 +51,38 @@ def unpack(packed: Packed, scores: "Future[Scores]", prompts: Mapping[int, Promp
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> Packed:
-    def of_all(per_rollout: list[Tensor]) -> Tensor:
-        return torch.cat(per_rollout) if per_rollout else torch.empty(0)
-
     tensors = {
-        "tokens": of_all([rollout.tokens for rollout in rollouts]),
-        "response_mask": of_all([rollout.response_mask for rollout in rollouts]),
-        "sampler_logprobs": of_all([rollout.sampler_logprobs for rollout in rollouts]),
-        "weights_version": of_all([rollout.weights_version for rollout in rollouts]),
+        name: torch.cat([getattr(rollout, name) for rollout in rollouts]) if rollouts else torch.empty(0)
+        for name in PER_TOKEN
     }
-    described = {
-        "rollouts": [
-            {
-                "sample": [rollout.sample.step, rollout.sample.prompt_id, rollout.sample.index],
-                "seed": rollout.seed,
-                "length": len(rollout.tokens),
-                "turns": [[turn.start, turn.end, turn.finish_reason, turn.reward] for turn in rollout.turns],
-                "max_length": rollout.max_length,
-                "status": rollout.status,
-                "branch": rollout.branch,
-                "began_with": rollout.began_with,
-                "asked": None if rollout.asked is None else rollout.asked.to_json(),
-                "observed": rollout.observed,
-            }
-            for rollout in rollouts
-        ],
-    }
-    return tensors, described
+    described = [
+        {
+            **{name: getattr(rollout, name) for name in PLAIN},
+            "sample": [rollout.sample.step, rollout.sample.prompt_id, rollout.sample.index],
+            "length": len(rollout.tokens),
+            "turns": [[turn.start, turn.end, turn.finish_reason, turn.reward] for turn in rollout.turns],
+            "asked": None if rollout.asked is None else rollout.asked.to_json(),
+        }
+        for rollout in rollouts
+    ]
+    return tensors, {"rollouts": described}
 
 
 def unpack_rollouts(packed: Packed, prompts: Mapping[int, Prompt]) -> list[Rollout]:
     tensors, described = packed
     lengths = [each["length"] for each in described["rollouts"]]
-    parts = (
-        tensors[name].split(lengths) for name in ("tokens", "response_mask", "sampler_logprobs", "weights_version")
-    )
+    per_token = zip(*(tensors[name].split(lengths) for name in PER_TOKEN), strict=True)
     rollouts = []
-    for each, tokens, response_mask, logprobs, version in zip(described["rollouts"], *parts, strict=True):
-        sample = SampleId(*each["sample"])
+    for each, parts in zip(described["rollouts"], per_token, strict=True):
+        sample, fields = SampleId(*each["sample"]), dict[str, Any](zip(PER_TOKEN, parts, strict=True))
         rollouts.append(
             Rollout(
                 sample=sample,
-                seed=each["seed"],
                 prompt=prompts[sample.prompt_id],
-                tokens=tokens,
-                response_mask=response_mask,
-                sampler_logprobs=logprobs,
-                weights_version=version,
                 turns=tuple(Turn(*turn) for turn in each["turns"]),
-                max_length=each["max_length"],
-                status=each["status"],
-                branch=each["branch"],
-                began_with=each["began_with"],
-                asked=None if (asked := each.get("asked")) is None else Chat.from_json(asked),
-                observed=each.get("observed"),
+                asked=None if each["asked"] is None else Chat.from_json(each["asked"]),
+                **fields,
+                **{name: each[name] for name in PLAIN},
             )
         )
     return rollouts
