@@ -45,13 +45,14 @@ from nemo_style_rlhf.launch.program import ACTOR_PYTHON, SERVER_PYTHON, Program
 from nemo_style_rlhf.models.loading import load_causal_lm
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.ppo.update import mini_batch_plan, update_actor
-from nemo_style_rlhf.rollout.ahead import pack
 from nemo_style_rlhf.rollout.logprobs import action_mask, batch_logprobs
+from nemo_style_rlhf.rollout.prefetched import pack
 from nemo_style_rlhf.rollout.producer import SCORING_GROUP
-from nemo_style_rlhf.rollout.types import Batch, Experience, KnownScores, Rollout
+from nemo_style_rlhf.rollout.types import Batch, Experience, Rollout
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.common import EngineConfig, ModelConfig, RunConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
+from nemo_style_rlhf.scoring.futures import resolved
 from nemo_style_rlhf.scoring.interface import Scores
 from nemo_style_rlhf.wire import messages
 from nemo_style_rlhf.wire.connection import Connection
@@ -322,7 +323,7 @@ def drawn_batch(lengths: list[int]) -> Batch:
         request = GenerationRequest(SampleId(1, number, 0), tuple(ids[:PROMPT_TOKENS].tolist()), 0, LONGEST)
         completion = Completion(request, ids[PROMPT_TOKENS:], -torch.ones(length - PROMPT_TOKENS), "stop", 0)
         rollouts.append(Rollout.from_completion(completion, Prompt(number, ids[:PROMPT_TOKENS].tolist(), "")))
-    return Batch(1, rollouts, KnownScores(Scores(torch.zeros(len(lengths)))), len(lengths), {})
+    return Batch(1, rollouts, resolved(Scores(torch.zeros(len(lengths)))), len(lengths), {})
 
 
 # --- what nothing overlaps --------------------------------------------------------------------------------------------

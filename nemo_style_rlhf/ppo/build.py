@@ -60,6 +60,7 @@ from nemo_style_rlhf.ppo.sampler_check import MAX_GAP, Probe
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE, Saver
 from nemo_style_rlhf.ppo.session import RunSession
 from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
+from nemo_style_rlhf.rollout.executors import InlineRollouts, ThreadedRollouts
 from nemo_style_rlhf.rollout.experience import ExperienceBuilder
 from nemo_style_rlhf.rollout.producer import Producer
 from nemo_style_rlhf.rollout.queue import BatchQueue
@@ -217,9 +218,10 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
         prompts={prompt.prompt_id: prompt for prompt in prompts},
         validate=partial(_validate, config, val_prompts[: config.algorithm.num_val_samples]),
         store=_weight_store(config, run_id) if ranks.is_first and (engines or staleness or turns) else None,
-        beside=engines > 0,
+        executor=ThreadedRollouts if engines and not turns else InlineRollouts,
+        from_store=engines > 0 or turns,
         ranks=ranks,
-        turns=turns,
+        receivers=ranks if engines else Ranks(alone=True),
     )
     residency = Residency(engine, queue, critic, ranks, in_turns=turns)
     if producer is not None and turns:

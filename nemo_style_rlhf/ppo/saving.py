@@ -19,7 +19,7 @@ from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.ppo.export import PolicyCopy
-from nemo_style_rlhf.rollout.ahead import Ahead
+from nemo_style_rlhf.rollout.prefetched import Prefetched
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter, Work
 from nemo_style_rlhf.wire.connection import ServerRestarted, ServerUnreachable
 
@@ -55,7 +55,14 @@ class Saver:
         self._writing: Future[None] | None = None
 
     def save(
-        self, engine: Engine, step: int, state: dict[str, Any], *, ahead: Ahead, critic_step: int, export_critic: bool
+        self,
+        engine: Engine,
+        step: int,
+        state: dict[str, Any],
+        *,
+        ahead: Prefetched,
+        critic_step: int,
+        export_critic: bool,
     ) -> None:
         """Copy the state after ``step`` to memory and begin to write it. The critic makes its own copy before any train step
         that is requested later.
@@ -129,7 +136,7 @@ class Saver:
         step: int,
         copy: Snapshot,
         state: dict[str, Any],
-        ahead: Ahead,
+        ahead: Prefetched,
         critic_checkpoint: "Future[dict[str, Any]] | None",
         rows: Work | None,
         policy: PolicyCopy | None,

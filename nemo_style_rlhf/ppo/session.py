@@ -169,7 +169,7 @@ class RunSession:
             self._engine,
             step,
             asdict(self.progress),
-            ahead=self._queue.ahead(step),
+            ahead=self._queue.prefetched(step),
             critic_step=self.progress.critic_step,
             export_critic=self._config.checkpoint.export_critic
             and (step == self._total_steps or self.over is not None),

@@ -160,7 +160,8 @@ class PPOTrainer:
         parts.residency.enter(GENERATE, timers)
         batch = parts.queue.batch(step, timers)
         parts.residency.enter(SCORE, timers)
-        self._write_validation(step - 1 - config.algorithm.staleness)
+        for version in parts.queue.schedule.done_with(step):
+            self._write_validation(version)
         repetition = self._beside.submit(repetition_metrics, batch.rollouts) if self._ranks.is_first else None
         experience = parts.experience.build(batch, timers, critic_step=progress.critic_step)
         metrics: dict[str, float] = self._ranks.on_first(lambda: rollout_metrics(experience))
@@ -197,7 +198,7 @@ class PPOTrainer:
             "train_rollouts/epoch": parts.sampler.epoch(batch.data_end),
         }
         if step == self._total_steps:
-            for version in range(step - config.algorithm.staleness, step):
+            for version in parts.queue.schedule.needed_after(step)[:-1]:
                 self._write_validation(version)
         if parts.queue.owes_validation(step) and (self._waits_for_validation or step == self._total_steps):
             metrics |= self._validation(step)
@@ -227,7 +228,7 @@ class PPOTrainer:
         if self._ranks.is_first:
             log.info("%s", sentence)
         self._on_first(self._parts.metrics, lambda writer: writer.event(step, "over", sentence))
-        for version in range(max(0, step - self._config.algorithm.staleness), step + 1):
+        for version in self._parts.queue.schedule.needed_after(step):
             self._write_validation(version)
         self._session.end_here(why)
 

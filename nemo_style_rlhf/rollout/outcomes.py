@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_style_rlhf.rollout.types import Rollout
-from nemo_style_rlhf.scoring.futures import mapped
+from nemo_style_rlhf.scoring.futures import mapped, resolved
 from nemo_style_rlhf.scoring.interface import Scores
 
 
@@ -78,10 +78,9 @@ def with_episodes(outcomes: Sequence[Outcome], asked: "Future[Scores] | None") -
         asked: of the reward sources, for those that have not failed; None if all have. They are added to the rewards of the
             environment.
     """
-    scored: Future[Scores] = Future()
     if asked is None:
-        scored.set_result(_joined(outcomes, None))
-    return scored if asked is None else mapped(asked, lambda scores: _joined(outcomes, scores))
+        return resolved(_joined(outcomes, None))
+    return mapped(asked, lambda scores: _joined(outcomes, scores))
 
 
 def _joined(outcomes: Sequence[Outcome], asked: Scores | None) -> Scores:

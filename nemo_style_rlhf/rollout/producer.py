@@ -15,12 +15,13 @@ from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, Generator, SampleId, Stream, sample_seed
-from nemo_style_rlhf.rollout.ahead import pack_rollouts, unpack_rollouts
 from nemo_style_rlhf.rollout.episodes import EpisodeRunner
 from nemo_style_rlhf.rollout.outcomes import Counts, Outcome, with_episodes
-from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout, Sampled, episodes
+from nemo_style_rlhf.rollout.prefetched import pack_rollouts, unpack_rollouts
+from nemo_style_rlhf.rollout.types import Batch, Rollout, Sampled, episodes
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.placement import GENERATE, SCORE
+from nemo_style_rlhf.scoring.futures import InlineExecutor, gathered, mapped, resolved
 from nemo_style_rlhf.scoring.interface import Message, Scorer, Scores, ScoringSample
 
 log = logging.getLogger(__name__)
@@ -79,27 +80,27 @@ def make_requests(
     return requests
 
 
-@dataclass
-class PendingScores:
-    """Pending scores of a batch's samples, some of which each rank asked for."""
+def scores_in_order(
+    groups: "dict[int, Future[Scores]]", lengths: Sequence[int], ranks: Ranks, order: Sequence[int]
+) -> "Future[Scores]":
+    """The scores of a batch's samples in the order of their requests. If several ranks asked for them, all must ask for the
+    result, at the same point.
 
-    groups: dict[int, "Future[Scores]"]
-    """Futures of groups of consecutive samples of this rank's own, by group number."""
-    lengths: list[int]
-    """Number of tokens of each sample of the batch."""
-    ranks: Ranks
-    order: list[int]
-    """Numbers of the samples in the order of ranks and groups."""
+    Args:
+        groups: consecutive samples that this rank asked for, by group number.
+        lengths: number of tokens of each sample of the batch.
+        order: numbers of the samples in the order of ranks and groups.
+    """
+    own = gathered([groups[number] for number in sorted(groups)], list[Scores])
+    places = {number: place for place, number in enumerate(order)}
 
-    def done(self) -> bool:
-        return all(group.done() and group.exception() is None for group in self.groups.values())
-
-    def result(self) -> Scores:
-        shards = self.ranks.everyone(lambda: [self.groups[group].result() for group in sorted(self.groups)])
+    def joined(shards: Sequence[Sequence[Scores]]) -> Scores:
         scores = Scores.joined([group for shard in shards for group in shard])
-        places = {number: place for place, number in enumerate(self.order)}
-        order = [places[number] for number in range(len(self.order))]
-        return scores.select(order, [self.lengths[number] for number in self.order])
+        return scores.select([places[number] for number in range(len(order))], [lengths[number] for number in order])
+
+    if ranks.size == 1:
+        return mapped(own, lambda groups: joined([groups]))
+    return InlineExecutor().submit(lambda: joined(ranks.everyone(own.result)))
 
 
 @dataclass
@@ -180,7 +181,7 @@ class Producer:
         if found == 0:
             raise self._nothing_found(dropped, solved, rounds)
         rollouts = [rollout for part in kept for rollout in part.rollouts]
-        scores = KnownScores(Scores.joined([part.scores for part in kept]))
+        scores = resolved(Scores.joined([part.scores for part in kept]))
         filtered = {"filtered_prompts": float(dropped), "rounds": float(rounds)}
         return Batch(step, rollouts, scores, position, {**counts, **filtered})
 
@@ -226,7 +227,7 @@ class Producer:
 
     def _generate(
         self, requests: Sequence[GenerationRequest], prompts: Sequence[Prompt], version: int
-    ) -> tuple[list[Rollout], PendingScores, dict[str, float]]:
+    ) -> "tuple[list[Rollout], Future[Scores], dict[str, float]]":
         """Generate every request; scoring of a group of consecutive samples starts as soon as the group is complete.
 
         Requests are dealt to the generators in turn, which spreads the similar samples of a prompt; groups are cut by
@@ -260,7 +261,8 @@ class Producer:
             for place in range(len(whole)):
                 groups.add(place)
         order = list(range(len(whole))) if together else flat(self._dealt(len(whole)))
-        return whole, PendingScores(groups.scores, [len(rollout.tokens) for rollout in whole], ranks, order), {}
+        lengths = [len(rollout.tokens) for rollout in whole]
+        return whole, scores_in_order(groups.scores, lengths, ranks, order), {}
 
     def _dealt(self, samples: int) -> Sequence[Sequence[int]]:
         """By generator, the numbers below ``samples`` that it makes."""
@@ -282,7 +284,7 @@ class Producer:
 
     def _run_episodes(
         self, requests: Sequence[GenerationRequest], own: Sequence[GenerationRequest], by_id: dict[int, Prompt], stream: Stream
-    ) -> tuple[list[Rollout], PendingScores, dict[str, float]]:  # fmt: skip
+    ) -> "tuple[list[Rollout], Future[Scores], dict[str, float]]":  # fmt: skip
         """:meth:`_generate`, for samples of several turns."""
         assert self.episodes is not None
         outcomes: dict[int, Outcome] = {}
@@ -310,7 +312,7 @@ class Producer:
         whole = gather_episodes(self.ranks, made, requests, by_id)
         lengths = [sum(len(rollout.tokens) for rollout in branches) for branches in episodes(whole)]
         order = flat(self._dealt(len(lengths)))
-        return whole, PendingScores(groups.scores, lengths, self.ranks, order), counts.of_episodes
+        return whole, scores_in_order(groups.scores, lengths, self.ranks, order), counts.of_episodes
 
 
 class ScoringGroups:

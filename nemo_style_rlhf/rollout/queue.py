@@ -1,47 +1,50 @@
-"""Batches in the order of their steps, each sampled by the version of the weights that the schedule names.
+"""Batches in the order of their steps, each sampled by the version of the weights that :class:`Schedule` names.
 
-A version brings its work with it: to be loaded, to be validated, and the steps that it samples. In-process generation does
-that work in the trainer's thread, at the latest before the next version arrives. With engines, a thread of the first rank
-does it, beside training; unless the trainer shares their devices in turn, when its own thread does it once it is their turn.
-The order is the same, so the batches are.
+The trainer publishes versions and takes batches. An executor does the tasks in between, one after the other (staleness 2):
+
+    publish(1)              publish(2)                           publish(3)
+        |                       |                                    |
+        v                       v                                    v
+    [load 1] [sample 4]     [load 2] [validate 2] [sample 5]     [load 3] [sample 6]
+                 |                         |           |                       |
+                 v                         v           v                       v
+             batch(4)            validation(2)     batch(5)                batch(6)
+
+    what                waits until
+    publish(v)          version v is read: into files, or by "load v" itself
+    load v              all tasks before it are done: they need the version before
+    sample k            "load v" and "sample k - 1", after whose prompts it begins, are done; a filter also waits for scores
+    batch(k)            "sample k" is done
+    batch(k).scores     the reward sources have answered, while the executor does the next task
+
+    set-up              executor            "load v" reads                    who samples
+    in process          InlineRollouts      the trainer's tensors, at once    every rank its part, which all ranks gather
+    engines             ThreadedRollouts    files of the store                the first rank, which sends batches to the others
+    time sharing        InlineRollouts      files of the store, in wake()     as without time sharing
+
+Every executor does the tasks in this order, so the batches are the same.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
-from nemo_style_rlhf.engines.pool import CallAbandoned, EnginePool
+from nemo_style_rlhf.engines.pool import EnginePool
 from nemo_style_rlhf.generation.interface import Generator, WeightUpdate
 from nemo_style_rlhf.generation.weight_store import WeightStore
-from nemo_style_rlhf.rollout.ahead import Ahead, Packed, pack, unpack
+from nemo_style_rlhf.rollout.executors import InlineRollouts, ThreadedRollouts
+from nemo_style_rlhf.rollout.prefetched import Prefetched, pack, unpack
 from nemo_style_rlhf.rollout.producer import Producer, Timers
 from nemo_style_rlhf.rollout.schedule import Schedule
-from nemo_style_rlhf.rollout.types import Batch, KnownScores, ScoresToCome
-from nemo_style_rlhf.scoring.interface import Scores
+from nemo_style_rlhf.rollout.types import Batch
+from nemo_style_rlhf.scoring.futures import InlineExecutor, mapped, resolved
 
 Metrics = dict[str, float]
-
-
-@dataclass
-class ScoresOfFirst:
-    """Scores that only the first rank waits for."""
-
-    ranks: Ranks
-    scores: ScoresToCome | None
-    """None except on the first rank."""
-
-    def done(self) -> bool:
-        return self.scores is not None and self.scores.done()
-
-    def result(self) -> Scores:
-        scores = self.scores
-        return self.ranks.on_first(lambda: scores.result())  # type: ignore[union-attr]
 
 
 class BatchQueue:
@@ -52,47 +55,43 @@ class BatchQueue:
         producer: Producer | None,
         generator: Generator | None,
         *,
+        executor: type[InlineRollouts | ThreadedRollouts],
         schedule: Schedule,
         prompts: Mapping[int, Prompt],
         validate: Callable[[Producer, int], Metrics],
         store: WeightStore | None,
-        beside: bool,
+        from_store: bool,
         ranks: Ranks,
-        turns: bool = False,
+        receivers: Ranks,
     ) -> None:
         """
         Args:
             producer: samples with ``generator``. Both are None on ranks that receive what the first one makes.
+            executor: of the tasks; each :meth:`restore` begins with a new one.
             prompts: training prompts by id.
             validate: samples validation prompts from the weights of a version, and returns metrics.
-            store: for engines, and for versions that checkpoints must hold; None except on the first rank.
-            beside: whether the first rank makes batches for all, beside training.
-            turns: whether nothing is sampled, and no weights are loaded, except between :meth:`wake` and :meth:`sleep`.
+            store: for generators that load from it, and for versions that checkpoints must hold; None except on the first rank.
+            from_store: whether the generator loads a version from ``store``, some time after :meth:`publish` has returned.
+            receivers: the ranks that get what the first of them makes; this rank alone if each has a producer.
         """
-        self._producer, self._generator, self._schedule = producer, generator, schedule
-        self._prompts, self._validate, self._store, self._ranks = prompts, validate, store, ranks
+        self._producer, self._generator, self._new_executor = producer, generator, executor
+        self.schedule, self._prompts, self._validate = schedule, prompts, validate
+        self._store, self._from_store, self._ranks, self._receivers = store, from_store, ranks, receivers
         self._engines = generator if isinstance(generator, EnginePool) else None
-        self._shared, self._turns = beside, turns
-        self._thread = ThreadPoolExecutor(1, "rollouts") if beside and not turns else None
-        self._works = producer is not None
         self._timers = Timers()
-        self._beside: dict[str, float] = {}
-        self._last_end = perf_counter()
-        self._awake = not turns
+        self._asleep = False
         self._start(0, 0)
 
     def _start(self, step: int, position: int) -> None:
-        self._life = object()
-        """Tasks of an earlier life end unfinished."""
-        self._deferred: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._executor = self._new_executor()
         self._batches: dict[int, Future[Batch]] = {}
         self._validations: dict[int, Future[Metrics]] = {}
         self._owed: set[int] = set()
         self._restored = step
-        self._held: tuple[Any, Future[float]] | None = None
-        """In turns: the newest version, and the gap on its probe."""
-        self._newest: Future[Batch] | int = position
-        """The last batch that was asked for, or the number of prompts taken before the first."""
+        self._stored: tuple[WeightUpdate, Future[float]] | None = None
+        """The newest version in the store, and the gap on its probe."""
+        self._data_end = resolved(position)
+        """Number of prompts taken up to the last batch that was asked for."""
 
     # --- for the trainer ----------------------------------------------------------------------------------------------
 
@@ -108,15 +107,9 @@ class BatchQueue:
             StorageError: it could not be stored.
         """
         version, self._timers = update.version, timers
-        if self._thread is None:
-            self._run()
         if self._store is not None:
-            self._store.keep(self._schedule.needed_after(version))
-        loaded = self._load(update)
-        if self._thread is None and not self._turns:
-            self._run(loaded)
-            loaded.result()
-        self._give_work(version, loaded, validate=validate or version in self._owed)
+            self._store.keep(self.schedule.needed_after(version))
+        self._submit_work(version, self._load(update), validate=validate or version in self._owed)
 
     def batch(self, step: int, timers: Timers) -> Batch:
         """The batch of ``step``, whose scores may be pending.
@@ -125,22 +118,11 @@ class BatchQueue:
             Exception: what went wrong when it was made.
         """
         self._timers = timers
-        future = self._batches.pop(step)
-        self._run(future)
-        if not self._shared:
-            return future.result()
-
-        def made() -> Packed | None:
-            batch = future.result()
-            return pack(batch) if self._ranks.size > 1 else None
-
-        packed = self._ranks.on_first(made)
-        timers.lap("wait_for_rollout")
-        scores = ScoresOfFirst(self._ranks, future.result().scores if self._works else None)
-        if self._works:
-            return replace(future.result(), scores=scores)
-        assert packed is not None
-        return unpack(packed, scores, self._prompts)
+        made = self._batches.pop(step)
+        batch = made.result() if self._receivers.size == 1 else self._received(made)
+        if self._engines is not None:
+            timers.lap("wait_for_rollout")
+        return batch
 
     def clock_metrics(self) -> dict[str, float]:
         """Metrics that the clock alone decides, on the first rank. `timers/beside_*` are the seconds that the last batch took to
@@ -148,7 +130,7 @@ class BatchQueue:
         episodes of the last batch."""
         engines = {} if self._engines is None else self._engines.metrics
         engines |= {} if self._producer is None else self._producer.clock_metrics
-        return engines | {f"timers/beside_{phase}": seconds for phase, seconds in self._beside.items()}
+        return engines | {f"timers/beside_{phase}": seconds for phase, seconds in self._executor.seconds.items()}
 
     def owes_validation(self, version: int) -> bool:
         """Whether the validation of ``version`` was asked for, and its metrics were not."""
@@ -156,9 +138,7 @@ class BatchQueue:
 
     def validation(self, version: int) -> Metrics:
         """The metrics of a validation; asked for once."""
-        future = self._validations.pop(version)
-        self._run(future)
-        return self._ranks.on_first(future.result) if self._shared else future.result()
+        return self._receivers.on_first(self._validations.pop(version).result)
 
     @property
     def stores_weights(self) -> bool:
@@ -167,37 +147,37 @@ class BatchQueue:
 
     def sleep(self) -> dict[str, int]:
         """Have the generator free its devices; returns :meth:`Generator.sleep`'s."""
-        self._awake = False
+        self._asleep = True
         return {} if self._generator is None else self._generator.sleep()
 
     def wake(self) -> None:
         """Have the generator hold the newest version, again if it did before it slept."""
-        if self._awake or self._generator is None:
+        if not self._asleep or self._generator is None:
             return
-        assert self._held is not None
-        weights, loaded = self._held
-        gap = self._generator.load(weights)
-        self._awake = True
-        if not loaded.done():
-            loaded.set_result(gap)
+        assert self._stored is not None
+        weights, loaded = self._stored
+        if loaded.done():
+            self._generator.load(weights)
+        loaded.result()
+        self._asleep = False
 
-    def ahead(self, step: int) -> Ahead:
-        """Collect, on the first rank and without waiting, what a checkpoint of ``step`` must hold."""
+    def prefetched(self, step: int) -> Prefetched:
+        """Collect, on the first rank and without waiting, what a checkpoint of ``step`` must hold of later steps."""
         if not self._ranks.is_first:
-            return Ahead()
-        steps = list(self._schedule.ahead_of(step))
+            return Prefetched()
+        steps = list(self.schedule.prefetched_after(step))
         batches: list[Batch] = []
         while len(batches) < len(steps) and (batch := self._whole(steps[len(batches)])) is not None:
             batches.append(batch)
         validations = {version: _known(future) for version, future in sorted(self._validations.items())}
-        versions = {self._schedule.version_of(missing) for missing in steps[len(batches) :]}
+        versions = {self.schedule.version_of(missing) for missing in steps[len(batches) :]}
         versions |= {version for version, metrics in validations.items() if metrics is None}
         pinned = [self._store.pinned(version) for version in sorted(versions - {step})] if self._store else []
-        return Ahead(batches, validations, pinned, self._store)
+        return Prefetched(batches, validations, pinned, self._store)
 
     def abandon(self) -> None:
         """Forget everything under way; :meth:`restore` comes next, or :meth:`close`."""
-        self._life = object()
+        self._executor.shutdown(wait=False, cancel_futures=True)
         if self._engines is not None:
             self._engines.abandon()
 
@@ -206,126 +186,93 @@ class BatchQueue:
 
         Args:
             position: number of prompts taken up to ``step``.
-            folder: with what :meth:`ahead` returned there; it need not exist.
+            folder: with what :meth:`prefetched` returned there; it need not exist.
         """
         self.abandon()
-        if self._thread is not None:
-            self._thread.submit(lambda: None).result()  # what it was doing has ended
+        self._executor.shutdown()  # waits for the task under way
         if self._engines is not None:
             self._engines.resume()
         self._start(step, position)
         if self._store is not None:
             self._store.keep([])
-        ahead = Ahead.load(folder, self._prompts)
-        for batch in ahead.batches:
-            self._newest = self._batches[batch.step] = _done(batch)
-        self._owed = {version for version, metrics in ahead.validations.items() if metrics is None}
-        self._validations = {version: _done(known) for version, known in ahead.validations.items() if known is not None}
-        for weights in ahead.weights:
-            self._give_work(weights.version, self._load(weights), validate=weights.version in self._owed)
+        prefetched = Prefetched.load(folder, self._prompts)
+        for batch in prefetched.batches:
+            self._batches[batch.step], self._data_end = resolved(batch), resolved(batch.data_end)
+        known = {version: metrics for version, metrics in prefetched.validations.items() if metrics is not None}
+        self._owed = prefetched.validations.keys() - known.keys()
+        self._validations = {version: resolved(metrics) for version, metrics in known.items()}
+        for weights in prefetched.weights:
+            self._submit_work(weights.version, self._load(weights), validate=weights.version in self._owed)
 
     def close(self) -> None:
         self.abandon()
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._producer is not None:
-            self._producer.close()
-        if self._generator is not None:
-            self._generator.close()
-        if self._store is not None:
-            self._store.close()
+        for part in (self._producer, self._generator, self._store):
+            if part is not None:
+                part.close()
 
-    # --- work ---------------------------------------------------------------------------------------------------------
+    # --- tasks --------------------------------------------------------------------------------------------------------
+
+    def _submit(self, task: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """A future of ``task(*args)``, which has no result on ranks that leave the work to the first one."""
+        return Future() if self._producer is None else self._executor.submit(task, *args)
 
     def _load(self, update: WeightUpdate) -> "Future[float]":
-        """Store ``update`` where it has to be, and have it loaded; resolves to the gap on the probe."""
-        store = self._store
-        if self._thread is None and not self._turns:
-            whole = update if store is None else store.written(update)
-            return self._submit(lambda: self._generator.load(whole))  # type: ignore[union-attr]
+        """Read ``update``, and have it loaded; resolves to the gap on the probe."""
+        if self._from_store:
+            stored = self._ranks.everyone(lambda: self._write(update))[0]
+            loaded = self._submit(self._load_task, stored)
+            self._stored = stored, loaded
+        else:
+            loaded = self._submit(self._load_task, update if self._store is None else self._store.written(update))
+            loaded.result()
+        return loaded
 
-        def write() -> Any:
-            if store is not None:
-                return store.publish(update)
-            for _ in update.buckets():  # the ranks gather the weights together
-                pass
+    def _write(self, update: WeightUpdate) -> Any:
+        """``update`` as files, on the first rank."""
+        if self._store is not None:
+            return self._store.publish(update)
+        for _ in update.buckets():  # the ranks gather the weights together
+            pass
+        return None
 
-        stored = self._ranks.everyone(write)[0]
-        if self._turns:
-            self._held = stored, Future()
-            return self._held[1]
-        return self._submit(lambda: self._generator.load(stored))  # type: ignore[union-attr]
-
-    def _give_work(self, version: int, loaded: "Future[float]", *, validate: bool) -> None:
+    def _submit_work(self, version: int, loaded: "Future[float]", *, validate: bool) -> None:
         if validate:
-            self._validations[version] = self._submit(lambda: self._validated(version, loaded))
-        for step in self._schedule.steps_of(version):
+            self._validations[version] = self._submit(self._validation_task, version, loaded)
+        for step in self.schedule.steps_of(version):
             if step > self._restored and step not in self._batches:
-                made = self._submit(self._making(step, version, loaded, self._newest))
-                self._newest = self._batches[step] = made
+                made = self._submit(self._batch_task, step, version, loaded, self._data_end)
+                self._batches[step], self._data_end = made, mapped(made, lambda batch: batch.data_end)
 
-    def _validated(self, version: int, loaded: "Future[float]") -> Metrics:
+    def _load_task(self, weights: WeightUpdate) -> float:
+        assert self._generator is not None
+        return self._generator.load(weights)
+
+    def _validation_task(self, version: int, loaded: "Future[float]") -> Metrics:
         loaded.result()
         assert self._producer is not None
         return self._validate(self._producer, version)
 
-    def _making(
-        self, step: int, version: int, loaded: "Future[float]", before: "Future[Batch] | int"
-    ) -> Callable[[], Batch]:
-        def make() -> Batch:
-            gap, position = loaded.result(), before if isinstance(before, int) else before.result().data_end
-            assert self._producer is not None
-            began = perf_counter()
-            timers = self._timers if self._thread is None else Timers()
-            batch = self._producer.batch(step, position, version, timers)
-            if self._thread is not None:
-                ended = perf_counter()
-                self._beside = {"sampling": ended - began, "idle": began - self._last_end}
-                self._last_end = ended
-            if self._thread is None and self._schedule.staleness:
-                batch = replace(batch, scores=KnownScores(batch.scores.result()))
-                timers.lap("wait_for_scores")
-            return replace(batch, probe_gap=gap)
+    def _batch_task(self, step: int, version: int, loaded: "Future[float]", data_end: "Future[int]") -> Batch:
+        gap, position, producer = loaded.result(), data_end.result(), self._producer
+        assert producer is not None
+        make, prefetched = partial(producer.batch, step, position, version), self.schedule.staleness > 0
+        batch = self._executor.sample(make, self._timers, prefetched=prefetched)
+        return replace(batch, probe_gap=gap)
 
-        return make
+    # --- results ------------------------------------------------------------------------------------------------------
 
-    def _submit(self, work: Callable[[], Any]) -> "Future[Any]":
-        life = self._life
-
-        def task() -> Any:
-            if self._life is not life:
-                raise CallAbandoned
-            return work()
-
-        if not self._works:
-            return Future()
-        if self._thread is not None:
-            return self._thread.submit(task)
-        future: Future[Any] = Future()
-        self._deferred.append((future, task))
-        return future
-
-    def _run(self, until: "Future[Any] | None" = None) -> None:
-        """Do deferred work in order, until ``until`` is done, or all of it."""
-        while self._deferred and not (until is not None and until.done()):
-            future, task = self._deferred.popleft()
-            try:
-                future.set_result(task())
-            except BaseException as error:  # noqa: BLE001 raised to whoever asks for the result
-                future.set_exception(error)
+    def _received(self, made: "Future[Batch]") -> Batch:
+        """The batch of the first rank, on every rank. Its scores follow when every rank asks for them."""
+        ranks = self._receivers
+        packed = ranks.on_first(lambda: pack(made.result()))
+        scores = InlineExecutor().submit(lambda: ranks.on_first(lambda: made.result().scores.result()))
+        return replace(made.result(), scores=scores) if ranks.is_first else unpack(packed, scores, self._prompts)
 
     def _whole(self, step: int) -> Batch | None:
-        future = self._batches.get(step)
-        batch = None if future is None else _known(future)
-        return batch if batch is not None and batch.scores.done() else None
+        batch = _known(self._batches[step]) if step in self._batches else None
+        return None if batch is None or _known(batch.scores) is None else batch
 
 
 def _known(future: "Future[Any]") -> Any:
     """The result, if there is one by now."""
     return future.result() if future.done() and future.exception() is None else None
-
-
-def _done(result: Any) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future

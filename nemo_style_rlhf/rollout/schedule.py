@@ -1,4 +1,4 @@
-"""Which weights sample which step, which nothing else in the package knows, and what time that saves."""
+"""Maps each step to the weights version that samples it, and says what time staleness saves. Nothing else knows this rule."""
 
 from dataclasses import dataclass
 
@@ -21,13 +21,17 @@ class Schedule:
         first = version + self.staleness + 1 if version else 1
         return range(first, min(version + self.staleness + 1, self.last_step) + 1)
 
-    def ahead_of(self, step: int) -> range:
+    def prefetched_after(self, step: int) -> range:
         """The steps after ``step`` that versions before ``step`` sample, also those after the last, as if the run went on."""
         return range(step + 1, step + 1 + self.staleness) if step else range(0)
 
     def needed_after(self, step: int) -> range:
         """The versions that sample a step after ``step``, or may, if the run goes on; up to version ``step``."""
         return range(self.version_of(step + 1), step + 1)
+
+    def done_with(self, step: int) -> range:
+        """The version whose last step is ``step``, if there is one: as a range of no or one version."""
+        return range(self.version_of(step), self.version_of(step + 1))
 
 
 def overlap(rollout: float, training: float, engines: int) -> str:

@@ -2,10 +2,10 @@
 
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -153,31 +153,6 @@ class Sampled:
         return Sampled([rollout for row in rows for rollout in every[row]], self.scores.select(rows, lengths))
 
 
-class ScoresToCome(Protocol):
-    def done(self) -> bool:
-        """Whether all scores have arrived, none of them as an error; asked on the first rank."""
-
-    def result(self) -> Scores:
-        """The scores of all samples, on every rank; every rank calls it.
-
-        Raises:
-            Exception: a source's error, on any rank.
-        """
-
-
-@dataclass
-class KnownScores:
-    """Scores that have already arrived."""
-
-    scores: Scores
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> Scores:
-        return self.scores
-
-
 @dataclass
 class Batch:
     """All that a step needs from outside the trainer."""
@@ -185,7 +160,8 @@ class Batch:
     step: int
     rollouts: list[Rollout]
     """``samples_per_prompt`` consecutive samples for each prompt, with all branches of an episode."""
-    scores: ScoresToCome
+    scores: "Future[Scores]"
+    """The scores of all samples; it carries a source's error on any rank. All ranks ask for the result, at the same point."""
     data_end: int
     """Number of prompts taken from the sampler, including this batch's."""
     counts: dict[str, float]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from nemo_style_rlhf.scoring.futures import caught, gathered, mapped
+from nemo_style_rlhf.scoring.futures import caught, gathered, mapped, resolved
 from nemo_style_rlhf.scoring.interface import RewardError, Scorer, Scores, ScoringSample
 
 LOGGER = logging.getLogger(__name__)
@@ -28,9 +28,7 @@ class CombinedScorer:
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
         if not self._sources:
-            nothing: Future[Scores] = Future()
-            nothing.set_result(Scores(torch.zeros(len(samples))))
-            return nothing
+            return resolved(Scores(torch.zeros(len(samples))))
         parts = [self._guarded(name, samples) for name in self._sources]
         return gathered(parts, self._sum)
 

@@ -1,6 +1,5 @@
 """A Python reward function from a file, in worker processes that a time limit can kill."""
 
-import functools
 import multiprocessing
 import sys
 from collections.abc import Collection, Sequence
@@ -16,7 +15,7 @@ from nemo_style_rlhf.schema.reward import FunctionRewardConfig
 from nemo_style_rlhf.scoring import worker
 from nemo_style_rlhf.scoring.combined import stacked
 from nemo_style_rlhf.scoring.contract import arguments, read_answer, requested
-from nemo_style_rlhf.scoring.futures import caught, gathered
+from nemo_style_rlhf.scoring.futures import caught, gathered, settle
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
 
@@ -82,14 +81,8 @@ class FunctionScorer:
             worker.call, args=[*self._function, arguments(samples, self._names)], timeout=self._config.timeout_s
         )
         scores: Future[Scores] = Future()
-        job.add_done_callback(functools.partial(self._finish, scores, len(samples)))
+        job.add_done_callback(lambda _: settle(scores, lambda: self._read(len(samples), job)))
         return scores
-
-    def _finish(self, scores: "Future[Scores]", count: int, job: "Future[tuple[Any, str | None]]") -> None:
-        try:
-            scores.set_result(self._read(count, job))
-        except BaseException as error:  # noqa: BLE001 the future carries it
-            scores.set_exception(error)
 
     def _read(self, count: int, job: "Future[tuple[Any, str | None]]") -> Scores:
         try:

@@ -8,8 +8,8 @@ TWENTY = (
         name="resume_forgets_the_data_position",
         guarantee="A run that is killed anywhere",
         file="nemo_style_rlhf/rollout/queue.py",
-        old="self._newest: Future[Batch] | int = position",
-        new="self._newest: Future[Batch] | int = 0",
+        old="self._data_end = resolved(position)",
+        new="self._data_end = resolved(0)",
         tests=("tests/unit/rollout/test_queue.py::test_a_restored_queue_goes_on_where_the_checkpoint_stood",),
     ),
     Fault(

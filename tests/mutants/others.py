@@ -161,8 +161,8 @@ OTHERS = (
         name="prompts_of_batches_sampled_ahead_are_taken_again",
         guarantee="Asynchronous training",
         file="nemo_style_rlhf/rollout/queue.py",
-        old="self._newest = self._batches[batch.step] = _done(batch)",
-        new="self._batches[batch.step] = _done(batch)",
+        old="self._batches[batch.step], self._data_end = resolved(batch), resolved(batch.data_end)",
+        new="self._batches[batch.step] = resolved(batch)",
         tests=("tests/unit/rollout/test_queue.py::test_a_restored_queue_goes_on_where_the_checkpoint_stood",),
     ),
     Fault(

@@ -19,7 +19,7 @@ from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.errors import StorageError, UserError
 from nemo_style_rlhf.ppo.recovery import Recovery, restore_newest
 from nemo_style_rlhf.ppo.saving import Saver
-from nemo_style_rlhf.rollout.ahead import Ahead
+from nemo_style_rlhf.rollout.prefetched import Prefetched
 from nemo_style_rlhf.wire.connection import ServerRestarted
 
 
@@ -61,7 +61,7 @@ def test_so_is_one_whose_server_did_not_live_to_see_it(tmp_path: Path, caplog: p
         weights.append(weight)
         return snapshot
 
-    saver.save(SimpleNamespace(snapshot=take), 1, {}, ahead=Ahead(), critic_step=1, export_critic=False)
+    saver.save(SimpleNamespace(snapshot=take), 1, {}, ahead=Prefetched(), critic_step=1, export_critic=False)
     saver.abandon(at=1)
     assert "another process; the last checkpoint is not complete" in caplog.text
     assert weights[0]() is None
@@ -74,7 +74,7 @@ def test_a_manifest_waits_for_the_critics_checkpoint(tmp_path: Path) -> None:
     critic = SimpleNamespace(save=lambda *_, **__: written, commit=lambda name, keep: committed.append(name))
     store = CheckpointStore(tmp_path, keep_last=2)
     saver = Saver(store, critic, run_id="run", keep_last=2, max_failures=2, identity={}, versions={})
-    saver.save(SimpleNamespace(snapshot=Snapshot), 1, {}, ahead=Ahead(), critic_step=1, export_critic=False)
+    saver.save(SimpleNamespace(snapshot=Snapshot), 1, {}, ahead=Prefetched(), critic_step=1, export_critic=False)
     assert saver._writing is not None and not wait([saver._writing], timeout=0.5).done
     assert store.committed_steps() == [] and committed == []
     described = {"critic_step": 1, "files": {"model.pt": "digest"}}
@@ -94,7 +94,7 @@ def test_a_full_disk_is_reported_once_it_has_refused_too_often(
     saver = Saver(store, None, run_id="run", keep_last=2, max_failures=2, identity={}, versions={})
 
     def save(step: int) -> None:
-        saver.save(SimpleNamespace(snapshot=Snapshot), step, {}, ahead=Ahead(), critic_step=0, export_critic=False)
+        saver.save(SimpleNamespace(snapshot=Snapshot), step, {}, ahead=Prefetched(), critic_step=0, export_critic=False)
 
     save(1)
     saver.settle(at=1)

@@ -43,7 +43,7 @@ class Run:
             abandon=lambda: self.told.append(("abandon",)),
             restore=lambda *where: self.told.append(("restore", *where)),
             publish=lambda update, *_, **__: self.told.append(("publish", update.version)),
-            ahead=lambda step: None,
+            prefetched=lambda step: None,
             owes_validation=lambda version: False,
         )
         saver: Any = SimpleNamespace(

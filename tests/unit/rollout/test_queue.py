@@ -1,7 +1,9 @@
 """Batches ahead: which version samples which, what a checkpoint holds of them, and where a restored queue goes on."""
 
+import math
 import threading
-from types import SimpleNamespace
+from concurrent.futures import Future
+from itertools import product
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, ProbeTarget, SampleId
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.weight_store import WeightStore
-from nemo_style_rlhf.rollout.ahead import Ahead, pack, unpack
+from nemo_style_rlhf.rollout.executors import InlineRollouts, ThreadedRollouts
+from nemo_style_rlhf.rollout.prefetched import Prefetched, pack, unpack
 from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.schedule import Schedule
-from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout
+from nemo_style_rlhf.rollout.types import Batch, Rollout
+from nemo_style_rlhf.scoring.futures import resolved
 from nemo_style_rlhf.scoring.interface import Scores
 
 PROMPTS = {index: Prompt(index, [index + 1] * (1 + index % 3), f"prompt {index}") for index in range(100)}
@@ -41,6 +45,10 @@ class Generator:
             self.loaded += [float(tensor[0]) for _, tensor in bucket]
         return self.loaded[-1] / 100
 
+    def sleep(self) -> dict[str, int]:
+        self.loaded.append(math.nan)
+        return {}
+
     def close(self) -> None: ...
 
 
@@ -62,7 +70,7 @@ class Producer:
         rewards = torch.arange(PER_STEP, dtype=torch.float32) + step
         rewards[0] = torch.nan
         scores = Scores(rewards, extra={"source/metric": rewards * 2}, failed=rewards.isnan())
-        return Batch(step, rollouts, self.late.get(step, KnownScores(scores)), position + PER_STEP, {"rounds": 1.0})
+        return Batch(step, rollouts, self.late.get(step, resolved(scores)), position + PER_STEP, {"rounds": 1.0})
 
     def close(self) -> None: ...
 
@@ -74,22 +82,29 @@ def completion(request: GenerationRequest, tokens: list[int], version: int) -> C
 class Run:
     """A queue, and a trainer that publishes a version after every step."""
 
-    def __init__(self, folder, *, staleness: int, beside: bool, last_step: int = 8) -> None:
+    def __init__(self, folder, *, staleness: int, setup: str = "engines", last_step: int = 8) -> None:
         self.generator = Generator()
         self.producer = Producer(self.generator)
         self.queue = BatchQueue(
             self.producer, self.generator, schedule=Schedule(staleness, last_step), prompts=PROMPTS,
+            executor=ThreadedRollouts if setup == "engines" else InlineRollouts,
             validate=lambda _, version: {"of": self.generator.loaded[-1], "version": version}, store=WeightStore(folder),
-            beside=beside, ranks=Ranks(),
+            from_store=setup != "in_process", ranks=Ranks(), receivers=Ranks(),
         )  # fmt: skip
         self.steps: dict[int, list[float]] = {}
+        self.shares_time = setup == "time_sharing"
+        if self.shares_time:
+            self.queue.sleep()
 
     def publish(self, version: int, *, validate: bool = False) -> None:
         self.queue.publish(weights_of(version), Timers(), validate=validate)
 
     def train(self, *steps: int) -> None:
         for step in steps:
+            self.queue.wake()
             batch = self.queue.batch(step, Timers())
+            if self.shares_time:
+                self.queue.sleep()
             batch.scores.result()
             self.steps[step] = [
                 float(batch.rollouts[0].tokens[-2]), batch.probe_gap, batch.rollouts[0].sample.prompt_id, batch.data_end,
@@ -97,10 +112,9 @@ class Run:
             self.publish(step)
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["in_turn", "beside"])
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_each_step_is_sampled_by_its_version_from_its_prompts(tmp_path, staleness, beside):
-    run = Run(tmp_path / "weights", staleness=staleness, beside=beside)
+@pytest.mark.parametrize(("setup", "staleness"), [*product(["in_process", "engines"], [0, 1, 3]), ("time_sharing", 0)])
+def test_each_step_is_sampled_by_its_version_from_its_prompts(tmp_path, setup, staleness):
+    run = Run(tmp_path / "weights", staleness=staleness, setup=setup)
     run.publish(0)
     run.train(*range(1, 9))
     for step, (version, gap, first_prompt, data_end) in run.steps.items():
@@ -110,21 +124,21 @@ def test_each_step_is_sampled_by_its_version_from_its_prompts(tmp_path, stalenes
     run.queue.close()
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["in_turn", "beside"])
+@pytest.mark.parametrize(("setup", "staleness"), [("in_process", 2), ("engines", 2), ("time_sharing", 0)])
 @pytest.mark.parametrize("at", [1, 2, 5, 8])
-def test_a_restored_queue_goes_on_where_the_checkpoint_stood(tmp_path, at, beside):
+def test_a_restored_queue_goes_on_where_the_checkpoint_stood(tmp_path, at, setup, staleness):
     """Also with a run that was to end at the checkpoint, and is extended: nothing was sampled ahead of it."""
-    whole = Run(tmp_path / "whole", staleness=2, beside=False, last_step=12)
+    whole = Run(tmp_path / "whole", staleness=staleness, setup="in_process", last_step=12)
     whole.publish(0)
     whole.train(*range(1, 13))
-    run = Run(tmp_path / "weights", staleness=2, beside=beside)
+    run = Run(tmp_path / "weights", staleness=staleness, setup=setup)
     run.publish(0)
     run.train(*range(1, at + 1))
-    ahead = run.queue.ahead(at)
+    ahead = run.queue.prefetched(at)
     ahead.save(tmp_path / "ahead")
     ahead.release()
     run.queue.close()
-    resumed = Run(tmp_path / "other", staleness=2, beside=beside, last_step=12)
+    resumed = Run(tmp_path / "other", staleness=staleness, setup=setup, last_step=12)
     resumed.queue.restore(at, at * PER_STEP, tmp_path / "ahead")
     resumed.publish(at)
     resumed.train(*range(at + 1, 13))
@@ -133,22 +147,22 @@ def test_a_restored_queue_goes_on_where_the_checkpoint_stood(tmp_path, at, besid
 
 
 def test_a_checkpoint_waits_for_nothing_and_holds_the_weights_of_what_is_missing(tmp_path):
-    run = Run(tmp_path / "weights", staleness=2, beside=True)
-    run.producer.late[5] = SimpleNamespace(done=lambda: False)
+    run = Run(tmp_path / "weights", staleness=2)
+    run.producer.late[5] = Future()
     run.publish(0)
     run.train(1, 2)
     run.queue.batch(3, Timers())
     run.queue._batches[5].result()
     run.generator.open.clear()
     run.publish(3, validate=True)  # it waits for the generator
-    ahead = run.queue.ahead(3)
+    ahead = run.queue.prefetched(3)
     assert [batch.step for batch in ahead.batches] == [4] and [each.version for each in ahead.weights] == [2]
     assert ahead.validations == {3: None}
     run.queue._store.keep([])  # type: ignore[union-attr] as when later versions come
     ahead.save(tmp_path / "ahead")
     ahead.release()
     run.generator.open.set()
-    again = Run(tmp_path / "other", staleness=2, beside=True)
+    again = Run(tmp_path / "other", staleness=2)
     again.queue.restore(3, 3 * PER_STEP, tmp_path / "ahead")
     assert not again.queue.owes_validation(3)
     again.publish(3)
@@ -160,19 +174,48 @@ def test_a_checkpoint_waits_for_nothing_and_holds_the_weights_of_what_is_missing
 
 
 def test_what_goes_wrong_in_a_later_step_is_raised_by_it_and_not_before(tmp_path):
-    run = Run(tmp_path / "weights", staleness=1, beside=True)
+    run = Run(tmp_path / "weights", staleness=1)
     run.producer.poisoned = 2
     run.publish(0)
     run.train(1)
-    ahead = run.queue.ahead(1)  # whether or not the step has failed by now
+    ahead = run.queue.prefetched(1)  # whether or not the step has failed by now
     assert not ahead.batches and [each.version for each in ahead.weights] == [0]
     with pytest.raises(NothingToLearnError):
         run.queue.batch(2, Timers())
     run.queue.close()
 
 
+def test_tasks_of_an_abandoned_queue_end_before_it_is_restored_or_never_begin(tmp_path):
+    run = Run(tmp_path / "weights", staleness=0)
+    run.generator.open.clear()
+    run.publish(0)
+    threading.Timer(0.2, run.generator.open.set).start()
+    made = run.queue._batches[1]
+    run.queue.restore(0, PER_STEP, tmp_path / "nothing")
+    assert run.generator.loaded == [0.0] and made.cancelled()
+    run.publish(0)
+    run.train(1)
+    assert run.generator.loaded[:2] == [0.0, 0.0] and run.steps[1][2] == PER_STEP
+    run.queue.close()
+
+
+def test_a_generator_that_slept_holds_the_newest_weights_again(tmp_path):
+    run = Run(tmp_path / "weights", staleness=0, setup="time_sharing")
+    run.publish(0, validate=True)
+    assert not run.generator.loaded[1:]
+    for _ in range(2):
+        run.queue.wake()
+        run.queue.wake()
+        assert run.generator.loaded[-1] == 0.0
+        run.queue.sleep()
+    run.queue.wake()
+    assert run.queue.validation(0) == {"of": 0.0, "version": 0}
+    assert [each for each in run.generator.loaded if each == 0.0] == [0.0] * 3
+    run.queue.close()
+
+
 def test_waiting_for_rewards_in_turn_has_its_own_timer(tmp_path):
-    run, timers = Run(tmp_path / "weights", staleness=1, beside=False), Timers()
+    run, timers = Run(tmp_path / "weights", staleness=1, setup="in_process"), Timers()
     run.publish(0)
     run.queue.batch(1, timers)
     assert "wait_for_scores" in timers.seconds
@@ -183,8 +226,8 @@ def test_a_batch_has_the_same_bits_after_it_was_a_file_or_a_message(tmp_path):
     generator = Generator()
     generator.loaded.append(4.0)
     batch = Producer(generator).batch(3, 8, 4, Timers())
-    Ahead(batches=[batch]).save(tmp_path / "ahead")
-    (from_file,) = Ahead.load(tmp_path / "ahead", PROMPTS).batches
+    Prefetched(batches=[batch]).save(tmp_path / "ahead")
+    (from_file,) = Prefetched.load(tmp_path / "ahead", PROMPTS).batches
     for other in (from_file, unpack(pack(batch), batch.scores, PROMPTS)):
         assert (other.step, other.data_end, other.counts, other.probe_gap) == (3, 12, {"rounds": 1.0}, 0.0)
         for left, right in zip(other.rollouts, batch.rollouts, strict=True):
@@ -194,4 +237,4 @@ def test_a_batch_has_the_same_bits_after_it_was_a_file_or_a_message(tmp_path):
         left, right = other.scores.result(), batch.scores.result()
         assert torch.equal(left.rewards.nan_to_num(-1), right.rewards.nan_to_num(-1))
         assert torch.equal(left.failures, right.failures) and left.extra.keys() == right.extra.keys()
-    assert Ahead.load(tmp_path / "nothing", PROMPTS) == Ahead()
+    assert Prefetched.load(tmp_path / "nothing", PROMPTS) == Prefetched()

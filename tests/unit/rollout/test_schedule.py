@@ -22,7 +22,7 @@ def test_the_versions_sample_every_step_once_in_order(schedule):
 def test_after_a_step_nothing_is_missing_that_its_own_version_does_not_sample(schedule):
     longer = Schedule(schedule.staleness, 10 * STEPS)
     for step in range(1, STEPS + 1):
-        ahead, own = list(schedule.ahead_of(step)), list(longer.steps_of(step))
+        ahead, own = list(schedule.prefetched_after(step)), list(longer.steps_of(step))
         assert ahead + own == list(range(step + 1, step + 2 + schedule.staleness))
         versions = {schedule.version_of(each) for each in ahead} | {step}
         assert (
@@ -30,11 +30,20 @@ def test_after_a_step_nothing_is_missing_that_its_own_version_does_not_sample(sc
         )
 
 
+@pytest.mark.parametrize("schedule", EVERY, ids=lambda schedule: schedule.staleness)
+def test_a_version_is_done_with_at_its_last_step_and_needed_until_then(schedule):
+    longer = Schedule(schedule.staleness, 10 * STEPS)
+    for step in range(1, STEPS + 1):
+        done = [version for version in range(STEPS) if longer.steps_of(version)[-1] == step]
+        assert list(schedule.done_with(step)) == done
+        assert [*done, *schedule.needed_after(step)] == [*schedule.needed_after(step - 1), step]
+
+
 def test_after_no_step_the_first_version_samples_all():
     schedule = Schedule(3, STEPS)
     assert (
         list(schedule.steps_of(0)) == [1, 2, 3, 4]
-        and not schedule.ahead_of(0)
+        and not schedule.prefetched_after(0)
         and list(schedule.needed_after(0)) == [0]
     )
 

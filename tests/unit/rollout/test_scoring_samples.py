@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from nemo_style_rlhf.data.prompts import Prompt
-from nemo_style_rlhf.rollout.ahead import pack_rollouts, unpack_rollouts
+from nemo_style_rlhf.rollout.prefetched import pack_rollouts, unpack_rollouts
 from nemo_style_rlhf.rollout.producer import scoring_sample
 from nemo_style_rlhf.rollout.types import Rollout, Turn
 from nemo_style_rlhf.schema.chat import Chat

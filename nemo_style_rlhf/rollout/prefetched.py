@@ -1,8 +1,9 @@
-"""Batches as tensors and plain data: sent to other ranks, and saved in checkpoints that lie between a batch and its step."""
+"""Batches as tensors and plain data: sent to other ranks, and saved in checkpoints if they are prefetched."""
 
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ from torch import Tensor
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.generation.interface import SampleId
 from nemo_style_rlhf.generation.weight_store import PublishedWeights, WeightStore
-from nemo_style_rlhf.rollout.types import Batch, KnownScores, Rollout, ScoresToCome, Turn
+from nemo_style_rlhf.rollout.types import Batch, Rollout, Turn
 from nemo_style_rlhf.schema.chat import Chat
+from nemo_style_rlhf.scoring.futures import resolved
 from nemo_style_rlhf.scoring.interface import Scores
 
 VALIDATIONS = "validations.json"
 EXTRA = "extra/"
+PER_TOKEN = "tokens", "response_mask", "sampler_logprobs", "weights_version"
+"""Fields of a rollout that are tensors [L]."""
+PLAIN = "seed", "max_length", "status", "branch", "began_with", "observed"
+"""Fields of a rollout that JSON holds as they are."""
 Packed = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors of a batch, and what is JSON."""
 
@@ -37,7 +43,7 @@ def pack(batch: Batch) -> Packed:
     return tensors, described
 
 
-def unpack(packed: Packed, scores: ScoresToCome, prompts: Mapping[int, Prompt]) -> Batch:
+def unpack(packed: Packed, scores: "Future[Scores]", prompts: Mapping[int, Prompt]) -> Batch:
     described, rollouts = packed[1], unpack_rollouts(packed, prompts)
     return Batch(
         described["step"], rollouts, scores, described["data_end"], described["counts"], described["probe_gap"]
@@ -45,67 +51,45 @@ def unpack(packed: Packed, scores: ScoresToCome, prompts: Mapping[int, Prompt]) 
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> Packed:
-    def of_all(per_rollout: list[Tensor]) -> Tensor:
-        return torch.cat(per_rollout) if per_rollout else torch.empty(0)
-
     tensors = {
-        "tokens": of_all([rollout.tokens for rollout in rollouts]),
-        "response_mask": of_all([rollout.response_mask for rollout in rollouts]),
-        "sampler_logprobs": of_all([rollout.sampler_logprobs for rollout in rollouts]),
-        "weights_version": of_all([rollout.weights_version for rollout in rollouts]),
+        name: torch.cat([getattr(rollout, name) for rollout in rollouts]) if rollouts else torch.empty(0)
+        for name in PER_TOKEN
     }
-    described = {
-        "rollouts": [
-            {
-                "sample": [rollout.sample.step, rollout.sample.prompt_id, rollout.sample.index],
-                "seed": rollout.seed,
-                "length": len(rollout.tokens),
-                "turns": [[turn.start, turn.end, turn.finish_reason, turn.reward] for turn in rollout.turns],
-                "max_length": rollout.max_length,
-                "status": rollout.status,
-                "branch": rollout.branch,
-                "began_with": rollout.began_with,
-                "asked": None if rollout.asked is None else rollout.asked.to_json(),
-                "observed": rollout.observed,
-            }
-            for rollout in rollouts
-        ],
-    }
-    return tensors, described
+    described = [
+        {
+            **{name: getattr(rollout, name) for name in PLAIN},
+            "sample": [rollout.sample.step, rollout.sample.prompt_id, rollout.sample.index],
+            "length": len(rollout.tokens),
+            "turns": [[turn.start, turn.end, turn.finish_reason, turn.reward] for turn in rollout.turns],
+            "asked": None if rollout.asked is None else rollout.asked.to_json(),
+        }
+        for rollout in rollouts
+    ]
+    return tensors, {"rollouts": described}
 
 
 def unpack_rollouts(packed: Packed, prompts: Mapping[int, Prompt]) -> list[Rollout]:
     tensors, described = packed
     lengths = [each["length"] for each in described["rollouts"]]
-    parts = (
-        tensors[name].split(lengths) for name in ("tokens", "response_mask", "sampler_logprobs", "weights_version")
-    )
+    per_token = zip(*(tensors[name].split(lengths) for name in PER_TOKEN), strict=True)
     rollouts = []
-    for each, tokens, response_mask, logprobs, version in zip(described["rollouts"], *parts, strict=True):
-        sample = SampleId(*each["sample"])
+    for each, parts in zip(described["rollouts"], per_token, strict=True):
+        sample, fields = SampleId(*each["sample"]), dict[str, Any](zip(PER_TOKEN, parts, strict=True))
         rollouts.append(
             Rollout(
                 sample=sample,
-                seed=each["seed"],
                 prompt=prompts[sample.prompt_id],
-                tokens=tokens,
-                response_mask=response_mask,
-                sampler_logprobs=logprobs,
-                weights_version=version,
                 turns=tuple(Turn(*turn) for turn in each["turns"]),
-                max_length=each["max_length"],
-                status=each["status"],
-                branch=each["branch"],
-                began_with=each["began_with"],
-                asked=None if (asked := each.get("asked")) is None else Chat.from_json(asked),
-                observed=each.get("observed"),
+                asked=None if each["asked"] is None else Chat.from_json(each["asked"]),
+                **fields,
+                **{name: each[name] for name in PLAIN},
             )
         )
     return rollouts
 
 
 @dataclass
-class Ahead:
+class Prefetched:
     """The part of a checkpoint that later steps need from older versions of the weights: samples, or the weights themselves."""
 
     batches: list[Batch] = field(default_factory=list)
@@ -138,12 +122,12 @@ class Ahead:
                 self.store.unpin(weights.version)
 
     @staticmethod
-    def load(folder: Path, prompts: Mapping[int, Prompt]) -> "Ahead":
+    def load(folder: Path, prompts: Mapping[int, Prompt]) -> "Prefetched":
         """Read what :meth:`save` wrote; an absent folder holds nothing."""
         if not folder.is_dir():
-            return Ahead()
+            return Prefetched()
         validations = json.loads((folder / VALIDATIONS).read_text())
-        return Ahead(
+        return Prefetched(
             [_load_batch(path, prompts) for path in sorted(folder.glob("batch_*.safetensors"))],
             {int(version): metrics for version, metrics in validations.items()},
             [PublishedWeights.open(path) for path in sorted(folder.glob("weights_*"))],
@@ -160,7 +144,7 @@ def _load_batch(path: Path, prompts: Mapping[int, Prompt]) -> Batch:
         extra={name.removeprefix(EXTRA): values for name, values in tensors.items() if name.startswith(EXTRA)},
         failed=tensors["failed"],
     )
-    return unpack((tensors, described), KnownScores(scores), prompts)
+    return unpack((tensors, described), resolved(scores), prompts)
 
 
 def _batch_file(folder: Path, step: int) -> Path:

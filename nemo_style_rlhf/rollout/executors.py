@@ -1,0 +1,42 @@
+"""The two executors of the batch queue. Both do one task after the other, in the order in which they were submitted."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+from nemo_style_rlhf.rollout.producer import Timers
+from nemo_style_rlhf.rollout.types import Batch
+from nemo_style_rlhf.scoring.futures import InlineExecutor
+
+
+class InlineRollouts(InlineExecutor):
+    """The trainer's thread does a task when it needs the result, and the trainer's timers are charged."""
+
+    seconds: Mapping[str, float] = {}
+
+    def sample(self, make: Callable[[Timers], Batch], timers: Timers, *, prefetched: bool) -> Batch:
+        """``make(timers)``. If the batch is ``prefetched``, it also waits for the scores, which a checkpoint must hold."""
+        batch = make(timers)
+        if prefetched:
+            batch.scores.result()
+            timers.lap("wait_for_scores")
+        return batch
+
+
+class ThreadedRollouts(ThreadPoolExecutor):
+    """A thread of its own works alongside training and measures its own time; the trainer's timers show how long it waits."""
+
+    def __init__(self) -> None:
+        super().__init__(1, "rollouts")
+        self.seconds: Mapping[str, float] = {}
+        """How long the last batch took (``sampling``), and how long the thread had waited for work before it (``idle``)."""
+        self._last_end = perf_counter()
+
+    def sample(self, make: Callable[[Timers], Batch], timers: Timers, *, prefetched: bool) -> Batch:
+        """``make`` with timers of its own. Scores arrive while the thread makes the next batch."""
+        began = perf_counter()
+        batch = make(Timers())
+        ended = perf_counter()
+        self.seconds = {"sampling": ended - began, "idle": began - self._last_end}
+        self._last_end = ended
+        return batch
