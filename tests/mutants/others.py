@@ -102,7 +102,7 @@ OTHERS = (
         name="nobody_awaits_the_critics_train_step",
         guarantee="Every remote call is awaited",
         file="nemo_style_rlhf/ppo/trainer.py",
-        old="lambda: {} if critic_update is None else critic_update.result()",
+        old="lambda: {} if critic_update is None else critic_metrics(critic_update.result())",
         new="lambda: {}",
         tests=("tests/integration/test_ppo.py::test_a_run_logs_every_step_with_the_documented_names",),
     ),
