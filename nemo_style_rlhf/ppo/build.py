@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 
 from nemo_style_rlhf.checkpoint.starts import record_start
 from nemo_style_rlhf.distributed.ranks import Ranks
@@ -26,9 +25,6 @@ from nemo_style_rlhf.rollout.experience import ExperienceBuilder
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.tracking.metrics import MetricsWriter
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter
-
-PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
-"""Packages whose versions a checkpoint names."""
 
 
 def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None) -> PPOTrainer:
@@ -96,13 +92,6 @@ def make_saver(start: RunStart, parts: Parts, run_id: str) -> Saver:
     config = start.config
     policy = partial(PolicyCopy, parts.engine, parts.ranks, config, start.tokenizer)
     return Saver(
-        start.store,
-        parts.critic if config.algorithm.uses_critic else None,
-        run_id=run_id,
-        keep_last=config.checkpoint.keep_last,
-        max_failures=config.checkpoint.max_failed_saves,
-        identity=start.identity,
-        versions={name: version(name) for name in PACKAGES},
-        rollouts=parts.rollouts,
-        policy=policy if config.checkpoint.save_hf else None,
-    )
+        config.checkpoint, start.store, parts.critic if config.algorithm.uses_critic else None, run_id=run_id,
+        identity=start.identity, rollouts=parts.rollouts, policy=policy if config.checkpoint.save_hf else None,
+    )  # fmt: skip

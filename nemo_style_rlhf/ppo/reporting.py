@@ -113,8 +113,7 @@ class Reporter:
             step=step,
             bigrams=sum(max(rollout.response_length - 1, 0) for rollout in experience.rollouts),
             samples=lambda: excerpts(experience.scores.rewards.tolist(), texts),
-            report=report,
-            shown=self._ranks.is_first,
+            report=report if self._ranks.is_first else None,
         )
         self._session.progress = replace(progress, health=asdict(health))
 

@@ -4,7 +4,6 @@ import os
 from functools import partial
 
 from nemo_style_rlhf.data.encoding import decode_response
-from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engines.factory import make_engine_pool, make_weight_store
@@ -15,22 +14,19 @@ from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.ppo.agents import make_runner
 from nemo_style_rlhf.ppo.limits import prompts_to_take
-from nemo_style_rlhf.ppo.metrics import validation_metrics
 from nemo_style_rlhf.ppo.policy import LoadedPolicy
 from nemo_style_rlhf.ppo.rewards import Scoring
 from nemo_style_rlhf.ppo.start import RunStart
+from nemo_style_rlhf.ppo.validation import sample_validation
 from nemo_style_rlhf.rollout.producer import Producer
 from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.rollout.schedule import Schedule
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.model_files import stop_ids
 
-VALIDATION_SEED_OFFSET = 2**32
-"""Keeps the seeds of validation samples apart from those of training; they are the same at every validation."""
-
 
 def start_generator(start: RunStart, policy: LoadedPolicy, engine: Engine, ranks: Ranks) -> Generator | None:
-    """Start vLLM or its stand-in in this process, or the engines. Every rank calls this.
+    """Start the generator of this process, or the engines. Every rank calls this.
 
     Returns:
         None on ranks that receive what the first one's engines sample.
@@ -95,7 +91,7 @@ def make_queue(
         generator,
         schedule=Schedule(algorithm.staleness, start.total_steps),
         prompts={prompt.prompt_id: prompt for prompt in start.training.rows},
-        validate=partial(_validate, config, start.validation[: algorithm.num_val_samples]),
+        validate=partial(sample_validation, config, start.validation[: algorithm.num_val_samples]),
         store=_weight_store(config, run_id) if stores else None,
         beside=engines,
         ranks=ranks,
@@ -107,14 +103,3 @@ def _weight_store(config: PPOActorConfig, run_id: str) -> WeightStore:
     hosts_apart = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
     shared = config.placement.in_turns and hosts_apart and not config.generation.engines.count
     return make_weight_store(run_id, config.run.output_dir, shared=shared)
-
-
-def _validate(config: PPOActorConfig, prompts: list[Prompt], producer: Producer, version: int) -> dict[str, float]:
-    algorithm = config.algorithm
-    sampled = producer.sample(
-        prompts,
-        samples_per_prompt=algorithm.val_samples_per_prompt,
-        run_seed=config.run.seed + VALIDATION_SEED_OFFSET,
-        version=version,
-    )
-    return validation_metrics(sampled, pass_score=algorithm.val_pass_score)

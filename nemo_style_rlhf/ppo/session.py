@@ -40,7 +40,7 @@ class Progress:
     best_reward: float | None = None
     """Highest mean validation reward, if checkpoint.keep_best is on."""
     health: dict[str, Any] = field(default_factory=dict)
-    """Fields of :class:`audit.Health`; empty in checkpoints that are older than that class."""
+    """Fields of :class:`Health`; empty before the first step."""
 
 
 class RunSession:

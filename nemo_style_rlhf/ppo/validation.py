@@ -6,16 +6,20 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.ppo.export import export_policy
+from nemo_style_rlhf.ppo.metrics import validation_metrics
 from nemo_style_rlhf.ppo.parts import Parts
 from nemo_style_rlhf.ppo.reporting import Reporter
 from nemo_style_rlhf.ppo.session import RunSession
-from nemo_style_rlhf.rollout.producer import Timers
+from nemo_style_rlhf.rollout.producer import Producer, Timers
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.placement import GENERATE
 
 log = logging.getLogger(__name__)
+SEED_OFFSET = 2**32
+"""Keeps the seeds of validation samples apart from those of training; they are the same at every validation."""
 
 
 class Validation:
@@ -82,3 +86,17 @@ class Validation:
                 log.error("%s; training goes on, and the best so far stays that of an earlier step", error)
         else:
             self._session.progress = replace(self._session.progress, best_reward=reward)
+
+
+def sample_validation(
+    config: PPOActorConfig, prompts: list[Prompt], producer: Producer, version: int
+) -> dict[str, float]:
+    """The metrics of ``version`` on validation ``prompts``."""
+    algorithm = config.algorithm
+    sampled = producer.sample(
+        prompts,
+        samples_per_prompt=algorithm.val_samples_per_prompt,
+        run_seed=config.run.seed + SEED_OFFSET,
+        version=version,
+    )
+    return validation_metrics(sampled, pass_score=algorithm.val_pass_score)

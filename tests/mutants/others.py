@@ -78,7 +78,7 @@ OTHERS = (
         name="a_full_disk_is_never_reported",
         guarantee="A full disk",
         file="nemo_style_rlhf/ppo/saving.py",
-        old="            if at is None or self._failures >= self._max_failures:\n                raise\n",
+        old="            if at is None or self._failures >= limit:\n                raise\n",
         new="",
         tests=("tests/unit/ppo/test_saving.py::test_a_full_disk_is_reported_once_it_has_refused_too_often",),
     ),
