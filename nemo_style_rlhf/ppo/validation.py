@@ -93,10 +93,6 @@ def sample_validation(
 ) -> dict[str, float]:
     """The metrics of ``version`` on validation ``prompts``."""
     algorithm = config.algorithm
-    sampled = producer.sample(
-        prompts,
-        samples_per_prompt=algorithm.val_samples_per_prompt,
-        run_seed=config.run.seed + SEED_OFFSET,
-        version=version,
-    )
+    seed, samples = config.run.seed + SEED_OFFSET, algorithm.val_samples_per_prompt
+    sampled = producer.sample(prompts, samples_per_prompt=samples, run_seed=seed, version=version)
     return validation_metrics(sampled, pass_score=algorithm.val_pass_score)
