@@ -16,7 +16,9 @@ from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.export import host_weights
 from nemo_style_rlhf.models.export import export_model, rehearse_export
 from nemo_style_rlhf.models.lora import adapter_weights, save_adapter
+from nemo_style_rlhf.ppo.parts import Parts
 from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.schema.placement import TRAIN
 
 log = logging.getLogger(__name__)
 
@@ -94,24 +96,22 @@ def _beside_weights(
     return {"source": model.path, "write_notes": write_notes, "trust_remote_code": model.trust_remote_code}
 
 
-def export_policy(
-    engine: Engine, ranks: Ranks, directory: Path, config: PPOActorConfig, *, tokenizer: PreTrainedTokenizerBase,
-    notes: Mapping[str, str] = {},
-) -> None:  # fmt: skip
-    """Write ``directory``, and with adapters ``<directory>_adapter``. Every rank calls this; the first writes.
+def export_policy(parts: Parts, config: PPOActorConfig, name: str, notes: Mapping[str, str] = {}) -> None:
+    """Write the folder ``name`` of the run, and with adapters ``<name>_adapter``. Every rank calls this; the first writes.
 
     Args:
-        notes: texts of further files in ``directory``.
+        notes: texts of further files in the folder.
 
     Raises:
         StorageError: the disk refused; on every rank.
     """
+    parts.residency.enter(TRAIN)
     require_owned()
-    copy = PolicyCopy(engine, ranks, config, tokenizer)
+    copy, directory = PolicyCopy(parts.engine, parts.ranks, config, parts.tokenizer), Path(config.run.output_dir) / name
 
     def write() -> None:
         with storage_errors(f"the policy's export {directory}", folder=directory, needed=copy.nbytes):
             copy.write(directory, notes)
         log.info("exported the policy to %s", directory)
 
-    ranks.on_first(write)
+    parts.ranks.on_first(write)

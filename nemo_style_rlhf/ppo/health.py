@@ -39,16 +39,15 @@ def check_health(
     step: int,
     bigrams: int,
     samples: Callable[[], Sequence[str]],
-    report: Callable[[str, str], object] = lambda metric, sentence: None,
-    shown: bool = True,
+    report: Callable[[str, str], object] | None = lambda metric, sentence: None,
 ) -> Health:
     """Run the health checks of ``config.health``, which look for reward hacking and collapse, on a step's rollout.
 
     Args:
         bigrams: their number in the responses of the rollout.
         samples: returns lines that show some of the rollout; called only if a health check fails.
-        report: takes the metric and the sentence of each failure that is logged.
-        shown: whether to log failures; every rank finds the same ones.
+        report: takes the metric and the sentence of each failure that is logged. None to log nothing: every rank finds the same
+            failures.
 
     Returns:
         ``health`` after this step.
@@ -61,7 +60,7 @@ def check_health(
     for name, sentence in _failed_checks(config.health, metrics, health, bigrams).items():
         due = step - health.warned.get(name, -WARNING_PERIOD) >= WARNING_PERIOD
         if due or config.on_unhealthy == "stop":
-            if shown:
+            if report is not None:
                 report(name, sentence)
                 lines = "".join(f"\n  {line}" for line in samples())
                 log.warning("step %d: %s: %s. Samples of this step:%s", step, sentence, REMEDY % step, lines)

@@ -1,8 +1,8 @@
-"""Metrics of a rollout, and its columns on disk."""
+"""Metrics of rollouts and steps under their full names."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemo_style_rlhf.algorithms.masking import masked_mean
 from nemo_style_rlhf.data.ragged import pad
+from nemo_style_rlhf.rollout.producer import Timers
 from nemo_style_rlhf.rollout.types import Experience, Rollout, Sampled, episodes, sums
 
 Array = np.ndarray[Any, Any]
@@ -18,6 +19,12 @@ REPEATED_NGRAM = 4
 HASH_FACTOR, HASH_STEP = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
 """Odd constants without a bit pattern, for the n-gram hash."""
 OF_AGENTS = ("agent/", "environment/")
+CRITIC_CLOCK = {
+    "seconds": "timers/critic_train",
+    "rss_gib": "memory/critic_rss_gib",
+    "cuda_peak_gib": "memory/critic_cuda_peak_gib",
+}
+"""Metrics of the critic's train step that clock and machine decide, by their names in its answer."""
 EXCERPT_WIDTH = 72
 """Maximum number of characters of a text in a warning."""
 
@@ -98,6 +105,23 @@ def _correction_metrics(weights: Tensor) -> dict[str, float]:
         "correction_weight": float(weights.mean()),
         "correction_masked_fraction": float((weights == 0).double().mean()),
         "correction_ess": float(weights.sum()) ** 2 / (len(weights) * squares) if squares else 0.0,
+    }
+
+
+def critic_metrics(answer: Mapping[str, float]) -> dict[str, float]:
+    """`critic/*` from the critic's answer to a train step."""
+    return {CRITIC_CLOCK.get(name, f"critic/{name}"): value for name, value in answer.items()}
+
+
+def timer_metrics(timers: Timers, experience: Experience) -> dict[str, float]:
+    """`timers/*`: seconds of each phase and of the whole step, and what it did in a second."""
+    total = sum(timers.seconds.values())
+    tokens = float(sum(rollout.response_length for rollout in experience.rollouts))
+    return {
+        **{f"timers/{phase}": seconds for phase, seconds in timers.seconds.items()},
+        "timers/step": total,
+        "timers/tokens_per_second": tokens / total,
+        "timers/samples_per_second": len(experience.branches) / total,
     }
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,20 +21,17 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
+@dataclass
 class Recovery:
     """Every rank makes the same calls; only the first changes the server."""
 
-    def __init__(
-        self, critic: RemoteCritic | None, store: CheckpointStore, ranks: Ranks, *, run_id: str, output_dir: Path,
-        restores: bool = True,
-    ) -> None:  # fmt: skip
-        """``restores`` says whether the server's critic belongs to the run's checkpoints; a reward model does not change."""
-        self._critic = critic
-        self._restores = restores
-        self._store = store
-        self._ranks = ranks
-        self._run_id = run_id
-        self._output_dir = output_dir
+    critic: RemoteCritic | None
+    store: CheckpointStore
+    ranks: Ranks
+    run_id: str
+    output_dir: Path
+    restores: bool = True
+    """Whether the server's critic belongs to the run's checkpoints; a reward model does not change."""
 
     def restore_critic(self, cause: Exception | None = None) -> Manifest | None:
         """Take the server's lease, and have it restore the critic checkpoint, if the run has a critic, of the newest usable
@@ -49,24 +47,24 @@ class Recovery:
             UserError: no server appeared, no checkpoint can be restored, or the server has trained for another run.
             Preempted: the run was told to end while no server answered.
         """
-        critic = self._critic
+        critic = self.critic
         if critic is None:
-            return self._ranks.on_first(self._store.latest)
+            return self.ranks.on_first(self.store.latest)
         critic.forget_queued()
         status = self._wait(critic, cause)
-        manifest = self._ranks.on_first(lambda: self._restore_critic(critic, status))
-        self._ranks.everyone(lambda: None if self._ranks.is_first else critic.shake_hands_again())  # new process
+        manifest = self.ranks.on_first(lambda: self._restore_critic(critic, status))
+        self.ranks.everyone(lambda: None if self.ranks.is_first else critic.shake_hands_again())  # new process
         return manifest
 
     def clear_device(self) -> None:
         """Have the critic leave its device before other parts of the run take it; :meth:`restore_critic` wakes it."""
-        critic = self._critic
+        critic = self.critic
         if critic is not None:
-            self._ranks.on_first(lambda: (self._acquired(critic, critic.status()), critic.sleep()))
+            self.ranks.on_first(lambda: (self._acquired(critic, critic.status()), critic.sleep()))
 
     def _wait(self, critic: RemoteCritic, cause: Exception | None) -> Status:
         try:
-            return wait_together(self._ranks, self._store, partial(critic.wait_until_ready, log.info))
+            return wait_together(self.ranks, self.store, partial(critic.wait_until_ready, log.info))
         except ServerAbsent as error:
             if cause is None:
                 raise
@@ -74,32 +72,32 @@ class Recovery:
 
     def _restore_critic(self, critic: RemoteCritic, status: Status) -> Manifest | None:
         found = self._acquired(critic, status)
-        manifest = restore_newest(critic, self._store) if self._restores else self._store.latest()
+        manifest = restore_newest(critic, self.store) if self.restores else self.store.latest()
         if manifest is None:
             self._require_untouched(found)
         return manifest
 
     def _acquired(self, critic: RemoteCritic, status: Status) -> int:
         """Take the lease; returns the critic's step."""
-        if not self._store.committed_steps():  # before this run takes the lease, which may belong to another run
+        if not self.store.committed_steps():  # before this run takes the lease, which may belong to another run
             self._require_untouched(status.critic_step)
-        if status.lease_holder not in (None, self._run_id):
+        if status.lease_holder not in (None, self.run_id):
             log.warning("the critic server belonged to the run %s, which ends if it still trains", status.lease_holder)
-        return critic.acquire(self._run_id)
+        return critic.acquire(self.run_id)
 
     def _require_untouched(self, critic_step: int) -> None:
         if critic_step != 0:
             raise UserError(
-                f"the critic server has already trained {critic_step} steps but {self._output_dir} holds no checkpoint to resume "
+                f"the critic server has already trained {critic_step} steps but {self.output_dir} holds no checkpoint to resume "
                 "from: restart the server, or give the run.output_dir of the run it belongs to"
             )
 
     def undo(self) -> None:
         """Return the server to the state in which this run found it, and remove the run's files there."""
-        critic = self._critic if self._restores else None
-        if critic is not None and self._ranks.is_first and (committed := self._store.committed_steps()):
-            critic.restore(checkpoint_id(self._run_id, committed[0]), None)
-            critic.commit(checkpoint_id(self._run_id, committed[0]), keep=0)
+        critic = self.critic if self.restores else None
+        if critic is not None and self.ranks.is_first and (committed := self.store.committed_steps()):
+            critic.restore(checkpoint_id(self.run_id, committed[0]), None)
+            critic.commit(checkpoint_id(self.run_id, committed[0]), keep=0)
 
 
 def wait_together(ranks: Ranks, store: CheckpointStore, wait: Callable[[Callable[[], None]], Answer]) -> Answer:

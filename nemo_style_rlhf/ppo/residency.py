@@ -1,7 +1,8 @@
 """Generation, critic and trainer take turns on one set of devices: ``placement.share=turns``."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -85,6 +86,12 @@ class Residency:
         self._held: dict[str, int] = {}
         """Bytes that sleeping processes still hold, by name."""
         self._seconds, self._moved, self._peak = 0.0, 0, 0
+
+    @contextmanager
+    def phase(self, phase: str, timers: Timers) -> Iterator[None]:
+        """:meth:`enter` for the work of one phase of a step. Who is on the devices stays there until another phase begins."""
+        self.enter(phase, timers)
+        yield
 
     def enter(self, phase: str, timers: Timers | None = None) -> None:
         """Let all sleep that have no part in ``phase``, check what is free, and wake those that have.

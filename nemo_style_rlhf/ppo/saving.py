@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
@@ -20,10 +21,13 @@ from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.ppo.export import PolicyCopy
 from nemo_style_rlhf.rollout.prefetched import Prefetched
+from nemo_style_rlhf.schema.actor import CheckpointConfig
 from nemo_style_rlhf.tracking.rollouts import RolloutWriter, Work
 from nemo_style_rlhf.wire.connection import ServerRestarted, ServerUnreachable
 
 log = logging.getLogger(__name__)
+PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
+"""Packages whose versions a checkpoint names."""
 IDENTITY_FILE = "identity.json"
 """File in the actor checkpoint: settings that a run must share with it to resume from it."""
 
@@ -32,24 +36,21 @@ class Saver:
     """Writes one checkpoint at a time. Every rank makes the same calls; an error on one rank is raised on all."""
 
     def __init__(
-        self, store: CheckpointStore, critic: RemoteCritic | None, *, run_id: str, keep_last: int, max_failures: int,
-        identity: dict[str, Any], versions: dict[str, str], rollouts: RolloutWriter | None = None,
-        policy: Callable[[], PolicyCopy] | None = None,
+        self, config: CheckpointConfig, store: CheckpointStore, critic: RemoteCritic | None, *, run_id: str,
+        identity: dict[str, Any], rollouts: RolloutWriter | None = None, policy: Callable[[], PolicyCopy] | None = None,
     ) -> None:  # fmt: skip
-        """``policy`` copies the policy, for checkpoints that hold it as a Hugging Face directory; every rank calls it."""
-        self._store = store
-        self._critic = critic
-        self._run_id = run_id
-        self._keep_last = keep_last
-        self._max_failures = max_failures
+        """
+        Args:
+            critic: whose checkpoints belong to the run's; None if the run trains none.
+            identity: settings that a run must share with the checkpoints to resume from them.
+            policy: copies the policy, for checkpoints that hold it as a Hugging Face directory. Every rank calls it.
+        """
+        self._config, self._store, self._critic, self._run_id = config, store, critic, run_id
+        self._identity, self._rollouts, self._policy = identity, rollouts, policy
         self._failures = 0
         """Failed checkpoints in a row."""
         self._uncommitted: list[str] = []
         """Ids of complete checkpoints that the server has not committed yet."""
-        self._identity = identity
-        self._rollouts = rollouts
-        self._versions = versions
-        self._policy = policy
         self._ranks = Ranks()  # separate: training's would mix the messages of two threads
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -110,13 +111,14 @@ class Saver:
             self._failures = 0
         except StorageError as error:
             self._failures += 1
-            if at is None or self._failures >= self._max_failures:
+            limit = self._config.max_failed_saves
+            if at is None or self._failures >= limit:
                 raise
             if self._ranks.is_first:
                 unsaved = at - max(self._store.committed_steps(), default=0)
                 log.error(
                     "%s; steps that are not saved: %d; training goes on and saves anew after this step (failure %d, of which "
-                    "checkpoint.max_failed_saves=%d in a row end the run)", error, unsaved, self._failures, self._max_failures,
+                    "checkpoint.max_failed_saves=%d in a row end the run)", error, unsaved, self._failures, limit,
                 )  # fmt: skip
 
     def abandon(self, *, at: int) -> None:
@@ -132,15 +134,9 @@ class Saver:
         engine.load(self._store.part(step, ACTOR) / "engine")
 
     def _write(
-        self,
-        step: int,
-        copy: Snapshot,
-        state: dict[str, Any],
-        ahead: Prefetched,
-        critic_checkpoint: "Future[dict[str, Any]] | None",
-        rows: Work | None,
-        policy: PolicyCopy | None,
-    ) -> None:
+        self, step: int, copy: Snapshot, state: dict[str, Any], ahead: Prefetched,
+        critic_checkpoint: "Future[dict[str, Any]] | None", rows: Work | None, policy: PolicyCopy | None,
+    ) -> None:  # fmt: skip
         """Write the critic checkpoint, then the actor's, then the manifest that names both; then both sides prune."""
         folder, whole_or_absent = self._store.part(step, ACTOR), partial(self._store.whole_or_absent, step)
 
@@ -158,19 +154,19 @@ class Saver:
                 if policy is not None:
                     policy.write(self._store.part(step, HF))
                 (folder / IDENTITY_FILE).write_text(json.dumps(self._identity))
-                self._store.commit(step, self._run_id, critic=described, state=state, versions=self._versions)
+                versions = {name: version(name) for name in PACKAGES}
+                self._store.commit(step, self._run_id, critic=described, state=state, versions=versions)
             if self._critic is not None:
                 self._uncommitted.append(checkpoint_id(self._run_id, step))
                 while self._uncommitted:  # more than one if the server's disk refused an earlier commit
-                    self._critic.commit(self._uncommitted[0], self._keep_last)
+                    self._critic.commit(self._uncommitted[0], self._config.keep_last)
                     del self._uncommitted[0]
             self._store.prune(step)
 
         try:
             described = self._ranks.on_first(begin)
-            with whole_or_absent(
-                needed=copy.nbytes
-            ):  # deletes only after every rank has ended: none may still be writing
+            # It deletes only after every rank has ended: none may still be writing.
+            with whole_or_absent(needed=copy.nbytes):
                 self._ranks.everyone(lambda: copy.write(folder / "engine"))
             copy.drop()
             self._ranks.on_first(commit)

@@ -9,15 +9,12 @@ from time import perf_counter, sleep
 from typing import Any
 
 from nemo_style_rlhf.checkpoint.store import AHEAD, CheckpointStore
-from nemo_style_rlhf.distributed.ranks import Ranks
-from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.preemption import request_stop, stop_requested
+from nemo_style_rlhf.ppo.parts import Parts
 from nemo_style_rlhf.ppo.recovery import Recovery
-from nemo_style_rlhf.ppo.residency import Residency
 from nemo_style_rlhf.ppo.saving import Saver
-from nemo_style_rlhf.rollout.queue import BatchQueue
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.placement import TRAIN
 from nemo_style_rlhf.wire.connection import ServerRestarted, ServerUnreachable
@@ -43,25 +40,19 @@ class Progress:
     best_reward: float | None = None
     """Highest mean validation reward, if checkpoint.keep_best is on."""
     health: dict[str, Any] = field(default_factory=dict)
-    """Fields of :class:`audit.Health`; empty in checkpoints that are older than that class."""
+    """Fields of :class:`Health`; empty before the first step."""
 
 
 class RunSession:
     """One start of a run, from its last checkpoint. Every rank makes the same calls."""
 
     def __init__(
-        self, config: PPOActorConfig, engine: Engine, queue: BatchQueue, store: CheckpointStore, saver: Saver,
-        recovery: Recovery, residency: Residency, ranks: Ranks, *, total_steps: int,
+        self, config: PPOActorConfig, parts: Parts, store: CheckpointStore, saver: Saver, recovery: Recovery, *,
+        total_steps: int,
     ) -> None:  # fmt: skip
-        self._config = config
-        self._engine = engine
-        self._queue = queue
-        self._store = store
-        self._saver = saver
-        self._recovery = recovery
-        self._residency = residency
-        self._ranks = ranks
-        self._total_steps = total_steps
+        self._config, self._parts, self._ranks = config, parts, parts.ranks
+        self._store, self._saver, self._recovery = store, saver, recovery
+        self.total_steps = total_steps
         self.progress = Progress()
         self.restored = False
         """Whether actor and critic are in the state that ``progress`` describes."""
@@ -77,7 +68,7 @@ class RunSession:
 
     @property
     def goes_on(self) -> bool:
-        unfinished = self.over is None and self.progress.step < self._total_steps
+        unfinished = self.over is None and self.progress.step < self.total_steps
         return not self.stopped and (unfinished or not self.restored)
 
     @contextmanager
@@ -111,18 +102,18 @@ class RunSession:
         Raises:
             Preempted: the run was told to end while no server answered.
         """
-        self._queue.abandon()
+        self._parts.queue.abandon()
         self._saver.abandon(at=self.progress.step)
-        self._residency.begin_again()
+        self._parts.residency.begin_again()
         manifest = self._recovery.restore_critic(self._cause)
-        self._residency.enter(TRAIN)
+        self._parts.residency.enter(TRAIN)
         if manifest is None:
             begin(self._store.part(0, AHEAD))
             self._commit()
             self._saver.settle()  # until it is complete, a step would have no checkpoint to go back to
         else:
             self._store.resume_from(manifest.step)
-            self._saver.load(self._engine, manifest.step)
+            self._saver.load(self._parts.engine, manifest.step)
             self.progress = Progress(**manifest.state)
             begin(self._store.part(manifest.step, AHEAD))
             log.info("resumed from step %d", self.progress.step)
@@ -142,7 +133,7 @@ class RunSession:
         stop, save_failed = map(any, zip(*told, strict=True))
         if save_failed:
             self._saver.settle(at=self.progress.step)
-        step, is_last = self.progress.step, self.progress.step == self._total_steps
+        step, is_last = self.progress.step, self.progress.step == self.total_steps
         self.stopped = stop and not is_last
         if self.stopped or is_last or self._saver.owed or self._config.checkpoint.is_due(step):
             self._commit()
@@ -163,16 +154,15 @@ class RunSession:
         self._recovery.undo()
 
     def _commit(self) -> None:
-        self._residency.enter(TRAIN)
+        self._parts.residency.enter(TRAIN)
         step, began = self.progress.step, perf_counter()
         self._saver.save(
-            self._engine,
+            self._parts.engine,
             step,
             asdict(self.progress),
-            ahead=self._queue.prefetched(step),
+            ahead=self._parts.queue.prefetched(step),
             critic_step=self.progress.critic_step,
-            export_critic=self._config.checkpoint.export_critic
-            and (step == self._total_steps or self.over is not None),
+            export_critic=self._config.checkpoint.export_critic and (step == self.total_steps or self.over is not None),
         )
         self.save_stall = perf_counter() - began
 
@@ -185,7 +175,7 @@ class RunSession:
 
     def _standing(self) -> str:
         committed, step = self._store.committed_steps(), self.progress.step
-        where = "in the export" if step == self._total_steps or self.over else f"in step {step + 1}"
+        where = "in the export" if step == self.total_steps or self.over else f"in step {step + 1}"
         saved = f"step {committed[-1]} is saved" if committed and committed[-1] else "no step is saved yet"
         return f"stopped {where}; {saved}; the same command goes on"
 

@@ -42,16 +42,9 @@ def mini_batch_plan(experience: Experience, config: AlgorithmConfig, *, seed: in
 
 
 def update_actor(
-    engine: Engine,
-    experience: Experience,
-    plan: Sequence[Sequence[int]],
-    config: AlgorithmConfig,
-    ranks: Ranks,
-    *,
-    max_length: int,
-    seed: int,
-    logprobs: Tensor | None = None,
-) -> dict[str, float]:
+    engine: Engine, experience: Experience, plan: Sequence[Sequence[int]], config: AlgorithmConfig, ranks: Ranks, *,
+    max_length: int, seed: int, logprobs: Tensor | None = None,
+) -> dict[str, float]:  # fmt: skip
     """Take one optimizer step for each entry of ``plan``. Returns metrics, averaged over tokens unless noted as the last
     step's.
 
@@ -79,17 +72,11 @@ def update_actor(
     empty = [teaching is not None and not any(teaching[row] for row in rows) for rows in plan]
     micro_batches = (
         micro_batch_iterator(
-            experience.tokens,
-            experience.lengths,
-            experience.mask,
-            engine.config,
-            engine.device,
-            ranks,
-            rows,
+            experience.tokens, experience.lengths, experience.mask, engine.config, engine.device, ranks, rows,
             experience.temperatures,
         )
         for rows in plan
-    )
+    )  # fmt: skip
 
     def loss(number: int, batch: MicroBatch, counts: bool) -> Tensor:
         batch = batch if counts else batch.emptied()
@@ -106,11 +93,7 @@ def update_actor(
         return value
 
     steps = optimizer_steps(
-        engine,
-        micro_batches,
-        loss,
-        seed=seed,
-        skipped=lambda number: config.skip_empty_steps and empty[number],
+        engine, micro_batches, loss, seed=seed, skipped=lambda number: config.skip_empty_steps and empty[number]
     )
     empty_steps = sum(empty)
     skipped_steps = empty_steps if config.skip_empty_steps else 0

@@ -20,7 +20,10 @@ from nemo_style_rlhf.errors import StorageError, UserError
 from nemo_style_rlhf.ppo.recovery import Recovery, restore_newest
 from nemo_style_rlhf.ppo.saving import Saver
 from nemo_style_rlhf.rollout.prefetched import Prefetched
+from nemo_style_rlhf.schema.actor import CheckpointConfig
 from nemo_style_rlhf.wire.connection import ServerRestarted
+
+KEPT = CheckpointConfig(keep_last=2, max_failed_saves=2)
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +54,7 @@ def test_so_is_one_whose_server_did_not_live_to_see_it(tmp_path: Path, caplog: p
     gone: Future[dict] = Future()
     gone.set_exception(ServerRestarted("another process"))
     critic = SimpleNamespace(save=lambda *_, **__: gone)
-    saver = Saver(
-        CheckpointStore(tmp_path, 2), critic, run_id="run", keep_last=2, max_failures=2, identity={}, versions={}
-    )
+    saver = Saver(KEPT, CheckpointStore(tmp_path, 2), critic, run_id="run", identity={})
     weights: list[weakref.ref[torch.Tensor]] = []
 
     def take() -> Snapshot:
@@ -73,7 +74,7 @@ def test_a_manifest_waits_for_the_critics_checkpoint(tmp_path: Path) -> None:
     committed: list[str] = []
     critic = SimpleNamespace(save=lambda *_, **__: written, commit=lambda name, keep: committed.append(name))
     store = CheckpointStore(tmp_path, keep_last=2)
-    saver = Saver(store, critic, run_id="run", keep_last=2, max_failures=2, identity={}, versions={})
+    saver = Saver(KEPT, store, critic, run_id="run", identity={})
     saver.save(SimpleNamespace(snapshot=Snapshot), 1, {}, ahead=Prefetched(), critic_step=1, export_critic=False)
     assert saver._writing is not None and not wait([saver._writing], timeout=0.5).done
     assert store.committed_steps() == [] and committed == []
@@ -91,7 +92,7 @@ def test_a_full_disk_is_reported_once_it_has_refused_too_often(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     store = CheckpointStore(tmp_path, keep_last=2)
-    saver = Saver(store, None, run_id="run", keep_last=2, max_failures=2, identity={}, versions={})
+    saver = Saver(KEPT, store, None, run_id="run", identity={})
 
     def save(step: int) -> None:
         saver.save(SimpleNamespace(snapshot=Snapshot), step, {}, ahead=Prefetched(), critic_step=0, export_critic=False)

@@ -13,12 +13,14 @@ from nemo_style_rlhf.checkpoint.store import AHEAD, CheckpointStore
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import StorageError
 from nemo_style_rlhf.launch import interrupt
-from nemo_style_rlhf.ppo import trainer
+from nemo_style_rlhf.ppo import validation
+from nemo_style_rlhf.ppo.parts import Parts
 from nemo_style_rlhf.ppo.recovery import Recovery
 from nemo_style_rlhf.ppo.residency import Residency
 from nemo_style_rlhf.ppo.session import Progress, RunSession
-from nemo_style_rlhf.ppo.trainer import Parts, PPOTrainer
+from nemo_style_rlhf.ppo.trainer import PPOTrainer
 from nemo_style_rlhf.rollout.experience import ShapingState
+from nemo_style_rlhf.rollout.producer import Timers
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 
 UNTOUCHED = ShapingState(0.125)
@@ -55,14 +57,14 @@ class Run:
         ranks = Ranks()
         recovery = Recovery(None, self.store, ranks, run_id="run", output_dir=folder)
         residency = Residency(engine, queue, None, ranks, in_turns=False)
-        self.session = RunSession(config, engine, queue, self.store, saver, recovery, residency, ranks, total_steps=5)
         self.experience: Any = SimpleNamespace(state=UNTOUCHED)
         nothing: Any = None
         parts = Parts(
             engine=engine, residency=residency, queue=queue, experience=self.experience, critic=None, sampler=nothing,
             tokenizer=nothing, probe=SimpleNamespace(target=lambda _: None), metrics=None, rollouts=None, ranks=ranks,
         )  # fmt: skip
-        self.trainer = PPOTrainer(config, parts, self.session, total_steps=5)
+        self.session = RunSession(config, parts, self.store, saver, recovery, total_steps=5)
+        self.trainer = PPOTrainer(config, parts, self.session)
 
 
 @pytest.fixture
@@ -100,16 +102,17 @@ def test_a_best_policy_that_the_disk_refuses_ends_no_run(
     rewards, written = iter([1.0, 3.0, 2.0, 4.0]), iter([True, False, True, True])
     exported: list[dict[str, float]] = []
 
-    def export(*_: Any, notes: dict[str, str], **__: Any) -> None:
+    def export(parts: Parts, config: PPOActorConfig, name: str, notes: dict[str, str]) -> None:
         if not next(written):
             raise StorageError("the policy's export best cannot be written (disk full: 2 GiB missing in /runs)")
         exported.append(json.loads(notes["best.json"]))
 
-    monkeypatch.setattr(trainer, "export_policy", export)
+    monkeypatch.setattr(validation, "export_policy", export)
     run.trainer._config.checkpoint.keep_best = True
+    run.trainer._parts.queue.owes_validation = lambda version: True  # type: ignore[method-assign]
     run.trainer._parts.queue.validation = lambda step: {"val_rollouts/rewards": next(rewards)}  # type: ignore[method-assign]
     for step in (1, 2, 3, 4):
-        assert "val_rollouts/rewards" in run.trainer._validation(step)
+        assert "val_rollouts/rewards" in run.trainer._validation.end_step(step, Timers())
     assert [(note["step"], note["val_rollouts/rewards"]) for note in exported] == [(1, 1.0), (3, 2.0), (4, 4.0)]
     assert run.session.progress.best_reward == 4.0
     assert "disk full: 2 GiB missing in /runs); training goes on, and the best so far stays" in caplog.text

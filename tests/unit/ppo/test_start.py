@@ -1,4 +1,4 @@
-"""What a dry run refuses about the run that it tries out."""
+"""Which checkpoint a run resumes from, and which changes of its settings that refuses."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.ppo.build import _found, run_identity
 from nemo_style_rlhf.ppo.saving import IDENTITY_FILE
+from nemo_style_rlhf.ppo.start import find_checkpoint, run_identity
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build
 
@@ -22,12 +22,12 @@ def configuration(folder: Path, *overrides: str) -> PPOActorConfig:
 def test_a_run_that_must_resume_is_tried_where_it_can(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     with pytest.raises(UserError, match=r"run\.resume=must but .* holds no checkpoint"):
-        _found(config)
+        find_checkpoint(config)
     store = CheckpointStore(tmp_path / "checkpoints", 2)
     actor = store.begin(3)
     (actor / IDENTITY_FILE).write_text(json.dumps(run_identity(config)))
     store.commit(3, "run", critic={"critic_step": 3}, state={}, versions={})
-    manifest, saved = _found(config)
+    manifest, saved = find_checkpoint(config)
     assert manifest is not None and manifest.step == 3 and saved == run_identity(config)
     for change, said in (
         ("run.seed=7", r"is of a run with run\.seed 1234, this one has 7"),
@@ -36,14 +36,14 @@ def test_a_run_that_must_resume_is_tried_where_it_can(tmp_path: Path) -> None:
         ("run.resume=never", "but .* holds checkpoints"),
     ):
         with pytest.raises(UserError, match=said):
-            _found(configuration(tmp_path, change))
+            find_checkpoint(configuration(tmp_path, change))
     for change in (
         "engine.optim.lr=1",
         "algorithm.max_steps=9",
         "algorithm.samples_per_prompt=2",
         "engine.zero_stage=2",
     ):
-        assert _found(configuration(tmp_path, change))[0] == manifest
+        assert find_checkpoint(configuration(tmp_path, change))[0] == manifest
 
 
 def test_batches_that_are_sampled_ahead_keep_their_number_of_samples_per_prompt(tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_batches_that_are_sampled_ahead_keep_their_number_of_samples_per_prompt(
     store = CheckpointStore(tmp_path / "checkpoints", 2)
     (store.begin(3) / IDENTITY_FILE).write_text(json.dumps(run_identity(config)))
     store.commit(3, "run", critic={"critic_step": 3}, state={}, versions={})
-    assert _found(config)[0] is not None
+    assert find_checkpoint(config)[0] is not None
     with pytest.raises(UserError, match=r"with algorithm\.samples_per_prompt 2, this one has 4: resume it as it was"):
-        _found(configuration(tmp_path, *ahead, "algorithm.samples_per_prompt=4"))
+        find_checkpoint(configuration(tmp_path, *ahead, "algorithm.samples_per_prompt=4"))
 
 
 NULL, SAME, OTHER = "model.reference_path=null", "model.reference_path=x", "model.reference_path=y"
@@ -80,9 +80,9 @@ def test_a_run_keeps_its_reference(tmp_path: Path, was: str, resumed: list[str],
     store.commit(3, "run", critic={"critic_step": 3}, state={}, versions={})
     for change in resumed:
         with pytest.raises(UserError, match=refused):
-            _found(configuration(tmp_path, change))
+            find_checkpoint(configuration(tmp_path, change))
     for changes in ([was], [NULL, NO_KL]):
-        assert _found(configuration(tmp_path, *changes))[0] is not None
+        assert find_checkpoint(configuration(tmp_path, *changes))[0] is not None
 
 
 def test_a_run_with_a_critic_needs_its_critic_checkpoint(tmp_path: Path) -> None:
@@ -91,4 +91,4 @@ def test_a_run_with_a_critic_needs_its_critic_checkpoint(tmp_path: Path) -> None
     (store.begin(3) / IDENTITY_FILE).write_text("{}")
     store.commit(3, "run", critic={}, state={}, versions={})
     with pytest.raises(UserError, match="step_000003 is of a run without a critic server"):
-        _found(config)
+        find_checkpoint(config)
