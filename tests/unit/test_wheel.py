@@ -80,7 +80,7 @@ def test_the_wheel_holds_the_whole_page_of_watch(wheel: Path) -> None:
 
 @pytest.mark.more
 def test_nothing_of_the_repository_is_used(commands: Path, tmp_path: Path) -> None:
-    code = "from nemo_style_rlhf.launch.entry import CONF_DIR; print(CONF_DIR)"
+    code = "from nemo_style_rlhf.launch.composition import CONF_DIR; print(CONF_DIR)"
     shown = run([commands / "python", "-c", code], tmp_path, ".venv-actor")
     assert Path(shown.stdout).is_relative_to(commands.parent), shown.stderr
 

@@ -4,14 +4,12 @@ import dataclasses
 import subprocess
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.launch.composition import compose
 from nemo_style_rlhf.launch.follow_up import after_ppo, command_line
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.data import MixedSourceConfig, PromptDataConfig, PromptRowsConfig
@@ -48,9 +46,7 @@ def composed(line: str) -> EvaluationConfig:
     words = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True).stdout.decode()
     _, script, *overrides = words.removesuffix("\0").split("\0")
     assert script == "trainers/evaluate.py"
-    ConfigStore.instance().store(name="evaluate_schema", node=EvaluationConfig)
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        return build(EvaluationConfig, compose("evaluate", overrides=overrides))
+    return build(EvaluationConfig, compose("evaluate", overrides))
 
 
 def ppo(**data: object) -> PPOLocalConfig:
