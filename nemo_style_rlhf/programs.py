@@ -46,9 +46,9 @@ def serve_ppo_critic(config: PPOCriticConfig) -> None:
 
     usage: python servers/serve_ppo_critic.py run.output_dir=DIR model.path=REWARD_MODEL [key=value ...]
 
-    model.path is a reward model (docs/models.md lists the layouts), and the critic starts as its copy unless critic.path is set.
-    Without a reward model (critic.combine_rm_and_critic_server=false) model.path may be a language model, too.
-    critic.enabled=false serves only the reward model, for algorithms without a critic.
+    model.path is a reward model (docs/models.md), and the critic starts as its copy unless value_model.path is set.
+    Without a reward model (reward_model.combine_rm_and_critic_server=false) model.path may be a language model, too.
+    value_model.enabled=false serves only the reward model, for algorithms without a critic.
 
     The server listens on 127.0.0.1:5567 (server.host, server.port). Any address but loopback needs a token, which the actor must
     know too: server.token.token_file, or NSR_CRITIC_TOKEN in the environment. The server keeps running after the actor has ended;
@@ -384,7 +384,7 @@ def export_checkpoint() -> None:
     parser.add_argument("target", type=Path, help="a new folder for the model")
     parser.add_argument(
         "--model",
-        help="where the model lies from which the training started; by default its model.path, or critic.path if that is set",
+        help="where the model lies from which the training started; by default value_model.path, or model.path if that is null",
     )
     arguments = parser.parse_args()
 

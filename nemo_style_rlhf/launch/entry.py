@@ -38,9 +38,10 @@ from nemo_style_rlhf.launch.overrides import is_override, override, readable
 from nemo_style_rlhf.launch.program import CHECKED
 from nemo_style_rlhf.launch.starting import starting
 from nemo_style_rlhf.launch.usage import describe_keys, help_text
-from nemo_style_rlhf.schema.base import build, idle_settings, one_sentence
+from nemo_style_rlhf.schema.base import build, idle_settings, keys, one_sentence
 from nemo_style_rlhf.schema.paths import require_paths
 from nemo_style_rlhf.schema.programs import PROGRAMS
+from nemo_style_rlhf.schema.renamed import hint
 
 USER_ERROR_EXIT = 2
 HYDRA = (
@@ -107,6 +108,9 @@ def entry_point(
                     readable(in_section(word, name), sweeps=sweeps) if is_override(word) else word for word in words
                 ]
                 options = [word for word in words if not is_override(word)]
+                for key in (word.partition("=")[0].lstrip("+~") for word in words[len(options) :]):
+                    if renamed := hint(key, list(keys(schema))):  # Hydra's error would name only its section
+                        raise UserError(f"{key}: {renamed}")
                 sys.argv = [sys.argv[0], *options, *HYDRA, *words[len(options) :]]
                 with TemporaryDirectory() as scratch:  # Hydra leaves a file for every sweep
                     if sweeps:

@@ -252,7 +252,7 @@ def test_the_guides_main_command_has_its_equivalent_under_ray() -> None:
     assert config.data.max_prompt_length == int(given["prompt_max_len"])
     assert config.generation.max_length == int(given["generate_max_len"])
     assert config.algorithm.initial_policy_kl_penalty == float(given["init_kl_coef"])
-    assert config.critic.critic.normalize_rewards
+    assert config.critic.reward_model.normalize_rewards
     assert config.engine.optim.lr == float(given["actor_learning_rate"])
     assert config.critic.engine.optim.lr == float(given["critic_learning_rate"])
     assert config.placement.in_turns == ("vllm_enable_sleep" in given and "deepspeed_enable_sleep" in given)

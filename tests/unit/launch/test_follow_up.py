@@ -79,7 +79,7 @@ def test_the_comparison_samples_and_rewards_as_the_run_did() -> None:
     config = ppo()
     config.generation.temperature, config.generation.stop, config.generation.top_p = 0.7, ["\n\n", "Human:"], 0.9
     config.reward.function.path, config.reward.function.weight, config.reward.function.per_sample = "r.py", 0.5, True
-    config.critic.critic.label_weights, config.critic.critic.append_eos = [1.0, 0.0], False
+    config.critic.reward_model.label_weights, config.critic.reward_model.append_eos = [1.0, 0.0], False
     found = composed(after_ppo(config))
     assert found.checkpoints == ["before:owner/policy", "after:outputs/ppo/actor/export"]
     assert (found.generation.temperature, found.generation.stop, found.generation.top_p) == (

@@ -18,9 +18,11 @@ from nemo_style_rlhf.schema.supervised import SFTConfig
 from tests.support.paths import ROOT
 
 
-def refusal(given: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run train_sft.py in this process, which ends before it loads anything."""
-    monkeypatch.setattr(sys, "argv", ["trainers/train_sft.py", *given])
+def refusal(
+    given: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, script: str = "train_sft"
+) -> str:
+    """Run a script in this process, which ends before it loads anything."""
+    monkeypatch.setattr(sys, "argv", [f"trainers/{script}.py", *given])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
     assert ended.value.code == 2
@@ -76,6 +78,12 @@ def test_the_command_line_explains_and_refuses(capsys, monkeypatch):
 )
 def test_an_unknown_key_is_compared_with_those_of_all_groups(given, meant, capsys, monkeypatch):
     assert refusal([f"{given}=1"], capsys, monkeypatch).endswith(meant)
+
+
+@pytest.mark.parametrize("mark", ["", "+", "++", "~"])
+def test_a_renamed_key_is_refused_with_its_new_name(mark, capsys, monkeypatch):
+    sentence = refusal([f"{mark}critic.critic.path=x"], capsys, monkeypatch, "train_ppo_local")
+    assert sentence == "critic.critic.path: it was renamed, use critic.value_model.path"
 
 
 def test_all_missing_keys_are_named_at_once():
