@@ -15,11 +15,12 @@ from sphinx.util.typing import stringify_annotation
 
 from nemo_style_rlhf.launch.composition import CONF_DIR, compose
 from nemo_style_rlhf.schema.documentation import bounds_of, default, docstrings
+from nemo_style_rlhf.schema.pair import PairConfig
 from nemo_style_rlhf.schema.programs import PROGRAMS
 
 PAGE = "reference/keys"
 REQUIRED = "required"
-PAIRS = ("train_ppo_local", "train_ppo_ray", "plan")
+PAIRS = [program for program, (_, schema) in PROGRAMS.items() if issubclass(schema, PairConfig)]
 """Programs that take the actor's keys, and the server's with ``critic.`` before them; the page lists only keys of their own."""
 
 
