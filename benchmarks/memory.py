@@ -17,8 +17,6 @@ from itertools import count, islice
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from models import beginnings, pseudo_word_tokenizer, sentence
 from processes import ROOT, critic_server, run_actor, run_json
 from transformers import (
@@ -29,6 +27,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from nemo_style_rlhf.launch.composition import compose
 from nemo_style_rlhf.launch.program import ACTOR_PYTHON, SERVER_PYTHON
 from nemo_style_rlhf.planning.phases import GIB
 from nemo_style_rlhf.planning.run import Planner
@@ -95,7 +94,6 @@ TINY = {
 
 
 def main() -> None:
-    ConfigStore.instance().store(name="plan_schema", node=PlanConfig)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", type=Path, default=ROOT / "outputs" / "benchmarks" / "memory")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of shapes, from 1")
@@ -173,8 +171,7 @@ def measure(shape: Shape, folder: Path, *, apart: bool) -> dict[str, tuple[int, 
         *actor, f"model.path={folder / 'large' / 'policy'}", f"critic.model.path={folder / 'large' / 'reward'}",
         *(f"critic.{override}" for override in shape.both), "run.device=cpu",
     ]  # fmt: skip
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = build(PlanConfig, compose("plan", plan))
+    config = build(PlanConfig, compose("plan", plan))
     predicted = {each.name: each.peak.total - each.peak.parts["libraries"] for each in Planner(config).plan(config)}
     run = partial(run_pair, folder, [*actor, "algorithm.max_steps=3"], list(shape.both))
     if apart:

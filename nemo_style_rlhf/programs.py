@@ -1,5 +1,6 @@
 """The programs: one function for each script in ``servers/`` and ``trainers/`` and for the command that setup.py names after it.
 
+The docstring of each is what its ``--help`` says, between generated lists of options and presets (launch/usage.py).
 Each imports what it needs once its configuration is checked: a mistake is reported, and refused folders and ports are named,
 before torch is loaded. Reward functions' processes, too, import the script that started them and must not wait for torch.
 """
@@ -32,16 +33,27 @@ from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelC
 from nemo_style_rlhf.schema.try_reward import TryRewardConfig
 
 SERVER = "and a server does not end: start each by a command of its own"
-ONE_RUN = (
-    "and a critic server belongs to one run: sweep with trainers/train_ppo_local.py, which starts a server for each"
-)
+ONE_RUN = "and a critic server belongs to one run: sweep with trainers/train_ppo_local.py, which starts one for each"
 Launched = TypeVar("Launched", bound=LaunchedConfig)
 NO_RUN = "and this program makes none: start it once for each setting"
+EVERY_PHASE = "run one tiny step of every phase"
+STEP_AND_BATCH = "run one optimizer step and one validation batch"
 
 
-@entry_point(PPOCriticConfig, config_name="ppo_critic", no_sweep=lambda config: SERVER)
+@entry_point(PPOCriticConfig, dry_run="run one tiny request of every kind", no_sweep=SERVER)
 def serve_ppo_critic(config: PPOCriticConfig) -> None:
-    """The critic process."""
+    """Values and rewards over HTTP, and a critic that trains on request: the server of trainers/train_ppo_actor.py.
+
+    usage: python servers/serve_ppo_critic.py run.output_dir=DIR model.path=REWARD_MODEL [key=value ...]
+
+    model.path is a reward model (docs/models.md), and the critic starts as its copy unless value_model.path is set.
+    Without a reward model (reward_model.combine_rm_and_critic_server=false) model.path may be a language model, too.
+    value_model.enabled=false serves only the reward model, for algorithms without a critic.
+
+    The server listens on 127.0.0.1:5567 (server.host, server.port). Any address but loopback needs a token, which the actor must
+    know too: server.token.token_file, or NSR_CRITIC_TOKEN in the environment. The server keeps running after the actor has ended;
+    SIGTERM, Ctrl-C or a critic_shutdown call end it with exit code 0. docs/protocol.md describes every endpoint.
+    """
     from nemo_style_rlhf.precheck.programs import check_critic
 
     check_critic(config)
@@ -57,9 +69,18 @@ def serve_ppo_critic(config: PPOCriticConfig) -> None:
         serve(config.run, config.server, binding, partial(load_critic_server, config))
 
 
-@entry_point(RewardServerProcessConfig, config_name="reward_server", no_sweep=lambda config: SERVER)
+@entry_point(RewardServerProcessConfig, dry_run="score two tiny texts", no_sweep=SERVER)
 def serve_reward_model(config: RewardServerProcessConfig) -> None:
-    """A reward model alone."""
+    """Rewards of texts over HTTP, without a critic: the server that PPO (trainers/train_ppo_actor.py) asks with reward=server.
+
+    usage: python servers/serve_reward_model.py model.path=REWARD_MODEL [key=value ...]
+
+    model.path is a reward model, decoder or encoder (docs/models.md); tokenizer and chat template may differ from the policy's.
+
+    The server listens on 127.0.0.1:5568 (server.host, server.port). Any address but loopback needs a token, which the actor must
+    know too (reward.server.token): server.token.token_file, or NSR_CRITIC_TOKEN in the environment. SIGTERM or Ctrl-C end it with
+    exit code 0. docs/protocol.md describes its two endpoints, critic_status and reward_infer.
+    """
     from nemo_style_rlhf.precheck.programs import check_reward_server
 
     check_reward_server(config)
@@ -72,9 +93,15 @@ def serve_reward_model(config: RewardServerProcessConfig) -> None:
     serve(config.run, config.server, binding, partial(load_reward_server, config))
 
 
-@entry_point(EngineProcessConfig, config_name="engine", no_sweep=lambda config: SERVER)
+@entry_point(EngineProcessConfig, no_sweep=SERVER)
 def serve_engine(config: EngineProcessConfig) -> None:
-    """A generation engine."""
+    """Samples of a policy over HTTP, from the weights that a trainer publishes.
+
+    usage: python servers/serve_engine.py model.path=POLICY [key=value ...]
+
+    The engine listens on 127.0.0.1:5569 (server.host, server.port). Any address but loopback needs a token, which its trainer
+    must know, too: server.token.token_file, or NSR_CRITIC_TOKEN in the environment. SIGTERM or Ctrl-C end it with exit code 0.
+    """
     from nemo_style_rlhf.wire.listening import take_address
 
     address = take_address(config.server)
@@ -83,11 +110,12 @@ def serve_engine(config: EngineProcessConfig) -> None:
     serve(config, address)
 
 
-@entry_point(
-    PPOActorConfig, config_name="ppo_actor", no_sweep=lambda config: ONE_RUN if config.uses_critic_process else None
-)
+@entry_point(PPOActorConfig, dry_run=EVERY_PHASE, no_sweep=lambda config: ONE_RUN if config.uses_critic_process else "")
 def train_ppo_actor(config: PPOActorConfig) -> None:
-    """The actor process: PPO on a policy, against a running critic server."""
+    """PPO on a Hugging Face policy, against a running critic server (servers/serve_ppo_critic.py).
+
+    usage: python trainers/train_ppo_actor.py run.output_dir=DIR model.path=MODEL data.train_path=PROMPTS [key=value ...]
+    """
     hold_stop_signal()
     from nemo_style_rlhf.checkpoint.owner import owned
     from nemo_style_rlhf.checkpoint.starts import is_done, settle_today
@@ -104,9 +132,23 @@ def train_ppo_actor(config: PPOActorConfig) -> None:
         run(config)
 
 
-@entry_point(PPOLocalConfig, config_name="ppo_local")
+@entry_point(PPOLocalConfig, dry_run=EVERY_PHASE)
 def train_ppo_local(config: PPOLocalConfig) -> None:
-    """Both processes of PPO on this host, and the engines."""
+    r"""PPO on this host by one command: starts the critic server, the actor and its engines, each in its environment, restarts
+    what dies, and ends them together.
+
+    usage: python trainers/train_ppo_local.py run.output_dir=DIR model.path=MODEL data.train_path=PROMPTS \
+               critic.model.path=REWARD_MODEL [key=value ...] [critic.key=value ...]
+
+      key=...          what trainers/train_ppo_actor.py is given, as it is; critic.run has the values of run
+      critic.key=...   what servers/serve_ppo_critic.py is given, critic. before each key and preset: critic.engine=zero3
+      ranks, critic_ranks      of the actor and of the server, as torchrun starts them
+      devices, critic_devices  their CUDA devices: devices=[0,1] critic_devices=[2]
+      restarts         of processes that die, before the next new step
+
+    DIR gets actor/, critic/ and their logs; the policy ends up in DIR/actor/export. Ctrl-C ends all; the same command resumes.
+    With algorithm=grpo, which has no critic, the server holds only the reward model; with reward=function, too, none is started.
+    """
     from nemo_style_rlhf.precheck.programs import check_launched
 
     check_launched(config)
@@ -115,9 +157,25 @@ def train_ppo_local(config: PPOLocalConfig) -> None:
     _launch(run_on_this_host, config)
 
 
-@entry_point(PPORayConfig, config_name="ppo_ray")
+@entry_point(PPORayConfig, dry_run=EVERY_PHASE)
 def train_ppo_ray(config: PPORayConfig) -> None:
-    """Both processes of PPO on a Ray cluster, and the engines."""
+    r"""PPO on a Ray cluster by one command: starts the critic server, the actor and its engines on the cluster's nodes, each in
+    its environment, restarts what dies, and ends them together. On a node of the cluster `ray job submit --` may be left out.
+
+    usage: ray job submit -- .venv-actor/bin/python trainers/train_ppo_ray.py run.output_dir=DIR model.path=MODEL \
+               data.train_path=PROMPTS critic.model.path=REWARD_MODEL [key=value ...] [critic.key=value ...]
+
+      key=...          what trainers/train_ppo_actor.py is given, as it is; critic.run has the values of run
+      critic.key=...   what servers/serve_ppo_critic.py is given, critic. before each key and preset: critic.engine=zero3
+      ranks, critic_ranks      processes of the actor and of the server in all, one for each GPU
+      ray.actor_nodes, ray.critic_nodes      nodes on which they are
+      generation.engines.count, generation.tensor_parallel_size      engines, and GPUs of each
+      placement        separate or colocated
+      restarts         of processes that die, before the next new step
+
+    DIR gets actor/, critic/ and their logs; the policy ends up in DIR/actor/export. Ctrl-C ends all; the same command resumes.
+    With algorithm=grpo, which has no critic, the server holds only the reward model; with reward=function, too, none is started.
+    """
     from nemo_style_rlhf.precheck.programs import check_launched
 
     check_launched(config)
@@ -167,45 +225,66 @@ def _stage(train: Callable[[Stage], None]) -> Callable[[Stage], None]:
     return owning
 
 
-@entry_point(SFTConfig, config_name="sft")
+@entry_point(SFTConfig, dry_run=STEP_AND_BATCH)
 @_stage
 def train_sft(config: SFTConfig) -> None:
-    """Supervised fine-tuning."""
+    """Supervised fine-tuning of a causal language model.
+
+    usage: python trainers/train_sft.py run.output_dir=DIR model.path=MODEL data.train_path=ROWS [key=value ...]
+    """
     from nemo_style_rlhf.supervised.sft import train_sft
 
     train_sft(config)
 
 
-@entry_point(RewardModelConfig, config_name="reward_model")
+@entry_point(RewardModelConfig, dry_run=STEP_AND_BATCH)
 @_stage
 def train_reward_model(config: RewardModelConfig) -> None:
-    """A reward model from preference pairs."""
+    """A reward model from preference pairs.
+
+    usage: python trainers/train_reward_model.py run.output_dir=DIR model.path=SFT_MODEL data.train_path=PAIRS [key=value ...]
+    """
     from nemo_style_rlhf.supervised.reward_model import train_reward_model
 
     train_reward_model(config)
 
 
-@entry_point(DPOConfig, config_name="dpo")
+@entry_point(DPOConfig, dry_run=STEP_AND_BATCH)
 @_stage
 def train_dpo(config: DPOConfig) -> None:
-    """DPO, IPO and cDPO on preference pairs."""
+    """Direct preference optimization (DPO, IPO, cDPO) on preference pairs.
+
+    usage: python trainers/train_dpo.py run.output_dir=DIR model.path=SFT_MODEL data.train_path=PAIRS [key=value ...]
+    """
     from nemo_style_rlhf.supervised.dpo import train_dpo
 
     train_dpo(config)
 
 
-@entry_point(KTOConfig, config_name="kto")
+@entry_point(KTOConfig, dry_run=STEP_AND_BATCH)
 @_stage
 def train_kto(config: KTOConfig) -> None:
-    """KTO on judged responses."""
+    """Kahneman-Tversky optimization (KTO) on responses that are desirable or not, or on preference pairs.
+
+    usage: python trainers/train_kto.py run.output_dir=DIR model.path=SFT_MODEL data.train_path=ROWS [key=value ...]
+    """
     from nemo_style_rlhf.supervised.kto import train_kto
 
     train_kto(config)
 
 
-@entry_point(EvaluationConfig, config_name="evaluate")
+@entry_point(EvaluationConfig, dry_run="answer two prompts with a few tokens, write nothing")
 def evaluate(config: EvaluationConfig) -> None:
-    """Compare checkpoints on the same prompts."""
+    """Responses of several checkpoints to the same prompts with the same seeds: texts to read and search, numbers to compare.
+
+    usage: python trainers/evaluate.py run.output_dir=DIR data.path=PROMPTS "checkpoints=[NAME:MODEL,NAME:MODEL]" [key=value ...]
+
+      reward.model.path=MODEL       scores of a reward model (docs/models.md lists what is read)
+      reward.function.path=FILE     scores of a reward function, in place of the reward model's or added to them
+
+    It writes to run.output_dir: results.jsonl (one object per prompt, checkpoint and sample), summary.json (one object per
+    checkpoint). `python trainers/watch.py DIR` shows them side by side, and `--export FILE.html` makes one file of that.
+    """
     from nemo_style_rlhf.checkpoint.owner import owned
     from nemo_style_rlhf.checkpoint.starts import settle_today
     from nemo_style_rlhf.precheck.programs import check_evaluation
@@ -222,9 +301,15 @@ def evaluate(config: EvaluationConfig) -> None:
             evaluate(config, sampler)
 
 
-@entry_point(InspectDataConfig, config_name="inspect_data", no_sweep=lambda config: NO_RUN)
+@entry_point(InspectDataConfig, no_sweep=NO_RUN)
 def inspect_data(config: InspectDataConfig) -> None:
-    """Show tokenized training samples."""
+    """What a supervised stage trains on: tokens, which of them are learned, and which rows are dropped.
+
+    usage: python trainers/inspect_data.py stage=STAGE model.path=MODEL data.train_path=ROWS [key=value ...]
+
+    stage is sft, reward_model, dpo or kto; the data keys are those of its trainer. On a terminal learned tokens are green (unless
+    NO_COLOR is set); everywhere they stand in brackets.
+    """
     from nemo_style_rlhf.precheck.programs import check_inspection
 
     check_inspection(config)
@@ -233,17 +318,36 @@ def inspect_data(config: InspectDataConfig) -> None:
     inspect_data(config)
 
 
-@entry_point(TryRewardConfig, config_name="try_reward", no_sweep=lambda config: NO_RUN)
+@entry_point(TryRewardConfig, no_sweep=NO_RUN)
 def try_reward(config: TryRewardConfig) -> None:
-    """A reward on a file of responses."""
+    """Try a reward function, endpoints or a judge on prompts and responses of a file, without any model.
+
+    usage: python trainers/try_reward.py reward.function.path=FILE.py data.path=ROWS [key=value ...]
+
+    reward=endpoints tries endpoints, reward=judge a judge. Rewards, filtering scores and extra logs stand in a table, the reasons
+    of failures below it; the exit code is 1 if any row has no reward.
+    """
     from nemo_style_rlhf.evaluation.try_reward import try_reward
 
     raise SystemExit(0 if try_reward(config) else 1)
 
 
-@entry_point(PlanConfig, config_name="plan", no_sweep=lambda config: NO_RUN)
+@entry_point(PlanConfig, no_sweep=NO_RUN)
 def plan(config: PlanConfig) -> None:
-    """The memory of both processes before they start."""
+    """The memory of a PPO run before it starts: what each process will hold at its peak, against the device's memory.
+
+    usage: python trainers/plan.py ACTOR_ARGUMENTS [critic.KEY=VALUE ...] [device_gib=GIB] [ranks=N] [together=true]
+
+      ACTOR_ARGUMENTS  what trainers/train_ppo_actor.py is given, as it is
+      critic.KEY=...   what servers/serve_ppo_critic.py is given, critic. before each key and preset: critic.engine=zero2
+      device_gib       plan for a device of this size; else this machine's CUDA device, or this host
+      device_tflops, device_gb_per_s  of this device's data sheet: also estimate the seconds of a step's rollout and training
+      run.device       cuda or cpu: which kind of device to plan for, whatever this machine has
+      ranks, critic_ranks  of the actor and of the server, as torchrun starts them
+      together         both processes share the devices
+
+    No weights are read and nothing is written. Exit code 2 where it does not fit, with the changes that save most.
+    """
     from nemo_style_rlhf.planning.run import plan
 
     plan(config)
@@ -280,7 +384,7 @@ def export_checkpoint() -> None:
     parser.add_argument("target", type=Path, help="a new folder for the model")
     parser.add_argument(
         "--model",
-        help="where the model lies from which the training started; by default its model.path, or critic.path if that is set",
+        help="where the model lies from which the training started; by default value_model.path, or model.path if that is null",
     )
     arguments = parser.parse_args()
 

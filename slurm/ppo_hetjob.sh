@@ -42,7 +42,7 @@ set -a # what follows is exported
 # Gets critic/ and actor/, the run.output_dir of each, and their logs. That of an earlier job continues it.
 : "${OUTPUT_DIR:=outputs/$SLURM_JOB_NAME-$SLURM_JOB_ID}"
 # Overrides of the two programs, quoted as in a shell; --config-name=... too. With algorithm=grpo or another without a critic the server
-# needs critic.enabled=false.
+# needs value_model.enabled=false.
 : "${CRITIC_ARGS:=}" "${ACTOR_ARGS:=}"
 # Processes per node: one for each GPU.
 : "${CRITIC_RANKS:=1}" "${ACTOR_RANKS:=1}" "${ENGINES_PER_NODE:=1}"

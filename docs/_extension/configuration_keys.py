@@ -9,19 +9,18 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 
-import nemo_style_rlhf.programs  # noqa: F401 - fills PROGRAMS
-from nemo_style_rlhf.launch.entry import CONF_DIR, PROGRAMS
+from nemo_style_rlhf.launch.composition import CONF_DIR, compose
 from nemo_style_rlhf.schema.documentation import bounds_of, default, docstrings
+from nemo_style_rlhf.schema.pair import PairConfig
+from nemo_style_rlhf.schema.programs import PROGRAMS
 
 PAGE = "reference/keys"
 REQUIRED = "required"
-PAIRS = ("train_ppo_local", "train_ppo_ray", "plan")
+PAIRS = [program for program, (_, schema) in PROGRAMS.items() if issubclass(schema, PairConfig)]
 """Programs that take the actor's keys, and the server's with ``critic.`` before them; the page lists only keys of their own."""
 
 
@@ -61,16 +60,12 @@ def keys_of(schema: type, composed: DictConfig, prefix: str = "") -> Iterator[Ke
 def all_keys() -> dict[Key, list[str]]:
     """The keys of all programs, and the programs that take each."""
     found: dict[Key, list[str]] = {}
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        for program, (config_name, schema) in PROGRAMS.items():
-            ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
-            for key in keys_of(schema, compose(config_name)):
-                of_actor = any(
-                    other.name == key.name and "train_ppo_actor" in takers for other, takers in found.items()
-                )
-                if program in PAIRS and (of_actor or key.name.startswith("critic.")):
-                    continue
-                found.setdefault(key, []).append(program)
+    for program, (config_name, schema) in PROGRAMS.items():
+        for key in keys_of(schema, compose(config_name)):
+            of_actor = any(other.name == key.name and "train_ppo_actor" in takers for other, takers in found.items())
+            if program in PAIRS and (of_actor or key.name.startswith("critic.")):
+                continue
+            found.setdefault(key, []).append(program)
     return found
 
 

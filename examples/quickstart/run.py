@@ -132,7 +132,7 @@ def quickstart(pipeline: Pipeline, output_dir: Path, seed: int, reward: str) -> 
     critic = {**CRITIC, **common, "model.path": reward_model / "export"}
     actor = {**ACTOR, **common, **files, "model.path": sft / "export"}
     if reward == "function":
-        critic |= {"model.path": sft / "export", "critic.combine_rm_and_critic_server": "false"}
+        critic |= {"model.path": sft / "export", "reward_model.combine_rm_and_critic_server": "false"}
         actor |= {"reward": "function", "reward.function.path": Path(__file__).parent / "pleasant.py"}
     ppo_seconds = train_ppo(pipeline, critic, actor, output_dir)
     say(f"  {ppo_seconds:.0f} s")

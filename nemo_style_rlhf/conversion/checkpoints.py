@@ -81,8 +81,8 @@ def export_checkpoint(checkpoint: Path, target: Path, *, model: str | None = Non
     if found.kind != "critic" and (recorded["model"].get("lora") or {}).get("rank"):
         _require_free(target.with_name(f"{target.name}_adapter"))
     if model is not None:
-        own_start = found.kind == "critic" and (recorded.get("critic") or {}).get("path")
-        recorded["critic" if own_start else "model"]["path"] = model
+        own_start = found.kind == "critic" and (recorded.get("value_model") or {}).get("path")
+        recorded["value_model" if own_start else "model"]["path"] = model
     export = {"actor": _export_actor, "critic": _export_critic, "supervised": _export_stage}[found.kind]
     try:
         export(found, target, recorded)

@@ -99,7 +99,7 @@ class ServerClient:
         if "reward" not in status.roles:
             raise UserError(
                 f"{self.where} serves {', '.join(status.roles)}, the actor needs reward too: start it with "
-                "critic.combine_rm_and_critic_server=true, or name a servers/serve_reward_model.py in reward.server"
+                "reward_model.combine_rm_and_critic_server=true, or name a servers/serve_reward_model.py in reward.server"
             )
 
     def close(self) -> None:

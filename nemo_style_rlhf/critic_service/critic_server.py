@@ -166,7 +166,7 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
         "model.dtype": config.model.dtype,
         "model.lora.rank": config.model.lora.rank,
         "model.lora.alpha": config.model.lora.alpha,
-        "critic.normalize_rewards": config.critic.normalize_rewards,  # its values are on the rewards' scale
+        "reward_model.normalize_rewards": config.reward_model.normalize_rewards,  # its values are on the rewards' scale
         "trained parameters": worker.trained,
         **({} if worker.reward is None else {"reward model": worker.identity.model_digest}),
         START_WEIGHTS: worker.start_digest,
@@ -180,7 +180,7 @@ def _composed(
     config: PPOCriticConfig, worker: CriticWorker, store: CriticCheckpointStore | None, gate: Gate
 ) -> Service:
     """``store`` is None without a critic."""
-    ledger = Ledger(max_staged_bytes=config.critic.max_staged_bytes)
+    ledger = Ledger(max_staged_bytes=config.server.max_staged_bytes)
     limits = worker.identity.limits(config.server.max_request_bytes)
     critic = Critic(worker, ledger, limits, gate)
     handlers: dict[messages.Endpoint, Handler] = {

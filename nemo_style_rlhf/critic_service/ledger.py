@@ -101,7 +101,7 @@ class Ledger:
                 raise ProtocolError(
                     Code.INVALID,
                     f"step {part.step} comes to {staged} bytes with part {part.part} of {part.parts}, the server's "
-                    f"critic.max_staged_bytes is {self.max_staged_bytes}: start it with more, or train on less in a step",
+                    f"server.max_staged_bytes is {self.max_staged_bytes}: start it with more, or train on less in a step",
                 )
             self._staged[part.part] = part.owned()
             answer = {"staged": len(self._staged), "parts": part.parts}

@@ -100,8 +100,8 @@ class RemoteCritic(ServerClient):
         where = self.where
         if needs_critic and "tokens" in status.roles:
             raise UserError(
-                f"{where} runs with critic.enabled=false but the algorithm needs a critic: start it with critic.enabled=true, or "
-                "choose an algorithm without a critic, such as algorithm=grpo"
+                f"{where} runs with value_model.enabled=false but the algorithm needs a critic: start it with "
+                "value_model.enabled=true, or choose an algorithm without a critic, such as algorithm=grpo"
             )
         if not {"critic", "tokens"} & {*status.roles}:
             raise UserError(
@@ -223,7 +223,7 @@ class RemoteCritic(ServerClient):
         if (size := sum(array.nbytes for part in parts for array in part)) > self._max_staged_bytes:
             raise UserError(
                 f"a train step of {size} bytes is more than {self.where} takes ({self._max_staged_bytes}): start it with a "
-                "larger critic.max_staged_bytes, or lower algorithm.num_rollout_samples or generation.max_length"
+                "larger server.max_staged_bytes, or lower algorithm.num_rollout_samples or generation.max_length"
             )
         normalizers = batch.normalizers or [
             float(sum(int(batch.masks[row].sum()) for row in rows)) for rows in batch.mini_batches

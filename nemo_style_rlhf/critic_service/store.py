@@ -31,7 +31,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.wire.messages import Code, ProtocolError
 
 RECORD = "critic.json"
-START_WEIGHTS = "the weights at the start (critic.path, run.seed)"
+START_WEIGHTS = "the weights at the start (value_model.path, run.seed)"
 """Name, in a record, of the digest of the weights from which the critic started."""
 log = logging.getLogger(__name__)
 

@@ -129,7 +129,7 @@ class CriticWorker:
             UserError: a checkpoint is missing or unsuitable.
         """
         self.config = config
-        self.has_critic = config.critic.enabled
+        self.has_critic = config.value_model.enabled
         self.group = WorkerGroup()
         self.group.join(
             {
@@ -155,7 +155,7 @@ class CriticWorker:
             self.tokenizer,
             path=config.model.path,
             reads_conversations=text is not None and text.reads_conversations,
-            max_length=config.critic.max_length,
+            max_length=config.server.max_length,
             decisive=_decisive(config),
         )
         self.batches = Batches(
@@ -166,7 +166,7 @@ class CriticWorker:
             ranks=self.group.size,
         )
         if served is not None and text is not None:
-            offload = config.critic.offload_reward_model
+            offload = config.reward_model.offload_reward_model
             if config.model.compile and config.engine.zero_stage < 3:
                 compile_forward(served)
             self.reward = RewardModel(served, text, self.batches, self.group, offload=offload, engine=config.engine)
@@ -194,7 +194,7 @@ class CriticWorker:
         Raises:
             UserError: it gives no score per token, or its tokenizer is not the critic's.
         """
-        config, path = self.config.critic, self.config.model.path
+        config, path = self.config.reward_model, self.config.model.path
         if not config.combine_rm_and_critic_server:
             return None
         model = load_reward_model(
@@ -206,8 +206,9 @@ class CriticWorker:
         tokenizer = load_tokenizer(path, trust_remote_code=self.config.model.trust_remote_code)
         if tokenizer_digest(tokenizer) != tokenizer_digest(self.tokenizer):
             raise UserError(
-                f"critic.path={config.path} and the reward model {path} have different tokenizers: serve the reward model "
-                "with servers/serve_reward_model.py, which reads text, and set critic.combine_rm_and_critic_server=false"
+                f"value_model.path={self.config.value_model.path} and the reward model {path} have different tokenizers: serve "
+                "the reward model with servers/serve_reward_model.py, which reads text, and set "
+                "reward_model.combine_rm_and_critic_server=false"
             )
         return model, RewardText(path, tokenizer, append_eos=config.append_eos)
 
@@ -283,7 +284,7 @@ class CriticWorker:
             old, target, weight = (self.batches.padded(array, request, rows) for array in arrays)
             if not counts:
                 weight = torch.zeros_like(weight)
-            clip, normalizer = self.config.critic.loss_clip_val, message.normalizers[number]
+            clip, normalizer = self.config.value_model.loss_clip_val, message.normalizers[number]
             result = value_loss(values, old, target, weight, clip=clip, normalizer=normalizer)
             if counts:
                 totals.add(result, values.detach(), target, weight)
@@ -377,8 +378,8 @@ class _Totals:
 def _decisive(config: PPOCriticConfig) -> dict[str, Any]:
     """Everything in the config that decides the critic's numbers."""
     return {
-        "loss_clip_val": config.critic.loss_clip_val,
-        "normalize_rewards": config.critic.normalize_rewards,
+        "loss_clip_val": config.value_model.loss_clip_val,
+        "normalize_rewards": config.reward_model.normalize_rewards,
         "engine": asdict(config.engine),
         "lora": asdict(config.model.lora),
         "dtype": config.model.dtype,

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_style_rlhf.checkpoint.files import write_atomically
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch.entry import config_file
+from nemo_style_rlhf.launch.composition import config_file
 from nemo_style_rlhf.launch.program import ENGINE_CONFIG
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.generation import GenerationConfig, TrainingGenerationConfig

@@ -5,9 +5,8 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, TypeVar
 
@@ -24,7 +23,6 @@ if OURS := require_own_interpreter():  # before the first import that another Py
     collect_rarely()
 
 import hydra
-import yaml
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -34,46 +32,60 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_rlhf.errors import USER_ERROR_EXIT, UserError
 from nemo_style_rlhf.launch import sweep
+from nemo_style_rlhf.launch.composition import CONF_DIR, in_section, store_schemas
 from nemo_style_rlhf.launch.limits import require_open_files
 from nemo_style_rlhf.launch.overrides import is_override, override, readable
 from nemo_style_rlhf.launch.program import CHECKED
 from nemo_style_rlhf.launch.starting import starting
-from nemo_style_rlhf.schema.base import build, idle_settings, literal, one_sentence
-from nemo_style_rlhf.schema.documentation import describe
+from nemo_style_rlhf.launch.usage import describe_keys, help_text
+from nemo_style_rlhf.schema.base import build, idle_settings, keys, one_sentence
 from nemo_style_rlhf.schema.paths import require_paths
+from nemo_style_rlhf.schema.programs import PROGRAMS
+from nemo_style_rlhf.schema.renamed import hint
 
-PACKAGE = Path(__file__).resolve().parents[1]
-CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
-"""Inside an installed package (package_dir in setup.py), beside the package in the repository."""
-PROGRAMS: dict[str, tuple[str, type]] = {}
-"""File in ``conf/`` and schema of each program, by the name of its script. Importing programs.py fills it."""
+HYDRA = (
+    "hydra/help=program",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+    "hydra.output_subdir=null",
+    "hydra.run.dir=.",
+)
+"""Overrides of Hydra's own settings: it logs nothing, makes no folder, and prints our help."""
 Schema = TypeVar("Schema")
 # Else every start composes its configuration twice, the first time only to look for a hydra.mode.
 Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def entry_point(
-    schema: type[Schema], config_name: str, *, no_sweep: Callable[[Schema], str | None] = lambda config: None
+    schema: type[Schema], *, dry_run: str = "", no_sweep: str | Callable[[Schema], str] = ""
 ) -> Callable[[Callable[[Schema], None]], Callable[[], None]]:
     """Decorate ``main(config)`` into a command line with Hydra's overrides and ``--cfg job``, ``--help [KEY]`` and ``--dry-run``.
 
-    ``conf/<config_name>.yaml`` starts from the dataclass ``schema`` (stored as ``<config_name>_schema``), so an unknown key
-    or a wrong type is refused before anything loads. A :class:`UserError` is printed as one line and exits with 2; every
-    other exception propagates with its traceback. With ``-m`` the program starts itself for one run after the other, unless
-    ``no_sweep`` returns a reason not to.
+    The program's file in ``conf/`` starts from the dataclass ``schema``, so an unknown key or a wrong type is refused before
+    anything loads. A :class:`UserError` is printed as one line and exits with 2; every other exception propagates with its
+    traceback. The docstring of ``main`` begins ``--help``. With ``-m`` the program starts itself for one run after the other.
+
+    Args:
+        dry_run: for ``--help``, what ``--dry-run`` does after loading; empty for a program without one.
+        no_sweep: the reason not to take ``-m``, or a function that returns it for a configuration; empty for none.
     """
+    script, name = next((script, name) for script, (name, each) in PROGRAMS.items() if each is schema)
 
     def decorate(main: Callable[[Schema], None]) -> Callable[[], None]:
-        PROGRAMS[main.__name__] = (config_name, schema)
-
         @functools.wraps(main)
         def command_line() -> None:
-            ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
+            told = ""
+            if not {"--help", "-h"}.isdisjoint(sys.argv):
+                never = isinstance(no_sweep, str) and no_sweep != ""
+                told = help_text(script, main.__doc__ or "", dry_run=dry_run, sweeps=not never)
+            node = {"app_name": script, "header": "", "footer": "", "template": told}
+            ConfigStore.instance().store(group="hydra/help", name="program", node=node)
+            store_schemas(name)
             composed: list[DictConfig] = []
             overrides: list[list[str]] = []
 
             # Hydra only composes: what fails in our own work must not come out wrapped in its messages.
-            @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)
+            @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)
             def compose(config: DictConfig) -> None:
                 composed.append(config)
                 overrides.append(list(HydraConfig.get().overrides.task))
@@ -81,15 +93,24 @@ def entry_point(
             words = ["run.dry_run=true" if argument == "--dry-run" else argument for argument in sys.argv[1:]]
             help_at = words.index("--help") if "--help" in words else len(words)
             if asked := [word for word in words[help_at:] if not word.startswith("-") and "=" not in word]:
-                show_keys(schema, config_name, asked)
+                try:
+                    print(describe_keys(script, asked))
+                except UserError as error:
+                    refuse(str(error))
                 return
             # argparse wants overrides in one piece; slurm/ puts some of its own around the user's words.
             words.sort(key=is_override)
             sweeps = bool({*sweep.WORDS} & {*words})
             os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors to us instead of printing several lines
             try:
-                words = [readable(word, sweeps=sweeps) if is_override(word) else word for word in words]
-                sys.argv = [sys.argv[0], *words]
+                words = [
+                    readable(in_section(word, name), sweeps=sweeps) if is_override(word) else word for word in words
+                ]
+                options = [word for word in words if not is_override(word)]
+                for key in (word.partition("=")[0].lstrip("+~") for word in words[len(options) :]):
+                    if renamed := hint(key, list(keys(schema))):  # Hydra's error would name only its section
+                        raise UserError(f"{key}: {renamed}")
+                sys.argv = [sys.argv[0], *options, *HYDRA, *words[len(options) :]]
                 with TemporaryDirectory() as scratch:  # Hydra leaves a file for every sweep
                     if sweeps:
                         sys.argv.append(override("hydra.sweep.dir", scratch))
@@ -97,12 +118,12 @@ def entry_point(
                 if len(composed) > 1:
                     for config in composed:
                         checked = build(schema, config)
-                        if reason := no_sweep(checked):
+                        if reason := no_sweep if isinstance(no_sweep, str) else no_sweep(checked):
                             raise UserError(f"-m starts one run after the other {reason}")
                         require_paths(checked)
-                    options = [word for word in words if not is_override(word) and word not in sweep.WORDS]
                     folders = [str(OmegaConf.select(config, "run.output_dir")) for config in composed]
-                    raise SystemExit(sweep.run_all(options, overrides, folders))
+                    kept = [option for option in options if option not in sweep.WORDS]
+                    raise SystemExit(sweep.run_all(kept, overrides, folders))
                 for config in composed:  # none after --help and --cfg
                     checked = build(schema, config)
                     require_paths(checked)
@@ -134,26 +155,6 @@ def entry_point(
         return _ended_at_once(command_line) if OURS and started_for_this() else command_line
 
     return decorate
-
-
-def show_keys(schema: type, config_name: str, asked: Sequence[str]) -> None:
-    """Answer ``--help KEY``."""
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        composed = hydra.compose(config_name)
-    try:
-        print("\n".join(describe(schema, key, composed) for key in asked))
-    except UserError as error:
-        refuse(str(error))
-
-
-def config_file(base: str, values: Mapping[str, Any]) -> str:
-    """A configuration file for the program of ``conf/<base>.yaml``: ``values`` instead of presets.
-
-    The program takes the file as ``--config-dir=FOLDER --config-name=NAME``.
-    """
-    content = yaml.safe_load((CONF_DIR / f"{base}.yaml").read_text())
-    content["defaults"] = [each for each in content["defaults"] if isinstance(each, str) or "override" in str(each)]
-    return yaml.safe_dump({**content, **literal(values)}, sort_keys=False, allow_unicode=True)
 
 
 def _ended_at_once(run: Callable[[], None]) -> Callable[[], None]:

@@ -81,7 +81,7 @@ def after_ppo(config: PPOActorConfig) -> str:
     unset, export = EvaluationConfig(), f"{config.run.output_dir}/{f'{ACTOR}/' if launched else ''}{EXPORT_FOLDER}"
     rewards: dict[str, Any] = {}
     if isinstance(config, LaunchedConfig) and config.reward.critic.weight:
-        served = config.critic.critic
+        served = config.critic.reward_model
         rewards = {"reward.model.path": config.critic.model.path}
         rewards |= _changed("reward.model", served, unset.reward.model, OF_REWARD_MODELS)
         rewards |= _changed("reward.model", config.reward.critic, unset.reward.model, {"weight"})

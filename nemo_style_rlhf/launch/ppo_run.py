@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
-from nemo_style_rlhf.launch.entry import config_file
+from nemo_style_rlhf.launch.composition import config_file
 from nemo_style_rlhf.launch.interpreter import ROOT
 from nemo_style_rlhf.launch.local import POLL_S, STOP_GRACE_S, Child
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT

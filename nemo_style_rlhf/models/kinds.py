@@ -95,7 +95,8 @@ def require_reward_head(path: str, config: Any, head: StoredHead | None) -> None
     if kind := language_model(config):
         raise UserError(
             f"{path} is {kind}, no reward model: train one from it with trainers/train_reward_model.py, or give another "
-            "path; a critic server without a reward model (critic.combine_rm_and_critic_server=false) starts its critic from it"
+            "path; a critic server without a reward model (reward_model.combine_rm_and_critic_server=false) starts its critic "
+            "from it"
         )
 
 
@@ -119,7 +120,7 @@ def require_weights_of_labels(path: str, labels: int, given: Sequence[float] | N
     weights = "none" if given is None else f"{len(given)} weights"
     raise UserError(
         f"the reward model {path} has {labels} labels and label_weights are {weights}: give it one number per label, "
-        "critic.label_weights=[...] to a critic server, reward.label_weights=[...] to a reward server and "
+        "reward_model.label_weights=[...] to a critic server, reward.label_weights=[...] to a reward server and "
         "reward.model.label_weights=[...] to trainers/evaluate.py"
     )
 
@@ -136,6 +137,6 @@ def refuse_encoder(path: str, class_name: str) -> NoReturn:
     """
     raise UserError(
         f"the reward model {path} is an encoder ({class_name}), which gives no score per token: serve it "
-        "with servers/serve_reward_model.py, set critic.combine_rm_and_critic_server=false, and start the critic from a "
-        "decoder (critic.path)"
+        "with servers/serve_reward_model.py, set reward_model.combine_rm_and_critic_server=false, and start the critic from a "
+        "decoder (value_model.path)"
     )

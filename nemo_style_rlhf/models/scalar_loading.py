@@ -97,8 +97,8 @@ def load_critic(
 def starting_critic(config: PPOCriticConfig) -> ScalarModel:
     """The critic of a critic server before training, without adapters."""
     return load_critic(
-        config.critic_start, seed=config.run.seed, normalize=config.critic.normalize_rewards,
-        label_weights=config.critic.label_weights,
+        config.critic_start, seed=config.run.seed, normalize=config.reward_model.normalize_rewards,
+        label_weights=config.reward_model.label_weights,
     )  # fmt: skip
 
 

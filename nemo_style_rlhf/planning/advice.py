@@ -72,8 +72,8 @@ def candidates(config: PlanConfig) -> Iterator[tuple[str, Any]]:
     yield "generation.gpu_memory_utilization", config.generation.gpu_memory_utilization / 2
     if not config.placement.in_turns and not config.algorithm.staleness:
         yield "placement.share", "turns"
-    if not config.critic.critic.offload_reward_model:
-        yield "critic.critic.offload_reward_model", True
+    if not config.critic.reward_model.offload_reward_model:
+        yield "critic.reward_model.offload_reward_model", True
     if not config.critic.engine.offload_optimizer_states:
         yield "critic.engine.offload_optimizer_states", True
 

@@ -24,20 +24,20 @@ def plan_critic(
     length = prompt_length + config.generation.max_length
     libraries = device.libraries("critic")
     held = Counter({"libraries": libraries})
-    if server.critic.enabled:
+    if server.value_model.enabled:
         held = trained_model(critic, server.engine, device, ranks=ranks, libraries=libraries)
     samples = algorithm.num_rollout_samples  # micro-batches are formed as for one rank, then shared
     batch = _batch(config, min(samples, SCORING_GROUP), length)
     scoring = critic.inference(batch)
-    if server.critic.combine_rm_and_critic_server:
+    if server.reward_model.combine_rm_and_critic_server:
         scoring = max(scoring, reward.inference(batch), key=Counter.total)  # one after the other
         # One that has slept rests while the critic trains, unless it is sharded.
-        rests = server.critic.offload_reward_model or (config.placement.in_turns and server.engine.zero_stage < 3)
+        rests = server.reward_model.offload_reward_model or (config.placement.in_turns and server.engine.zero_stage < 3)
         if rests and device.cuda:
             scoring["reward model"] = reward.base_weights
         else:
             held["reward model"] = frozen_weights(reward, server.engine, ranks=ranks)
-    if not server.critic.enabled:
+    if not server.value_model.enabled:
         return ProcessPlan(CRITIC, (Phase("rewards", held + scoring),), ranks)
     phases = training_phases(
         critic, server.engine, device, held, {"values and rewards": scoring},

@@ -104,9 +104,9 @@ class Planner:
         return self._blueprint(config.model.reference_model, scalar=False) if config.model.reference_path else policy
 
     def _reward(self, config: PlanConfig, critic: Blueprint) -> Blueprint:
-        """The critic server's reward model, which is the critic's start without critic.critic.path."""
+        """The critic server's reward model, which is the critic's start without critic.value_model.path."""
         server = config.critic_server
-        same = server.critic_start == server.model or not server.critic.combine_rm_and_critic_server
+        same = server.critic_start == server.model or not server.reward_model.combine_rm_and_critic_server
         return critic if same else self._blueprint(config.critic.model, scalar=True)
 
     def _blueprint(self, model: ModelConfig, *, scalar: bool) -> Blueprint:
@@ -125,7 +125,7 @@ class Planner:
         if critic is not None:
             limits += [
                 (critic.max_positions, f"positions of {config.critic_server.critic_start.path}"),
-                (config.critic.critic.max_length, "tokens of critic.critic.max_length"),
+                (config.critic.server.max_length, "tokens of critic.server.max_length"),
             ]
             if (reward := self._reward(config, critic)) is not critic:
                 limits.append((reward.max_positions, f"positions of {config.critic.model.path}"))

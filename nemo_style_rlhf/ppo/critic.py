@@ -89,8 +89,9 @@ def _meet(critic: RemoteCritic, start: RunStart, policy: LoadedPolicy, ranks: Ra
     )
     if "critic" in status.roles and not config.algorithm.uses_critic and ranks.is_first:
         log.warning(
-            "%s holds a critic, which algorithm.advantage_estimator=%s does not use: start it with critic.enabled=false, and it "
-            "needs only the reward model's memory", critic.where, config.algorithm.advantage_estimator,
+            "%s holds a critic, which algorithm.advantage_estimator=%s does not use: start it with "
+            "value_model.enabled=false, and it needs only the reward model's memory",
+            critic.where, config.algorithm.advantage_estimator,
         )  # fmt: skip
     if status.max_length < policy.max_length:
         raise UserError(

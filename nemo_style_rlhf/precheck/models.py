@@ -97,10 +97,10 @@ def check_critic_server(config: PPOCriticConfig) -> None:
     Raises:
         UserError: one of its models does not fit.
     """
-    if config.critic.combine_rm_and_critic_server:
-        check_reward_model(config.model.path, config.critic.label_weights, per_token=True)
-    if config.critic.enabled:
-        check_start(config.critic_start.path, config.critic.label_weights)
+    if config.reward_model.combine_rm_and_critic_server:
+        check_reward_model(config.model.path, config.reward_model.label_weights, per_token=True)
+    if config.value_model.enabled:
+        check_start(config.critic_start.path, config.reward_model.label_weights)
 
 
 def _config_and_head(path: str) -> tuple[ConfigFile, StoredHead | None] | None:

@@ -37,7 +37,7 @@ class ShapingConfig:
 
     normalize: str = setting("none", among=("none", "running"))
     """none, or running: by mean and standard deviation of every score so far. OpenRLHF's --normalize_reward (off by default)
-    differs: it uses fixed statistics stored with the reward model, as the server's critic.normalize_rewards does."""
+    differs: it uses fixed statistics stored with the reward model, as the server's reward_model.normalize_rewards does."""
     clip_low: float | None = None
     """Lower bound of a score; null for none."""
     clip_high: float | None = None

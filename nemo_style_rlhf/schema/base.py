@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.schema.renamed import hint
 
 Schema = TypeVar("Schema")
 SYNONYMS = {
@@ -117,15 +118,18 @@ def one_sentence(error: OmegaConfBaseException, schema: type | None = None) -> s
 
 
 def _meant(error: OmegaConfBaseException, schema: type | None) -> str:
-    """Suggest a key of the same group with nearly the name of an unknown one, else keys of other groups."""
+    """Name the new name of a renamed key; else suggest a key of the same group with nearly the name of an unknown one, else keys
+    of other groups."""
     if not isinstance(error, ConfigKeyError | ConfigAttributeError):
         return ""
+    every = list(keys(schema)) if schema else []
+    if renamed := hint(str(error.full_key or error.key), every):
+        return f": {renamed}"
     unknown = str(error.full_key or error.key).rpartition(".")[2]
     if dataclasses.is_dataclass(error.object_type):
         known = [field.name for field in dataclasses.fields(error.object_type)]
         if near := difflib.get_close_matches(unknown, known if unknown not in known else [], n=1):
             return f", did you mean {near[0]}?"
-    every = list(keys(schema)) if schema else []
     names = {key.rpartition(".")[2] for key in every}
     wanted = SYNONYMS.get(unknown, next(iter(difflib.get_close_matches(unknown, names, n=1)), ""))
     found = [key for key in every if wanted and f".{key}".endswith(f".{wanted}")]

@@ -17,49 +17,38 @@ def require_label_weights(key: str, weights: list[float] | None) -> None:
 
 
 @dataclass
-class CriticConfig:
-    """The critic's loss, and the models and limits of its server."""
+class ValueModelConfig:
+    """The critic: where it starts, and its loss."""
 
     enabled: bool = True
-    """false loads, trains and saves no critic: the server then serves the reward model alone, for algorithms without a critic
+    """false loads, trains and saves no critic: the server then serves only the reward model, for algorithms without a critic
     (algorithm=grpo and others). Commands that start both processes set it by the algorithm."""
     path: str | None = field(default=None, metadata={CHECK: model_folder})
     """Where the critic starts: a Hugging Face directory or hub name of a reward model, of an earlier run's critic, or of a
     language model, which gets a new score head; null is model.path."""
     loss_clip_val: float | None = setting(0.2, gt=0, expected="a number above 0, or null for no clipping")
     """PPO's value clipping: predictions may move this far from the rollout's values; null turns it off."""
+
+
+@dataclass
+class ServedRewardModelConfig:
+    """The frozen reward model of the critic server."""
+
     combine_rm_and_critic_server: bool = True
     """Also serve the frozen reward model in this process; false serves only values, and then model.path may be a language model,
     too."""
     label_weights: list[float] | None = None
     """One weight for each label of a reward model with several. The reward is the weighted sum of the labels."""
-    max_length: int = setting(0, ge=0, expected="a number of tokens, or 0 for the model's own")
-    """Longest accepted sequence, in tokens; 0 takes the model's own limit, with critic.path the smaller of both."""
     append_eos: bool | None = None
     """Whether reward_infer ends every response with the end-of-text token; null does as in the reward model's training."""
-    max_staged_bytes: int = 512 * 2**20
-    """Maximum tensor bytes of an incomplete train step that is sent in parts: 16 per token and 4 per sequence, so that the
-    default holds 4,000 sequences of 8,000 tokens. The bytes are copied once more when the step is complete."""
     normalize_rewards: bool = False
     """Serve (reward - mean) / std, by the statistics stored with the reward model, and values on that scale."""
     offload_reward_model: bool = False
     """Keep the reward model's weights in host memory while the critic trains (CUDA only; no effect on CPU). Otherwise it stays on
     the device, with engine.zero_stage=3 sharded over the ranks."""
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """See :func:`base.idle_settings`."""
-        if not self.enabled:
-            for name in ("path", "loss_clip_val", "max_staged_bytes"):
-                yield name, "does nothing: there is no critic (critic.enabled=false)"
-
     def validate(self) -> None:
-        require(
-            self.enabled or self.combine_rm_and_critic_server,
-            "critic.combine_rm_and_critic_server",
-            False,
-            "true with critic.enabled=false, which leaves a server nothing else to serve",
-        )
-        require_label_weights("critic.label_weights", self.label_weights)
+        require_label_weights("reward_model.label_weights", self.label_weights)
 
 
 @dataclass
@@ -122,35 +111,64 @@ class CriticServerConfig(ServerConfig):
 
 
 @dataclass
+class TrainingServerConfig(CriticServerConfig):
+    """The front door of a critic server, and the limits of its sequences and train steps."""
+
+    max_length: int = setting(0, ge=0, expected="a number of tokens, or 0 for the model's own")
+    """Longest accepted sequence, in tokens; 0 takes the model's own limit, with value_model.path the smaller of both."""
+    max_staged_bytes: int = 512 * 2**20
+    """Maximum tensor bytes of an incomplete train step that is sent in parts: 16 per token and 4 per sequence, so that the
+    default holds 4,000 sequences of 8,000 tokens. The bytes are copied once more when the step is complete."""
+
+    def validate(self) -> None:
+        super().validate()
+        require(
+            self.max_staged_bytes >= self.max_request_bytes,
+            "server.max_staged_bytes",
+            self.max_staged_bytes,
+            f"server.max_request_bytes={self.max_request_bytes} bytes or more",
+        )
+
+
+@dataclass
 class PPOCriticConfig:
     """Configuration of ``servers/serve_ppo_critic.py``."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The reward model, in a layout of docs/models.md. The critic starts as its copy unless critic.path is set. Without a served
-    reward model, it may be a language model."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    server: CriticServerConfig = field(default_factory=CriticServerConfig)
+    """The reward model, in a layout of docs/models.md. The critic starts as its copy unless value_model.path is set. Without a
+    served reward model, it may be a language model."""
+    value_model: ValueModelConfig = field(default_factory=ValueModelConfig)
+    reward_model: ServedRewardModelConfig = field(default_factory=ServedRewardModelConfig)
+    server: TrainingServerConfig = field(default_factory=TrainingServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Training of the critic."""
 
     @property
     def critic_start(self) -> ModelConfig:
         """The model from which the critic starts; the reward model if there is no critic."""
-        return replace(self.model, path=(self.critic.path if self.critic.enabled else None) or self.model.path)
+        return replace(
+            self.model, path=(self.value_model.path if self.value_model.enabled else None) or self.model.path
+        )
 
     @property
     def roles(self) -> list[str]:
         """See :attr:`protocol.Status.roles`."""
-        if not self.critic.enabled:
+        if not self.value_model.enabled:
             return ["reward", "tokens"]
-        return ["critic", "reward"] if self.critic.combine_rm_and_critic_server else ["critic"]
+        return ["critic", "reward"] if self.reward_model.combine_rm_and_critic_server else ["critic"]
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """See :func:`base.idle_settings`."""
+        if not self.value_model.enabled:
+            for name in ("value_model.path", "value_model.loss_clip_val", "server.max_staged_bytes"):
+                yield name, "does nothing: there is no critic (value_model.enabled=false)"
 
     def validate(self) -> None:
         self.engine.validate_with(self.model)
         require(
-            self.critic.max_staged_bytes >= self.server.max_request_bytes,
-            "critic.max_staged_bytes",
-            self.critic.max_staged_bytes,
-            f"server.max_request_bytes={self.server.max_request_bytes} bytes or more",
+            self.value_model.enabled or self.reward_model.combine_rm_and_critic_server,
+            "reward_model.combine_rm_and_critic_server",
+            False,
+            "true with value_model.enabled=false, which leaves a server nothing else to serve",
         )

@@ -10,7 +10,8 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.schema.base import BOUNDS, Bounds
+from nemo_style_rlhf.schema.base import BOUNDS, Bounds, keys
+from nemo_style_rlhf.schema.renamed import hint
 
 
 def describe(schema: type, key: str, composed: DictConfig) -> str:
@@ -26,7 +27,8 @@ def describe(schema: type, key: str, composed: DictConfig) -> str:
     for part in key.split("."):
         owner, name = holder, part
         if not dataclasses.is_dataclass(owner) or name not in {field.name for field in dataclasses.fields(owner)}:
-            raise UserError(f"--help {key}: there is no such key; --help alone lists all of them")
+            renamed = hint(key, list(keys(schema)))
+            raise UserError(f"--help {key}: {renamed or 'there is no such key; --help alone lists all of them'}")
         holder = get_type_hints(owner)[name]
     if not dataclasses.is_dataclass(holder):
         return _line(owner, name, key, composed)

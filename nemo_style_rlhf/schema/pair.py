@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import SPEAKER, require, setting
-from nemo_style_rlhf.schema.critic import CriticServerConfig, PPOCriticConfig
+from nemo_style_rlhf.schema.critic import PPOCriticConfig, TrainingServerConfig
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 
 CHOSEN = ("host", "port", "token", "tls")
@@ -25,14 +25,14 @@ class PairConfig(PPOActorConfig):
     @property
     def critic_server(self) -> PPOCriticConfig:
         """The critic server's configuration, without a critic if the algorithm has none."""
-        return replace(self.critic, critic=replace(self.critic.critic, enabled=self.algorithm.uses_critic))
+        return replace(self.critic, value_model=replace(self.critic.value_model, enabled=self.algorithm.uses_critic))
 
     def validate(self) -> None:
         super().validate()
-        if self.algorithm.uses_critic and not self.critic.critic.enabled:
+        if self.algorithm.uses_critic and not self.critic.value_model.enabled:
             raise UserError(
-                "critic.critic.enabled=false but algorithm.advantage_estimator=gae needs the critic: leave it out, this command "
-                "sets it by the algorithm"
+                "critic.value_model.enabled=false but algorithm.advantage_estimator=gae needs the critic: leave it out, this "
+                "command sets it by the algorithm"
             )
         size = self.generation.sharing_ranks
         require(self.ranks % size == 0, "ranks", self.ranks, f"a multiple of generation.tensor_parallel_size={size}")
@@ -55,16 +55,17 @@ class LaunchedConfig(PairConfig):
         if self.uses_critic_process and not self.critic.model.path:
             raise UserError(
                 "critic.model.path is not set: give the reward model, critic.model.path=REWARD_MODEL, or with another reward the "
-                "model from which the critic starts and critic.critic.combine_rm_and_critic_server=false"
+                "model from which the critic starts and critic.reward_model.combine_rm_and_critic_server=false"
             )
-        if self.reward.critic.weight != 0 and not self.critic.critic.combine_rm_and_critic_server:
+        if self.reward.critic.weight != 0 and not self.critic.reward_model.combine_rm_and_critic_server:
             raise UserError(
                 f"reward.critic.weight={self.reward.critic.weight:g} asks the critic server's reward model, which "
-                "critic.critic.combine_rm_and_critic_server=false leaves out: choose another reward, such as reward=function"
+                "critic.reward_model.combine_rm_and_critic_server=false leaves out: choose another reward, such as "
+                "reward=function"
             )
         for section, given, default in (
             ("remote_critic_rm", self.remote_critic_rm, RemoteCriticConfig()),
-            ("critic.server", self.critic.server, CriticServerConfig()),
+            ("critic.server", self.critic.server, TrainingServerConfig()),
         ):
             for name in CHOSEN:
                 if getattr(given, name) != getattr(default, name):

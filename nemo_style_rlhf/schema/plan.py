@@ -1,8 +1,10 @@
 """Configuration of the memory preflight: both processes of a run, and their devices."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nemo_style_rlhf.schema.base import require, setting
+from nemo_style_rlhf.schema.common import TrainerRunConfig
+from nemo_style_rlhf.schema.data import PromptDataConfig
 from nemo_style_rlhf.schema.pair import PairConfig
 
 
@@ -10,6 +12,10 @@ from nemo_style_rlhf.schema.pair import PairConfig
 class PlanConfig(PairConfig):
     """Configuration of `trainers/plan.py`."""
 
+    run: TrainerRunConfig = field(default_factory=lambda: TrainerRunConfig(output_dir="outputs"))
+    """A plan writes nothing."""
+    data: PromptDataConfig = field(default_factory=lambda: PromptDataConfig(train_path=""))
+    """Without prompts, they count as data.max_prompt_length long."""
     device_gib: float | None = setting(None, gt=0, expected="the GiB of one device")
     """Memory of one device in GiB; null takes that of this machine's CUDA device, or of this host if there is none."""
     device_tflops: float | None = setting(None, gt=0, expected="a number above 0")

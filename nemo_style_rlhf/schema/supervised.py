@@ -221,8 +221,8 @@ class RewardModelConfig(SupervisedConfig):
     centring: float = setting(0.0, ge=0, expected="a coefficient from 0 up")
     """Coefficient of (chosen + rejected)^2, which keeps the scores around 0 (arXiv 2312.09244, with 0.01); 0 for none."""
     statistics_pairs: int = setting(2048, ge=0, expected="a number of pairs, or 0")
-    """Number of training pairs whose mean reward and deviation are stored with the model (see critic.normalize_rewards); 0 for
-    none."""
+    """Number of training pairs whose mean reward and deviation are stored with the model (see reward_model.normalize_rewards); 0
+    for none."""
 
     def validate(self) -> None:
         _require_pretrained(self.model, "a reward model")

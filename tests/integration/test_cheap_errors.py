@@ -115,7 +115,7 @@ WITHOUT = [
     ("ray", ["data.train_path={}/questions.jsonl"], KEYLESS.format("prompt")),
     ("critic", ["model.path={}/policy"], CAUSAL),
     ("critic", ["model.path={}/two_labels"], LABELS),
-    ("critic", ["model.path={}/reward", "critic.path={}/none"], r"critic\.path=.*none: there is no such folder"),
+    ("critic", ["model.path={}/reward", "value_model.path={}/none"], r"value_model\.path=.*none: there is no such folder"),
     ("rewards", ["model.path={}/policy"], CAUSAL),
     ("rewards", ["model.path={}/two_labels", "reward.label_weights=[1,2,3]"], r"2 labels and label_weights are 3 weights"),
     ("sft", ["data.train_path={}/questions.jsonl"], KEYLESS.format("prompt")),

@@ -79,7 +79,7 @@ def open_server(tmp_path_factory: pytest.TempPathFactory, reward_model: Path, ba
     directory = tmp_path_factory.mktemp("open_server")
     (directory / "secret").write_text(TOKEN + "\n")
     overrides = ["server.host=0.0.0.0", f"server.token.token_file={directory}/secret"]
-    overrides.append("critic.combine_rm_and_critic_server=false")
+    overrides.append("reward_model.combine_rm_and_critic_server=false")
     server = CriticServer(directory, reward_model, overrides, backend=backend).start()
     yield server
     server.close()

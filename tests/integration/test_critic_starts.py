@@ -19,7 +19,7 @@ from tests.support.processes import Plug, proxy, run_pair, start_actor, start_se
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return [float(query.count('w1')) for query in queries]\n"
 SERVER = ["model.dtype=float32", "run.num_threads=1", "engine.optim.lr=1e-3"]
-NO_REWARD_MODEL = "critic.combine_rm_and_critic_server=false"
+NO_REWARD_MODEL = "reward_model.combine_rm_and_critic_server=false"
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def served(server: CriticServer, tokens: list[Array]) -> CriticInference:
 def test_values_come_from_the_critics_path_and_rewards_from_the_reward_model(tmp_path: Path) -> None:
     reward, critic = save_reward_model(tmp_path / "reward"), save_reward_model(tmp_path / "critic", seed=7)
     tokens = sequences(5)
-    apart = served(CriticServer(tmp_path / "apart", reward, [f"critic.path={critic}"]), tokens)
+    apart = served(CriticServer(tmp_path / "apart", reward, [f"value_model.path={critic}"]), tokens)
     alone = served(CriticServer(tmp_path / "alone", reward), tokens)
     np.testing.assert_array_equal(apart.rewards, alone.rewards)
     model = load_critic(ModelConfig(str(critic), "float32"), seed=0)
@@ -83,10 +83,13 @@ def test_values_come_from_the_critics_path_and_rewards_from_the_reward_model(tmp
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ([], "is a causal LM \\(LlamaForCausalLM\\), no reward model: .*critic.combine_rm_and_critic_server=false"),
         (
-            ["critic.label_weights=[0,0]"],
-            "critic.label_weights=\\[0.0, 0.0\\] is not possible: expected finite numbers that are not all 0",
+            [],
+            "is a causal LM \\(LlamaForCausalLM\\), no reward model: .*reward_model.combine_rm_and_critic_server=false",
+        ),
+        (
+            ["reward_model.label_weights=[0,0]"],
+            "reward_model.label_weights=\\[0.0, 0.0\\] is not possible: expected finite numbers that are not all 0",
         ),
     ],
 )
@@ -99,7 +102,7 @@ def test_unsuitable_starts_are_refused_in_one_sentence(tmp_path: Path, overrides
 def test_a_reward_model_of_another_tokenizer_is_served_elsewhere(tmp_path: Path) -> None:
     reward, other = save_reward_model(tmp_path / "reward"), save_reward_model(tmp_path / "other")
     letter_tokenizer().save_pretrained(other)
-    server = CriticServer(tmp_path / "server", reward, [f"critic.path={other}"])
+    server = CriticServer(tmp_path / "server", reward, [f"value_model.path={other}"])
     assert re.search(
         "have different tokenizers: serve the reward model with servers/serve_reward_model.py", refusal(server)
     )

@@ -224,7 +224,7 @@ def test_parts_that_nobody_completes_have_a_bound_and_go_with_the_lease(
     make_server: Callable[..., CriticServer],
 ) -> None:
     bound = 200 * MIB
-    server = make_server(f"critic.max_staged_bytes={bound}")
+    server = make_server(f"server.max_staged_bytes={bound}")
     server.cold = True
     with server.start().client() as critic:
         send(critic, big_part(critic, 1))  # what a call takes for itself is there
@@ -236,7 +236,7 @@ def test_parts_that_nobody_completes_have_a_bound_and_go_with_the_lease(
         refused = refusal(lambda: send(critic, big_part(critic, 13)))
         assert refused.code is Code.INVALID
         numbers = [int(number) for number in re.findall(r"\d{6,}", refused.message)]
-        assert numbers[0] > bound == numbers[1] and "critic.max_staged_bytes" in refused.message
+        assert numbers[0] > bound == numbers[1] and "server.max_staged_bytes" in refused.message
         assert send(critic, big_part(critic, 12)) == {"staged": 12, "parts": 1024}  # repeated, it takes nothing more
         assert resident(server) - before < bound + 60 * MIB
         critic.acquire("test")
@@ -245,7 +245,7 @@ def test_parts_that_nobody_completes_have_a_bound_and_go_with_the_lease(
 
 
 def test_a_step_that_can_never_be_staged_is_not_sent(make_server: Callable[..., CriticServer]) -> None:
-    server = make_server("server.max_request_bytes=4096", "critic.max_staged_bytes=8192").start()
+    server = make_server("server.max_request_bytes=4096", "server.max_staged_bytes=8192").start()
     with server.client() as critic:
         assert critic.status().max_staged_bytes == 8192
         critic.train(train_batch(1), step=1).result()

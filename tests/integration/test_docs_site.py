@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf import parts
-from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.launch.composition import CONF_DIR
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig
 from nemo_style_rlhf.schema.supervised import DPOConfig

@@ -10,15 +10,13 @@ from string import Template
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-import nemo_style_rlhf.programs  # noqa: F401 - fills PROGRAMS
-from nemo_style_rlhf.launch.entry import CONF_DIR, PROGRAMS
+from nemo_style_rlhf.launch.composition import compose
 from nemo_style_rlhf.ppo.recording import step_samples
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build
+from nemo_style_rlhf.schema.programs import PROGRAMS
 from nemo_style_rlhf.tracking.rollout_files import write_step
 from tests.support import warm
 from tests.support.models import save_policy, save_reward_model
@@ -210,12 +208,10 @@ def checked(words: list[str]) -> object:
     """The configuration of a command, in which its keys exist and fit together."""
     after_script = 1 + next(index for index, word in enumerate(words) if word.endswith(".py"))
     name, schema = PROGRAMS[Path(words[after_script - 1]).stem]
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     overrides = [word for word in words[after_script:] if not word.startswith("--")]
     if name == "engine":
         overrides.append("model.path=owner/policy")  # as in the file that the actor writes
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        return build(schema, compose(name, overrides=overrides))
+    return build(schema, compose(name, overrides))
 
 
 def test_the_python_of_the_pages_runs():

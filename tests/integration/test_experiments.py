@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GPTNeoXConfig,
@@ -25,6 +23,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from nemo_style_rlhf.launch.composition import compose
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.local import PPOLocalConfig
 from tests.support import warm
@@ -140,15 +139,13 @@ def test_a_preset_runs_dry(name, tmp_path):
 
 @pytest.mark.parametrize("name", [*RECIPES, "none"])
 def test_one_command_for_both_processes_takes_both_halves(name):
-    ConfigStore.instance().store(name="ppo_local_schema", node=PPOLocalConfig)
     given = [
         "run.output_dir=run",
         "model.path=owner/policy",
         "data.train_path=owner/rows",
         "critic.model.path=owner/reward",
     ]
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
-        config = build(PPOLocalConfig, compose("ppo_local", [f"experiment={name}", *given]))
+    config = build(PPOLocalConfig, compose("ppo_local", [f"experiment={name}", *given]))
     expected = {"tldr_pythia1b": (3e-6, 1e-5), "none": (9e-6, 1e-8)}.get(name, (9e-6, 1e-8))
     assert (config.critic.engine.optim.lr, config.critic.engine.optim.eps) == expected
     assert (config.algorithm.max_steps == 1953) == (name == "tldr_pythia1b")

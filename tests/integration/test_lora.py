@@ -21,7 +21,7 @@ ACTOR = [
     "generation.max_length=12", "generation.kv_cache_gib=0.1", "checkpoint.save_interval=2", "checkpoint.export_critic=true",
     "checkpoint.save_hf=true",
 ]  # fmt: skip
-SERVER = [*LORA, "model.dtype=float32", "engine.optim.lr=5e-3", "critic.normalize_rewards=true"]
+SERVER = [*LORA, "model.dtype=float32", "engine.optim.lr=5e-3", "reward_model.normalize_rewards=true"]
 
 
 @pytest.fixture(scope="module")

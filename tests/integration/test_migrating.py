@@ -7,21 +7,15 @@ from functools import cache
 from itertools import product, takewhile
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.launch.composition import CONF_DIR, compose
 from nemo_style_rlhf.launch.ray_placement import place
-from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import build, keys
-from nemo_style_rlhf.schema.critic import PPOCriticConfig
-from nemo_style_rlhf.schema.local import PPOLocalConfig
+from nemo_style_rlhf.schema.programs import SCHEMAS
 from nemo_style_rlhf.schema.ray import PPORayConfig
-from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
-from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
 from tests.support.pages import blocks, commands_of
 from tests.support.paths import ROOT
 
@@ -29,18 +23,15 @@ SEEDS = sorted((ROOT.parent / "shared" / "seeds").glob("*.txt"))
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:[_.-][a-z0-9]+)*)")
 NEEDED = ["run.output_dir=outputs", "model.path=owner/model", "data.train_path=owner/rows"]
-PROGRAMS = {
-    "ppo_actor": (PPOActorConfig, NEEDED),
-    "ppo_critic": (PPOCriticConfig, NEEDED[:2]),
-    "ppo_local": (PPOLocalConfig, [*NEEDED, "critic.model.path=owner/reward"]),
-    "ppo_ray": (PPORayConfig, [*NEEDED, "critic.model.path=owner/reward"]),
-    "reward_server": (RewardServerProcessConfig, NEEDED[1:2]),
-    "sft": (SFTConfig, NEEDED),
-    "reward_model": (RewardModelConfig, NEEDED),
-    "dpo": (DPOConfig, NEEDED),
-    "kto": (KTOConfig, NEEDED),
+NEEDS = {
+    "ppo_actor": NEEDED,
+    "ppo_critic": NEEDED[:2],
+    "ppo_local": [*NEEDED, "critic.model.path=owner/reward"],
+    "ppo_ray": [*NEEDED, "critic.model.path=owner/reward"],
+    "reward_server": NEEDED[1:2],
+    **dict.fromkeys(("sft", "reward_model", "dpo", "kto"), NEEDED),
 }
-"""Schema of each program, and what it cannot do without."""
+"""What each program cannot do without, by its file in ``conf/``."""
 CONTEXTS = (
     [],
     ["algorithm=grpo"],  # of TRL's GRPOTrainer
@@ -165,21 +156,12 @@ def settings() -> Iterator[tuple[str, ...]]:
             yield tuple(name for word in words for name in (expanded(word) if "=" not in word else [word]))
 
 
-@pytest.fixture(scope="module")
-def composed() -> Iterator[None]:
-    for name, (schema, _) in PROGRAMS.items():
-        ConfigStore.instance().store(name=f"{name}_schema", node=schema)
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        yield
-
-
 def why_not(program: str, overrides: tuple[str, ...], context: list[str]) -> str | None:
     """The reason for which a program does not take settings; None if it does."""
-    schema, needed = PROGRAMS[program]
     given = [word for word in overrides if "=" in word]
     try:
-        config = compose(program, overrides=[*needed, *context, *map(quoted, given)])
-        build(schema, config)
+        config = compose(program, [*NEEDS[program], *context, *map(quoted, given)])
+        build(SCHEMAS[program], config)
         for key in overrides:
             if "=" not in key:
                 OmegaConf.select(config, key, throw_on_missing=True)
@@ -206,16 +188,16 @@ def known(program: str) -> frozenset[str]:
     """Its keys, and the groups above them."""
     return frozenset(
         ".".join(parts[:length])
-        for parts in (key.split(".") for key in keys(PROGRAMS[program][0]))
+        for parts in (key.split(".") for key in keys(SCHEMAS[program]))
         for length in range(1, len(parts) + 1)
     )
 
 
 @pytest.mark.parametrize("overrides", FOUND, ids=" ".join)
-def test_every_equivalent_composes(overrides: tuple[str, ...], composed: None) -> None:
+def test_every_equivalent_composes(overrides: tuple[str, ...]) -> None:
     """By at least one program that has its keys, alone or beside what it needs."""
     named = {word.partition("=")[0] for word in overrides if not word.startswith("+")}
-    programs = [program for program in PROGRAMS if named <= known(program) | GROUPS]
+    programs = [program for program in NEEDS if named <= known(program) | GROUPS]
     assert programs, f"no program has {sorted(named)}"
     attempts = (why_not(program, overrides, context) for context, program in product(CONTEXTS, programs))
     refused = list(takewhile(lambda reason: reason is not None, attempts))
@@ -247,7 +229,7 @@ OpenRLHF/Llama-3-8b-rm-700k --save_path ./output/llama3-8b-rlhf --micro_train_ba
 """The guides' main command, which they submit to Ray."""
 
 
-def test_the_guides_main_command_has_its_equivalent_under_ray(composed: None) -> None:
+def test_the_guides_main_command_has_its_equivalent_under_ray() -> None:
     """That of docs/ray.md, which says the same of GPUs, batches, optimizers and lengths."""
     given = dict(re.findall(r"--(\w+)(?: ([^-]\S*))?", " ".join(MAIN_COMMAND)))
     (command,) = (
@@ -256,7 +238,7 @@ def test_the_guides_main_command_has_its_equivalent_under_ray(composed: None) ->
         for command in commands_of(block)
         if "placement=colocated" in command
     )
-    config = build(PPORayConfig, compose("ppo_ray", overrides=shlex.split(command.partition("train_ppo_ray.py ")[2])))
+    config = build(PPORayConfig, compose("ppo_ray", shlex.split(command.partition("train_ppo_ray.py ")[2])))
     placement = place(config, on_gpus=True)
     gpus = int(given["actor_num_nodes"]) * int(given["actor_num_gpus_per_node"])
     (bundle,) = placement.bundles  # every flag of GPUs names the same 8
@@ -270,7 +252,7 @@ def test_the_guides_main_command_has_its_equivalent_under_ray(composed: None) ->
     assert config.data.max_prompt_length == int(given["prompt_max_len"])
     assert config.generation.max_length == int(given["generate_max_len"])
     assert config.algorithm.initial_policy_kl_penalty == float(given["init_kl_coef"])
-    assert config.critic.critic.normalize_rewards
+    assert config.critic.reward_model.normalize_rewards
     assert config.engine.optim.lr == float(given["actor_learning_rate"])
     assert config.critic.engine.optim.lr == float(given["critic_learning_rate"])
     assert config.placement.in_turns == ("vllm_enable_sleep" in given and "deepspeed_enable_sleep" in given)

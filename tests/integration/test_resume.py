@@ -117,7 +117,7 @@ def test_what_would_make_the_checkpoint_a_lie_is_refused(
 
 @pytest.mark.parametrize(
     ("override", "said"),
-    [("critic.normalize_rewards=true", "critic.normalize_rewards False, this one has True"),
+    [("reward_model.normalize_rewards=true", "reward_model.normalize_rewards False, this one has True"),
      ("model.lora.alpha=8", "model.lora.alpha 16, this one has 8")],
 )  # fmt: skip
 def test_a_server_restores_no_critic_of_another_scale(

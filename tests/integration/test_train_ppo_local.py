@@ -107,7 +107,10 @@ MISTAKES = {
     "no reward model": (["critic.model.path=./none"], r"critic\.model\.path=\./none: there is no such folder"),
     "no reference": (["model.reference_path=./none"], r"model\.reference_path=\./none: there is no such folder"),
     "not given": (["critic.model.path="], r"critic\.model\.path is not set: give the reward model"),
-    "the critic's range": (["critic.critic.loss_clip_val=-1"], r"critic: critic\.loss_clip_val=-1\.0 is not possible"),
+    "the critic's range": (
+        ["critic.value_model.loss_clip_val=-1"],
+        r"critic: value_model\.loss_clip_val=-1\.0 is not possible",
+    ),
     "only the critic sees it": (["critic.model.path={inputs}/policy"], r"critic: .*/policy.*"),
 }
 

@@ -132,7 +132,7 @@ def test_charts_show_the_last_values_and_those_under_a_common_cursor(page: Brows
 def test_several_runs_and_the_keys_in_which_they_differ(page: Browser, outputs: Path) -> None:
     go(page, f"#/runs?run={outputs.name}/actor&run={outputs.name}/critic", ".config table")
     text = page.run("document.querySelector('.config').innerText")
-    assert "critic.loss_clip_val\tnot there\t0.2" in text
+    assert "value_model.loss_clip_val\tnot there\t0.2" in text
     assert "changed by the start after step" in text and "engine.optim.lr\t0.002\t0.003" in text
 
 

@@ -1,4 +1,4 @@
-"""critic.enabled=false: the critic server of an algorithm without a critic, with the reward model alone."""
+"""value_model.enabled=false: the critic server of an algorithm without a critic, with the reward model alone."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tests.support.metrics import metrics, without_timers
 from tests.support.models import save_reward_model
 from tests.support.processes import Process, start_actor, start_server, wait_for_output
 
-NONE = "critic.enabled=false"
+NONE = "value_model.enabled=false"
 STEPS = 3
 ACTOR = [
     "model=fp32", "run.num_threads=1", "generation=hf", "engine.optim.lr=2e-3", "algorithm.num_rollout_samples=32",
@@ -69,7 +69,7 @@ def test_a_run_learns_the_same_with_and_without_an_idle_critic_which_nobody_save
     said = {words: run(inputs, tmp_path / str(len(words)), *words) for words in ((), (NONE,))}
     idle, alone = tmp_path / "0", tmp_path / "1"
     assert learned(idle) == learned(alone)
-    assert [words for words in said if "critic.enabled=false" in said[words]] == [()]
+    assert [words for words in said if "value_model.enabled=false" in said[words]] == [()]
     assert said[()].count("holds a critic, which algorithm.advantage_estimator=grpo does not use") == 1
     for folder in (idle, alone):
         assert not [*folder.glob("critic/checkpoints/*")]
@@ -136,7 +136,7 @@ def test_it_gives_the_rewards_that_it_gives_beside_a_critic_and_nothing_of_a_cri
         )  # fmt: skip
         shake_hands(critic, needs_critic=False)
         with pytest.raises(
-            UserError, match=r"runs with critic\.enabled=false but the algorithm needs a critic: start it"
+            UserError, match=r"runs with value_model\.enabled=false but the algorithm needs a critic: start it"
         ):
             shake_hands(critic, needs_critic=True)
         rewards = critic.infer(asked, want="rewards").result().rewards

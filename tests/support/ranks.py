@@ -17,7 +17,7 @@ from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.process_group import init_distributed
-from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.launch.composition import CONF_DIR
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION
 from nemo_style_rlhf.models.policy import PolicyModel
 from nemo_style_rlhf.models.scalar import ScalarModel

@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from hydra.errors import HydraException
 
+from nemo_style_rlhf import programs
+from nemo_style_rlhf.launch.composition import compose, presets
+from nemo_style_rlhf.launch.usage import help_text
+from nemo_style_rlhf.schema.programs import PROGRAMS
 from tests.support.paths import ENTRY_POINTS, ROOT, own_python
 
 
@@ -45,18 +49,38 @@ def test_options_may_stand_between_overrides(option: list[str]) -> None:
     assert "  seed: 2\n" in result.stdout and "  device: cpu\n" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["ppo_actor", "ppo_local", "ppo_ray", "plan"])
-def test_help_lists_every_preset_that_a_program_takes(name: str) -> None:
+@pytest.mark.parametrize("script", ["train_ppo_actor", "train_ppo_local", "train_ppo_ray", "plan"])
+def test_help_lists_every_preset_that_a_program_takes(script: str) -> None:
     """Hydra's own list would have the critic server's recipes, too."""
-    template = yaml.safe_load((ROOT / "conf" / f"{name}.yaml").read_text())["hydra"]["help"]["template"]
-    listed = template.partition("Presets (group=name):\n")[2].partition("\n\n")[0]
-    presets: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "conf").glob("*/*.yaml"), key=lambda path: (path.parent.name, path.stem)):
-        presets.setdefault(path.parent.name, []).append(path.stem)
-    assert presets.pop("experiment_critic")
-    if name != "ppo_ray":
-        assert presets.pop("placement")
-    assert listed.splitlines() == [f"{group}: {', '.join(names)}" for group, names in presets.items()]
+    told = help_text(script, getattr(programs, script).__doc__, dry_run="", sweeps=False)
+    listed = told.partition("Presets (group=name):\n")[2].partition("\n\n")[0]
+    groups: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "conf").glob("*/*.yaml")):
+        groups.setdefault(path.parent.name, []).append(path.stem)
+    assert groups.pop("experiment_critic")
+    if script != "train_ppo_ray":
+        assert groups.pop("placement")
+    if script != "train_ppo_actor":
+        groups["critic.engine"] = groups["engine"]
+    assert sorted(listed.splitlines()) == sorted(f"  {group}: {', '.join(names)}" for group, names in groups.items())
+
+
+def test_every_program_tells_its_purpose_its_usage_and_its_presets() -> None:
+    for script, (name, _) in PROGRAMS.items():
+        told = help_text(script, getattr(programs, script).__doc__, dry_run="", sweeps=False)
+        assert f"/{script}.py " in told.split("\n\n")[1] and told.endswith("\n$CONFIG"), script
+        assert told.count("$") == 1, f"{script}: a template has only $CONFIG"
+        assert all(f"\n  {group}: " in told for group in presets(name)), script
+
+
+@pytest.mark.parametrize("name", ["ppo_local", "ppo_ray", "plan"])
+def test_a_preset_of_the_critic_server_is_written_like_its_keys(name: str) -> None:
+    own, critics = "engine=zero3", "critic.engine=zero2"
+    config = compose(name, [own, critics, "critic.model.packing=true"])
+    assert (config.engine.zero_stage, config.critic.engine.zero_stage) == (3, 2)
+    assert compose("ppo_critic", ["engine=zero2"]).engine == config.critic.engine
+    with pytest.raises(HydraException, match="engine/zero9"):
+        compose(name, ["critic.engine=zero9"])
 
 
 RESTARTED = """
@@ -64,7 +88,7 @@ import os
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.schema.plan import PlanConfig
 
-@entry_point(PlanConfig, config_name="plan")
+@entry_point(PlanConfig)
 def main(config):
     print(os.getpid(), config.run.seed, os.environ.get("GLIBC_TUNABLES"))
 

@@ -10,10 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
-from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.launch.composition import compose
 from nemo_style_rlhf.launch.ray_placement import place
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.ray import PPORayConfig
@@ -85,9 +83,7 @@ def test_its_nodes_hold_what_it_starts():
     image = Path("/opt/nemo_style_rlhf")
     assert (Path(python), Path(script)) == (image / ".venv-actor/bin/python", image / "trainers/train_ppo_ray.py")
     assert f"WORKDIR {image}\n" in (ROOT / "kubernetes" / "Dockerfile").read_text()
-    ConfigStore.instance().store(name="ppo_ray_schema", node=PPORayConfig)
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        config = build(PPORayConfig, compose("ppo_ray", overrides=overrides))
+    config = build(PPORayConfig, compose("ppo_ray", overrides))
     bundles = place(config, on_gpus=True).bundles
     (group,) = cluster(JOB)["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]

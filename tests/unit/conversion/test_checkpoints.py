@@ -100,7 +100,7 @@ def test_adapters_of_a_critic_belong_to_the_model_it_started_from(tmp_path: Path
     critic.mkdir(parents=True)
     start, other = (str(save_reward_model(tmp_path / name, seed=seed)) for name, seed in (("start", 0), ("other", 1)))
     (tmp_path / "run" / "config.yaml").write_text(
-        f"model: {{path: /nowhere/reward, dtype: float32, lora: {{rank: 2}}}}\ncritic: {{path: {other}}}\n"
+        f"model: {{path: /nowhere/reward, dtype: float32, lora: {{rank: 2}}}}\nvalue_model: {{path: {other}}}\n"
         "run: {output_dir: x}\n"
     )
     config = PPOCriticConfig(model=ModelConfig(path=start, dtype="float32"))

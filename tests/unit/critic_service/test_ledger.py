@@ -31,7 +31,7 @@ def test_the_ledger_takes_so_many_bytes_of_a_step() -> None:
     for part in (parts[0], parts[1], parts[1]):
         ledger.stage(part)
     with pytest.raises(
-        ProtocolError, match=r"step 1 comes to 264 bytes .* critic.max_staged_bytes is 176: "
+        ProtocolError, match=r"step 1 comes to 264 bytes .* server.max_staged_bytes is 176: "
     ) as refusal:
         ledger.stage(parts[2])
     assert refusal.value.code is Code.INVALID

@@ -4,14 +4,12 @@ import dataclasses
 import subprocess
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.launch.composition import compose
 from nemo_style_rlhf.launch.follow_up import after_ppo, command_line
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.data import MixedSourceConfig, PromptDataConfig, PromptRowsConfig
@@ -48,9 +46,7 @@ def composed(line: str) -> EvaluationConfig:
     words = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True).stdout.decode()
     _, script, *overrides = words.removesuffix("\0").split("\0")
     assert script == "trainers/evaluate.py"
-    ConfigStore.instance().store(name="evaluate_schema", node=EvaluationConfig)
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        return build(EvaluationConfig, compose("evaluate", overrides=overrides))
+    return build(EvaluationConfig, compose("evaluate", overrides))
 
 
 def ppo(**data: object) -> PPOLocalConfig:
@@ -83,7 +79,7 @@ def test_the_comparison_samples_and_rewards_as_the_run_did() -> None:
     config = ppo()
     config.generation.temperature, config.generation.stop, config.generation.top_p = 0.7, ["\n\n", "Human:"], 0.9
     config.reward.function.path, config.reward.function.weight, config.reward.function.per_sample = "r.py", 0.5, True
-    config.critic.critic.label_weights, config.critic.critic.append_eos = [1.0, 0.0], False
+    config.critic.reward_model.label_weights, config.critic.reward_model.append_eos = [1.0, 0.0], False
     found = composed(after_ppo(config))
     assert found.checkpoints == ["before:owner/policy", "after:outputs/ppo/actor/export"]
     assert (found.generation.temperature, found.generation.stop, found.generation.top_p) == (

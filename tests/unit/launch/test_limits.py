@@ -37,7 +37,7 @@ import resource
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.schema.plan import PlanConfig
 
-@entry_point(PlanConfig, config_name="plan")
+@entry_point(PlanConfig)
 def main(config):
     print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 

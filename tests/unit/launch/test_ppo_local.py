@@ -94,12 +94,14 @@ def test_the_server_has_a_critic_if_the_algorithm_has_one(estimator, enabled, tm
     words = [f"algorithm.advantage_estimator={estimator}", "algorithm.samples_per_prompt=2"]
     make_programs(config(tmp_path, *words), tmp_path)
     critic = yaml.safe_load((tmp_path / "configs" / "critic.yaml").read_text())
-    assert critic["critic"]["enabled"] == enabled
+    assert critic["value_model"]["enabled"] == enabled
 
 
 def test_a_critic_that_the_algorithm_needs_is_not_left_out(tmp_path):
-    with pytest.raises(UserError, match=r"^critic\.critic\.enabled=false but algorithm\.advantage_estimator=gae needs"):
-        config(tmp_path, "critic.critic.enabled=false")
+    with pytest.raises(
+        UserError, match=r"^critic\.value_model\.enabled=false but algorithm\.advantage_estimator=gae needs"
+    ):
+        config(tmp_path, "critic.value_model.enabled=false")
 
 
 def test_no_server_is_started_for_an_actor_that_asks_none(tmp_path):

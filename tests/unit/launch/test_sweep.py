@@ -19,7 +19,7 @@ from pathlib import Path
 from nemo_style_rlhf.launch.entry import entry_point
 from nemo_style_rlhf.schema.supervised import SFTConfig
 
-@entry_point(SFTConfig, config_name="sft")
+@entry_point(SFTConfig)
 def main(config):
     folder = Path(config.run.output_dir)
     folder.mkdir(parents=True)

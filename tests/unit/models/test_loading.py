@@ -277,7 +277,7 @@ def test_a_causal_lm_is_no_reward_model(tmp_path: Path, labels: int) -> None:
     sentence = (
         f"{path} is a causal LM (LlamaForCausalLM), no reward model: train one from it with "
         "trainers/train_reward_model.py, or give another path; a critic server without a reward model "
-        "(critic.combine_rm_and_critic_server=false) starts its critic from it"
+        "(reward_model.combine_rm_and_critic_server=false) starts its critic from it"
     )
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
         load_reward_model(config(path))

@@ -42,7 +42,9 @@ def test_each_process_has_its_parts(models):
 
 
 def test_settings_take_parts_away(models):
-    without = plans(models, "algorithm.initial_policy_kl_penalty=0", "critic.critic.combine_rm_and_critic_server=false")
+    without = plans(
+        models, "algorithm.initial_policy_kl_penalty=0", "critic.reward_model.combine_rm_and_critic_server=false"
+    )
     assert "reference" not in +without[ACTOR] and "reward model" not in +without[CRITIC]
     server = ("reward.critic.weight=0", "reward.server.weight=1")
     assert CRITIC not in plans(models, "algorithm.advantage_estimator=reinforce", *server)
@@ -75,9 +77,7 @@ def test_without_a_critic_the_server_holds_the_reward_model_alone(models, device
 
 
 def test_where_a_critic_would_start_does_not_count_without_one(models, tmp_path):
-    start = (
-        f"critic.critic.path={save_reward_model(tmp_path / 'start', max_position_embeddings=32, num_hidden_layers=6)}"
-    )
+    start = f"critic.value_model.path={save_reward_model(tmp_path / 'start', max_position_embeddings=32, num_hidden_layers=6)}"
     none = "algorithm.advantage_estimator=reinforce"
     assert plans(models, none, start) == plans(models, none)
     assert plans(models, start) != plans(models)
@@ -199,8 +199,8 @@ def test_sequences_longer_than_a_model_takes_are_refused(models, tmp_path):
             "10 tokens .*=55 .* the 64 positions of .*reward",
         ),
         (
-            [f"data.train_path={short}", "critic.critic.max_length=25"],
-            "10 tokens .*=16 .* 25 tokens of critic.critic.max_length",
+            [f"data.train_path={short}", "critic.server.max_length=25"],
+            "10 tokens .*=16 .* 25 tokens of critic.server.max_length",
         ),
         (
             [f"data.train_path={short}", f"data.val_path={long}", "generation.max_length=29"],

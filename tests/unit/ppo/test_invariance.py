@@ -5,7 +5,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.distributed.ranks import Ranks
-from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.launch.composition import CONF_DIR
 from nemo_style_rlhf.models.packing import PACKED_ATTENTION
 from nemo_style_rlhf.ppo.update import episode_sizes, loss_normalizer, micro_batch_loss
 from nemo_style_rlhf.rollout.logprobs import micro_batch_iterator

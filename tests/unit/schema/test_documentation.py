@@ -7,67 +7,58 @@ import sys
 from importlib import import_module
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf import schema
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch.entry import CONF_DIR
+from nemo_style_rlhf.launch.usage import describe_keys
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.base import BOUNDS, build, keys
-from nemo_style_rlhf.schema.documentation import describe
 from nemo_style_rlhf.schema.supervised import SFTConfig
 from tests.support.paths import ROOT
 
 
-def refusal(given: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run train_sft.py in this process, which ends before it loads anything."""
-    monkeypatch.setattr(sys, "argv", ["trainers/train_sft.py", *given])
+def refusal(
+    given: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, script: str = "train_sft"
+) -> str:
+    """Run a script in this process, which ends before it loads anything."""
+    monkeypatch.setattr(sys, "argv", [f"trainers/{script}.py", *given])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
     assert ended.value.code == 2
     return capsys.readouterr().err.removeprefix("error: ").rstrip("\n")
 
 
-def explained(schema: type, name: str, key: str) -> str:
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        return describe(schema, key, compose(name))
-
-
 def test_a_key_is_explained_by_its_docstring():
-    assert explained(PPOActorConfig, "ppo_actor", "algorithm.ppo_epochs") == (
+    assert describe_keys("train_ppo_actor", ["algorithm.ppo_epochs"]) == (
         "algorithm.ppo_epochs (int, default 1; a number above 0)\n    Passes over one rollout."
     )
-    assert explained(PPOActorConfig, "ppo_actor", "model.path").startswith(
+    assert describe_keys("train_ppo_actor", ["model.path"]).startswith(
         "model.path (str, required)\n    A local Hugging Face directory"
     )
-    assert explained(PPOActorConfig, "ppo_actor", "run.resume").startswith(
+    assert describe_keys("train_ppo_actor", ["run.resume"]).startswith(
         "run.resume (str, default auto; one of auto, never, must)\n    auto (resume from"
     )
 
 
 def test_a_group_is_explained_key_by_key():
-    lines = explained(PPOActorConfig, "ppo_actor", "algorithm.shaping").splitlines()
+    lines = describe_keys("train_ppo_actor", ["algorithm.shaping"]).splitlines()
     assert lines[0].startswith("algorithm.shaping: Turns raw scores into rewards")
     assert any(line.startswith("algorithm.shaping.clip_low (float | null, default null)") for line in lines)
 
 
 def test_a_default_is_the_programs_own():
-    assert explained(SFTConfig, "sft", "engine.optim.lr").startswith(
+    assert describe_keys("train_sft", ["engine.optim.lr"]).startswith(
         "engine.optim.lr (float, default 2e-05; a number above 0)"
     )
 
 
 def test_every_key_and_group_of_a_run_can_be_explained():
     every = list(keys(PPOActorConfig))
-    whole = "\n".join(
-        explained(PPOActorConfig, "ppo_actor", name) for name in sorted({key.split(".")[0] for key in every})
-    )
-    assert len(every) > 150 and all(
-        explained(PPOActorConfig, "ppo_actor", key).startswith(f"{key} (") for key in every[::9]
-    )
+    whole = describe_keys("train_ppo_actor", sorted({key.split(".")[0] for key in every}))
+    assert len(every) > 150
+    told = describe_keys("train_ppo_actor", every)
+    assert all(f"\n{key} (" in f"\n{told}" for key in every)
     assert "=<factory>" not in whole and "Config(" not in whole
 
 
@@ -87,6 +78,12 @@ def test_the_command_line_explains_and_refuses(capsys, monkeypatch):
 )
 def test_an_unknown_key_is_compared_with_those_of_all_groups(given, meant, capsys, monkeypatch):
     assert refusal([f"{given}=1"], capsys, monkeypatch).endswith(meant)
+
+
+@pytest.mark.parametrize("mark", ["", "+", "++", "~"])
+def test_a_renamed_key_is_refused_with_its_new_name(mark, capsys, monkeypatch):
+    sentence = refusal([f"{mark}critic.critic.path=x"], capsys, monkeypatch, "train_ppo_local")
+    assert sentence == "critic.critic.path: it was renamed, use critic.value_model.path"
 
 
 def test_all_missing_keys_are_named_at_once():

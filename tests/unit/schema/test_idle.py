@@ -43,8 +43,9 @@ GIVEN = [
     (PPOActorConfig, ACTOR, ["algorithm.advantage_estimator=reinforce", "checkpoint.export_critic=true"],
      ["checkpoint.export_critic=True does nothing: algorithm.advantage_estimator=reinforce has no critic"]),
     (PPOActorConfig, ACTOR, ["checkpoint.export_critic=true"], []),
-    (PPOCriticConfig, CRITIC, ["critic.path=x", "critic.enabled=false"], ["critic.path=x does nothing: there is no critic"]),
-    (PPOCriticConfig, CRITIC, ["critic.path=x"], []),
+    (PPOCriticConfig, CRITIC, ["value_model.path=x", "value_model.enabled=false"],
+     ["value_model.path=x does nothing: there is no critic"]),
+    (PPOCriticConfig, CRITIC, ["value_model.path=x"], []),
     (PPOLocalConfig, LOCAL, ["agent.workers=4"], ["agent.workers=4 does nothing: there is no agent"]),
     (SFTConfig, SFT, ["tracking.rollouts.every=2"], ["tracking.rollouts.every=2 does nothing: a supervised stage"]),
     (SFTConfig, SFT, ["tracking.tensorboard=true"], []),
@@ -63,9 +64,9 @@ def test_it_is_named_with_the_reason(schema: type, needed: list[str], given: lis
 def test_a_server_without_anything_to_serve_is_refused() -> None:
     from nemo_style_rlhf.errors import UserError
 
-    words = [*CRITIC, "critic.enabled=false", "critic.combine_rm_and_critic_server=false"]
+    words = [*CRITIC, "value_model.enabled=false", "reward_model.combine_rm_and_critic_server=false"]
     with pytest.raises(
-        UserError, match=r"^critic\.combine_rm_and_critic_server=False is not possible: expected true with"
+        UserError, match=r"^reward_model\.combine_rm_and_critic_server=False is not possible: expected true with"
     ):
         build(PPOCriticConfig, OmegaConf.from_dotlist(words))
 

@@ -11,25 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_style_rlhf.launch.entry import CONF_DIR
-from nemo_style_rlhf.schema.actor import PPOActorConfig
+from nemo_style_rlhf.launch.composition import CONF_DIR
 from nemo_style_rlhf.schema.base import SPEAKER, keys
-from nemo_style_rlhf.schema.critic import PPOCriticConfig
-from nemo_style_rlhf.schema.engine_process import EngineProcessConfig
-from nemo_style_rlhf.schema.evaluation import EvaluationConfig
-from nemo_style_rlhf.schema.inspection import InspectDataConfig
-from nemo_style_rlhf.schema.local import PPOLocalConfig
-from nemo_style_rlhf.schema.plan import PlanConfig
-from nemo_style_rlhf.schema.ray import PPORayConfig
-from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
-from nemo_style_rlhf.schema.supervised import DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
-from nemo_style_rlhf.schema.try_reward import TryRewardConfig
+from nemo_style_rlhf.schema.programs import SCHEMAS
 from tests.support.paths import ROOT
 
-PROGRAMS = (
-    PPOActorConfig, PPOCriticConfig, PPOLocalConfig, PPORayConfig, RewardServerProcessConfig, SFTConfig, RewardModelConfig,
-    DPOConfig, KTOConfig, EvaluationConfig, EngineProcessConfig, InspectDataConfig, PlanConfig, TryRewardConfig,
-)  # fmt: skip
 PACKAGE = ROOT / "nemo_style_rlhf"
 RAISES = {"UserError", "ServerError", "Dropped", "require", "require_choice"}
 NOT_OURS = {"pad_token_id", "vocab_size"}
@@ -70,7 +56,7 @@ MODULES = sorted(set(PACKAGE.rglob("*.py")) - set((PACKAGE / "watch").rglob("*.p
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_named_key_is_a_whole_key_of_a_program(path: Path) -> None:
-    every = presets().union(NOT_OURS, *map(known, PROGRAMS))
+    every = presets().union(NOT_OURS, *map(known, SCHEMAS.values()))
     named = [(line, key) for line, said in sentences(ast.parse(path.read_text())) for key in KEY.findall(said)]
     assert [(line, key) for line, key in named if key not in every] == []
 
@@ -86,7 +72,7 @@ def sections(program: type) -> Iterator[type]:
 
 HOLDERS = {
     base
-    for program in PROGRAMS
+    for program in SCHEMAS.values()
     for part in sections(program)
     for base in part.__mro__
     if dataclasses.is_dataclass(base)
@@ -97,5 +83,5 @@ HOLDERS = {
 def test_a_section_names_keys_that_all_its_programs_have(holder: type) -> None:
     source = inspect.getsource(holder)
     named = {key for _, said in sentences(ast.parse(source)) for key in KEY.findall(said)} - presets()
-    users = [each for each in PROGRAMS if any(issubclass(part, holder) for part in sections(each))]
+    users = [each for each in SCHEMAS.values() if any(issubclass(part, holder) for part in sections(each))]
     assert [(each.__name__, key) for each in users for key in sorted(named) if key not in known(each)] == []

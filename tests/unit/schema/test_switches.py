@@ -4,12 +4,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.errors import UserError
+from nemo_style_rlhf.launch.composition import compose
 from nemo_style_rlhf.schema.actor import CheckpointConfig, PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import AlgorithmConfig
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.common import ModelConfig, RunConfig
 from nemo_style_rlhf.schema.supervised import SupervisedCheckpointConfig
-from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(("interval", "due"), [(-1, []), (1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4]), (50, [0])])
@@ -87,7 +87,7 @@ def test_adapters_have_dropout_only_where_dropout_is_on() -> None:
 
 @pytest.mark.parametrize("launcher", ["ppo_local", "ppo_ray"])
 def test_a_launcher_hands_every_setting_of_the_run_on_to_the_critic_server(launcher: str) -> None:
-    run = OmegaConf.load(ROOT / "conf" / f"{launcher}.yaml").critic.run
+    run = compose(launcher).critic.run
     handed_on = {
         name: f"${{run.{name}}}" for name in RunConfig.__dataclass_fields__ if name not in ("output_dir", "dry_run")
     }
