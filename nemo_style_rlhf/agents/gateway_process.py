@@ -36,12 +36,11 @@ from nemo_style_rlhf.agents.api_requests import (
     read_typed,
 )
 from nemo_style_rlhf.agents.reception import GatewaySettings, Reception, Visit
-from nemo_style_rlhf.wire.entrance import BODY_S, SLOWEST_LINK, STRANGERS, Entrance, visitor_of
+from nemo_style_rlhf.wire.entrance import Entrance, visitor_of
+from nemo_style_rlhf.wire.limits import BODY_S, SLOWEST_LINK, STRANGERS, UNREAD_BYTES
 
 MOST_DIGITS = 18
 """Digits of a length that are looked at: with as many, any body is too large."""
-UNREAD_BYTES = 2**20
-"""Largest body that is read although it is refused."""
 LINE_BYTES = 2**30
 END_S = 2.0
 """Longest wait for programs to end; what is left of them is killed with this process."""

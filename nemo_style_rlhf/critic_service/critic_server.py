@@ -13,8 +13,7 @@ from nemo_style_rlhf.checkpoint.starts import log_differences, record_start
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.checkpoints import Checkpoints
 from nemo_style_rlhf.critic_service.gate import Gate
-from nemo_style_rlhf.critic_service.ledger import Ledger
-from nemo_style_rlhf.critic_service.once import once
+from nemo_style_rlhf.critic_service.ledger import Ledger, once
 from nemo_style_rlhf.critic_service.protocol import InferRequest, TrainPart
 from nemo_style_rlhf.critic_service.reward_server import reward_handler
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors, response

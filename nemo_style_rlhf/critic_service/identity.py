@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_style_rlhf.critic_service.protocol import Limits
-from nemo_style_rlhf.data.templates import read_template
+from nemo_style_rlhf.data.template_files import read_template
 from nemo_style_rlhf.models.digests import module_digest, tokenizer_digest
 from nemo_style_rlhf.models.scalar import PooledModel, ScalarModel, max_positions
 

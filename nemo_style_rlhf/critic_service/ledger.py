@@ -1,14 +1,24 @@
-"""Tracks which actor may write, and which steps are done: rules 2 and 3 of the protocol, independent of any model."""
+"""Tracks which actor may write, and which steps and requests are done: rules 2 and 3 of the protocol."""
 
 import secrets
 import threading
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from nemo_style_rlhf.checkpoint.names import run_of
+from nemo_style_rlhf.critic_service import protocol
 from nemo_style_rlhf.critic_service.protocol import TrainPart
-from nemo_style_rlhf.wire.messages import Code, ProtocolError
+from nemo_style_rlhf.critic_service.service import Handler, Tensors, response
+from nemo_style_rlhf.wire import messages
+from nemo_style_rlhf.wire.messages import Array, Code, ProtocolError
+from nemo_style_rlhf.wire.reading import read
 
 Answer = dict[str, Any]
+Changing = TypeVar(
+    "Changing", protocol.AcquireRequest, protocol.CommitRequest, protocol.RestoreRequest, protocol.TurnRequest
+)
+REMEMBERED = 100
+"""Answers that each endpoint under :func:`once` can give again."""
 
 
 class Ledger:
@@ -130,3 +140,24 @@ class Ledger:
 
     def _forget(self) -> None:
         self._staged, self._answered = {}, {}
+
+
+def once(message: type[Changing], change: Callable[[Changing], dict[str, Any]]) -> Handler:
+    """An endpoint that calls ``change`` for a request that it has not answered yet, one at a time: a copy of a request changes
+    nothing, however late it comes."""
+    answered: dict[str, tuple[Changing, dict[str, Any]]] = {}
+
+    def endpoint(inputs: Mapping[str, Array]) -> Tensors:
+        request = read(inputs[messages.REQUEST.name], message)
+        if request.request_id is None:
+            return response(change(request))
+        if request.request_id not in answered:
+            answered[request.request_id] = request, change(request)
+            if len(answered) > REMEMBERED:
+                del answered[next(iter(answered))]
+        first, answer = answered[request.request_id]
+        if first != request:
+            raise ProtocolError(Code.CONFLICT, f"request_id {request.request_id} was used before, with other content")
+        return response(answer)
+
+    return endpoint

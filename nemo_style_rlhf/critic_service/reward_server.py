@@ -15,7 +15,7 @@ from nemo_style_rlhf.critic_service.reward_model import RewardModel
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.data.reward_text import RewardText
-from nemo_style_rlhf.data.templates import read_template
+from nemo_style_rlhf.data.template_files import read_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.compiled import compile_forward
 from nemo_style_rlhf.models.loading import load_tokenizer

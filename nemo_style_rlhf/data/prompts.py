@@ -18,7 +18,7 @@ from nemo_style_rlhf.data.layouts import (
 from nemo_style_rlhf.data.mixtures import TrainingRows, load_training_rows
 from nemo_style_rlhf.data.records import Dropped, DropReport, Record, usable
 from nemo_style_rlhf.data.sources import described, read_records
-from nemo_style_rlhf.data.templates import render
+from nemo_style_rlhf.data.template_files import render
 from nemo_style_rlhf.data.turns import (
     CONVERSATION_COLUMNS,
     is_conversation,

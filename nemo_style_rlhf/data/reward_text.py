@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_style_rlhf.data.encoding import Encoder
-from nemo_style_rlhf.data.templates import read_template, render
+from nemo_style_rlhf.data.template_files import read_template, render
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Chat
 

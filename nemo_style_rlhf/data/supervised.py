@@ -11,7 +11,7 @@ from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.examples import Conversation, PreferencePair, SFTExample, UnpairedExample
 from nemo_style_rlhf.data.records import Dropped, DropReport, Record, usable
 from nemo_style_rlhf.data.sources import described, read_records
-from nemo_style_rlhf.data.templates import render
+from nemo_style_rlhf.data.template_files import render
 from nemo_style_rlhf.data.turns import (
     CONVERSATION_COLUMNS,
     greeting,

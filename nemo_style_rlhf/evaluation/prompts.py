@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts
-from nemo_style_rlhf.data.templates import check_template, log_date
+from nemo_style_rlhf.data.template_files import check_template, log_date
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.tokenizer import load_tokenizer
 from nemo_style_rlhf.schema.evaluation import Checkpoint, EvaluationConfig

@@ -10,8 +10,8 @@ from nemo_style_rlhf.agents.api_requests import Offer
 from nemo_style_rlhf.agents.environment import Action, Task
 from nemo_style_rlhf.agents.events import Asked, Called, Emit, EpisodeSource
 from nemo_style_rlhf.agents.gateway import Gateway
-from nemo_style_rlhf.agents.history import classify
 from nemo_style_rlhf.agents.workers import EpisodeWorkers
+from nemo_style_rlhf.data.chat_templates import classify
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks

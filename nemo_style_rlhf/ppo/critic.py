@@ -6,7 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
-from nemo_style_rlhf.data.templates import check_reward_template
+from nemo_style_rlhf.data.template_files import check_reward_template
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.starting import starting

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_style_rlhf.checkpoint.files import storage_errors
 from nemo_style_rlhf.checkpoint.owner import require_owned
-from nemo_style_rlhf.data.templates import read_template, write_template
+from nemo_style_rlhf.data.template_files import read_template, write_template
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.export import host_weights

@@ -5,7 +5,7 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from nemo_style_rlhf.data.templates import check_template
+from nemo_style_rlhf.data.template_files import check_template
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine, sharded
 from nemo_style_rlhf.generation.factory import require_supported

@@ -16,7 +16,7 @@ from nemo_style_rlhf.checkpoint.store import ACTOR, CheckpointStore, Manifest
 from nemo_style_rlhf.data.mixtures import TrainingRows
 from nemo_style_rlhf.data.prompts import Prompt, load_prompts, load_training_prompts
 from nemo_style_rlhf.data.sampling import Sampler
-from nemo_style_rlhf.data.templates import log_date
+from nemo_style_rlhf.data.template_files import log_date
 from nemo_style_rlhf.distributed.ranks import Ranks, require_tensor_parallel
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation.factory import require_host

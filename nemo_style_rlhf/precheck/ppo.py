@@ -6,7 +6,7 @@ from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.preview import Reader, count_rows, first_rows
 from nemo_style_rlhf.data.prompts import Prompt, prompt_reader
 from nemo_style_rlhf.data.records import Record
-from nemo_style_rlhf.data.templates import check_template
+from nemo_style_rlhf.data.template_files import check_template
 from nemo_style_rlhf.ppo.limits import max_sequence_length, number_of_steps, prompts_needed
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.data import PromptRowsConfig

@@ -7,7 +7,7 @@ from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.preview import Reader, count_rows, first_rows
 from nemo_style_rlhf.data.records import Record
 from nemo_style_rlhf.data.supervised import pair_reader, sft_reader, unpaired_reader
-from nemo_style_rlhf.data.templates import check_template
+from nemo_style_rlhf.data.template_files import check_template
 from nemo_style_rlhf.schema.model_files import rows_of
 from nemo_style_rlhf.schema.supervised import (
     PairDataConfig,

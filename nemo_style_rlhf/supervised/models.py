@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nemo_style_rlhf.data.templates import write_template
+from nemo_style_rlhf.data.template_files import write_template
 from nemo_style_rlhf.models.export import export_model, rehearse_export
 from nemo_style_rlhf.models.loading import load_causal_lm, new_causal_lm
 from nemo_style_rlhf.models.lora import add_lora, save_adapter

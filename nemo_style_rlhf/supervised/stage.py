@@ -29,7 +29,7 @@ from nemo_style_rlhf.data.mixtures import load_training_rows
 from nemo_style_rlhf.data.ragged import round_up
 from nemo_style_rlhf.data.records import DropReport
 from nemo_style_rlhf.data.sources import read_records
-from nemo_style_rlhf.data.templates import check_template, log_date
+from nemo_style_rlhf.data.template_files import check_template, log_date
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.bootstrap import setup

@@ -14,7 +14,7 @@ from nemo_style_rlhf.evaluation.samples import Sample, from_jsonl
 from nemo_style_rlhf.evaluation.summary import summarize
 from nemo_style_rlhf.watch.rollout_index import RolloutIndex
 from nemo_style_rlhf.watch.run_files import read
-from nemo_style_rlhf.watch.samples import PATIENCE_S, step_samples
+from nemo_style_rlhf.watch.sample_queries import PATIENCE_S, step_samples
 
 RESULTS = "results.jsonl"
 RESULTS_BYTES = 2**30

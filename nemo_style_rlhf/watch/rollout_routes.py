@@ -11,8 +11,8 @@ from tornado.web import HTTPError
 from nemo_style_rlhf.watch.handlers import Api, to_json
 from nemo_style_rlhf.watch.rollout_sources import RolloutSources
 from nemo_style_rlhf.watch.runs import UnknownRun
+from nemo_style_rlhf.watch.sample_queries import Filter, Query
 from nemo_style_rlhf.watch.sample_tokens import MOST_TOKENS
-from nemo_style_rlhf.watch.samples import Filter, Query
 from nemo_style_rlhf.watch.search import Search
 
 SEARCHES = ThreadPoolExecutor(2, thread_name_prefix="search")

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.watch import comparison, samples
+from nemo_style_rlhf.watch import comparison, sample_queries
 from nemo_style_rlhf.watch.rollout_files import list_files
 from nemo_style_rlhf.watch.rollout_index import RolloutIndex
 from nemo_style_rlhf.watch.runs import Runs
@@ -27,7 +27,7 @@ class RolloutSources:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._indexes: OrderedDict[Path, RolloutIndex] = OrderedDict()
-        self._pages: OrderedDict[tuple[Path, int, samples.Query, bool], dict[str, Any]] = OrderedDict()
+        self._pages: OrderedDict[tuple[Path, int, sample_queries.Query, bool], dict[str, Any]] = OrderedDict()
         self._lock = Lock()
 
     def folder(self, run: str) -> Path:
@@ -52,16 +52,16 @@ class RolloutSources:
             "evaluations": [run.id for run in runs if (run.folder / comparison.RESULTS).exists()],
         }
 
-    def page(self, run: str, query: samples.Query, *, texts: bool = True) -> dict[str, Any]:
+    def page(self, run: str, query: sample_queries.Query, *, texts: bool = True) -> dict[str, Any]:
         """The last pages are kept while no sample comes or goes: an open view asks again and again, beside a run that trains."""
         index = self.index(run)
-        index.refresh(samples.PATIENCE_S)
+        index.refresh(sample_queries.PATIENCE_S)
         key = (index.folder, index.changes, query, texts)
         with self._lock:
             known = self._pages.get(key)
         if known is not None:
             return known
-        answer = samples.page(index, query, texts=texts)
+        answer = sample_queries.page(index, query, texts=texts)
         if key[1] == index.changes and answer["files_read"] == answer["files"]:
             with self._lock:
                 self._pages[key] = answer
@@ -70,14 +70,14 @@ class RolloutSources:
         return answer
 
     def group(self, run: str, step: int, prompt_id: int) -> dict[str, Any]:
-        return {"samples": samples.group(self.index(run), step, prompt_id)}
+        return {"samples": sample_queries.group(self.index(run), step, prompt_id)}
 
     def prompt(self, run: str, prompt_id: int, offset: int, limit: int) -> dict[str, Any]:
-        return samples.history(self.index(run), prompt_id, offset, limit)
+        return sample_queries.history(self.index(run), prompt_id, offset, limit)
 
     def sample(self, run: str, step: int, row: int, first: int = 0, count: int = MOST_TOKENS) -> dict[str, Any]:
         index = self.index(run)
-        return sample_json(samples.sample(index, step, row), load_tokenizer(index.folder), first, count)
+        return sample_json(sample_queries.sample(index, step, row), load_tokenizer(index.folder), first, count)
 
     def compare(
         self, runs: Sequence[str], steps: Sequence[int], order: str, text: str, offset: int, limit: int

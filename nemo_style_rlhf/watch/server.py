@@ -14,7 +14,7 @@ from nemo_style_rlhf.watch.handlers import PAGE, Login, Page, Style
 from nemo_style_rlhf.watch.rollout_sources import RolloutSources
 from nemo_style_rlhf.watch.runs import Runs
 from nemo_style_rlhf.wire.entrance import Entrance
-from nemo_style_rlhf.wire.exchange import JSON_BODY_BYTES
+from nemo_style_rlhf.wire.limits import JSON_BODY_BYTES
 from nemo_style_rlhf.wire.listening import BACKLOG
 
 ROUTES = [*run_routes.ROUTES, *rollout_routes.ROUTES]

@@ -14,19 +14,16 @@ from tornado.httputil import HTTPConnection, HTTPMessageDelegate, HTTPServerConn
 from tornado.iostream import IOStream, SSLIOStream
 from tornado.netutil import add_accept_handler
 
-CHUNK_BYTES = 2**18
-BUFFER_BYTES = 2**24
-HTTP_HEAD_BYTES = 16 * 2**10
-HTTP_HEAD_S = 10.0
-"""Seconds within which a stranger's connection must bring a whole head, TLS handshake included."""
-IDLE_S = 600.0
-"""Seconds for which a connection that has shown the secret may rest between requests."""
-STRANGERS = 256
-STRANGERS_PER_ADDRESS = 64
-"""Maximum number of connections that have not shown the secret; a new one replaces the oldest."""
-BODY_S = 30.0
-SLOWEST_LINK = 2**18
-"""Bytes per second. A body may take BODY_S seconds plus its transfer time at this rate."""
+from nemo_style_rlhf.wire.limits import (
+    BODY_S,
+    BUFFER_BYTES,
+    CHUNK_BYTES,
+    HTTP_HEAD_BYTES,
+    HTTP_HEAD_S,
+    IDLE_S,
+    STRANGERS,
+    STRANGERS_PER_ADDRESS,
+)
 
 
 @dataclass(eq=False)

@@ -12,18 +12,22 @@ from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine,
 from tornado.iostream import IOStream, StreamClosedError
 
 from nemo_style_rlhf.wire import messages
-from nemo_style_rlhf.wire.entrance import BODY_S, CHUNK_BYTES, SLOWEST_LINK, Visitor
+from nemo_style_rlhf.wire.entrance import Visitor
 from nemo_style_rlhf.wire.kserve import HEAD_LENGTH_HEADER, binary_request, canonical_head
+from nemo_style_rlhf.wire.limits import (
+    BODY_S,
+    CHUNK_BYTES,
+    JSON_BODY_BYTES,
+    SLOWEST_LINK,
+    TENSOR_HEAD_BYTES,
+    UNREAD_BYTES,
+    UNREAD_S,
+)
 from nemo_style_rlhf.wire.messages import Code, ProtocolError
 
 if TYPE_CHECKING:
     from nemo_style_rlhf.wire.front_door import FrontDoor
 
-TENSOR_HEAD_BYTES = 64 * 2**10
-JSON_BODY_BYTES = 2**20
-"""Largest request without binary tensors, or to an endpoint that takes only JSON."""
-UNREAD_BYTES, UNREAD_S = 2**20, 1.0
-"""Limits on reading a refused body. The door reads some of it so that the client can read the answer."""
 SOCKET_BUFFER_BYTES = 4 * 2**20
 FORWARDED = ("Content-Type", "Content-Length", HEAD_LENGTH_HEADER)
 REASONS = {400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed", 411: "Length Required",

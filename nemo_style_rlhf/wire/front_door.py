@@ -25,7 +25,8 @@ from tornado.iostream import IOStream
 
 from nemo_style_rlhf.launch.malloc import return_freed_memory
 from nemo_style_rlhf.wire.entrance import Entrance
-from nemo_style_rlhf.wire.exchange import JSON_BODY_BYTES, TENSOR_HEAD_BYTES, Exchange, connect
+from nemo_style_rlhf.wire.exchange import Exchange, connect
+from nemo_style_rlhf.wire.limits import JSON_BODY_BYTES, TENSOR_HEAD_BYTES
 from nemo_style_rlhf.wire.messages import Endpoint, TensorSpec
 
 REST_S = 10.0

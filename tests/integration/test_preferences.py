@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_style_rlhf.data.hh import split_last_answer
-from nemo_style_rlhf.data.templates import write_template
+from nemo_style_rlhf.data.template_files import write_template
 from tests.support.metrics import metrics
 from tests.support.models import save_policy
 from tests.support.operators import refused

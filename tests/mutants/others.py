@@ -203,10 +203,10 @@ OTHERS = (
     Fault(
         name="late_copies_of_requests_are_obeyed",
         guarantee="A train step is applied exactly once",
-        file="nemo_style_rlhf/critic_service/once.py",
+        file="nemo_style_rlhf/critic_service/ledger.py",
         old="if request.request_id not in answered:",
         new="if request not in answered:",
-        tests=("tests/unit/critic_service/test_once.py",),
+        tests=("tests/unit/critic_service/test_ledger.py",),
     ),
     Fault(
         name="any_critic_checkpoint_of_that_name_is_restored",
@@ -227,7 +227,7 @@ OTHERS = (
     Fault(
         name="bodies_of_strangers_are_read",
         guarantee="Loopback unless you give it a token",
-        file="nemo_style_rlhf/wire/exchange.py",
+        file="nemo_style_rlhf/wire/limits.py",
         old="UNREAD_BYTES, UNREAD_S = 2**20, 1.0",
         new="UNREAD_BYTES, UNREAD_S = 2**40, 100.0",
         tests=("tests/integration/test_front_door.py::test_what_strangers_send_is_not_read",),

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_style_rlhf.critic_service.remote_reward import RemoteRewardModel
 from nemo_style_rlhf.data.prompts import load_prompts
-from nemo_style_rlhf.data.templates import write_template
+from nemo_style_rlhf.data.template_files import write_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import TokenConfig
 from nemo_style_rlhf.schema.data import PromptDataConfig

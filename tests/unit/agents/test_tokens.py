@@ -5,8 +5,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from nemo_style_rlhf.agents.history import classify
 from nemo_style_rlhf.agents.tokens import continuation
+from nemo_style_rlhf.data.chat_templates import classify
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.turns import said
 from nemo_style_rlhf.errors import UserError

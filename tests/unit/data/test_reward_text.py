@@ -8,7 +8,7 @@ import pytest
 from nemo_style_rlhf.data.prompts import load_prompts
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.supervised import load_pairs
-from nemo_style_rlhf.data.templates import write_template
+from nemo_style_rlhf.data.template_files import write_template
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.data import PromptDataConfig

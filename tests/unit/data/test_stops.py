@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from nemo_style_rlhf.data.records import Record
 from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.supervised import pair_reader, sft_reader
-from nemo_style_rlhf.data.templates import TEMPLATE_FILE, write_template
+from nemo_style_rlhf.data.template_files import TEMPLATE_FILE, write_template
 from nemo_style_rlhf.schema.chat import Chat
 from nemo_style_rlhf.schema.model_files import stop_ids
 from nemo_style_rlhf.schema.supervised import PreferenceDataConfig, SFTDataConfig

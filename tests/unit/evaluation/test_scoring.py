@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_style_rlhf.data.prompts import load_prompts
-from nemo_style_rlhf.data.templates import write_template
+from nemo_style_rlhf.data.template_files import write_template
 from nemo_style_rlhf.evaluation.scoring import build_scorer
 from nemo_style_rlhf.schema.evaluation import EvaluationConfig
 from nemo_style_rlhf.scoring.interface import ScoringSample

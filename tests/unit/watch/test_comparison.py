@@ -10,7 +10,7 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.evaluation.samples import Sample, from_jsonl, to_jsonl
 from nemo_style_rlhf.watch.rollout_sources import RolloutSources
 from nemo_style_rlhf.watch.runs import Runs, UnknownRun
-from nemo_style_rlhf.watch.samples import Query
+from nemo_style_rlhf.watch.sample_queries import Query
 from tests.support.rollout_files import sample_row, table_of, write_compacted, write_step
 
 

@@ -8,7 +8,13 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from nemo_style_rlhf.data.templates import check_reward_template, check_template, read_template, render, write_template
+from nemo_style_rlhf.data.template_files import (
+    check_reward_template,
+    check_template,
+    read_template,
+    render,
+    write_template,
+)
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import tokenizer_digest
 from nemo_style_rlhf.schema.actor import PPOActorConfig

@@ -3,7 +3,7 @@
 
 import pytest
 
-from nemo_style_rlhf.agents.history import classify
+from nemo_style_rlhf.data.chat_templates import classify
 from nemo_style_rlhf.errors import UserError
 from tests.unit.agents.chat_templates import CHATML, FORGETFUL, GEMMA, MISTRAL, NO_TOOLS, PLAIN, REAL, WRITTEN, encoder
 

@@ -12,7 +12,7 @@ import pytest
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.watch.rollout_files import list_files, open_database
 from nemo_style_rlhf.watch.rollout_index import RolloutIndex
-from nemo_style_rlhf.watch.samples import Filter, Query, group, history, page, sample
+from nemo_style_rlhf.watch.sample_queries import Filter, Query, group, history, page, sample
 from nemo_style_rlhf.watch.search import Search
 from tests.support.rollout_files import sample_row, table_of, write_compacted, write_step
 
