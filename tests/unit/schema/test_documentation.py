@@ -9,6 +9,7 @@ from importlib import import_module
 import pytest
 from omegaconf import OmegaConf
 
+import nemo_style_rlhf.launch.entry  # noqa: F401 - before a script takes the place of the main module
 from nemo_style_rlhf import schema
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.usage import describe_keys
