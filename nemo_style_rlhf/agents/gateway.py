@@ -21,7 +21,7 @@ from nemo_style_rlhf.agents.api_requests import Offer
 from nemo_style_rlhf.agents.environment import Action, Observation, Task
 from nemo_style_rlhf.agents.events import Asked, Called, Emit, Ended, Event, Failed
 from nemo_style_rlhf.agents.programs import as_json
-from nemo_style_rlhf.agents.reception import GatewaySettings
+from nemo_style_rlhf.agents.session_registry import GatewaySettings
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.processes.child import ChildProcess
 from nemo_style_rlhf.schema.gateway import GatewayConfig

@@ -35,7 +35,7 @@ from nemo_style_rlhf.agents.api_requests import (
     read_text,
     read_typed,
 )
-from nemo_style_rlhf.agents.reception import GatewaySettings, Reception, Visit
+from nemo_style_rlhf.agents.session_registry import GatewaySession, GatewaySettings, SessionRegistry
 from nemo_style_rlhf.wire.entrance import Entrance, visitor_of
 from nemo_style_rlhf.wire.limits import BODY_S, SLOWEST_LINK, STRANGERS, UNREAD_BYTES
 
@@ -56,9 +56,9 @@ class Handler(RequestHandler):
     methods: tuple[str, ...] = ("POST",)
 
     @property
-    def reception(self) -> Reception:
-        reception: Reception = self.settings["reception"]
-        return reception
+    def registry(self) -> SessionRegistry:
+        registry: SessionRegistry = self.settings["registry"]
+        return registry
 
     def initialize(self) -> None:
         self._body = bytearray()
@@ -78,7 +78,7 @@ class Handler(RequestHandler):
             self.admit(self._key())
             if self.request.method not in self.methods:
                 raise ApiError(405, f"{self.request.method} is not possible here: use {self.methods[0]}")
-            if size > self.reception.settings.max_request_bytes:
+            if size > self.registry.settings.max_request_bytes:
                 raise self._too_large()
         except ApiError as error:
             if size > UNREAD_BYTES:
@@ -108,14 +108,14 @@ class Handler(RequestHandler):
         Raises:
             ApiError: the key opens nothing here.
         """
-        self.visit: Visit = self.reception.visit(key)
+        self.session: GatewaySession = self.registry.session(key)
         visitor_of(self.request).welcome()
 
     def data_received(self, chunk: bytes) -> None:
         self._read += len(chunk)
         if self._answered:
             return
-        if self._refused is None and self._read > self.reception.settings.max_request_bytes:
+        if self._refused is None and self._read > self.registry.settings.max_request_bytes:
             self._refused = self._too_large()
         if self._refused is None:
             self._body += chunk
@@ -128,7 +128,7 @@ class Handler(RequestHandler):
         self._answered = True
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"a request may have {self.reception.settings.max_request_bytes} bytes: send fewer")
+        return ApiError(413, f"a request may have {self.registry.settings.max_request_bytes} bytes: send fewer")
 
     def _key(self) -> str:
         scheme, _, key = self.request.headers.get("Authorization", "").partition(" ")
@@ -166,7 +166,7 @@ class Handler(RequestHandler):
 
 class ChatCompletions(Handler):
     async def serve(self, *words: str) -> None:
-        request = read_chat(self.content(), self.reception.settings.offer)
+        request = read_chat(self.content(), self.registry.settings.offer)
         answer = await self.asked(request)
         if request.stream:
             self.stream(answer.chat_stream())
@@ -174,7 +174,7 @@ class ChatCompletions(Handler):
             self.reply(answer.chat())
 
     async def asked(self, request: Request) -> Answer:
-        action, prompt_tokens, name = await self.reception.call(self.visit, request)
+        action, prompt_tokens, name = await self.registry.call(self.session, request)
         return Answer(request, action, name, prompt_tokens)
 
     def stream(self, chunks: Iterable[dict[str, Any]]) -> None:
@@ -186,7 +186,7 @@ class ChatCompletions(Handler):
 
 class TextCompletions(ChatCompletions):
     async def serve(self, *words: str) -> None:
-        request = read_text(self.content(), self.reception.settings.offer)
+        request = read_text(self.content(), self.registry.settings.offer)
         answer = await self.asked(request)
         if request.stream:
             self.stream(answer.text_stream())
@@ -198,10 +198,10 @@ class Models(Handler):
     methods = ("GET",)
 
     async def serve(self, *words: str) -> None:
-        listed = models(self.reception.settings.offer)
+        listed = models(self.registry.settings.offer)
         if not words:
             self.reply(listed)
-        elif words[0] == self.reception.settings.offer.model:
+        elif words[0] == self.registry.settings.offer.model:
             self.reply(listed["data"][0])
         else:
             raise ApiError(404, "there is no model of this name", param="model", code="model_not_found")
@@ -210,30 +210,30 @@ class Models(Handler):
 class Next(Handler):
     """Gives a service its next task."""
 
-    _waits: "asyncio.Task[Visit | None] | None" = None
+    _waits: "asyncio.Task[GatewaySession | None] | None" = None
 
     def admit(self, key: str) -> None:
-        if not visitor_of(self.request).shows(key, self.reception.settings.token):
+        if not visitor_of(self.request).shows(key, self.registry.settings.token):
             raise ApiError(401, "this needs the token of the run (agent.token)", code="invalid_api_key")
 
     async def serve(self, *words: str) -> None:
         asked = self.known(NextBody)
-        self._waits = asyncio.ensure_future(self.reception.next(asked.wait_s))
+        self._waits = asyncio.ensure_future(self.registry.next(asked.wait_s))
         try:
-            visit = await self._waits
+            session = await self._waits
         except asyncio.CancelledError:  # the service has hung up
             return
-        if visit is None:
+        if session is None:
             self.set_status(204)
             self.clear_header("Content-Type")
             self.finish()
             return
         self.set_header("Cache-Control", "no-store")
-        content = {"api_key": visit.key, "base_url": self.reception.settings.url, "task": visit.task}
+        content = {"api_key": session.key, "base_url": self.registry.settings.url, "task": session.task}
         try:
             await self.finish(programs.as_json(content))
         except StreamClosedError:
-            self.reception.give_back(visit)
+            self.registry.give_back(session)
 
     def on_connection_close(self) -> None:
         super().on_connection_close()
@@ -246,14 +246,14 @@ class Verdict(Handler):
 
     def admit(self, key: str) -> None:
         super().admit(key)
-        if self.reception.settings.command:
+        if self.registry.settings.command:
             raise ApiError(404, "the last line of the program is its reward (agent.command)")
 
 
 class Reward(Verdict):
     async def serve(self, *words: str) -> None:
         try:
-            self.reception.end(self.visit, programs.result(self.content()))
+            self.registry.end(self.session, programs.result(self.content()))
         except programs.BadReward as error:
             raise ApiError(400, str(error), param="reward") from error
         self.reply({})
@@ -262,7 +262,7 @@ class Reward(Verdict):
 class Fail(Verdict):
     async def serve(self, *words: str) -> None:
         asked = self.known(FailBody)
-        self.reception.fail(self.visit, f"the service failed: {asked.reason[: programs.SHOWN]}")
+        self.registry.fail(self.session, f"the service failed: {asked.reason[: programs.SHOWN]}")
         self.reply({})
 
 
@@ -296,26 +296,26 @@ async def serve(link: socket.socket, settings: GatewaySettings, rest: bytes) -> 
     def send(event: dict[str, Any]) -> None:
         writer.write(json.dumps(event).encode() + b"\n")
 
-    reception = Reception(settings, send)
-    application = Application(ROUTES, default_handler_class=Nothing, reception=reception)
+    registry = SessionRegistry(settings, send)
+    application = Application(ROUTES, default_handler_class=Nothing, registry=registry)
     body_s = BODY_S + settings.max_request_bytes / SLOWEST_LINK
     # All programs of a host have one address.
     entrance = Entrance(application, largest_body=2**62, body_s=body_s, strangers_per_address=STRANGERS)
     entrance.open(socket.socket(fileno=settings.listener))
 
-    async def obey() -> None:
+    async def execute() -> None:
         with suppress(ConnectionError):  # a trainer that was killed, with events that it has not read
             while line := await reader.readline():
-                reception.obey(json.loads(line))
+                registry.execute(json.loads(line))
 
     async def ping() -> None:
         while True:
             send({"kind": "alive"})
             await asyncio.sleep(PING_S)
 
-    pings, orders = asyncio.ensure_future(ping()), asyncio.ensure_future(obey())
+    pings, orders = asyncio.ensure_future(ping()), asyncio.ensure_future(execute())
     await asyncio.wait([orders])
-    reception.close()
+    registry.close()
     if left := asyncio.all_tasks() - {asyncio.current_task(), pings}:
         await asyncio.wait(left, timeout=END_S)
     orders.result()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import nemo_style_rlhf
-from nemo_style_rlhf.agents.wire import MEMORY_BYTES, SharedWords
+from nemo_style_rlhf.agents.wire import MEMORY_BYTES, SharedState
 from nemo_style_rlhf.agents.worker import DUMP, Setup
 from nemo_style_rlhf.processes.child import END_S, ChildProcess
 from nemo_style_rlhf.schema.agent import AgentConfig
@@ -42,7 +42,7 @@ class WorkerProcess:
                 stdout=2,  # what environments print must not mix with the output of the trainer's caller
                 pass_fds=(other.fileno(), memory),
             )
-            self.words = SharedWords(memory)
+            self.words = SharedState(memory)
         finally:
             os.close(memory)
             other.close()

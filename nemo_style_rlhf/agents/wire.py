@@ -15,7 +15,7 @@ LINE_LIMIT = 2**31
 """Bytes of a line from the trainer, whose rows and responses are its own."""
 
 
-class SharedWords:
+class SharedState:
     """Words in memory that trainer and worker share, so that the trainer can read them after the worker's death."""
 
     def __init__(self, descriptor: int) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from nemo_style_rlhf.agents.attempt import Attempt
 from nemo_style_rlhf.agents.environment import Environment
-from nemo_style_rlhf.agents.wire import LINE_LIMIT, SharedWords, read_action, read_task
+from nemo_style_rlhf.agents.wire import LINE_LIMIT, SharedState, read_action, read_task
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.user_code import UserFile
 
@@ -57,13 +57,13 @@ class Setup:
     socket: int
     """Descriptor of the worker's end of the socket."""
     memory: int
-    """Descriptor of the :class:`SharedWords`."""
+    """Descriptor of the :class:`SharedState`."""
 
 
 class Worker:
     """Runs attempts, and tells the trainer about them."""
 
-    def __init__(self, setup: Setup, make: Callable[[], Any], words: SharedWords) -> None:
+    def __init__(self, setup: Setup, make: Callable[[], Any], words: SharedState) -> None:
         self.setup, self.make = setup, make
         self.stalled = 0.0
         """Seconds in which attempts kept the event loop busy for long at a time."""
@@ -212,7 +212,7 @@ def load(path: str, name: str) -> type:
 
 def main() -> None:
     setup = Setup(**json.loads(sys.argv[1]))
-    words = SharedWords(setup.memory)
+    words = SharedState(setup.memory)
     connection = socket.socket(fileno=setup.socket)
     connection.set_inheritable(False)
     os.set_inheritable(setup.memory, False)

@@ -188,7 +188,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class OwnerStatus:
     """An owner as another process finds it."""
 
     record: OwnerRecord
@@ -197,14 +197,14 @@ class Sighting:
     pulse: bytes | None
 
 
-def sightings(folder: Path) -> list[Sighting]:
+def owner_statuses(folder: Path) -> list[OwnerStatus]:
     """Owners of ``folder``, in any role; one that was killed is among them, one that ended normally is not. Writes nothing."""
     found = []
     for path in sorted(folder.glob(".owner_*.json")):
         with suppress(OSError, ValueError, TypeError):
             record = OwnerRecord(**json.loads(path.read_bytes()))
             pulse = path.with_suffix(f".{record.kernel}")
-            found.append(Sighting(record, _lives(record, pulse), _content(pulse)))
+            found.append(OwnerStatus(record, _lives(record, pulse), _content(pulse)))
     return found
 
 

@@ -3,7 +3,7 @@
 Three properties of PyTriton are replaced here. Its server listens on TCP and puts the secret of its admin interface into
 tritonserver's arguments: here it listens on a Unix socket in a folder of this user, has its models before it starts, refuses to
 load others, and needs no secret. Everybody can read its segments in /dev/shm, some of which have meaningless names, and hanging
-processes outlive it: here ``confine.py`` starts tritonserver, a supervisor ends it, and ``belongings.py`` names every segment.
+processes outlive it: here ``confine.py`` starts tritonserver, a supervisor ends it, and ``runtime_files.py`` names every segment.
 Its models answer every exception with HTTP 500 and the traceback, paths included: here a few lines are appended to the code that
 it sends into Triton's Python backend. requirements/server.txt pins PyTriton to 0.7.0; tests/integration/test_critic_errors.py and
 test_front_door.py check this file against it.
@@ -25,8 +25,8 @@ from pytriton.server.triton_server import TritonServer  # type: ignore[import-un
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 from pytriton.utils.distribution import get_libs_path, get_root_module_path, get_stub_path  # type: ignore[import-untyped]
 
-from nemo_style_rlhf.critic_service import belongings
-from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_of_dead_servers, require_room
+from nemo_style_rlhf.critic_service import runtime_files
+from nemo_style_rlhf.critic_service.runtime_files import RuntimeFiles, remove_those_of_dead_servers, require_room
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.processes import confine
 from nemo_style_rlhf.processes.child import ChildProcess
@@ -115,7 +115,7 @@ class _Server(TritonServer):  # type: ignore[misc]
                 env={**self._get_env(), **SMALL},
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
-                afterwards=[sys.executable, "-m", belongings.__name__, self.name],
+                afterwards=[sys.executable, "-m", runtime_files.__name__, self.name],
             )
 
     def is_alive(self) -> bool:
@@ -128,14 +128,14 @@ class Backend(Triton):  # type: ignore[misc]
     def __init__(self, *, metrics: bool, verbose: bool) -> None:
         remove_those_of_dead_servers()
         require_room()
-        self._belongings = Belongings()
-        folder = self._belongings.folder
+        self._runtime_files = RuntimeFiles()
+        folder = self._runtime_files.folder
         self.folder = folder
         self.socket = folder / "http.sock"
         self.metrics_socket = folder / "metrics.sock" if metrics else None
         self._log = None if verbose else folder / "triton.log"
         pytriton.triton.Model, pytriton.triton.TritonServer = _Model, _Server
-        _Model.servers_name = self._belongings.name
+        _Model.servers_name = self._runtime_files.name
         let_stub_find_libpython()
         config = TritonConfig(
             http_address=f"unix:{self.socket}",
@@ -162,7 +162,7 @@ class Backend(Triton):  # type: ignore[misc]
     def launch(self) -> None:
         """Start tritonserver, which loads the bound endpoints."""
         self._initialize_server()
-        self._triton_server.name, self._triton_server.log = self._belongings.name, self._log
+        self._triton_server.name, self._triton_server.log = self._runtime_files.name, self._log
         self._triton_server.start()
 
     def wait_until_ready(self) -> None:
@@ -198,10 +198,10 @@ class Backend(Triton):  # type: ignore[misc]
         # Not Triton.stop, which waits for clients to hang up and takes half a second per endpoint, one after the other.
         if self._triton_server is not None:
             self._triton_server.process.kill()
-        self._belongings.remove()
+        self._runtime_files.remove()
 
     def _shm_prefix(self) -> str:
-        return f"{self._belongings.name}-"
+        return f"{self._runtime_files.name}-"
 
     def _is_ready(self) -> bool:
         connection = HTTPConnection("localhost", timeout=5)

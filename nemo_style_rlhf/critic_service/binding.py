@@ -6,9 +6,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from nemo_style_rlhf.critic_service import belongings, protocol
-from nemo_style_rlhf.critic_service.belongings import Belongings, remove_those_of_dead_servers
+from nemo_style_rlhf.critic_service import protocol, runtime_files
 from nemo_style_rlhf.critic_service.protocol import largest_tensors
+from nemo_style_rlhf.critic_service.runtime_files import RuntimeFiles, remove_those_of_dead_servers
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.common import RunConfig
 from nemo_style_rlhf.schema.critic import CriticServerConfig
@@ -66,7 +66,7 @@ class Binding:
         """Outputs that this server does not have."""
         self._config, self._address = config, address
         self._answering: UnixBackend | None = None
-        self._belongings: Belongings | None = None
+        self._runtime_files: RuntimeFiles | None = None
 
     @staticmethod
     def require_host() -> None:
@@ -82,7 +82,7 @@ class Binding:
             UserError: the host does not let it.
         """
         remove_those_of_dead_servers()
-        self._belongings = Belongings()
+        self._runtime_files = RuntimeFiles()
 
     def open(self, handle: Handler, *, boot_id: str) -> FrontDoorProcess:
         """Open the front door: from now on requests reach ``handle``.
@@ -90,9 +90,9 @@ class Binding:
         Raises:
             UserError: another server has taken the port.
         """
-        assert self._belongings is not None
-        afterwards = [sys.executable, "-m", belongings.__name__, self._belongings.name]
-        return self._open(self._belongings.folder / "http.sock", {}, handle, boot_id, afterwards=afterwards)
+        assert self._runtime_files is not None
+        afterwards = [sys.executable, "-m", runtime_files.__name__, self._runtime_files.name]
+        return self._open(self._runtime_files.folder / "http.sock", {}, handle, boot_id, afterwards=afterwards)
 
     def _open(
         self,
@@ -137,10 +137,8 @@ class Binding:
 
     def why_dead(self) -> str:
         """Say what may have died, once it is not alive."""
-        assert self._belongings is not None
-        return (
-            f"the front door or the thread that answers it died, or a socket was removed from {self._belongings.folder}"
-        )
+        assert self._runtime_files is not None
+        return f"the front door or the thread that answers it died, or a socket was removed from {self._runtime_files.folder}"
 
     def close(self, timeout_s: float) -> None:
         """Close the front door, by force after ``timeout_s`` seconds, and the backend, which may still be starting."""
@@ -148,5 +146,5 @@ class Binding:
             self.door.close(timeout_s)
         if self._answering is not None:
             self._answering.close()
-        if self._belongings is not None:
-            self._belongings.remove()
+        if self._runtime_files is not None:
+            self._runtime_files.remove()

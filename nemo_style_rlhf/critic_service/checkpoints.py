@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_style_rlhf.checkpoint.data import NOT_DATA
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.gate import Gate
+from nemo_style_rlhf.critic_service.compute_lock import ComputeLock
 from nemo_style_rlhf.critic_service.ledger import Ledger
 from nemo_style_rlhf.critic_service.service import Tensors, response
 from nemo_style_rlhf.critic_service.store import CriticCheckpointStore
@@ -30,12 +30,14 @@ from nemo_style_rlhf.wire.reading import read
 class Checkpoints:
     """The endpoints that concern checkpoints."""
 
-    def __init__(self, worker: CriticWorker, store: CriticCheckpointStore, ledger: Ledger, gate: Gate) -> None:
+    def __init__(
+        self, worker: CriticWorker, store: CriticCheckpointStore, ledger: Ledger, compute_lock: ComputeLock
+    ) -> None:
         self._worker = worker
         self._group = worker.group
         self._store = store
         self._ledger = ledger
-        self._gate = gate
+        self._compute_lock = compute_lock
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._last_save: tuple[protocol.SaveRequest, Future[dict[str, Any]]] | None = None
 
@@ -52,7 +54,7 @@ class Checkpoints:
     def _copied(self, request: protocol.SaveRequest) -> "tuple[int, Future[dict[str, Any]]]":
         """The step that is copied, and the answer to come once it is written; the checkpoints are held until then."""
         with ExitStack() as until_written:
-            until_written.enter_context(self._gate.checkpoints())
+            until_written.enter_context(self._compute_lock.checkpoints())
             with self._leased(request, "save"):
                 step = self._ledger.step if request.critic_step is None else request.critic_step
                 key = replace(request, critic_step=step, copy_only=False)
@@ -79,23 +81,23 @@ class Checkpoints:
         return {"critic_step": step, "files": files, **exported}
 
     def _write(self, directory: Path) -> None:
-        with self._gate.model_lock:
+        with self._compute_lock.model_lock:
             self._group.run(BeginFiles(directory))
         self._worker.wait_for_files()
-        with self._gate.model_lock:
+        with self._compute_lock.model_lock:
             failures = self._group.run_each([EndFiles()] * self._group.size)
             if error := next(filter(None, failures), None):
                 raise error
 
     def commit(self, request: protocol.CommitRequest) -> dict[str, Any]:
-        with self._gate.checkpoints(), self._leased(request, "commit"):
+        with self._compute_lock.checkpoints(), self._leased(request, "commit"):
             pruned = self._store.commit(request.checkpoint_id, request.keep)
             if self._last_save is not None and self._last_save[0].checkpoint_id in pruned:
                 self._last_save = None
             return {"pruned": pruned}
 
     def restore(self, request: protocol.RestoreRequest) -> dict[str, Any]:
-        with self._gate.checkpoints(), self._leased(request, "restore"):
+        with self._compute_lock.checkpoints(), self._leased(request, "restore"):
             directory, record = self._store.verified(request.checkpoint_id, request.digests)
             if unreadable := unreadable_files(directory):  # before anything changes, on any rank
                 raise ProtocolError(
@@ -112,6 +114,6 @@ class Checkpoints:
         self, request: protocol.SaveRequest | protocol.CommitRequest | protocol.RestoreRequest, what: str
     ) -> Iterator[None]:
         """Hold the models, asleep or not, for what the request's lease may do to its checkpoint."""
-        with self._gate.models(f"{what} of {request.checkpoint_id}", also_asleep=True):
+        with self._compute_lock.models(f"{what} of {request.checkpoint_id}", also_asleep=True):
             self._ledger.check_run(request.lease, request.checkpoint_id)
             yield

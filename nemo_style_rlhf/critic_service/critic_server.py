@@ -12,7 +12,7 @@ import torch
 from nemo_style_rlhf.checkpoint.starts import log_differences, record_start
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.checkpoints import Checkpoints
-from nemo_style_rlhf.critic_service.gate import Gate
+from nemo_style_rlhf.critic_service.compute_lock import ComputeLock
 from nemo_style_rlhf.critic_service.ledger import Ledger, once
 from nemo_style_rlhf.critic_service.protocol import InferRequest, TrainPart
 from nemo_style_rlhf.critic_service.reward_server import reward_handler
@@ -33,11 +33,13 @@ from nemo_style_rlhf.wire.reading import read
 class Critic:
     """The endpoints that concern the critic in memory."""
 
-    def __init__(self, worker: CriticWorker, ledger: Ledger, limits: protocol.Limits, gate: Gate) -> None:
+    def __init__(
+        self, worker: CriticWorker, ledger: Ledger, limits: protocol.Limits, compute_lock: ComputeLock
+    ) -> None:
         self._worker = worker
         self._ledger = ledger
         self._limits = limits
-        self._gate = gate
+        self._compute_lock = compute_lock
 
     def infer(self, inputs: Mapping[str, Array]) -> Tensors:
         request, wanted = validation.read_infer(inputs, self._limits)
@@ -50,7 +52,7 @@ class Critic:
             raise ProtocolError(
                 Code.INVALID, f"request.want is {wanted.want} but this server has no critic: ask for rewards"
             )
-        with self._gate.models(f"infer of {len(request.lengths)} sequences"):
+        with self._compute_lock.models(f"infer of {len(request.lengths)} sequences"):
             if expected not in (None, self._ledger.step):
                 raise ProtocolError(
                     Code.CONFLICT,
@@ -65,7 +67,7 @@ class Critic:
 
     def train(self, inputs: Mapping[str, Array]) -> Tensors:
         part = validation.read_train(inputs, self._limits)
-        with self._gate.models(f"train step {part.step}, part {part.part} of {part.parts}"):
+        with self._compute_lock.models(f"train step {part.step}, part {part.part} of {part.parts}"):
             answer, parts = self._ledger.stage(part)
             if parts is not None:
                 answer = self._apply(parts)
@@ -109,37 +111,40 @@ class Critic:
                 f"tokenizer_digest is {request.tokenizer_digest[:16]}, the served model's is {served[:16]}: "
                 "policy and reward model need the same tokenizer",
             )
-        self._gate.require_open()
+        self._compute_lock.require_open()
         lease = self._ledger.acquire(request.run_id)  # at once, so that work queued under the old lease is refused
         # Work that runs under it is finished first.
-        with self._gate.checkpoints(), self._gate.models(f"acquire by {request.run_id}", also_asleep=True):
+        with (
+            self._compute_lock.checkpoints(),
+            self._compute_lock.models(f"acquire by {request.run_id}", also_asleep=True),
+        ):
             malloc.trim()  # what was staged is gone, and may be much
             self._turn(asleep=False)  # the new holder may know of no turns
-            return {"lease": lease, "boot_id": self._gate.boot_id, "critic_step": self._ledger.step}
+            return {"lease": lease, "boot_id": self._compute_lock.boot_id, "critic_step": self._ledger.step}
 
     def sleep(self, request: protocol.TurnRequest) -> dict[str, Any]:
         """Free the devices, for another part of the run."""
-        with self._gate.models("sleep", also_asleep=True):
+        with self._compute_lock.models("sleep", also_asleep=True):
             self._ledger.check(request.lease)
             return {"held_bytes": self._turn(asleep=True)}
 
     def wake(self, request: protocol.TurnRequest) -> dict[str, Any]:
-        with self._gate.models("wake", also_asleep=True):
+        with self._compute_lock.models("wake", also_asleep=True):
             self._ledger.check(request.lease)
             return {"held_bytes": self._turn(asleep=False)}
 
     def _turn(self, *, asleep: bool) -> int:
         """Bytes that this process then holds. Nothing happens if it is so already."""
-        if asleep == self._gate.asleep:
+        if asleep == self._compute_lock.asleep:
             return held_bytes()
         held = self._worker.group.run(Sleep() if asleep else Wake())
-        self._gate.asleep = asleep
+        self._compute_lock.asleep = asleep
         return held
 
     def shutdown(self, inputs: Mapping[str, Array]) -> Tensors:
         request = read(inputs[messages.REQUEST.name], protocol.ShutdownRequest)
         self._ledger.check(request.lease)
-        self._gate.shutdown_requested.set()
+        self._compute_lock.shutdown_requested.set()
         return response({"stopping": True})
 
 
@@ -152,15 +157,15 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
     if os.environ.get("RANK", "0") == "0":
         log_differences(output_dir, config)
     init_distributed(device)
-    gate = Gate()
-    worker = CriticWorker(config, device, should_stop=gate.abandoning.is_set)
+    compute_lock = ComputeLock()
+    worker = CriticWorker(config, device, should_stop=compute_lock.abandoning.is_set)
     if not config.run.dry_run:  # whose folders are each rank's own
         worker.group.require_shared(output_dir)
     if not worker.group.is_first:
         return worker.group
     if not worker.has_critic:
         record_start(output_dir, config, after="step_000000")
-        return _composed(config, worker, None, gate)
+        return _composed(config, worker, None, compute_lock)
     described = {
         "model.dtype": config.model.dtype,
         "model.lora.rank": config.model.lora.rank,
@@ -172,16 +177,16 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
     }
     store = CriticCheckpointStore(output_dir, described)
     record_start(output_dir, config, after=store.last_committed or "step_000000")
-    return _composed(config, worker, store, gate)
+    return _composed(config, worker, store, compute_lock)
 
 
 def _composed(
-    config: PPOCriticConfig, worker: CriticWorker, store: CriticCheckpointStore | None, gate: Gate
+    config: PPOCriticConfig, worker: CriticWorker, store: CriticCheckpointStore | None, compute_lock: ComputeLock
 ) -> Service:
     """``store`` is None without a critic."""
     ledger = Ledger(max_staged_bytes=config.server.max_staged_bytes)
     limits = worker.identity.limits(config.server.max_request_bytes)
-    critic = Critic(worker, ledger, limits, gate)
+    critic = Critic(worker, ledger, limits, compute_lock)
     handlers: dict[messages.Endpoint, Handler] = {
         protocol.INFER: critic.infer,
         protocol.ACQUIRE: once(protocol.AcquireRequest, critic.acquire),
@@ -190,7 +195,7 @@ def _composed(
         protocol.SHUTDOWN: critic.shutdown,
     }
     if store is not None:
-        checkpoints = Checkpoints(worker, store, ledger, gate)
+        checkpoints = Checkpoints(worker, store, ledger, compute_lock)
         handlers |= {
             protocol.TRAIN: critic.train,
             protocol.SAVE: checkpoints.save,
@@ -198,13 +203,13 @@ def _composed(
             protocol.RESTORE: once(protocol.RestoreRequest, checkpoints.restore),
         }
     if worker.reward is not None:
-        handlers[protocol.REWARD_INFER] = reward_handler(worker.reward, limits, gate)
+        handlers[protocol.REWARD_INFER] = reward_handler(worker.reward, limits, compute_lock)
     return Service(
         worker.identity,
         limits,
         config.roles,
         handlers,
-        gate,
+        compute_lock,
         extended=lambda status: replace(
             status,
             max_staged_bytes=0 if store is None else ledger.max_staged_bytes,

@@ -109,20 +109,22 @@ def _serve(service: Service, config: CriticServerConfig, binding: Binding, signa
         ready_file.unlink(missing_ok=True)
     starting("opening the front door")
     try:
-        door = binding.open(service.handle, boot_id=service.gate.boot_id)
+        door = binding.open(service.handle, boot_id=service.compute_lock.boot_id)
     except BaseException:
         binding.close(CLOSE_TIMEOUT_S)
         raise
-    described = {"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": service.gate.boot_id}
+    described = {"host": door.host, "port": door.port, "pid": os.getpid(), "boot_id": service.compute_lock.boot_id}
     where = json.dumps(described).encode()
     try:
         if ready_file is not None:
             write_atomically(ready_file, where)
         then = f"; next: {_actor(service, door)}" if ready_file is None else ""
-        LOGGER.info("serving %s at %s, boot id %s%s", " and ".join(service.roles), door.url, service.gate.boot_id, then)
+        LOGGER.info(
+            "serving %s at %s, boot id %s%s", " and ".join(service.roles), door.url, service.compute_lock.boot_id, then
+        )
         code = _supervise(service, binding, signals)
         grace_s = config.shutdown_grace_s if binding.alive else 0.0  # else no client would get the answer of a call
-        finished = service.gate.close(grace_s)
+        finished = service.compute_lock.close(grace_s)
         if code != 0:
             time.sleep(ANSWER_DELIVERY_S)
         elif finished:
@@ -162,7 +164,7 @@ def _supervise(service: Service, binding: Binding, signals: SimpleQueue[int]) ->
         if told:
             _log(told)
             return 0
-        if service.gate.shutdown_requested.is_set():
+        if service.compute_lock.shutdown_requested.is_set():
             LOGGER.info("asked to stop by a client")
             return 0
         if not binding.alive:

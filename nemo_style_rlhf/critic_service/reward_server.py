@@ -9,7 +9,7 @@ import torch
 
 from nemo_style_rlhf.critic_service import protocol, validation
 from nemo_style_rlhf.critic_service.batches import Batches
-from nemo_style_rlhf.critic_service.gate import Gate
+from nemo_style_rlhf.critic_service.compute_lock import ComputeLock
 from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.reward_model import RewardModel
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors
@@ -27,7 +27,7 @@ from nemo_style_rlhf.schema.reward_server import RewardServerProcessConfig
 from nemo_style_rlhf.wire.messages import Array, Code, ProtocolError
 
 
-def reward_handler(reward: RewardModel, limits: protocol.Limits, gate: Gate) -> Handler:
+def reward_handler(reward: RewardModel, limits: protocol.Limits, compute_lock: ComputeLock) -> Handler:
     """``reward_infer`` of a reward model."""
 
     def infer(inputs: Mapping[str, Array]) -> Tensors:
@@ -35,7 +35,7 @@ def reward_handler(reward: RewardModel, limits: protocol.Limits, gate: Gate) -> 
         texts = zip(request.prompts, request.responses, strict=True)
         sequences = [_token_ids(reward.text, row, *pair) for row, pair in enumerate(texts)]
         tokenised = validation.read_tokenised(sequences, limits)
-        with gate.models(f"scoring of {len(sequences)} texts"):
+        with compute_lock.models(f"scoring of {len(sequences)} texts"):
             return {protocol.REWARDS.name: reward.rewards(tokenised)}
 
     return infer
@@ -82,7 +82,7 @@ def load_reward_server(config: RewardServerProcessConfig, device: torch.device, 
         pad_token_id=pad_token(model.hf),
         device=device,
     )
-    gate, limits = Gate(), identity.limits(config.server.max_request_bytes)
+    compute_lock, limits = ComputeLock(), identity.limits(config.server.max_request_bytes)
     reward = RewardModel(model, text, batches, WorkerGroup())
-    handlers = {protocol.REWARD_INFER: reward_handler(reward, limits, gate)}
-    return Service(identity, limits, ["reward"], handlers, gate)
+    handlers = {protocol.REWARD_INFER: reward_handler(reward, limits, compute_lock)}
+    return Service(identity, limits, ["reward"], handlers, compute_lock)

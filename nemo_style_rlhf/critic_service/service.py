@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nemo_style_rlhf.critic_service import protocol
-from nemo_style_rlhf.critic_service.gate import Gate
+from nemo_style_rlhf.critic_service.compute_lock import ComputeLock
 from nemo_style_rlhf.critic_service.identity import Identity
 from nemo_style_rlhf.critic_service.protocol import Limits, Status
 from nemo_style_rlhf.wire import messages
@@ -26,7 +26,7 @@ class Service:
         limits: Limits,
         roles: list[str],
         handlers: Mapping[Endpoint, Handler],
-        gate: Gate,
+        compute_lock: ComputeLock,
         *,
         extended: Callable[[Status], Status] = lambda status: status,
         dismiss: Callable[[], None] = lambda: None,
@@ -38,7 +38,7 @@ class Service:
             extended: the status with what the critic has to add.
             dismiss: lets other ranks end, too; nothing is computed after it.
         """
-        self.gate = gate
+        self.compute_lock = compute_lock
         self.dismiss = dismiss
         self.roles = roles
         self._handlers = {endpoint.name: handler for endpoint, handler in handlers.items()}
@@ -62,7 +62,7 @@ class Service:
         return self._extended(
             Status(
                 protocol_version=protocol.PROTOCOL_VERSION,
-                boot_id=self.gate.boot_id,
+                boot_id=self.compute_lock.boot_id,
                 roles=self.roles,
                 **asdict(self._identity),
                 max_request_bytes=self._limits.max_request_bytes,
@@ -70,9 +70,9 @@ class Service:
                 critic_step=0,
                 last_committed=None,
                 lease_holder=None,
-                busy=self.gate.busy,
+                busy=self.compute_lock.busy,
                 ranks=1,
-                asleep=self.gate.asleep,
+                asleep=self.compute_lock.asleep,
                 repeatable=torch.are_deterministic_algorithms_enabled(),
             )
         )

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster: the commands of the other launchers, each started by a host in its seat, and started again there or
+"""A run on a Ray cluster: the commands of the other launchers, each started by a host in its slot, and started again there or
 elsewhere when it or its node dies.
 
 Ray places and watches; the processes speak to each other as under every launcher, and no tensor goes through Ray.
@@ -32,7 +32,7 @@ from nemo_style_rlhf.launch.ppo_run import (
     require_environments,
 )
 from nemo_style_rlhf.launch.program import CHECKED, ENGINE_CONFIG, Program, engine_program
-from nemo_style_rlhf.launch.ray_cluster import Cluster, Placed, connect, gpus_there, leave, lost
+from nemo_style_rlhf.launch.ray_cluster import Cluster, PlacedRank, connect, gpus_there, leave, lost
 from nemo_style_rlhf.launch.ray_host import RANKS_BESIDE
 from nemo_style_rlhf.launch.ray_placement import engine_names, place
 from nemo_style_rlhf.launch.run_secrets import RunSecrets
@@ -105,7 +105,7 @@ def make_programs(config: PPORayConfig, folder: Path, secrets: RunSecrets) -> li
 class Rank:
     """One process, which a host runs."""
 
-    def __init__(self, placed: Placed, program: Program, log: Path, awaited: Path | None) -> None:
+    def __init__(self, placed: PlacedRank, program: Program, log: Path, awaited: Path | None) -> None:
         self.placed, self.lost = placed, False
         self._program, self._log, self._awaited = program, log, awaited
         self._code: int | None = None
@@ -154,10 +154,10 @@ class Rank:
 
 
 class RayChild(Child):
-    """A program of one or several ranks, each in its seat. Rank 0 writes ``log``, the others logs of their own beside it."""
+    """A program of one or several ranks, each in its slot. Rank 0 writes ``log``, the others logs of their own beside it."""
 
     def __init__(
-        self, program: Program, log: Path, ranks: list[Rank], logs: list[Path], forget: Callable[[Placed], None]
+        self, program: Program, log: Path, ranks: list[Rank], logs: list[Path], forget: Callable[[PlacedRank], None]
     ) -> None:
         """``forget`` is called for the hosts of ranks that are found to be lost."""
         self.ranks, self._logs, self._forget = ranks, logs, forget
@@ -214,17 +214,17 @@ class RayChild(Child):
 
     @property
     def lost_nodes(self) -> set[str]:
-        return {rank.placed.ground.node for rank in self.ranks if rank.lost}
+        return {rank.placed.info.node for rank in self.ranks if rank.lost}
 
     @property
     def end(self) -> str:
-        if lost := sorted({rank.placed.ground.address for rank in self.ranks if rank.lost}):
+        if lost := sorted({rank.placed.info.address for rank in self.ranks if rank.lost}):
             return f"was lost on node {', '.join(lost)}"
         return super().end
 
 
 class RayRun(PPORun):
-    """The programs of a run in their seats, of which the last one is the actor."""
+    """The programs of a run in their slots, of which the last one is the actor."""
 
     def __init__(
         self, programs: list[Program], folder: Path, cluster: Cluster, secrets: RunSecrets, *, restarts: int, then: str
@@ -235,7 +235,7 @@ class RayRun(PPORun):
         self._gone_with: set[Child] = set()
         """The children that lost ranks when a node was lost, which counts as one death."""
         for program in programs:
-            cluster.seats(program.name)
+            cluster.slots(program.name)
         super().__init__(programs, folder, restarts=restarts, then=then)
         cluster.say = self._screen.say
 
@@ -245,30 +245,30 @@ class RayRun(PPORun):
                 return self._start_in_seats(program, log)
 
     def _start_in_seats(self, program: Program, log: Path) -> Child:
-        seats = self._cluster.seats(program.name)
-        words = self._words(program.name, seats)
+        slots = self._cluster.slots(program.name)
+        words = self._words(program.name, slots)
         shared: dict[str, str] = {}
-        if len(seats) > 1:
-            host = seats[0].ground.address
+        if len(slots) > 1:
+            host = slots[0].info.address
             shared = {
-                "WORLD_SIZE": str(len(seats)),
+                "WORLD_SIZE": str(len(slots)),
                 "MASTER_ADDR": host,
-                "MASTER_PORT": str(seats[0].ask("free_port")),
+                "MASTER_PORT": str(slots[0].ask("free_port")),
             }
         ranks, logs = [], []
-        for placed in seats:
-            seat = placed.seat
+        for placed in slots:
+            slot = placed.slot
             mine = {**program.env, **shared}
-            if len(seats) > 1:
+            if len(slots) > 1:
                 mine |= {
-                    "RANK": str(seat.rank),
-                    "LOCAL_RANK": str(seat.local_rank),
-                    "LOCAL_WORLD_SIZE": str(seat.local_ranks),
+                    "RANK": str(slot.rank),
+                    "LOCAL_RANK": str(slot.local_rank),
+                    "LOCAL_WORLD_SIZE": str(slot.local_ranks),
                 }
-                mine |= {RANKS_BESIDE: str(seat.local_ranks)}
-            if visible := self._cluster.gpus(seat):
+                mine |= {RANKS_BESIDE: str(slot.local_ranks)}
+            if visible := self._cluster.gpus(slot):
                 mine["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-            logs.append(log if seat.rank == 0 else log.with_name(f"{seat.name}.log"))
+            logs.append(log if slot.rank == 0 else log.with_name(f"{slot.name}.log"))
             awaited = self._engine_config if program.name.startswith("engine") else None
             one = replace(program, argv=[*program.argv, *words], env=mine, ranks=1)
             ranks.append(Rank(placed, one, logs[-1], awaited))
@@ -278,19 +278,19 @@ class RayRun(PPORun):
     def _engine_config(self) -> Path:
         return self._folder / ACTOR / "engines" / f"{ENGINE_CONFIG}.yaml"
 
-    def _words(self, name: str, seats: list[Placed]) -> list[str]:
+    def _words(self, name: str, slots: list[PlacedRank]) -> list[str]:
         """The arguments that tell a program its own address, or the critic server's."""
-        ground = seats[0].ground
+        info = slots[0].info
         if name == ACTOR:
             if self._critic is None:
                 return []
             return [f"remote_critic_rm.host={self._critic[1]}", f"remote_critic_rm.port={self._critic[2]}"]
-        certificate, key = self._secrets.certificate(name, ground.address)
+        certificate, key = self._secrets.certificate(name, info.address)
         tls = [override("server.tls.certificate", certificate), override("server.tls.key", key)]
         if name != CRITIC:
-            return [f"server.host={ground.address}", override("server.token.token_file", self._secrets.token), *tls]
-        if self._critic is None or self._critic[0] != ground.node:
-            self._critic = (ground.node, ground.address, seats[0].ask("free_port"))
+            return [f"server.host={info.address}", override("server.token.token_file", self._secrets.token), *tls]
+        if self._critic is None or self._critic[0] != info.node:
+            self._critic = (info.node, info.address, slots[0].ask("free_port"))
         return [f"server.host={self._critic[1]}", f"server.port={self._critic[2]}", *tls]
 
     def _restart(self, dead: Child) -> None:
@@ -310,7 +310,7 @@ class RayRun(PPORun):
             return False
         self._gone_with = {
             child for child in self._children if isinstance(child, RayChild)
-            and dead.lost_nodes & {rank.placed.ground.node for rank in child.ranks}
+            and dead.lost_nodes & {rank.placed.info.node for rank in child.ranks}
         }  # fmt: skip
         return True
 

@@ -1,4 +1,4 @@
-"""A run's part of a Ray cluster: the bundles that Ray reserves for it, and a host in its seat for every process."""
+"""A run's part of a Ray cluster: the bundles that Ray reserves for it, and a host in its slot for every process."""
 
 import contextlib
 import logging
@@ -20,8 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.interpreter import ROOT
 from nemo_style_rlhf.launch.local import ProgramFailed
-from nemo_style_rlhf.launch.ray_host import LEASE_S, Ground, Host
-from nemo_style_rlhf.launch.ray_placement import Placement, Seat, remedy
+from nemo_style_rlhf.launch.ray_host import LEASE_S, Host, NodeInfo
+from nemo_style_rlhf.launch.ray_placement import Placement, Slot, remedy
 from nemo_style_rlhf.schema.ray import RayConfig
 
 STRANGERS_CALL = "/ray.rpc.InternalKVGcsService/InternalKVKeys"
@@ -103,13 +103,13 @@ def _channel(head: str) -> grpc.Channel:
 
 
 @dataclass
-class Placed:
-    """A host in its seat."""
+class PlacedRank:
+    """A host in its slot."""
 
-    seat: Seat
+    slot: Slot
     handle: Any
     """Ray's handle of the actor."""
-    ground: Ground
+    info: NodeInfo
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
         """
@@ -147,7 +147,7 @@ class Cluster:
         self._needed = (ROOT / "trainers", *pythons, folder)
         self.say, self.given_up = say, threading.Event()
         """``given_up`` ends every wait."""
-        self._placed: dict[str, Placed] = {}
+        self._placed: dict[str, PlacedRank] = {}
         self._starts = 0
         self.head = str(ray.get_runtime_context().gcs_address)
         self.head_lost = threading.Event()
@@ -155,34 +155,34 @@ class Cluster:
         self._reserve()
         threading.Thread(target=self._beat, name="ray-heartbeat", daemon=True).start()
 
-    def seats(self, program: str) -> list[Placed]:
-        """The hosts of a program, by rank; new ones in seats whose host does not answer.
+    def slots(self, program: str) -> list[PlacedRank]:
+        """The hosts of a program, by rank; new ones in slots whose host does not answer.
 
         Raises:
             UserError: no node could hold one in time, or one lacks what the run needs.
         """
-        for seat in self._placement.of(program):
-            if (there := self._placed.get(seat.name)) is not None:
+        for slot in self._placement.of(program):
+            if (there := self._placed.get(slot.name)) is not None:
                 try:
-                    there.ask("hear")
+                    there.ask("renew")
                 except (RayActorError, GetTimeoutError):
                     self.forget(there)
-            if seat.name not in self._placed:
-                self._placed[seat.name] = self._place(seat)
-        return [self._placed[seat.name] for seat in self._placement.of(program)]
+            if slot.name not in self._placed:
+                self._placed[slot.name] = self._place(slot)
+        return [self._placed[slot.name] for slot in self._placement.of(program)]
 
-    def gpus(self, seat: Seat) -> list[str]:
-        """The GPUs that the process at ``seat`` sees."""
+    def gpus(self, slot: Slot) -> list[str]:
+        """The GPUs that the process at ``slot`` sees."""
         sharers = [
-            each for program in {each.program for each in self._placement.sharers(seat)} for each in self.seats(program)
+            each for program in {each.program for each in self._placement.sharers(slot)} for each in self.slots(program)
         ]
-        there = {each.seat: each.ground.gpus for each in sharers}
-        return [gpu for each in self._placement.sharers(seat) for gpu in there[each]]
+        there = {each.slot: each.info.gpus for each in sharers}
+        return [gpu for each in self._placement.sharers(slot) for gpu in there[each]]
 
-    def forget(self, placed: Placed) -> None:
-        """Have :meth:`seats` put another host into this one's seat."""
-        if self._placed.get(placed.seat.name) is placed:
-            del self._placed[placed.seat.name]
+    def forget(self, placed: PlacedRank) -> None:
+        """Have :meth:`slots` put another host into this one's slot."""
+        if self._placed.get(placed.slot.name) is placed:
+            del self._placed[placed.slot.name]
             with contextlib.suppress(Exception):  # it may only be out of reach
                 ray.kill(placed.handle)
 
@@ -196,26 +196,24 @@ class Cluster:
                 f"the head of the Ray cluster, {self.head}, is lost, and the run with it: the same command goes on"
             )
 
-    def _place(self, seat: Seat) -> Placed:
+    def _place(self, slot: Slot) -> PlacedRank:
         deadline = time.monotonic() + self._config.wait_s
-        bundle = self._placement.bundles[seat.bundle]
+        bundle = self._placement.bundles[slot.bundle]
         while True:
             self._starts += 1
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.bundle)
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=slot.bundle)
             handle: Any = (
-                ray.remote(num_cpus=self._config.cpus, num_gpus=seat.gpus, max_restarts=0)(Host)
-                .options(name=f"{seat.name} (start {self._starts})", scheduling_strategy=strategy)
-                .remote(seat.name)
+                ray.remote(num_cpus=self._config.cpus, num_gpus=slot.gpus, max_restarts=0)(Host)
+                .options(name=f"{slot.name} (start {self._starts})", scheduling_strategy=strategy)
+                .remote(slot.name)
             )
             looked = handle.look.remote(self._needed, self._mark)
             with contextlib.suppress(RayActorError):  # the node that was to hold it is lost, too
-                if self._answered(looked, deadline, f"{seat.name}, which needs {_amounts(bundle)} on one node,"):
-                    ground: Ground = ray.get(looked)
-                    if ground.fault:
-                        raise UserError(
-                            f"node {ground.address} of the Ray cluster cannot run {seat.name}: {ground.fault}"
-                        )
-                    return Placed(seat, handle, ground)
+                if self._answered(looked, deadline, f"{slot.name}, which needs {_amounts(bundle)} on one node,"):
+                    info: NodeInfo = ray.get(looked)
+                    if info.fault:
+                        raise UserError(f"node {info.address} of the Ray cluster cannot run {slot.name}: {info.fault}")
+                    return PlacedRank(slot, handle, info)
 
     def _answered(self, answer: Any, deadline: float, who: str) -> bool:
         said = time.monotonic() + SOON_S
@@ -266,7 +264,7 @@ class Cluster:
             time.sleep(HEARTBEAT_S)
             for placed in list(self._placed.values()):
                 with contextlib.suppress(Exception):  # its process is found to be lost by whoever asks for it
-                    placed.handle.hear.remote()
+                    placed.handle.renew.remote()
             failures = 0 if answers(self.head) else failures + 1
             if failures >= HEAD_FAILURES:
                 self.head_lost.set()

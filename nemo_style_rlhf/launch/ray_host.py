@@ -24,7 +24,7 @@ RANKS_BESIDE = "NSR_RANKS_BESIDE"
 
 
 @dataclass(frozen=True)
-class Ground:
+class NodeInfo:
     """A host's findings about its node."""
 
     node: str
@@ -61,7 +61,7 @@ class Host:
         """The name in Ray's dashboard."""
         return self._name
 
-    def look(self, needed: Sequence[Path], mark: tuple[Path, str]) -> Ground:
+    def look(self, needed: Sequence[Path], mark: tuple[Path, str]) -> NodeInfo:
         """
         Args:
             needed: files and folders that must exist.
@@ -80,7 +80,7 @@ class Host:
         gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
         node = context.get_node_id()
         addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
-        return Ground(node, addresses[node], gpus, fault)
+        return NodeInfo(node, addresses[node], gpus, fault)
 
     def free_port(self) -> int:
         return free_ports(1)[0]
@@ -91,7 +91,7 @@ class Host:
         self._news = GrowingLog(log)
         self._child = HostedChild(program, log, grace_s=LOST_GRACE_S)
 
-    def hear(self) -> None:
+    def renew(self) -> None:
         """The driver is there."""
         self._heard = time.monotonic()
 

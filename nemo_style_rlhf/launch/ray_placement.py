@@ -14,7 +14,7 @@ STRATEGIES = {"separate": "SPREAD", "colocated": "PACK"}
 
 
 @dataclass(frozen=True)
-class Seat:
+class Slot:
     """The place of one process."""
 
     program: str
@@ -37,24 +37,24 @@ class Seat:
 
 @dataclass(frozen=True)
 class Placement:
-    """The bundles of a run, and the seats in them."""
+    """The bundles of a run, and the slots in them."""
 
     bundles: tuple[dict[str, float], ...]
     strategy: str
-    seats: tuple[Seat, ...]
+    slots: tuple[Slot, ...]
 
-    def of(self, program: str) -> list[Seat]:
-        """The seats of a program, by rank."""
-        return sorted((seat for seat in self.seats if seat.program == program), key=lambda seat: seat.rank)
+    def of(self, program: str) -> list[Slot]:
+        """The slots of a program, by rank."""
+        return sorted((slot for slot in self.slots if slot.program == program), key=lambda slot: slot.rank)
 
-    def sharers(self, seat: Seat) -> list[Seat]:
-        """The seats whose GPUs the process at ``seat`` sees, in the order of their numbers there. Ranks see those of all ranks
+    def sharers(self, slot: Slot) -> list[Slot]:
+        """The slots whose GPUs the process at ``slot`` sees, in the order of their numbers there. Ranks see those of all ranks
         beside them, and each uses the one of its local rank."""
-        beside = [each for each in self.seats if each.bundle == seat.bundle]
-        if seat.shares:
-            found = [each for each in beside if each.program == ACTOR and each.local_rank in seat.shares]
+        beside = [each for each in self.slots if each.bundle == slot.bundle]
+        if slot.shares:
+            found = [each for each in beside if each.program == ACTOR and each.local_rank in slot.shares]
         else:
-            found = [each for each in beside if each.program == seat.program and each.gpus]
+            found = [each for each in beside if each.program == slot.program and each.gpus]
         return sorted(found, key=lambda each: each.local_rank)
 
 
@@ -71,20 +71,20 @@ def place(config: PPORayConfig, *, on_gpus: bool) -> Placement:
     critic = (
         _ranks(CRITIC, config.critic_ranks, config.ray.critic_nodes, gpus=gpus) if config.uses_critic_process else []
     )
-    seats: list[Seat] = []
+    slots: list[Slot] = []
     if config.ray.placement == "colocated":
         here = config.ranks // config.ray.actor_nodes // size
-        seats = [*actor, *(_sharing(seat, (*range(seat.local_ranks),) if on_gpus else ()) for seat in critic)]
+        slots = [*actor, *(_sharing(slot, (*range(slot.local_ranks),) if on_gpus else ()) for slot in critic)]
         for number, name in enumerate(engines):
             first = number % here * size
             shared = tuple(range(first, first + size)) if on_gpus else ()
-            seats.append(Seat(name, 0, 1, 0, 1, number // here, 0, shared))
+            slots.append(Slot(name, 0, 1, 0, 1, number // here, 0, shared))
     else:
         bundles = 0
-        for group in (critic, actor, *([Seat(name, 0, 1, 0, 1, 0, gpus * size)] for name in engines)):
-            seats += [_moved(seat, bundles) for seat in group]
-            bundles += len({seat.bundle for seat in group})
-    return Placement(_bundles(seats, config.ray.cpus), STRATEGIES[config.ray.placement], tuple(seats))
+        for group in (critic, actor, *([Slot(name, 0, 1, 0, 1, 0, gpus * size)] for name in engines)):
+            slots += [_moved(slot, bundles) for slot in group]
+            bundles += len({slot.bundle for slot in group})
+    return Placement(_bundles(slots, config.ray.cpus), STRATEGIES[config.ray.placement], tuple(slots))
 
 
 def remedy(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]]) -> str:
@@ -100,24 +100,24 @@ def remedy(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]
     return "add nodes, end other jobs, or give fewer ranks and engines"
 
 
-def _ranks(program: str, ranks: int, nodes: int, *, gpus: int) -> list[Seat]:
+def _ranks(program: str, ranks: int, nodes: int, *, gpus: int) -> list[Slot]:
     """The ranks of a program in ``nodes`` bundles from 0 up."""
     here = ranks // nodes
-    return [Seat(program, rank, ranks, rank % here, here, rank // here, gpus) for rank in range(ranks)]
+    return [Slot(program, rank, ranks, rank % here, here, rank // here, gpus) for rank in range(ranks)]
 
 
-def _moved(seat: Seat, bundles: int) -> Seat:
-    return Seat(**{**vars(seat), "bundle": seat.bundle + bundles})
+def _moved(slot: Slot, bundles: int) -> Slot:
+    return Slot(**{**vars(slot), "bundle": slot.bundle + bundles})
 
 
-def _sharing(seat: Seat, shares: tuple[int, ...]) -> Seat:
-    return Seat(**{**vars(seat), "gpus": 0, "shares": shares})
+def _sharing(slot: Slot, shares: tuple[int, ...]) -> Slot:
+    return Slot(**{**vars(slot), "gpus": 0, "shares": shares})
 
 
-def _bundles(seats: Sequence[Seat], cpus: int) -> tuple[dict[str, float], ...]:
+def _bundles(slots: Sequence[Slot], cpus: int) -> tuple[dict[str, float], ...]:
     bundles: list[dict[str, float]] = []
-    for number in range(1 + max(seat.bundle for seat in seats)):
-        there = [seat for seat in seats if seat.bundle == number]
-        gpus = sum(seat.gpus for seat in there)
+    for number in range(1 + max(slot.bundle for slot in slots)):
+        there = [slot for slot in slots if slot.bundle == number]
+        gpus = sum(slot.gpus for slot in there)
         bundles.append({"CPU": float(cpus * len(there)), **({"GPU": float(gpus)} if gpus else {})})
     return tuple(bundles)

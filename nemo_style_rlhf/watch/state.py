@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from nemo_style_rlhf.checkpoint.owner import Sighting, sightings
+from nemo_style_rlhf.checkpoint.owner import OwnerStatus, owner_statuses
 from nemo_style_rlhf.checkpoint.starts import ALL, DONE, NEWEST
 from nemo_style_rlhf.tracking.metrics import EVENTS_FILE, METRICS_FILE, TIME
 from nemo_style_rlhf.watch.metrics import LARGEST, Logs, Row
@@ -89,24 +89,24 @@ class States:
         found.append((NEWEST, config_damage(folder / NEWEST)))
         return [f"{name}: {why}" for name, why in found if why]
 
-    def _owner(self, folder: Path, config: Mapping[str, Any]) -> tuple[Sighting, bool] | None:
+    def _owner(self, folder: Path, config: Mapping[str, Any]) -> tuple[OwnerStatus, bool] | None:
         """The owner of the folder, one that lives if there is one, and whether it does."""
         section = config.get("run")
         given = section.get("takeover_s") if isinstance(section, dict) else None
         patience_s = float(given) if isinstance(given, int | float) and given < LARGEST else DEFAULT_PATIENCE_S
-        found = [(each, self._lives(each, patience_s)) for each in sightings(folder)]
+        found = [(each, self._lives(each, patience_s)) for each in owner_statuses(folder)]
         return max(found, key=lambda pair: pair[1], default=None)
 
-    def _lives(self, sighting: Sighting, patience_s: float) -> bool:
-        if sighting.lives is not None:
-            return sighting.lives
-        now, key = time.monotonic(), sighting.record.id
-        if key not in self._pulses or self._pulses[key][0] != sighting.pulse:
-            self._pulses[key] = sighting.pulse, now
+    def _lives(self, status: OwnerStatus, patience_s: float) -> bool:
+        if status.lives is not None:
+            return status.lives
+        now, key = time.monotonic(), status.record.id
+        if key not in self._pulses or self._pulses[key][0] != status.pulse:
+            self._pulses[key] = status.pulse, now
         return now - self._pulses[key][1] < patience_s
 
 
-def _state(folder: Path, owner: tuple[Sighting, bool] | None, *, begun: bool) -> str:
+def _state(folder: Path, owner: tuple[OwnerStatus, bool] | None, *, begun: bool) -> str:
     """running, finished, died (killed: its record stayed), stopped (ended in peace before its last step) or new."""
     if owner is not None and owner[1]:
         return "running"

@@ -23,13 +23,13 @@ def config(*words: str) -> PPORayConfig:
     return build(PPORayConfig, OmegaConf.from_dotlist([*GIVEN, *words]))
 
 
-def seats(placement: Placement) -> list[tuple[str, int, int, int]]:
-    return [(seat.name, seat.bundle, seat.local_rank, seat.gpus) for seat in placement.seats]
+def slots(placement: Placement) -> list[tuple[str, int, int, int]]:
+    return [(slot.name, slot.bundle, slot.local_rank, slot.gpus) for slot in placement.slots]
 
 
 def seen(placement: Placement) -> dict[str, list[str]]:
     """The owners of the GPUs that each process sees."""
-    return {seat.name: [each.name for each in placement.sharers(seat)] for seat in placement.seats}
+    return {slot.name: [each.name for each in placement.sharers(slot)] for slot in placement.slots}
 
 
 def test_separate_programs_have_bundles_of_their_own():
@@ -40,7 +40,7 @@ def test_separate_programs_have_bundles_of_their_own():
     assert placement.bundles == (
         {"CPU": 2, "GPU": 2}, {"CPU": 2, "GPU": 2}, {"CPU": 2, "GPU": 2}, {"CPU": 1, "GPU": 2}, {"CPU": 1, "GPU": 2},
     )  # fmt: skip
-    assert seats(placement) == [
+    assert slots(placement) == [
         ("critic-0", 0, 0, 1), ("critic-1", 0, 1, 1),
         ("actor-0", 1, 0, 1), ("actor-1", 1, 1, 1), ("actor-2", 2, 0, 1), ("actor-3", 2, 1, 1),
         ("engine-0", 3, 0, 2), ("engine-1", 4, 0, 2),
@@ -64,7 +64,7 @@ def test_colocated_programs_see_the_actors_gpus():
     )  # fmt: skip
     assert placement.bundles == ({"CPU": 30, "GPU": 4},) * 2  # 4 + 4 + 2 processes
     assert placement.strategy == "PACK"
-    assert sum(seat.gpus for seat in placement.seats) == 8
+    assert sum(slot.gpus for slot in placement.slots) == 8
     visible = seen(placement)
     assert visible["critic-5"] == visible["actor-5"] == ["actor-4", "actor-5", "actor-6", "actor-7"]
     assert [visible[f"engine-{number}"] for number in range(4)] == [
@@ -77,7 +77,7 @@ def test_colocated_programs_see_the_actors_gpus():
 def test_on_cpus_nobody_has_a_gpu(placement):
     placed = place(config(f"ray.placement={placement}", "generation.engines.count=1"), on_gpus=False)
     assert not any("GPU" in bundle for bundle in placed.bundles) and not any(seen(placed).values())
-    assert sum(bundle["CPU"] for bundle in placed.bundles) == len(placed.seats) == 3
+    assert sum(bundle["CPU"] for bundle in placed.bundles) == len(placed.slots) == 3
 
 
 def test_what_a_run_does_not_start_has_no_seat():
@@ -89,7 +89,7 @@ def test_what_a_run_does_not_start_has_no_seat():
         "reward.function.path=f.py",
     ]
     placed = place(config(*without, "generation.engines.count=2", "generation.engines.launch=false"), on_gpus=True)
-    assert seats(placed) == [("actor", 0, 0, 1)]
+    assert slots(placed) == [("actor", 0, 0, 1)]
 
 
 @pytest.mark.parametrize(

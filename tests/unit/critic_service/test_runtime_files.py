@@ -7,7 +7,7 @@ import pytest
 from tests.support.paths import ROOT, SERVER_PYTHON
 
 UNSHARE = ["unshare", "--map-root-user", "--mount"]
-CODE = "from nemo_style_rlhf.critic_service.belongings import require_room; require_room()"
+CODE = "from nemo_style_rlhf.critic_service.runtime_files import require_room; require_room()"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ The names of its segments in /dev/shm and of its folder for sockets begin with t
 the mark, holds the folder's path and is locked while the server lives: the kernel releases the lock when its process ends, in any
 way. A process id would not do: it may belong to another process later, and containers may share /dev/shm but not process ids.
 
-    python -m nemo_style_rlhf.critic_service.belongings NAME    # remove those of a server that has ended
+    python -m nemo_style_rlhf.critic_service.runtime_files NAME    # remove those of a server that has ended
 """
 
 import fcntl
@@ -26,8 +26,8 @@ NEEDED_MIB = 11
 have filled the rest, a server that is started again finds what the last one had."""
 
 
-class Belongings:
-    """The belongings of this process, a living server."""
+class RuntimeFiles:
+    """The runtime files of this process, a living server."""
 
     def __init__(self) -> None:
         """
@@ -52,7 +52,7 @@ class Belongings:
             ) from error
 
     def remove(self) -> None:
-        """Remove all belongings, and kill the processes that still use them."""
+        """Remove all of them, and kill the processes that still use them."""
         _kill_users(self.name)
         remove(self.name)
         os.close(self._lock)

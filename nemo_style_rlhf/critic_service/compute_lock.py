@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from nemo_style_rlhf.wire.messages import Code, ProtocolError
 
 
-class Gate:
+class ComputeLock:
     """Lets one call at a time to the checkpoints, one to the models, and none once the server stops.
 
     A call that needs both takes the checkpoints first.

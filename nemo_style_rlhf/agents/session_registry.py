@@ -75,7 +75,7 @@ class Clock:
 
 
 @dataclass(eq=False)
-class Visit:
+class GatewaySession:
     """A running attempt, known by its key."""
 
     place: Place
@@ -99,7 +99,7 @@ class Visit:
         return {**self.place.task, "attempt": self.place.attempt}
 
 
-class Reception:
+class SessionRegistry:
     """Everything of the gateway but HTTP. It runs in one event loop."""
 
     def __init__(self, settings: GatewaySettings, send: Callable[[dict[str, Any]], None]) -> None:
@@ -111,13 +111,13 @@ class Reception:
         self._send = send
         self._epoch, self._closed = 0, False
         self._waiting: deque[Place] = deque()
-        self._services: deque[asyncio.Future[Visit]] = deque()
-        self._visits: dict[bytes, Visit] = {}
-        self._running: dict[tuple[int, int], Visit] = {}
+        self._services: deque[asyncio.Future[GatewaySession]] = deque()
+        self._sessions: dict[bytes, GatewaySession] = {}
+        self._running: dict[tuple[int, int], GatewaySession] = {}
 
     # --- the trainer's side -------------------------------------------------------------------------------------------
 
-    def obey(self, order: Mapping[str, Any]) -> None:
+    def execute(self, order: Mapping[str, Any]) -> None:
         """Take a message of the trainer; one about an attempt that has ended is ignored."""
         kind = order["kind"]
         if kind == "start":
@@ -126,9 +126,9 @@ class Reception:
         elif kind == "forget":
             self._epoch = order["epoch"]
             self.forget()
-        elif visit := self._running.get((order["episode"], order["attempt"])):
-            visit.limited |= kind == "finish"
-            waits = visit.calls.get(order["call"])
+        elif session := self._running.get((order["episode"], order["attempt"])):
+            session.limited |= kind == "finish"
+            waits = session.calls.get(order["call"])
             if waits is None or waits.done():
                 return
             if kind == "answer":
@@ -143,8 +143,8 @@ class Reception:
     def forget(self) -> None:
         """Abandon all episodes; their programs are ended."""
         self._waiting.clear()
-        for visit in [*self._running.values()]:
-            self._close(visit)
+        for session in [*self._running.values()]:
+            self._close(session)
 
     def close(self) -> None:
         """Abandon all episodes, and tell services, those that wait and those that come, that there is no next one."""
@@ -154,53 +154,53 @@ class Reception:
             if not found.done():
                 found.set_exception(TimeoutError)
 
-    def _tell(self, kind: str, visit: Visit, **content: Any) -> None:
-        place = visit.place
+    def _tell(self, kind: str, session: GatewaySession, **content: Any) -> None:
+        place = session.place
         self._send({"kind": kind, "epoch": self._epoch, "episode": place.episode, "attempt": place.attempt, **content})
 
     # --- the programs' side -------------------------------------------------------------------------------------------
 
-    def visit(self, key: str) -> Visit:
+    def session(self, key: str) -> GatewaySession:
         """The attempt that ``key`` belongs to. It is looked up by its digest, which tells nothing about other keys.
 
         Raises:
             ApiError: none.
         """
-        visit = self._visits.get(_digest(key))
-        if visit is None:
+        session = self._sessions.get(_digest(key))
+        if session is None:
             raise ApiError(401, GONE, code="invalid_api_key")
-        return visit
+        return session
 
-    async def call(self, visit: Visit, request: Request) -> tuple[Action, int, str]:
+    async def call(self, session: GatewaySession, request: Request) -> tuple[Action, int, str]:
         """The policy's answer, the number of tokens that it read, and a name for the answer.
 
         Raises:
             ApiError: too many calls wait, the trainer refuses this one, or the episode has ended or reached a limit.
         """
-        if visit.ended:
+        if session.ended:
             raise ApiError(401, GONE, code="invalid_api_key")
-        if visit.limited:
+        if session.limited:
             raise _at_its_limit()
-        if len(visit.calls) >= self.settings.calls_per_program:
-            raise ApiError(429, f"{len(visit.calls)} calls of this key wait for answers: wait for one of them")
-        number, visit.made = visit.made, visit.made + 1
+        if len(session.calls) >= self.settings.calls_per_program:
+            raise ApiError(429, f"{len(session.calls)} calls of this key wait for answers: wait for one of them")
+        number, session.made = session.made, session.made + 1
         waits: asyncio.Future[tuple[Action, int]] = asyncio.get_running_loop().create_future()
-        assert visit.clock is not None
-        if not visit.calls:
-            visit.clock.pause()
-        visit.calls[number] = waits
+        assert session.clock is not None
+        if not session.calls:
+            session.clock.pause()
+        session.calls[number] = waits
         asked = {"prompt": request.prompt, "tools": request.tools, "sampling": request.sampling or None}
-        self._tell("called", visit, call=number, **asked)
+        self._tell("called", session, call=number, **asked)
         try:
             action, prompt_tokens = await waits
-            visit.answered[name := secrets.token_hex(12)] = number
+            session.answered[name := secrets.token_hex(12)] = number
             return action, prompt_tokens, name
         finally:
-            del visit.calls[number]
-            if not visit.calls and not visit.ended:
-                visit.clock.go_on()
+            del session.calls[number]
+            if not session.calls and not session.ended:
+                session.clock.go_on()
 
-    async def next(self, wait_s: float) -> Visit | None:
+    async def next(self, wait_s: float) -> GatewaySession | None:
         """The next attempt, for a service; None if there is none within ``wait_s`` seconds.
 
         Raises:
@@ -210,7 +210,7 @@ class Reception:
             raise ApiError(404, "this run starts a program for each task (agent.command): there is nothing to fetch")
         if self._closed:
             return None
-        found: asyncio.Future[Visit] = asyncio.get_running_loop().create_future()
+        found: asyncio.Future[GatewaySession] = asyncio.get_running_loop().create_future()
         self._services.append(found)
         self._fill()
         try:
@@ -221,40 +221,40 @@ class Reception:
             with contextlib.suppress(ValueError):
                 self._services.remove(found)
 
-    def give_back(self, visit: Visit) -> None:
+    def give_back(self, session: GatewaySession) -> None:
         """Queue an attempt again that a service fetched and did not receive."""
-        if not visit.ended:
-            self._close(visit)
-            self._waiting.appendleft(visit.place)
+        if not session.ended:
+            self._close(session)
+            self._waiting.appendleft(session.place)
             self._fill()
 
-    def end(self, visit: Visit, result: programs.Result) -> None:
+    def end(self, session: GatewaySession, result: programs.Result) -> None:
         """
         Raises:
             BadReward: the result names a completion that the sample does not have.
         """
-        if visit.ended:
+        if session.ended:
             return
         answer = None
         if result.answer is not None:
-            answer = visit.answered.get(result.answer.rpartition("-")[2])
+            answer = session.answered.get(result.answer.rpartition("-")[2])
             if answer is None:
                 raise BadReward(f"its answer {result.answer[:60]!r} is the id of none of the sample's completions")
-        self._close(visit)
+        self._close(session)
         last = result.observation
         numbers = {"reward": last.reward, "score": last.score, "metrics": dict(last.metrics)}
-        assert visit.clock is not None
-        self._tell("ended", visit, observation=numbers, seconds=visit.clock.used, answer=answer)
+        assert session.clock is not None
+        self._tell("ended", session, observation=numbers, seconds=session.clock.used, answer=answer)
         self._fill()
 
-    def fail(self, visit: Visit, reason: str, *, timed_out: bool = False) -> None:
+    def fail(self, session: GatewaySession, reason: str, *, timed_out: bool = False) -> None:
         """Fail an attempt; the next one is queued if there is one left."""
-        if visit.ended:
+        if session.ended:
             return
-        self._close(visit)
-        place = visit.place
+        self._close(session)
+        place = session.place
         last = place.left <= 1
-        self._tell("failed", visit, reason=reason, timed_out=timed_out, last=last)
+        self._tell("failed", session, reason=reason, timed_out=timed_out, last=last)
         if not last:
             self._waiting.appendleft(Place(place.episode, place.attempt + 1, place.left - 1, place.task))
         self._fill()
@@ -267,58 +267,58 @@ class Reception:
         while (
             self._waiting and len(self._running) < self.settings.programs and (self.settings.command or self._services)
         ):
-            visit = Visit(self._waiting.popleft())
-            self._visits[_digest(visit.key)] = visit
-            self._running[visit.place.episode, visit.place.attempt] = visit
+            session = GatewaySession(self._waiting.popleft())
+            self._sessions[_digest(session.key)] = session
+            self._running[session.place.episode, session.place.attempt] = session
             seconds = self.settings.episode_timeout_s
             if self.settings.command:
                 late = asyncio.Event()
-                visit.clock = Clock(seconds, late.set)
-                visit.ends = asyncio.get_running_loop().create_task(self._run(visit, late)).cancel
+                session.clock = Clock(seconds, late.set)
+                session.ends = asyncio.get_running_loop().create_task(self._run(session, late)).cancel
             else:
                 reason = f"the service gave no reward within agent.episode_timeout_s={seconds:g} seconds of its own"
-                visit.clock = Clock(seconds, partial(self.fail, visit, reason, timed_out=True))
-                self._services.popleft().set_result(visit)
+                session.clock = Clock(seconds, partial(self.fail, session, reason, timed_out=True))
+                self._services.popleft().set_result(session)
 
-    async def _run(self, visit: Visit, late: asyncio.Event) -> None:
+    async def _run(self, session: GatewaySession, late: asyncio.Event) -> None:
         settings = self.settings
         here = ",".join(
             filter(None, (os.environ.get("NO_PROXY", os.environ.get("no_proxy")), "127.0.0.1,localhost,::1"))
         )
         variables = {
-            "OPENAI_BASE_URL": settings.url, "OPENAI_API_KEY": visit.key, "NO_PROXY": here, "no_proxy": here,
+            "OPENAI_BASE_URL": settings.url, "OPENAI_API_KEY": session.key, "NO_PROXY": here, "no_proxy": here,
         }  # fmt: skip
-        task, seconds = programs.as_json(visit.task), settings.episode_timeout_s
+        task, seconds = programs.as_json(session.task), settings.episode_timeout_s
         try:
             done = await programs.run(settings.command, task, variables, late, Path(settings.folder))
         except OSError as error:
-            self.fail(visit, f"the program cannot be started ({error}): correct agent.command")
+            self.fail(session, f"the program cannot be started ({error}): correct agent.command")
             return
         if done.code is None:
             self.fail(
-                visit,
+                session,
                 f"the program took more than agent.episode_timeout_s={seconds:g} seconds of its own",
                 timed_out=True,
             )
-        elif done.code and not visit.limited:
-            self.fail(visit, f"the program ended with {_ended_with(done)}")
+        elif done.code and not session.limited:
+            self.fail(session, f"the program ended with {_ended_with(done)}")
         else:
             try:
-                self.end(visit, programs.last_line("" if done.code else done.output))
+                self.end(session, programs.last_line("" if done.code else done.output))
             except BadReward as error:
-                self.fail(visit, f"the program gave no reward: {error}")
+                self.fail(session, f"the program gave no reward: {error}")
 
-    def _close(self, visit: Visit) -> None:
+    def _close(self, session: GatewaySession) -> None:
         """Take the attempt's key, program and calls from it."""
-        if visit.clock is not None and not visit.calls:
-            visit.clock.pause()
-        visit.ended = True
-        del self._visits[_digest(visit.key)]
-        del self._running[visit.place.episode, visit.place.attempt]
-        for waits in visit.calls.values():
+        if session.clock is not None and not session.calls:
+            session.clock.pause()
+        session.ended = True
+        del self._sessions[_digest(session.key)]
+        del self._running[session.place.episode, session.place.attempt]
+        for waits in session.calls.values():
             if not waits.done():
                 waits.set_exception(ApiError(401, GONE, code="invalid_api_key"))
-        visit.ends()
+        session.ends()
 
 
 def _digest(key: str) -> bytes:
