@@ -20,7 +20,7 @@ envs:
 # $(1) is an environment with torch and what DeepSpeed's build imports.
 define BUILD_ENV
 $(PYTHON) -m venv $(1)
-$(1)/bin/pip $(INSTALL) -r $(LOCK)/build-$*.txt || $(1)/bin/pip $(INSTALL) -r $(LOCK)/build-$*.txt --extra-index-url $(TORCH_INDEX_URL)
+$(1)/bin/pip $(INSTALL) -r $(LOCK)/build-$*.txt || $(1)/bin/pip $(INSTALL) -r $(LOCK)/build-$*.txt$(if $(TORCH_INDEX_URL), --extra-index-url $(TORCH_INDEX_URL))
 endef
 
 $(SERVER)/.complete-%: $(LOCK)/build-%.txt $(LOCK)/server-%.txt setup.py tools/require_glibc.py

@@ -32,7 +32,7 @@ setup(
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.11,<3.13",
     packages=[*find_packages(include=["nemo_style_rlhf", "nemo_style_rlhf.*"]), "nemo_style_rlhf.conf"],
     package_dir={"nemo_style_rlhf.conf": "conf"},
     package_data={

@@ -141,7 +141,7 @@ def train_ppo_local(config: PPOLocalConfig) -> None:
                critic.model.path=REWARD_MODEL [key=value ...] [critic.key=value ...]
 
       key=...          what trainers/train_ppo_actor.py is given, as it is; critic.run has the values of run
-      critic.key=...   what servers/serve_ppo_critic.py is given, critic. before each key and preset: critic.engine=zero3
+      critic.key=...   what servers/serve_ppo_critic.py is given, with critic. before each key; critic.engine=PRESET too
       ranks, critic_ranks      of the actor and of the server, as torchrun starts them
       devices, critic_devices  their CUDA devices: devices=[0,1] critic_devices=[2]
       restarts         of processes that die, before the next new step
@@ -166,7 +166,7 @@ def train_ppo_ray(config: PPORayConfig) -> None:
                data.train_path=PROMPTS critic.model.path=REWARD_MODEL [key=value ...] [critic.key=value ...]
 
       key=...          what trainers/train_ppo_actor.py is given, as it is; critic.run has the values of run
-      critic.key=...   what servers/serve_ppo_critic.py is given, critic. before each key and preset: critic.engine=zero3
+      critic.key=...   what servers/serve_ppo_critic.py is given, with critic. before each key; critic.engine=PRESET too
       ranks, critic_ranks      processes of the actor and of the server in all, one for each GPU
       ray.actor_nodes, ray.critic_nodes      nodes on which they are
       generation.engines.count, generation.tensor_parallel_size      engines, and GPUs of each
@@ -339,7 +339,7 @@ def plan(config: PlanConfig) -> None:
     usage: python trainers/plan.py ACTOR_ARGUMENTS [critic.KEY=VALUE ...] [device_gib=GIB] [ranks=N] [together=true]
 
       ACTOR_ARGUMENTS  what trainers/train_ppo_actor.py is given, as it is
-      critic.KEY=...   what servers/serve_ppo_critic.py is given, critic. before each key and preset: critic.engine=zero2
+      critic.KEY=...   what servers/serve_ppo_critic.py is given, with critic. before each key; critic.engine=PRESET too
       device_gib       plan for a device of this size; else this machine's CUDA device, or this host
       device_tflops, device_gb_per_s  of this device's data sheet: also estimate the seconds of a step's rollout and training
       run.device       cuda or cpu: which kind of device to plan for, whatever this machine has

@@ -48,8 +48,6 @@ EXPECTED_CHECKPOINT = (
     "a PPO run's checkpoints/step_000050, a critic server's checkpoints/<run>-step_000050, or a supervised stage's "
     "checkpoints/step_00000500.ckpt"
 )
-STARTS = (START_WEIGHTS, "reward model")
-"""Keys of a critic's record for the digest of its weights at the start, the newer first."""
 _ADVICE = "name the model from which the training started as --model"
 
 
@@ -133,6 +131,10 @@ def _recorded(found: Found) -> dict[str, Any]:
         ) from error
     if not (isinstance(content, dict) and isinstance(content.get("model"), dict)):
         raise UserError(f"{path} is no configuration of a run: leave the checkpoint in its run's folder")
+    if found.kind == "critic" and "critic" in content:
+        raise UserError(
+            f"{path} was recorded by an earlier version, with keys that have new names: export with that version"
+        )
     return content
 
 
@@ -165,8 +167,7 @@ def _export_critic(found: Found, target: Path, recorded: Mapping[str, Any]) -> N
     config = rebuilt(PPOCriticConfig, recorded)
     critic = starting_critic(config)
     if config.model.lora.rank:
-        was = next((record.critic[key] for key in STARTS if key in record.critic), None)
-        _require_same(found, config.critic_start.path, was, module_digest(critic))
+        _require_same(found, config.critic_start.path, record.critic.get(START_WEIGHTS), module_digest(critic))
     add_lora(critic.hf, config.critic_start)
     load_weights(critic.hf, found.path / CHECKPOINT_TAG, prefix="hf.")
     with _writing(target):

@@ -17,7 +17,7 @@ from nemo_style_rlhf.critic_service.ledger import Ledger, once
 from nemo_style_rlhf.critic_service.protocol import InferRequest, TrainPart
 from nemo_style_rlhf.critic_service.reward_server import reward_handler
 from nemo_style_rlhf.critic_service.service import Handler, Service, Tensors, response
-from nemo_style_rlhf.critic_service.store import START_WEIGHTS, CriticCheckpointStore
+from nemo_style_rlhf.critic_service.store import REWARD_MODEL, START_WEIGHTS, CriticCheckpointStore
 from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker, Sleep, Wake
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.engine.engine import NonFiniteError
@@ -172,7 +172,7 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
         "model.lora.alpha": config.model.lora.alpha,
         "reward_model.normalize_rewards": config.reward_model.normalize_rewards,  # its values are on the rewards' scale
         "trained parameters": worker.trained,
-        **({} if worker.reward is None else {"reward model": worker.identity.model_digest}),
+        **({} if worker.reward is None else {REWARD_MODEL: worker.identity.model_digest}),
         START_WEIGHTS: worker.start_digest,
     }
     store = CriticCheckpointStore(output_dir, described)

@@ -31,6 +31,8 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.wire.messages import Code, ProtocolError
 
 RECORD = "critic.json"
+REWARD_MODEL = "reward model"
+"""Name, in a record, of the digest of the reward model; a server may have none."""
 START_WEIGHTS = "the weights at the start (value_model.path, run.seed)"
 """Name, in a record, of the digest of the weights from which the critic started."""
 log = logging.getLogger(__name__)
@@ -113,10 +115,14 @@ class CriticCheckpointStore:
             record = read_record(directory)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolError(Code.CONFLICT, f"checkpoint {checkpoint_id} is damaged: {RECORD}") from error
-        # Every critic started from the reward model as long as records did not name its start.
-        older = record.critic.get("reward model")
+        if missing := self._critic.keys() - record.critic.keys() - {REWARD_MODEL}:
+            raise ProtocolError(
+                Code.CONFLICT,
+                f"checkpoint {checkpoint_id} was saved by another version, which did not record {min(missing)}: resume with "
+                "that version",
+            )
         for name, value in self._critic.items():
-            if (was := record.critic.get(name, (older or value) if name == START_WEIGHTS else value)) != value:
+            if (was := record.critic.get(name, value)) != value:
                 raise ProtocolError(
                     Code.CONFLICT,
                     f"checkpoint {checkpoint_id} is of a critic with {name} {was}, this one has {value}: start it as it was",

@@ -14,6 +14,7 @@ from nemo_style_rlhf.models.scalar_loading import load_reward_model
 from nemo_style_rlhf.schema.evaluation import EvaluationModelConfig, RewardModelSourceConfig
 from nemo_style_rlhf.schema.templates import unrendered
 from nemo_style_rlhf.scoring.combined import stacked
+from nemo_style_rlhf.scoring.futures import resolved
 from nemo_style_rlhf.scoring.interface import RewardError, Scores, ScoringSample
 
 
@@ -52,13 +53,11 @@ class RewardModelScorer:
         self._max_length = max_positions(reward_model.hf)
 
     def score(self, samples: Sequence[ScoringSample]) -> "Future[Scores]":
-        future: Future[Scores] = Future()
         read = [self._read(sample) for sample in samples]
         rewards = iter(self._rewards([ids for ids in read if not isinstance(ids, RewardError)]))
-        future.set_result(
+        return resolved(
             stacked([ids if isinstance(ids, RewardError) else Scores(torch.tensor([next(rewards)])) for ids in read])
         )
-        return future
 
     def close(self) -> None:
         """Do nothing: only memory needs to be released."""

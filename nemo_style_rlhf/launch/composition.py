@@ -21,21 +21,17 @@ FOLLOWS = "${"
 
 
 def store_schemas(name: str) -> None:
-    """Store the schemas from which ``conf/<name>.yaml`` and the files that it inherits start, as ``<file>_schema``.
-
-    Where the schema of ``name`` extends that of an inherited file, both files start from the former.
-    """
-    own = SCHEMAS[name]
+    """Store the schemas from which ``conf/<name>.yaml`` and the files that it inherits start, as ``<file>_schema``."""
     for file in inherited(name):
-        node = own if issubclass(own, SCHEMAS[file]) else SCHEMAS[file]
-        ConfigStore.instance().store(name=f"{file}_schema", node=node)
+        if file in SCHEMAS:
+            ConfigStore.instance().store(name=f"{file}_schema", node=SCHEMAS[file])
 
 
 def inherited(name: str, section: str = "") -> dict[str, str]:
     """The file ``conf/<name>.yaml`` and those that it inherits, each with the section of the configuration that it fills."""
     found = {name: section}
     for entry in _defaults(name):
-        if isinstance(entry, str) and (file := entry.partition("@")[0]) in SCHEMAS:
+        if isinstance(entry, str) and (CONF_DIR / f"{(file := entry.partition('@')[0])}.yaml").exists():
             found |= inherited(file, entry.partition("@")[2])
     return found
 
@@ -79,7 +75,8 @@ def presets(name: str) -> dict[str, tuple[str, list[str]]]:
 def in_section(word: str, name: str) -> str:
     """``word`` in Hydra's grammar, which has ``engine@critic.engine=zero3`` for ``critic.engine=zero3``."""
     group, equals, preset = word.partition("=")
-    return f"{presets(name)[group][0]}={preset}" if equals and "." in group and group in presets(name) else word
+    is_preset = equals and not preset.startswith("{") and "." in group and group in presets(name)
+    return f"{presets(name)[group][0]}={preset}" if is_preset else word
 
 
 def config_file(base: str, values: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.collector import collect_rarely
@@ -104,7 +104,7 @@ def entry_point(
             os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors to us instead of printing several lines
             try:
                 words = [
-                    readable(in_section(word, name), sweeps=sweeps) if is_override(word) else word for word in words
+                    in_section(readable(word, sweeps=sweeps), name) if is_override(word) else word for word in words
                 ]
                 options = [word for word in words if not is_override(word)]
                 for key in (word.partition("=")[0].lstrip("+~") for word in words[len(options) :]):
@@ -147,7 +147,7 @@ def entry_point(
             except OmegaConfBaseException as error:
                 refuse(one_sentence(error, schema))
             except HydraException as error:
-                cause: Any = error.__cause__
+                cause = error.__cause__ or error.__context__
                 if isinstance(cause, OmegaConfBaseException):
                     refuse(one_sentence(cause, schema))
                 refuse(" ".join(str(error).partition("Config search path:")[0].split()))

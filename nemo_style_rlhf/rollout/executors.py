@@ -1,12 +1,15 @@
 """The two executors of the batch queue. Both do one task after the other, in the order in which they were submitted."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
+from typing import Any, TypeVar
 
 from nemo_style_rlhf.rollout.producer import Timers
 from nemo_style_rlhf.rollout.types import Batch
 from nemo_style_rlhf.scoring.futures import InlineExecutor
+
+Result = TypeVar("Result")
 
 
 class InlineRollouts(InlineExecutor):
@@ -29,14 +32,23 @@ class ThreadedRollouts(ThreadPoolExecutor):
     def __init__(self) -> None:
         super().__init__(1, "rollouts")
         self.seconds: Mapping[str, float] = {}
-        """How long the last batch took (``sampling``), and how long the thread had waited for work before it (``idle``)."""
-        self._last_end = perf_counter()
+        """How long the last batch took (``sampling``), and the thread waited for work since the batch before (``idle``)."""
+        self._last_end, self._idle = perf_counter(), 0.0
+
+    def submit(self, task: Callable[..., Result], /, *args: Any, **kwargs: Any) -> "Future[Result]":
+        def timed() -> Result:
+            self._idle += perf_counter() - self._last_end
+            try:
+                return task(*args, **kwargs)
+            finally:
+                self._last_end = perf_counter()
+
+        return super().submit(timed)
 
     def sample(self, make: Callable[[Timers], Batch], timers: Timers, *, prefetched: bool) -> Batch:
         """``make`` with timers of its own. Scores arrive while the thread makes the next batch."""
         began = perf_counter()
         batch = make(Timers())
-        ended = perf_counter()
-        self.seconds = {"sampling": ended - began, "idle": began - self._last_end}
-        self._last_end = ended
+        self.seconds = {"sampling": perf_counter() - began, "idle": self._idle}
+        self._idle = 0.0
         return batch

@@ -156,9 +156,10 @@ class BatchQueue:
             return
         assert self._stored is not None
         weights, loaded = self._stored
-        if loaded.done():
-            self._generator.load(weights)
+        again = loaded.done()
         loaded.result()
+        if again:
+            self._generator.load(weights)
         self._asleep = False
 
     def prefetched(self, step: int) -> Prefetched:
@@ -275,4 +276,4 @@ class BatchQueue:
 
 def _known(future: "Future[Any]") -> Any:
     """The result, if there is one by now."""
-    return future.result() if future.done() and future.exception() is None else None
+    return future.result() if future.done() and not future.cancelled() and future.exception() is None else None

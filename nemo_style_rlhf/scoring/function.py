@@ -81,7 +81,8 @@ class FunctionScorer:
             worker.call, args=[*self._function, arguments(samples, self._names)], timeout=self._config.timeout_s
         )
         scores: Future[Scores] = Future()
-        job.add_done_callback(lambda _: settle(scores, lambda: self._read(len(samples), job)))
+        count = len(samples)  # the callback keeps neither the job nor the samples alive
+        job.add_done_callback(lambda done: settle(scores, lambda: self._read(count, done)))
         return scores
 
     def _read(self, count: int, job: "Future[tuple[Any, str | None]]") -> Scores:

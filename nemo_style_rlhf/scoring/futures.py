@@ -24,8 +24,10 @@ def settle(future: "Future[Result]", work: Callable[[], Result]) -> None:
     """Do ``work`` now: its result, or its error, becomes that of ``future``."""
     try:
         future.set_result(work())
-    except BaseException as error:  # noqa: BLE001 the future carries it
+    except BaseException as error:
         future.set_exception(error)
+        if not isinstance(error, Exception):  # the process is told to end
+            raise
 
 
 def mapped(source: "Future[Source]", function: Callable[[Source], Result]) -> "Future[Result]":
@@ -84,11 +86,18 @@ class InlineExecutor(Executor):
 
     def _run_until(self, wanted: "Future[Any]") -> None:
         while not wanted.done():
-            settle(*self._waiting.popleft())
+            future, work = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                settle(future, work)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """With ``cancel_futures``, cancel the work that is left. Nothing else is under way here."""
+        for future, _ in self._waiting if cancel_futures else ():
+            future.cancel()
 
 
 class _Inline(Future[Result]):
-    """A future whose :meth:`result` first does the work."""
+    """A future whose :meth:`result` and :meth:`exception` first do the work."""
 
     def __init__(self, make: Callable[["Future[Any]"], None]) -> None:
         super().__init__()
@@ -97,3 +106,7 @@ class _Inline(Future[Result]):
     def result(self, timeout: float | None = None) -> Result:
         self._make(self)
         return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._make(self)
+        return super().exception(timeout)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.conversion.checkpoints import STARTS, export_checkpoint
+from nemo_style_rlhf.conversion.checkpoints import export_checkpoint
+from nemo_style_rlhf.critic_service.store import START_WEIGHTS
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.digests import module_digest
 from nemo_style_rlhf.models.scalar_loading import starting_critic
@@ -104,13 +105,12 @@ def test_adapters_of_a_critic_belong_to_the_model_it_started_from(tmp_path: Path
         "run: {output_dir: x}\n"
     )
     config = PPOCriticConfig(model=ModelConfig(path=start, dtype="float32"))
-    for key in STARTS:
-        content = {"critic_step": 3, "digests": {}, "critic": {key: module_digest(starting_critic(config))}}
-        (critic / "critic.json").write_text(json.dumps(content))
-        with pytest.raises(UserError, match=r"critic has adapters of a model with .*/other has .* as --model$"):
-            export_checkpoint(critic, tmp_path / "model")
-        with pytest.raises(UserError, match="critic was deleted while it was read"):  # past that check
-            export_checkpoint(critic, tmp_path / "model", model=start)
+    content = {"critic_step": 3, "digests": {}, "critic": {START_WEIGHTS: module_digest(starting_critic(config))}}
+    (critic / "critic.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"critic has adapters of a model with .*/other has .* as --model$"):
+        export_checkpoint(critic, tmp_path / "model")
+    with pytest.raises(UserError, match="critic was deleted while it was read"):  # past that check
+        export_checkpoint(critic, tmp_path / "model", model=start)
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a file"])
@@ -139,3 +139,9 @@ def test_the_command_line_says_it_in_one_line(run: Path, tmp_path: Path) -> None
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {run} is no checkpoint")
+
+
+def test_a_critic_whose_keys_have_new_names_is_left_to_its_version(run: Path, tmp_path: Path) -> None:
+    (run / "config.yaml").write_text("model: {path: /nowhere/reward}\ncritic: {enabled: true}\n")
+    with pytest.raises(UserError, match=r"was recorded by an earlier version, .* export with that version"):
+        export_checkpoint(run / "checkpoints" / "run-step_000003" / "critic", tmp_path / "model")

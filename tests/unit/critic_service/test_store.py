@@ -7,7 +7,7 @@ import pytest
 
 from nemo_style_rlhf.checkpoint.names import checkpoint_id
 from nemo_style_rlhf.checkpoint.store import CheckpointStore
-from nemo_style_rlhf.critic_service.store import CriticCheckpointStore
+from nemo_style_rlhf.critic_service.store import REWARD_MODEL, CriticCheckpointStore
 from nemo_style_rlhf.wire.messages import ProtocolError
 from tests.support.folders import make_unreadable, note_disk_calls
 
@@ -29,6 +29,16 @@ def test_a_checkpoint_of_another_dtype_is_not_restored_whatever_its_ranks(tmp_pa
     with pytest.raises(ProtocolError, match=r"a critic with model\.dtype float32, this one has bfloat16"):
         CriticCheckpointStore(tmp_path, {"model.dtype": "bfloat16"}).verified("run-step_000001", None)
     assert store.verified("run-step_000001", None)[1].critic_step == 3
+
+
+def test_a_record_that_lacks_what_this_version_compares_is_refused(tmp_path: Path) -> None:
+    """All but the reward model, which a server may do without."""
+    CriticCheckpointStore(tmp_path, {"rank": 2}).save("run-step_000001", 3, lambda directory: None)
+    assert CriticCheckpointStore(tmp_path, {"rank": 2, REWARD_MODEL: "digest"}).verified("run-step_000001", None)
+    with pytest.raises(
+        ProtocolError, match=r"^\[conflict\] .* by another version, which did not record scale: resume with"
+    ):
+        CriticCheckpointStore(tmp_path, {"rank": 2, "scale": 1}).verified("run-step_000001", None)
 
 
 def test_another_checkpoint_of_the_same_name_is_refused(tmp_path: Path) -> None:

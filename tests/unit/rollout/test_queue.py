@@ -13,6 +13,7 @@ from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, ProbeTarget, SampleId
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.weight_store import WeightStore
+from nemo_style_rlhf.rollout import executors
 from nemo_style_rlhf.rollout.executors import InlineRollouts, ThreadedRollouts
 from nemo_style_rlhf.rollout.prefetched import Prefetched, pack, unpack
 from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers
@@ -56,7 +57,7 @@ class Producer:
     """Makes batches whose content says which weights made them."""
 
     def __init__(self, generator: Generator) -> None:
-        self.generator, self.poisoned, self.late = generator, -1, {}
+        self.generator, self.poisoned, self.late, self.clock_metrics = generator, -1, {}, {}
 
     def batch(self, step, position, version, timers) -> Batch:
         if step == self.poisoned:
@@ -211,6 +212,28 @@ def test_a_generator_that_slept_holds_the_newest_weights_again(tmp_path):
     run.queue.wake()
     assert run.queue.validation(0) == {"of": 0.0, "version": 0}
     assert [each for each in run.generator.loaded if each == 0.0] == [0.0] * 3
+    run.queue.close()
+
+
+def test_engines_are_idle_while_they_neither_load_nor_sample(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(executors, "perf_counter", lambda: clock[0])
+
+    def takes(seconds: float, work):
+        def timed(*args):
+            clock[0] += seconds
+            return work(*args)
+
+        return timed
+
+    run = Run(tmp_path / "weights", staleness=0, setup="engines")
+    run.generator.load, run.producer.batch = takes(5.0, run.generator.load), takes(7.0, run.producer.batch)
+    run.publish(0)
+    run.queue.batch(1, Timers())
+    clock[0] += 2.0
+    run.publish(1)
+    run.queue.batch(2, Timers())
+    assert run.queue.clock_metrics() == {"timers/beside_sampling": 7.0, "timers/beside_idle": 2.0}
     run.queue.close()
 
 

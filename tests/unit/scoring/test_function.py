@@ -1,6 +1,7 @@
 """Reward functions in worker processes, and every way they go wrong."""
 
 import functools
+import gc
 import logging
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 
 import pytest
 import torch
@@ -131,6 +133,20 @@ def test_tensors_are_rewards(tmp_path):
             assert result(scorer.score(samples(kind, "x", "x"))).rewards.tolist() == [0.0, 1.0, 2.0]
     finally:
         scorer.close()
+
+
+def test_samples_are_freed_with_their_scores(functions):
+    """Without the collector of cycles: they hold the texts of a rollout."""
+    gc.collect()
+    gc.disable()
+    try:
+        group = samples("x", "x")
+        seen, scores = weakref.ref(group[0]), functions["group"].score(group)
+        result(scores)
+        del group
+        wait_until(lambda: seen() is None)
+    finally:
+        gc.enable()
 
 
 def test_booleans_are_rewards(functions):

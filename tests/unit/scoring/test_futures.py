@@ -74,3 +74,25 @@ def test_work_without_a_thread_is_done_in_order_up_to_the_result_that_is_asked_f
     with pytest.raises(ValueError, match="b"):
         b.result()
     assert [each.result() for each in (a, c, d)] == ["aa", "cc", "dd"] and done == ["a", "b", "c", "d"]
+
+
+def test_cancelled_work_is_not_done_and_does_not_hold_up_what_follows():
+    executor, done = InlineExecutor(), []
+    a, b, c = (executor.submit(done.append, name) for name in "abc")
+    a.cancel()
+    assert b.exception() is None and done == ["b"]
+    executor.shutdown(cancel_futures=True)
+    with pytest.raises(CancelledError):
+        c.result()
+    assert done == ["b"]
+
+
+def test_an_interrupt_ends_the_thread_that_works():
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    executor = InlineExecutor()
+    future = executor.submit(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        executor.submit(len, "").result()
+    assert isinstance(future.exception(0), KeyboardInterrupt)
