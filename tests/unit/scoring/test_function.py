@@ -140,7 +140,7 @@ def test_samples_are_freed_with_their_scores(functions):
     gc.collect()
     gc.disable()
     try:
-        group = samples("x", "x")
+        group = samples("list", "x")
         seen, scores = weakref.ref(group[0]), functions["group"].score(group)
         result(scores)
         del group
