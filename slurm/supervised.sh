@@ -33,9 +33,11 @@ set -a # what follows is exported
 # More options of srun: --container-image=... --container-mounts=...
 : "${STAGE_SRUN:=}"
 # Runs the job's own part, on its first node: any Python from 3.9, no package is needed.
+[[ -x $PROJECT_DIR/.venv-actor/bin/python ]] && : "${BATCH_PYTHON:=.venv-actor/bin/python}"
 : "${BATCH_PYTHON:=python3}"
 # ------------------------------------------------------------------------------------------------------------
 
+unset PYTHONSAFEPATH # -m finds the package in this folder
 [[ -f $PROJECT_DIR/trainers/train_sft.py ]] && cd "$PROJECT_DIR" && exec $BATCH_PYTHON -m nemo_style_rlhf.launch.slurm supervised "$@"
 echo "error: PROJECT_DIR=$PROJECT_DIR is not the repository: submit from its root, or set PROJECT_DIR" >&2
 exit 2

@@ -34,7 +34,11 @@ class Authority:
                 f"{folder}, for the run's secrets, cannot be made ({error.strerror}): give another output folder"
             ) from error
         subject = ["-days", DAYS, "-subj", f"/CN=run {secrets.token_hex(8)}"]
-        self._openssl("req", "-x509", *KEY, *subject, "-keyout", str(folder / "ca.key"), "-out", str(self.ca))
+        try:
+            self._openssl("req", "-x509", *KEY, *subject, "-keyout", str(folder / "ca.key"), "-out", str(self.ca))
+        except BaseException:
+            self.remove()
+            raise
 
     @property
     def ca(self) -> Path:

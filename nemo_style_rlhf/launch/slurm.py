@@ -7,7 +7,9 @@ library, and this file the syntax of Python 3.6. Programs run in their own inter
 import sys
 
 if sys.version_info < (3, 9):  # noqa: UP036 a batch host may have an older one
-    sys.exit(f"error: BATCH_PYTHON is Python {sys.version.split()[0]}: give one of 3.9 or later, no package is needed")
+    found = sys.version.split()[0]
+    print(f"error: BATCH_PYTHON is Python {found}: give one of 3.9 or later, no package is needed", file=sys.stderr)
+    sys.exit(2)
 
 import os
 import re
@@ -45,8 +47,14 @@ class JobEnded(Exception):
     """Slurm ends the job."""
 
 
+def write(text: str) -> None:
+    """Add to the job's log. A full disk, or a locale without one of the letters, must not keep the job from its end."""
+    with suppress(OSError):
+        os.write(1, f"{text}\n".encode(errors="surrogateescape"))
+
+
 def say(text: str) -> None:
-    print(f"{datetime.now():%F %T} {text}", flush=True)
+    write(f"{datetime.now():%F %T} {text}")
 
 
 class Component:
@@ -87,7 +95,7 @@ class Component:
             UserError: a node did not run the program's interpreter.
         """
         srun = [*self._srun, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-        done = subprocess.run([*srun, *self._command, "address", peer], stdout=subprocess.PIPE, text=True)
+        done = subprocess.run([*srun, *self._command, "address", peer], stdout=subprocess.PIPE, errors="replace")
         found = [match.groups() for match in map(WHERE.fullmatch, done.stdout.splitlines()) if match]
         if len(found) != nodes:
             raise UserError(f"{self._refused}{'s' * (nodes > 1)} of the {self.name}: see above")
@@ -121,10 +129,11 @@ class PPOJob:
             raise UserError(
                 f"OUTPUT_DIR={folder} cannot be made: give a folder that every node can write to"
             ) from error
-        self._grace_s, self._margin_s = float(setting["STOP_GRACE_S"]), float(setting["REQUEUE_MARGIN_S"])
-        self._critic = Component(0, "critic", "CRITIC", int(setting["CRITIC_RANKS"]))
-        self._actor = Component(1, "actor", "ACTOR", int(setting["ACTOR_RANKS"]))
-        self._engines = Component(2, "engines", "ACTOR", int(setting["ENGINES_PER_NODE"]), ends_together=False)
+        self._grace_s, self._margin_s = number("STOP_GRACE_S", float), number("REQUEUE_MARGIN_S", float)
+        self._critic = Component(0, "critic", "CRITIC", number("CRITIC_RANKS"))
+        self._actor = Component(1, "actor", "ACTOR", number("ACTOR_RANKS"))
+        self._engines = Component(2, "engines", "ACTOR", number("ENGINES_PER_NODE"), ends_together=False)
+        self._gpus_per_engine = number("GPUS_PER_ENGINE")
         self._number = setting["SLURM_JOB_ID"]
         self._parts: dict[str, Process[bytes]] = {}
         """The running step of each component, by its name."""
@@ -135,12 +144,12 @@ class PPOJob:
 
     def run(self) -> int:
         """Run the job to its end; returns its exit code."""
-        signal.signal(signal.SIGUSR1, self._warn)
-        signal.signal(signal.SIGTERM, self._end)
         os.environ["NSR_CRITIC_TOKEN"] = secrets.token_hex(32)  # of this job alone, and never on a command line
-        authority = Authority(self._folder / f"tls-{self._number}")
+        private = self._folder / f"tls-{self._number}"
         try:
-            self._start(authority)
+            signal.signal(signal.SIGUSR1, self._warn)
+            signal.signal(signal.SIGTERM, self._end)
+            self._start(Authority(private))
             first, code = self._first_end()
             if first:
                 say(f"the {first} ended with exit code {code}")
@@ -150,13 +159,13 @@ class PPOJob:
             self._end_components()
             return TERMINATED_EXIT
         finally:
-            authority.remove()
+            shutil.rmtree(private, ignore_errors=True)
         if code == PREEMPTED_EXIT:
             return requeue(f"submit it again with OUTPUT_DIR={self._folder}, the run goes on")
         if code:
             with suppress(OSError):
                 lines = (self._folder / f"{first}.log").read_text(errors="replace").splitlines()
-                print(*lines[-TAIL_LINES:], sep="\n", flush=True)
+                write("\n".join(lines[-TAIL_LINES:]))
         elif exit_code(self._parts["critic"]):
             say(f"the critic ended with exit code {exit_code(self._parts['critic'])} after the run was complete")
         return code
@@ -195,7 +204,7 @@ class PPOJob:
         if engines.nodes:
             self._parts["engines"] = engines.start(
                 folder / "engines.log", "engine", str(launched), actor_node, str(engines.ranks),
-                os.environ["GPUS_PER_ENGINE"], *tls,
+                str(self._gpus_per_engine), *tls,
             )  # fmt: skip
 
     def _first_end(self) -> "tuple[str | None, int]":
@@ -219,7 +228,8 @@ class PPOJob:
         again, as one signal may come too early to be heeded."""
         if self._deadline is None:
             asked = ["squeue", "--noheader", f"--jobs={self._number}", "--format=%e"]
-            end = subprocess.run(asked, stdout=subprocess.PIPE, text=True).stdout.partition("\n")[0].strip()
+            iso = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+            end = subprocess.run(asked, stdout=subprocess.PIPE, text=True, env=iso).stdout.partition("\n")[0].strip()
             say(f"SIGUSR1, the time limit is {end}: the actor is told to commit a checkpoint")
             self._deadline = float("inf")
             with suppress(ValueError):  # there is no limit
@@ -249,7 +259,7 @@ def run_supervised(words: "list[str]") -> int:
     """Run a supervised stage under torchrun on every node; returns its exit code.
 
     Raises:
-        UserError: ``words`` do not begin with a trainer.
+        UserError: ``words`` do not begin with a trainer, or a setting cannot be used.
     """
     if not words or not re.fullmatch(r"trainers/.*\.py", words[0]):
         raise UserError(
@@ -265,7 +275,7 @@ def run_supervised(words: "list[str]") -> int:
         "srun", "--export=ALL", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overcommit",
         "--cpu-bind=none", "--kill-on-bad-exit=1", *setting["STAGE_SRUN"].split(),
         "bash", "-c", TORCHRUN, "task", setting["STAGE_SETUP"], setting["STAGE_PYTHON"],
-        f"--nnodes={nodes}", f"--nproc-per-node={setting['STAGE_RANKS']}", f"--master-addr={master}",
+        f"--nnodes={nodes}", f"--nproc-per-node={number('STAGE_RANKS')}", f"--master-addr={master}",
         f"--master-port={port}", *words,
     ])  # fmt: skip
     while step.poll() is None:
@@ -288,7 +298,7 @@ def words_of(setting: str) -> "list[str]":
     if not text.strip():
         raise UserError(f'{setting} is empty: export {setting}="{EXAMPLES[setting]}" before sbatch')
     with suppress(ValueError):
-        words = shlex.split(text)
+        words = shlex.split(text.replace("\\\n", ""))  # continued lines
         if not any("\n" in word for word in words):
             return words
     raise UserError(
@@ -296,16 +306,32 @@ def words_of(setting: str) -> "list[str]":
     )
 
 
+def number(setting: str, kind: type = int) -> Any:
+    """The number in a setting.
+
+    Raises:
+        UserError: it holds none.
+    """
+    try:
+        return kind(os.environ[setting])
+    except ValueError as error:
+        raise UserError(f"{setting}={os.environ[setting]} is not a number: give digits alone") from error
+
+
 def first_address(nodelist: str) -> str:
     """Where Slurm itself reaches the first node; no resolver knows the names of cloud nodes and emulated ones."""
     first = _scontrol("show", "hostnames", nodelist).split()[0]
     match = re.search(r"NodeAddr=(\S+)", _scontrol("show", "node", first))
-    assert match is not None, f"scontrol names no NodeAddr of {first}"
+    if match is None:
+        raise UserError(f"scontrol show node {first} names no NodeAddr: give nodes that Slurm can reach")
     return match[1]
 
 
 def _scontrol(*words: str) -> str:
-    return subprocess.run(["scontrol", *words], check=True, stdout=subprocess.PIPE, text=True).stdout
+    done = subprocess.run(["scontrol", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"scontrol {' '.join(words)} failed: {' '.join(done.stderr.split())}")
+    return done.stdout
 
 
 def wait_until_ended(steps: "list[Process[bytes]]", timeout_s: float) -> None:

@@ -12,11 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from nemo_style_rlhf.errors import USER_ERROR_EXIT
-from nemo_style_rlhf.launch.local import LINGER_S, Child, ProgramFailed
+from nemo_style_rlhf.launch.local import Child, ProgramFailed
 from nemo_style_rlhf.launch.ports import free_ports
 from nemo_style_rlhf.launch.program import ENGINE_CONFIG, engine_program, threads_of_a_rank
 from nemo_style_rlhf.launch.supervisor import Supervisor
-from nemo_style_rlhf.processes.child import ChildProcess
 
 RETRIES = 2
 """Further starts of an engine that ended with a user's mistake: it may only have found no memory."""
@@ -30,12 +29,17 @@ def address(peer: str) -> str:
         return str(route.getsockname()[0])
 
 
+def interpreter() -> list[str]:
+    """This Python with its options, which stand before ``-m``, the module and its arguments."""
+    return [sys.executable, *sys.orig_argv[1 : -len(sys.argv) - 1]]
+
+
 def run_task(told: str, ranks: str, master: str, port: str, *words: str) -> int:
     """Run a program as one rank of its component; returns its exit code.
 
     Slurm signals every process of a task, and srun makes SIGTERM a SIGKILL. So the job sends SIGUSR2, which only this process
     heeds, as its children start with SIGUSR1 and SIGUSR2 ignored: it sends the program alone the signal ``told``, not Triton or
-    a worker.
+    a worker. What the program leaves behind Slurm ends.
 
     Args:
         told: name of a signal without SIG.
@@ -47,10 +51,12 @@ def run_task(told: str, ranks: str, master: str, port: str, *words: str) -> int:
         environment |= {"RANK": environment["SLURM_PROCID"], "WORLD_SIZE": environment["SLURM_NTASKS"]}
         environment |= {"LOCAL_RANK": environment["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": ranks}
         environment |= {"MASTER_ADDR": master, "MASTER_PORT": port}
-    program = ChildProcess([sys.executable, *words], env=environment, linger_s=LINGER_S)
+    program = subprocess.Popen([*interpreter(), *words], env=environment, stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGUSR2, lambda *_: program.send_signal(signal.Signals[f"SIG{told}"]))
     signal.signal(signal.SIGTERM, lambda *_: None)  # the program has it, too
     code = program.wait()
+    for late in (signal.SIGUSR2, signal.SIGTERM):  # an ending interpreter restores the default handlers
+        signal.signal(late, signal.SIG_IGN)
     return code if code >= 0 else 128 - code
 
 
@@ -74,11 +80,11 @@ def run_engine(folder: str, peer: str, per_node: str, gpus: str, *words: str) ->
     environment = threads_of_a_rank(int(per_node)) | os.environ
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
     program = engine_program(name, Path(folder), environment)
-    program = replace(program, argv=[sys.executable, *program.argv[1:], f"server.host={address(peer)}", *words])
+    program = replace(program, argv=[*interpreter(), *program.argv[1:], f"server.host={address(peer)}", *words])
     while not Path(folder, f"{ENGINE_CONFIG}.yaml").exists():
         time.sleep(POLL_S)
     supervisor = Supervisor(
-        Path(folder), RETRIES, key="RETRIES", since=f"with exit code {USER_ERROR_EXIT}",
+        Path(folder), RETRIES, key="", since=f"with exit code {USER_ERROR_EXIT}",
         launch=partial(Child, shown=True), say=partial(print, flush=True),
     )  # fmt: skip
     supervisor.resume(program, Path(os.devnull))
@@ -100,7 +106,8 @@ def visible_gpus() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     asked = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    return subprocess.run(asked, stdout=subprocess.PIPE, text=True).stdout.split()
+    shown = subprocess.run(asked, stdout=subprocess.PIPE, text=True)
+    return [] if shown.returncode else shown.stdout.splitlines()
 
 
 def main(kind: str, *words: str) -> int:

@@ -23,7 +23,7 @@ class Supervisor:
     ) -> None:  # fmt: skip
         """
         Args:
-            key: the configuration key of ``restarts``.
+            key: the configuration key of ``restarts``, empty if no user sets it.
             since: when a count ends, as the rest of a sentence: "before the next step".
             together: whether all programs share one count.
             launch: starts a program, given it and its log.
@@ -98,15 +98,16 @@ class Supervisor:
             raise UserError(("" if name == ACTOR else f"{name}: ") + mistake)
         self._failures[counted := "" if self._together else name] += counts
         if self._failures[counted] > self._restarts:
-            too_often = f"one failure more than {self._key}={self._restarts} allows {self._since}"
+            allowed = f"{self._key}={self._restarts} allows" if self._key else f"the {self._restarts} allowed"
+            too_often = f"one failure more than {allowed} {self._since}"
             if child is None or reason is not None:
                 raise UserError(f"{name} was lost, {too_often}: {reason}")
             raise child.failed(f"{child.end}, {too_often}")
         if child is None:
             return
         if reason is None:
-            restarts = f"{self._failures[counted]} of {self._restarts} restarts {self._since}"
-            self._say(f"{name} {child.end} and is started again ({restarts})")
+            restarts = f" ({self._failures[counted]} of {self._restarts} restarts {self._since})" if counts else ""
+            self._say(f"{name} {child.end} and is started again{restarts}")
         self.restart(name, program)
 
     def wait(self, name: str) -> None:

@@ -1,6 +1,7 @@
 """What the batch scripts do by themselves. With a real Slurm, which takes minutes: tests/cluster."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,10 @@ JOB = {"SLURM_JOB_ID_HET_GROUP_1": "2", "SLURM_JOB_NAME": "ppo", "SLURM_JOB_ID":
         ({"OUTPUT_DIR": "/tmp/it's"}, "OUTPUT_DIR=/tmp/it's holds one of ' \\ $ %"),
         ({"OUTPUT_DIR": "/tmp/50%"}, "OUTPUT_DIR=/tmp/50% holds one of"),
         ({"SLURM_JOB_ID_HET_GROUP_1": ""}, "no heterogeneous Slurm job"),
+        ({"CRITIC_RANKS": "eight"}, "CRITIC_RANKS=eight is not a number"),
+        ({"STOP_GRACE_S": "5s"}, "STOP_GRACE_S=5s is not a number"),
+        ({"GPUS_PER_ENGINE": "all"}, "GPUS_PER_ENGINE=all is not a number"),
+        ({"BATCH_PYTHON": f"{sys.executable} -S", "PYTHONPATH": "", "PYTHONSAFEPATH": "1", "ACTOR_ARGS": ""}, "is empty"),
     ],
 )  # fmt: skip
 def test_it_refuses(arguments: dict[str, str], sentence: str, tmp_path: Path) -> None:
@@ -39,6 +44,19 @@ def test_it_refuses(arguments: dict[str, str], sentence: str, tmp_path: Path) ->
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_it_prefers_the_python_of_the_actor(tmp_path: Path) -> None:
+    for name, text in {
+        "servers/serve_ppo_critic.py": "",
+        ".venv-actor/bin/python": '#!/bin/sh\necho "ran $*"\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    given = {**os.environ, **JOB, "PROJECT_DIR": str(tmp_path)}
+    (tmp_path / ".venv-actor/bin/python").chmod(0o755)
+    done = subprocess.run(["bash", ROOT / "slurm" / "ppo_hetjob.sh"], env=given, capture_output=True, text=True)
+    assert done.stdout == "ran -m nemo_style_rlhf.launch.slurm ppo\n"
+
+
 COMPONENTS = ("serve_ppo_critic", "train_ppo_actor")
 COMMANDS = {
     "scontrol": """
@@ -48,9 +66,13 @@ case "$1 $2" in
 *) echo "$@" >>"$NOTES/orders" ;;
 esac
 """,
-    "squeue": "date --date='1 hour' +%FT%T",
+    "squeue": '[[ $SLURM_TIME_FORMAT == relative ]] && echo "Tomorr 12:00" || date --date="1 hour" +%FT%T',
+    "openssl": f"""
+[[ ${{OPENSSL:-}} != hangs ]] || {{ touch "$NOTES/openssl_runs"; exec sleep 600; }}
+exec {shutil.which("openssl")} "$@"
+""",
 }
-"""What the scripts need of Slurm's commands: a node and a time limit. They note other orders."""
+"""What the scripts need of Slurm's commands: a node and a time limit. They note other orders. And openssl, which may hang."""
 SRUN = """
 import itertools, os, signal, subprocess, sys
 
@@ -71,10 +93,8 @@ PROGRAM = """
 import os, runpy, signal, sys, time
 from pathlib import Path
 
-if sys.argv[1] == "-I":
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])  # what stands between slurm_node.py and a program
 if sys.argv[1:3] == ["-m", "nemo_style_rlhf.launch.slurm_node"]:
-    sys.executable, sys.argv[1:] = sys.argv[0], sys.argv[3:]
+    sys.executable, sys.orig_argv, sys.argv = sys.argv[0], sys.argv, [sys.argv[0], *sys.argv[3:]]
     sys.path.insert(0, os.getcwd())
     runpy.run_module("nemo_style_rlhf.launch.slurm_node", run_name="__main__")
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -93,7 +113,7 @@ time.sleep(600)
 class Job:
     """One of the batch scripts, as Slurm starts it."""
 
-    def __init__(self, folder: Path, script: str, *arguments: str, **variables: str) -> None:
+    def __init__(self, folder: Path, script: str, *arguments: str, log: str = "", **variables: str) -> None:
         self.folder = folder
         for name, text in COMMANDS.items():
             self._write(name, f"#!/usr/bin/env bash\n{text}")
@@ -105,7 +125,8 @@ class Job:
             "BATCH_PYTHON": sys.executable, **dict.fromkeys(("CRITIC_PYTHON", "ACTOR_PYTHON", "STAGE_PYTHON"), str(python)),
         }  # fmt: skip
         command = ["bash", ROOT / "slurm" / script, *arguments]
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+        with open(log or folder / "log", "w") as output:
+            self.process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True)
 
     def _write(self, name: str, text: str) -> Path:
         path = self.folder / name
@@ -166,12 +187,32 @@ def test_a_supervised_job_that_is_told_of_its_end_is_requeued(start: Callable[..
     job.require_requeued("train_sft")
 
 
-def test_a_hetjob_that_is_told_of_its_end_is_requeued(start: Callable[..., Job], tmp_path: Path) -> None:
-    """Once its actor has committed a checkpoint, which exit code 75 says."""
-    job = hetjob(start, tmp_path)
+@pytest.mark.parametrize("log", ["", "/dev/full"])
+def test_a_hetjob_that_is_told_of_its_end_is_requeued(start: Callable[..., Job], tmp_path: Path, log: str) -> None:
+    """Once its actor has committed a checkpoint, which exit code 75 says. The disk of the job's log may be full."""
+    job = hetjob(start, tmp_path, log=log)
     assert wait_until(lambda: job.runs(*COMPONENTS))
     job.process.send_signal(signal.SIGUSR1)
     job.require_requeued(*COMPONENTS)
+
+
+def test_a_hetjob_does_not_wait_beyond_its_time_limit(start: Callable[..., Job], tmp_path: Path) -> None:
+    """However its user has Slurm print times."""
+    job = hetjob(start, tmp_path, REQUEUE_MARGIN_S="3600", SLURM_TIME_FORMAT="relative")
+    assert wait_until(lambda: job.runs(*COMPONENTS))
+    job.process.send_signal(signal.SIGUSR1)
+    job.require_requeued(*COMPONENTS)
+    assert "no checkpoint within the time: " in (tmp_path / "log").read_text()
+
+
+def test_a_hetjob_that_is_canceled_while_it_makes_certificates_leaves_no_key(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = hetjob(start, tmp_path, OPENSSL="hangs")
+    assert wait_until((tmp_path / "openssl_runs").exists)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(60) == 143 and "SIGTERM" in (tmp_path / "log").read_text()
+    assert not list((tmp_path / "outputs").glob("tls-*"))
 
 
 @pytest.mark.parametrize(
