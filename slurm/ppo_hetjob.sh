@@ -65,6 +65,6 @@ set -a # what follows is exported
 # ------------------------------------------------------------------------------------------------------------
 
 unset PYTHONSAFEPATH # -m finds the package in this folder
-[[ -f $PROJECT_DIR/servers/serve_ppo_critic.py ]] && cd "$PROJECT_DIR" && exec $BATCH_PYTHON -m nemo_style_rlhf.launch.slurm ppo
+[[ -f $PROJECT_DIR/servers/serve_ppo_critic.py ]] && cd "$PROJECT_DIR" && exec $BATCH_PYTHON -m nemo_style_rlhf.launch.slurm_job ppo
 echo "error: PROJECT_DIR=$PROJECT_DIR is not the repository: submit from its root, or set PROJECT_DIR" >&2
 exit 2

@@ -21,7 +21,7 @@ from nemo_style_rlhf.critic_service.store import REWARD_MODEL, START_WEIGHTS, Cr
 from nemo_style_rlhf.critic_service.worker import Abandoned, CriticWorker, Sleep, Wake
 from nemo_style_rlhf.critic_service.worker_group import WorkerGroup
 from nemo_style_rlhf.engine.engine import NonFiniteError
-from nemo_style_rlhf.engine.memory import held_bytes
+from nemo_style_rlhf.engine.memory_use import held_bytes
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.launch import malloc
 from nemo_style_rlhf.schema.critic import PPOCriticConfig

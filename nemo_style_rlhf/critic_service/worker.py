@@ -24,7 +24,7 @@ from nemo_style_rlhf.data.reward_text import RewardText
 from nemo_style_rlhf.data.sampling import mixed_seed
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.engine.export import export_engine
-from nemo_style_rlhf.engine.memory import give_back, held_bytes, memory
+from nemo_style_rlhf.engine.memory_use import give_back, held_bytes, memory
 from nemo_style_rlhf.engine.snapshot import Snapshot
 from nemo_style_rlhf.engine.steps import OptimizerStep, TokenMeans, optimizer_steps
 from nemo_style_rlhf.errors import UserError

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from nemo_style_rlhf.engine.memory import give_back
+from nemo_style_rlhf.engine.memory_use import give_back
 
 
 def address(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_style_rlhf.engine.memory import held_bytes
+from nemo_style_rlhf.engine.memory_use import held_bytes
 from nemo_style_rlhf.engines import messages
 from nemo_style_rlhf.engines.groups import BACKENDS, NAME, Groups
 from nemo_style_rlhf.engines.messages import EngineStatus

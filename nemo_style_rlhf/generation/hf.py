@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nemo_style_rlhf.engine.memory import give_back
+from nemo_style_rlhf.engine.memory_use import give_back
 from nemo_style_rlhf.engine.storages import address
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest

@@ -3,7 +3,6 @@
 Nothing here assumes that the generator shares a process, a device or a node with the trainer.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,12 +21,6 @@ class SampleId:
     prompt_id: int
     index: int
     """Number among the samples of this prompt, from 0."""
-
-
-def sample_seed(run_seed: int, sample: SampleId) -> int:
-    """A 31-bit seed, a pure function of the run's seed and the sample's identity, independent of engines, ranks and order."""
-    key = f"{run_seed}/{sample.step}/{sample.prompt_id}/{sample.index}".encode()
-    return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_style_rlhf.distributed.alone import init_alone
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation import cpu_batches, cpu_kernels, cpu_seeds, vllm_worker
+from nemo_style_rlhf.generation import cpu_batches, cpu_generators, cpu_kernels, vllm_worker
 from nemo_style_rlhf.generation.in_process import Finished, InProcessGenerator
 from nemo_style_rlhf.generation.interface import GenerationRequest, TransferError
 from nemo_style_rlhf.launch.collector import leaving_garbage
@@ -89,7 +89,7 @@ class VLLMGenerator(InProcessGenerator):
             raise explain(error, model_path, config, max_model_len) from error
         _require_attention_kernel(self._llm, model_path)
         if not torch.cuda.is_available():
-            self._llm.collective_rpc(cpu_seeds.draw_for_kept_tokens_only)
+            self._llm.collective_rpc(cpu_generators.draw_for_kept_tokens_only)
             self._llm.collective_rpc(cpu_batches.compute_tokens_alike)
             if self._workers_apart:
                 self._llm.collective_rpc(_unlink_own_segments)

@@ -35,7 +35,7 @@ from nemo_style_rlhf.launch.program import CHECKED, ENGINE_CONFIG, Program, engi
 from nemo_style_rlhf.launch.ray_cluster import Cluster, PlacedRank, connect, gpus_there, leave, lost
 from nemo_style_rlhf.launch.ray_host import RANKS_BESIDE
 from nemo_style_rlhf.launch.ray_placement import engine_names, place
-from nemo_style_rlhf.launch.run_secrets import RunSecrets
+from nemo_style_rlhf.launch.run_certificates import RunSecrets
 from nemo_style_rlhf.launch.starting import PART
 from nemo_style_rlhf.schema.ray import PPORayConfig
 

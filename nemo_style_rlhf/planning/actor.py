@@ -9,7 +9,7 @@ from nemo_style_rlhf.models.cpu_linear import CPU_EMULATES_BF16
 from nemo_style_rlhf.planning.blueprint import Blueprint, PlannedBatch
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import ACTOR, ENGINE, GIB, Phase, ProcessPlan
-from nemo_style_rlhf.planning.training import frozen_weights, resting, trained_model, training_phases
+from nemo_style_rlhf.planning.training_memory import frozen_weights, resting, trained_model, training_phases
 from nemo_style_rlhf.schema.generation import CPU_KV_CACHE_GIB
 from nemo_style_rlhf.schema.plan import PlanConfig
 

@@ -6,7 +6,7 @@ from nemo_style_rlhf.data.ragged import padded_rows
 from nemo_style_rlhf.planning.blueprint import Blueprint, PlannedBatch
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.planning.phases import CRITIC, Phase, ProcessPlan
-from nemo_style_rlhf.planning.training import frozen_weights, trained_model, training_phases
+from nemo_style_rlhf.planning.training_memory import frozen_weights, trained_model, training_phases
 from nemo_style_rlhf.rollout.producer import SCORING_GROUP
 from nemo_style_rlhf.schema.plan import PlanConfig
 

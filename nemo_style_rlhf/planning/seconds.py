@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nemo_style_rlhf.planning.blueprint import Blueprint
-from nemo_style_rlhf.rollout.schedule import overlap
+from nemo_style_rlhf.rollout.version_schedule import overlap
 from nemo_style_rlhf.schema.common import ModelConfig
 from nemo_style_rlhf.schema.plan import PlanConfig
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from nemo_style_rlhf.engine.memory import memory
+from nemo_style_rlhf.engine.memory_use import memory
 from nemo_style_rlhf.engine.utilization import GpuUtilization, by_node
 from nemo_style_rlhf.ppo.health import Health, check_health
 from nemo_style_rlhf.ppo.metrics import excerpts, repetition_metrics, timer_metrics

@@ -12,7 +12,7 @@ import torch
 from nemo_style_rlhf.critic_service.remote_critic import RemoteCritic
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
-from nemo_style_rlhf.engine.memory import GIB, give_back, held_bytes
+from nemo_style_rlhf.engine.memory_use import GIB, give_back, held_bytes
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.rollout.producer import Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue

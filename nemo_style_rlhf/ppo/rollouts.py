@@ -21,7 +21,7 @@ from nemo_style_rlhf.ppo.validation import sample_validation
 from nemo_style_rlhf.rollout.executors import InlineRollouts, ThreadedRollouts
 from nemo_style_rlhf.rollout.producer import Producer
 from nemo_style_rlhf.rollout.queue import BatchQueue
-from nemo_style_rlhf.rollout.schedule import Schedule
+from nemo_style_rlhf.rollout.version_schedule import Schedule
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.model_files import stop_ids
 

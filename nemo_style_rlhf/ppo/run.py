@@ -13,7 +13,7 @@ from nemo_style_rlhf.launch import interrupt
 from nemo_style_rlhf.launch.follow_up import after_ppo
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT, Preempted
 from nemo_style_rlhf.ppo.build import build_trainer
-from nemo_style_rlhf.rollout.schedule import overlap
+from nemo_style_rlhf.rollout.version_schedule import overlap
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.algorithm import FilterConfig
 from nemo_style_rlhf.wire.connection import ServerRestarted

@@ -14,7 +14,8 @@ from torch import Tensor
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, Generator, SampleId, Stream, sample_seed
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, Generator, SampleId, Stream
+from nemo_style_rlhf.generation.seeds import sample_seed
 from nemo_style_rlhf.rollout.episodes import EpisodeRunner
 from nemo_style_rlhf.rollout.outcomes import Counts, Outcome, with_episodes
 from nemo_style_rlhf.rollout.prefetched import pack_rollouts, unpack_rollouts

@@ -40,8 +40,8 @@ from nemo_style_rlhf.generation.weight_store import WeightStore
 from nemo_style_rlhf.rollout.executors import InlineRollouts, ThreadedRollouts
 from nemo_style_rlhf.rollout.prefetched import Prefetched, pack, unpack
 from nemo_style_rlhf.rollout.producer import Producer, Timers
-from nemo_style_rlhf.rollout.schedule import Schedule
 from nemo_style_rlhf.rollout.types import Batch
+from nemo_style_rlhf.rollout.version_schedule import Schedule
 from nemo_style_rlhf.scoring.futures import InlineExecutor, mapped, resolved
 
 Metrics = dict[str, float]

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from nemo_style_rlhf.data.prompts import Prompt
 from nemo_style_rlhf.engine.engine import Engine
-from nemo_style_rlhf.engine.memory import held_bytes
+from nemo_style_rlhf.engine.memory_use import held_bytes
 from nemo_style_rlhf.engine.process_group import init_distributed
 from nemo_style_rlhf.engines.client import EngineClient
-from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError
+from nemo_style_rlhf.generation.seeds import sample_seed
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.generation.weight_store import PublishedWeights, WeightStore

@@ -20,7 +20,8 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.generation import cpu_kernels
 from nemo_style_rlhf.generation import vllm as vllm_generator
 from nemo_style_rlhf.generation.factory import keeping_threads
-from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError, sample_seed
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, TransferError
+from nemo_style_rlhf.generation.seeds import sample_seed
 from nemo_style_rlhf.generation.self_check import loses_bits
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator, explain

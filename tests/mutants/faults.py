@@ -62,20 +62,18 @@ TWENTY = (
     Fault(
         name="seeds_ignore_the_sample",
         guarantee="A sample depends on its seed",
-        file="nemo_style_rlhf/generation/interface.py",
+        file="nemo_style_rlhf/generation/seeds.py",
         old='f"{run_seed}/{sample.step}/{sample.prompt_id}/{sample.index}"',
         new='f"{run_seed}/{sample.step}/{sample.prompt_id}"',
-        tests=(
-            "tests/unit/generation/test_interface.py::test_seeds_are_a_function_of_run_step_prompt_and_index_alone",
-        ),
+        tests=("tests/unit/generation/test_seeds.py::test_seeds_are_a_function_of_run_step_prompt_and_index_alone",),
     ),
     Fault(
         name="samples_are_one_version_too_new",
         guarantee="Asynchronous training",
-        file="nemo_style_rlhf/rollout/schedule.py",
+        file="nemo_style_rlhf/rollout/version_schedule.py",
         old="return max(0, step - 1 - self.staleness)",
         new="return max(0, step - self.staleness)",
-        tests=("tests/unit/rollout/test_schedule.py::test_the_versions_sample_every_step_once_in_order",),
+        tests=("tests/unit/rollout/test_version_schedule.py::test_the_versions_sample_every_step_once_in_order",),
     ),
     Fault(
         name="observed_tokens_are_learned",

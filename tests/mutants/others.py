@@ -344,7 +344,7 @@ OTHERS = (
     Fault(
         name="a_supervised_job_is_not_requeued",
         guarantee="Both batch scripts",
-        file="nemo_style_rlhf/launch/slurm.py",
+        file="nemo_style_rlhf/launch/slurm_job.py",
         old='["scontrol", "requeue", ',
         new='["scontrol", "release", ',
         tests=("tests/unit/test_slurm_scripts.py::test_a_supervised_job_that_is_told_of_its_end_is_requeued",),
@@ -352,7 +352,7 @@ OTHERS = (
     Fault(
         name="a_preempted_hetjob_counts_as_failed",
         guarantee="Both batch scripts",
-        file="nemo_style_rlhf/launch/slurm.py",
+        file="nemo_style_rlhf/launch/slurm_job.py",
         old="if code == PREEMPTED_EXIT:",
         new="if code == PREEMPTED_EXIT + 1:",
         tests=("tests/unit/test_slurm_scripts.py::test_a_hetjob_that_is_told_of_its_end_is_requeued",),

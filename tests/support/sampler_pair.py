@@ -11,7 +11,8 @@ from nemo_style_rlhf.distributed.ranks import Ranks
 from nemo_style_rlhf.engine.engine import Engine
 from nemo_style_rlhf.generation.factory import weights_for_generator
 from nemo_style_rlhf.generation.hf import HFGenerator
-from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
+from nemo_style_rlhf.generation.seeds import sample_seed
 from nemo_style_rlhf.generation.transfer import OwnWeights
 from nemo_style_rlhf.generation.vllm import VLLMGenerator
 from nemo_style_rlhf.models.loading import load_causal_lm

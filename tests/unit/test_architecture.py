@@ -140,9 +140,9 @@ def test_the_mathematics_imports_torch_only(path):
 
 
 def test_any_python_of_a_batch_host_runs_a_slurm_job():
-    """Nothing that launch/slurm.py imports needs a package; an older Python can read the sentence that refuses it."""
-    left, seen = {PACKAGE / "launch" / "slurm.py"}, {PACKAGE / "__init__.py"}
-    ast.parse((PACKAGE / "launch" / "slurm.py").read_text(), feature_version=(3, 6))
+    """Nothing that launch/slurm_job.py imports needs a package; an older Python can read the sentence that refuses it."""
+    left, seen = {PACKAGE / "launch" / "slurm_job.py"}, {PACKAGE / "__init__.py"}
+    ast.parse((PACKAGE / "launch" / "slurm_job.py").read_text(), feature_version=(3, 6))
     while left - seen:
         seen.add(path := (left - seen).pop())
         ast.parse(path.read_text(), feature_version=(3, 9))
@@ -150,7 +150,7 @@ def test_any_python_of_a_batch_host_runs_a_slurm_job():
             file = PACKAGE.parent / f"{name.replace('.', '/')}.py"
             assert file.exists() or name.split(".")[0] in {"nemo_style_rlhf", *sys.stdlib_module_names}, name
             left |= {file} if file.exists() else set()
-    assert PACKAGE / "launch" / "run_secrets.py" in seen
+    assert PACKAGE / "launch" / "run_certificates.py" in seen
 
 
 def test_the_client_needs_nothing_of_the_server():

@@ -54,7 +54,7 @@ def test_it_prefers_the_python_of_the_actor(tmp_path: Path) -> None:
     given = {**os.environ, **JOB, "PROJECT_DIR": str(tmp_path)}
     (tmp_path / ".venv-actor/bin/python").chmod(0o755)
     done = subprocess.run(["bash", ROOT / "slurm" / "ppo_hetjob.sh"], env=given, capture_output=True, text=True)
-    assert done.stdout == "ran -m nemo_style_rlhf.launch.slurm ppo\n"
+    assert done.stdout == "ran -m nemo_style_rlhf.launch.slurm_job ppo\n"
 
 
 COMPONENTS = ("serve_ppo_critic", "train_ppo_actor")

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.launch.ray_placement import Placement, place, remedy
-from nemo_style_rlhf.launch.run_secrets import RunSecrets
+from nemo_style_rlhf.launch.run_certificates import RunSecrets
 from nemo_style_rlhf.schema.base import build
 from nemo_style_rlhf.schema.ray import PPORayConfig
 

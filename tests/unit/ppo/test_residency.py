@@ -5,7 +5,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_style_rlhf.distributed.ranks import Ranks
-from nemo_style_rlhf.engine.memory import GIB
+from nemo_style_rlhf.engine.memory_use import GIB
 from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.ppo import residency
 from nemo_style_rlhf.ppo.residency import Memory, Needs, Residency

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_style_rlhf.ppo.validation import Validation
 from nemo_style_rlhf.rollout.producer import Timers
-from nemo_style_rlhf.rollout.schedule import Schedule
+from nemo_style_rlhf.rollout.version_schedule import Schedule
 
 
 class Run:

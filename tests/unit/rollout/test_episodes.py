@@ -12,7 +12,8 @@ from nemo_style_rlhf.agents.environment import Action, Observation, Task
 from nemo_style_rlhf.agents.events import Asked, Called, Emit, Ended, Failed
 from nemo_style_rlhf.data.encoding import Encoder
 from nemo_style_rlhf.data.prompts import Prompt
-from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId, sample_seed
+from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, SampleId
+from nemo_style_rlhf.generation.seeds import sample_seed
 from nemo_style_rlhf.rollout import episodes
 from nemo_style_rlhf.rollout.episodes import EpisodeRunner
 from nemo_style_rlhf.rollout.outcomes import Counts

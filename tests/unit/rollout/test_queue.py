@@ -18,8 +18,8 @@ from nemo_style_rlhf.rollout.executors import InlineRollouts, ThreadedRollouts
 from nemo_style_rlhf.rollout.prefetched import Prefetched, pack, unpack
 from nemo_style_rlhf.rollout.producer import NothingToLearnError, Timers
 from nemo_style_rlhf.rollout.queue import BatchQueue
-from nemo_style_rlhf.rollout.schedule import Schedule
 from nemo_style_rlhf.rollout.types import Batch, Rollout
+from nemo_style_rlhf.rollout.version_schedule import Schedule
 from nemo_style_rlhf.scoring.futures import resolved
 from nemo_style_rlhf.scoring.interface import Scores
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_style_rlhf.rollout.schedule import Schedule, overlap
+from nemo_style_rlhf.rollout.version_schedule import Schedule, overlap
 
 STEPS = 12
 EVERY = [Schedule(staleness, STEPS) for staleness in (0, 1, 2, 5, 20)]

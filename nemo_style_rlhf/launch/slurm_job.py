@@ -26,7 +26,7 @@ from typing import Any
 
 from nemo_style_rlhf.errors import USER_ERROR_EXIT, UserError
 from nemo_style_rlhf.launch.preemption import PREEMPTED_EXIT
-from nemo_style_rlhf.launch.run_secrets import Authority
+from nemo_style_rlhf.launch.run_certificates import Authority
 
 POLL_S, PAUSE_S = 1.0, 0.2
 LAST_WAIT_S = 3.0

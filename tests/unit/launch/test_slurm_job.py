@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nemo_style_rlhf.errors import UserError
-from nemo_style_rlhf.launch.run_secrets import Authority
-from nemo_style_rlhf.launch.slurm import Component, first_address, words_of
+from nemo_style_rlhf.launch.run_certificates import Authority
+from nemo_style_rlhf.launch.slurm_job import Component, first_address, words_of
 from tests.support.paths import ROOT
 
 
@@ -53,7 +53,8 @@ def test_an_authority_that_could_not_be_made_leaves_no_folder(tmp_path: Path, mo
 
 @pytest.mark.slow("starts an interpreter")
 def test_an_old_python_is_a_users_mistake() -> None:
-    code = "import runpy, sys; sys.version_info = (3, 8); runpy.run_module('nemo_style_rlhf.launch.slurm', run_name='__main__')"
+    start = "runpy.run_module('nemo_style_rlhf.launch.slurm_job', run_name='__main__')"
+    code = f"import runpy, sys; sys.version_info = (3, 8); {start}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: BATCH_PYTHON is Python 3.")
 

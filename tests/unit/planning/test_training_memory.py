@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_style_rlhf.planning import training
+from nemo_style_rlhf.planning import training_memory
 from nemo_style_rlhf.planning.device import Device
 from nemo_style_rlhf.schema.common import EngineConfig
 
@@ -31,26 +31,26 @@ MILLION = 10**6
 def test_what_is_held_for_100_million_parameters(stage, ranks, width, weights, gradients, masters, states):
     share = {"stage": stage, "ranks": ranks}
     trained = 100 * MILLION
-    assert training.weights(trained, 0, width, **share) == weights * MILLION
-    assert training.gradients(trained, width, **share) == gradients * MILLION
-    assert training.masters(trained, width, **share) == masters * MILLION
-    assert training.optimizer_states(trained, **share) == states * MILLION
+    assert training_memory.weights(trained, 0, width, **share) == weights * MILLION
+    assert training_memory.gradients(trained, width, **share) == gradients * MILLION
+    assert training_memory.masters(trained, width, **share) == masters * MILLION
+    assert training_memory.optimizer_states(trained, **share) == states * MILLION
 
 
 def test_frozen_weights_have_neither_gradients_nor_states():
-    assert training.weights(1, 100, 2, stage=1, ranks=1) == 202
-    assert training.gradients(1, 2, stage=1, ranks=1) == 2
+    assert training_memory.weights(1, 100, 2, stage=1, ranks=1) == 202
+    assert training_memory.gradients(1, 2, stage=1, ranks=1) == 2
 
 
 def test_the_buffers_of_an_optimizer_step():
     # bf16: bucket 2, share 2, flat 2, fp32 4 bytes per parameter.
-    assert sum(training.step_buffers(100, 2, stage=1, ranks=1).values()) == 1000
+    assert sum(training_memory.step_buffers(100, 2, stage=1, ranks=1).values()) == 1000
     # fp32: nothing to cast, so bucket, share and flat of 4 bytes each.
-    assert sum(training.step_buffers(100, 4, stage=1, ranks=1).values()) == 1200
+    assert sum(training_memory.step_buffers(100, 4, stage=1, ranks=1).values()) == 1200
     # Two ranks in bf16: bucket and its flattened copy are whole (200 each), the others half: 100, 100, 200.
-    assert sum(training.step_buffers(100, 2, stage=1, ranks=2).values()) == 800
-    assert sum(training.step_buffers(100, 4, stage=0, ranks=1).values()) == 400
-    assert sum(training.step_buffers(100, 2, stage=0, ranks=1).values()) == 200 + 400
+    assert sum(training_memory.step_buffers(100, 2, stage=1, ranks=2).values()) == 800
+    assert sum(training_memory.step_buffers(100, 4, stage=0, ranks=1).values()) == 400
+    assert sum(training_memory.step_buffers(100, 2, stage=0, ranks=1).values()) == 200 + 400
 
 
 @pytest.mark.parametrize(
@@ -78,29 +78,29 @@ def test_the_buffers_of_an_optimizer_step():
 def test_what_gradients_pass_through_on_a_gpu(stage, ranks, width, offload, backward, step):
     given = {"stage": stage, "ranks": ranks, "offload": offload}
     sizes = (1000 * MILLION, 10 * MILLION, width)
-    assert training.backward_buffers(*sizes, **given) == backward * MILLION
-    assert training.optimizer_step_buffers(*sizes, **given) == step * MILLION
+    assert training_memory.backward_buffers(*sizes, **given) == backward * MILLION
+    assert training_memory.optimizer_step_buffers(*sizes, **given) == step * MILLION
 
 
 def test_a_small_model_is_in_one_bucket():
     given = {"stage": 2, "ranks": 4, "offload": False}
-    assert training.backward_buffers(100 * MILLION, MILLION, 2, **given) == (2 * 200 + 2 * 50) * MILLION
+    assert training_memory.backward_buffers(100 * MILLION, MILLION, 2, **given) == (2 * 200 + 2 * 50) * MILLION
 
 
 def test_zero_3_keeps_a_bucket_and_a_share_and_steps_sub_groups():
-    assert training.kept_for_gradients(1000 * MILLION, 2, ranks=4, offload=False) == (1000 + 500) * MILLION
-    assert training.kept_for_gradients(1000 * MILLION, 2, ranks=4, offload=True) == 1000 * MILLION
+    assert training_memory.kept_for_gradients(1000 * MILLION, 2, ranks=4, offload=False) == (1000 + 500) * MILLION
+    assert training_memory.kept_for_gradients(1000 * MILLION, 2, ranks=4, offload=True) == 1000 * MILLION
     # A share of 2 x 10^9 elements in sub-groups of 10^9: flat 2000, fp32 4000.
     given = {"stage": 3, "ranks": 2, "offload": False}
-    assert training.optimizer_step_buffers(4000 * MILLION, MILLION, 2, **given) == 6000 * MILLION
+    assert training_memory.optimizer_step_buffers(4000 * MILLION, MILLION, 2, **given) == 6000 * MILLION
 
 
 def test_the_first_rank_copies_its_share_of_the_states_and_the_weights():
-    assert training.checkpoint_copy(100, 2, stage=1, ranks=1) == 100 * (4 + 8 + 2)
-    assert training.checkpoint_copy(100, 2, stage=2, ranks=2) == 50 * (4 + 8) + 200
-    assert training.checkpoint_copy(100, 2, stage=3, ranks=2) == 50 * (4 + 8)
-    assert training.checkpoint_copy(100, 4, stage=0, ranks=2) == 100 * (8 + 4)
-    assert training.checkpoint_copy(100, 2, stage=0, ranks=2) == 100 * (4 + 8 + 2)
+    assert training_memory.checkpoint_copy(100, 2, stage=1, ranks=1) == 100 * (4 + 8 + 2)
+    assert training_memory.checkpoint_copy(100, 2, stage=2, ranks=2) == 50 * (4 + 8) + 200
+    assert training_memory.checkpoint_copy(100, 2, stage=3, ranks=2) == 50 * (4 + 8)
+    assert training_memory.checkpoint_copy(100, 4, stage=0, ranks=2) == 100 * (8 + 4)
+    assert training_memory.checkpoint_copy(100, 2, stage=0, ranks=2) == 100 * (4 + 8 + 2)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_first_rank_copies_its_share_of_the_states_and_the_weights():
 def test_where_the_copy_of_a_checkpoint_fits_on_a_cpu(stage, activations, checkpoint):
     model = SimpleNamespace(trained=100, width=4)
     host = Device("cpu", memory=0, name="")
-    phases = training.training_phases(
+    phases = training_memory.training_phases(
         model, EngineConfig(zero_stage=stage), host, Counter(), {}, Counter(activations=activations), ranks=1
     )
     assert phases[0].parts["checkpoint"] == checkpoint
