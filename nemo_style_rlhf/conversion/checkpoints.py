@@ -1,5 +1,5 @@
 """Turns a checkpoint into the Hugging Face directory that the run's export would have been after that step. A reward model lacks
-the statistics of its rewards, which training computes at its end.
+the statistics of its rewards: training computes them at its end.
 
 The configuration that the run recorded says how the model is built; DeepSpeed's shards are read without DeepSpeed's engine.
 """
@@ -67,7 +67,7 @@ def export_checkpoint(checkpoint: Path, target: Path, *, model: str | None = Non
     ``<target>_adapter``.
 
     Args:
-        model: where the model lies from which the training started, if it has moved.
+        model: path of the model from which the training started, if it has moved.
 
     Raises:
         UserError: there is no whole checkpoint, its run's configuration is missing, a folder to write is in the way, the model
@@ -209,7 +209,7 @@ def _writing(target: Path) -> AbstractContextManager[None]:
 
 
 def _require_start(model: ModelConfig, identity: Mapping[str, Any], found: Found) -> None:
-    """Check that the adapters of a checkpoint meet the model to which they belong."""
+    """Check that the adapters of a checkpoint were trained on this model."""
     if model.lora.rank:
         _require_same(found, model.path, identity.get(START), model_fingerprint(model.path))
 

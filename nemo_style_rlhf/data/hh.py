@@ -27,10 +27,10 @@ def split_last_answer(transcript: str) -> tuple[str, str] | None:
 
 
 def prompt_messages(prompt: str) -> list[Message]:
-    """The turns of ``prompt``, which ends with "\\n\\nAssistant:", for a chat template; a text before the first is a system turn.
+    """The turns of ``prompt`` up to its final "\\n\\nAssistant:", for a chat template. Text before the first is a system turn.
 
     Raises:
-        Dropped: there is none.
+        Dropped: there is no turn.
     """
     before, *turns = _OPENS_TURN.split(prompt)
     roles = {HUMAN: "user", ASSISTANT: "assistant"}

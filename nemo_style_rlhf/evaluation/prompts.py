@@ -32,7 +32,8 @@ def prompts_of(config: EvaluationConfig) -> dict[str, list[Prompt]]:
 
 
 def fitting_tokenizer(checkpoint: Checkpoint, config: EvaluationConfig) -> PreTrainedTokenizerBase:
-    """
+    """The checkpoint's tokenizer.
+
     Raises:
         UserError: it cannot be loaded, or the checkpoint was trained with another template.
     """
@@ -42,12 +43,13 @@ def fitting_tokenizer(checkpoint: Checkpoint, config: EvaluationConfig) -> PreTr
 
 
 def common_prompts(config: EvaluationConfig, loaded: dict[str, list[Prompt]]) -> dict[str, list[Prompt]]:
-    """
+    """The prompts that every checkpoint's tokenizer takes, at most ``data.max_prompts``, by the checkpoint's name.
+
     Args:
         loaded: the prompts that each checkpoint's tokenizer takes, by the checkpoint's name.
 
     Raises:
-        UserError: there are none that all take, or they do not fit a checkpoint.
+        UserError: there are none, or they do not fit a checkpoint.
     """
     kept = _common_ids(list(loaded.values()), config.data.max_prompts)
     if not kept:

@@ -31,7 +31,8 @@ class CheckpointSummary:
 
 
 def summarize(name: str, path: str, samples: Sequence[Sample], first: Sequence[Sample] | None) -> CheckpointSummary:
-    """
+    """Summarize a checkpoint.
+
     Args:
         samples: samples of this checkpoint, at least one.
         first: samples of the first checkpoint; None if this is the first.

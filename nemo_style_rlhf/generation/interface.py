@@ -103,7 +103,7 @@ class WeightUpdate(Protocol):
 
 
 class Stream(Protocol):
-    """The requests of one consumer, which sees only its own samples."""
+    """The requests of one consumer. It sees only its own samples."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, also while others are running."""
@@ -115,7 +115,7 @@ class Stream(Protocol):
         """Wait for finished samples, or until :meth:`wake` is called; it may return early, with none."""
 
     def wake(self) -> None:
-        """Have :meth:`wait` return, in whichever thread it waits, or the next time."""
+        """Make :meth:`wait` return, in any thread that waits, or at its next call."""
 
     def close(self) -> None:
         """Abort unfinished requests; when this returns, the generator holds none of them."""
