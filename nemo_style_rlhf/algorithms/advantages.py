@@ -56,7 +56,7 @@ def group_advantages(
     (arXiv 2402.14740, eq. 6). Computed in float64; equal scores give exactly 0.
 
     Args:
-        keep: [n], 0 for a sample without a score: it gets 0 and is left out of its group. The only sample of a group gets 0.
+        keep: [n], 0 for a sample without a score: it gets 0 and is left out of its group. The only kept sample of a group gets 0.
 
     Returns:
         [n].

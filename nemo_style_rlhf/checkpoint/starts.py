@@ -61,7 +61,7 @@ def settle_today(config: Any, *, recorded: bool = True) -> None:
 
 
 def _agreed(path: Path, own: str) -> str:
-    """The content of ``path``: the ``own`` of the first process to call this."""
+    """The content of ``path``: the value ``own`` of the first process that called this."""
     beside = path.with_name(f"{path.name}.{os.environ.get('RANK')}.tmp")
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def require_reachable(step: int, total_steps: int, key: str, where: str) -> None
         where: name of the checkpoint, for the error.
 
     Raises:
-        UserError: it is: its weights would be exported as the result of a shorter run.
+        UserError: it is beyond: its weights would be exported as the result of a shorter run.
     """
     if step > total_steps:
         raise UserError(
@@ -195,7 +195,7 @@ def record_end(output_dir: Path, exports: Iterable[Path], *, why: str | None = N
 
 
 def is_done(config: Any, *, longer: str) -> bool:
-    """True if the run of exactly this configuration has ended and its exports are complete and undamaged; then prints that.
+    """Print and return True if the run of exactly this configuration has ended and its exports are complete and undamaged.
 
     Every rank calls this, before ranks can communicate, and reads a quarter of a mebibyte of each exported file.
 

@@ -30,7 +30,7 @@ def prompt_messages(prompt: str) -> list[Message]:
     """The turns of ``prompt`` up to its final "\\n\\nAssistant:", for a chat template. Text before the first is a system turn.
 
     Raises:
-        Dropped: there is no turn.
+        Dropped: no turn precedes the answer.
     """
     before, *turns = _OPENS_TURN.split(prompt)
     roles = {HUMAN: "user", ASSISTANT: "assistant"}

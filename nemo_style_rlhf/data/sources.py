@@ -41,8 +41,8 @@ def read_records(sources: Sources) -> Iterator[Record]:
 
 
 def read_head(sources: Sources, count: int | None) -> tuple[list[Record], bool]:
-    """The first ``count`` rows of ``sources``, or all, and whether these are all rows. The list is empty, and the flag False, if
-    reading takes longer than the checks that call this may: for data sets that only ``datasets`` reads, and large JSON arrays.
+    """The first ``count`` rows of ``sources``, or all, and whether these are all rows. The list is empty, and the flag False, for
+    sources that take too long to check: data sets that only ``datasets`` reads, and large JSON arrays.
 
     Raises:
         UserError: as :func:`read_records`, for these rows.

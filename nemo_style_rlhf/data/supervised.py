@@ -202,11 +202,7 @@ def _conversation(
 
 
 def _tokenized(answers: list[tuple[str, str]], config: SFTDataConfig, encoder: Encoder) -> Conversation:
-    """Tokenize one example.
-
-    Args:
-        answers: pairs of the text before an answer and the answer; each text begins with the pair before it.
-    """
+    """Tokenize pairs of the text before an answer and the answer as one example; each text begins with the pair before it."""
     text, ids, read = "", list[int](), list[tuple[int, int]]()
     for number, (prompt, answer) in enumerate(answers, start=1):
         start = len(ids)

@@ -43,7 +43,7 @@ class Ranks:
     """
 
     def __init__(self, *, tensor_parallel: int = 1, alone: bool = False) -> None:
-        """Find this rank's place.
+        """Find this rank's place among the ranks.
 
         Args:
             alone: take this rank for the only one, in work of its own.

@@ -73,7 +73,7 @@ class TokenMeans:
         for name, mean in means.items():
             self.totals[name] = self.totals.get(name, 0.0) + (
                 float(mean) * tokens if tokens else 0.0
-            )  # the mean of no tokens is NaN
+            )  # nothing to average
 
     @staticmethod
     def of(shards: "Collection[TokenMeans]") -> "TokenMeans":

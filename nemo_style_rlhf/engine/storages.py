@@ -30,11 +30,7 @@ class Storages:
     """The memory behind a changing set of tensors. While it is away, the tensors keep their shapes but have no content."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
-        """Manage the tensors that are on ``device``.
-
-        Args:
-            tensors: returns the current ones; tensors on other devices, or in a memory-mapped file, are not moved.
-        """
+        """Move what ``tensors`` returns at that time, except tensors on another device or in a memory-mapped file."""
         self._tensors, self._device = tensors, device
         self._away: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
         """The emptied storage and its content in host memory, by the storage's address."""

@@ -79,7 +79,7 @@ class EngineClient:
         return EngineStatus(**answer)
 
     def acquire(self, lease: str, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Make the engine work only for ``lease``. Later calls reach only this process of it.
+        """Make the engine work only for ``lease``, and bind this client to the engine's current process.
 
         Args:
             shapes: the tensors that every version of the weights holds.

@@ -19,7 +19,7 @@ from nemo_style_rlhf.schema.placement import PlacementConfig
 
 log = logging.getLogger(__name__)
 CALLS_AHEAD = 2
-"""Ratio of the requests in an engine's queue to those that it decodes at a time, so that it never waits for the next."""
+"""Ratio of the requests sent to an engine to the requests that it decodes at a time, so that it never waits for the next."""
 
 
 def make_engine_pool(

@@ -64,7 +64,7 @@ class Fleet:
         self._dead: dict[str, dict[str, Any]] = {}
         """Ready files of engines that were lost."""
         self._broken: Exception | None = None
-        """The error after which no more engines join."""
+        """The error that callers get once there will be no more engines."""
         self._published: PublishedWeights | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._broadcast = None if config.weights == "auto" else Broadcast(folder, config.weights)
@@ -295,7 +295,7 @@ class Fleet:
     @property
     def metrics(self) -> dict[str, float]:
         """`engines/*` count the engines that can be asked now, the losses of engines, and with generation.engines.weights the
-        engines that received the last weights at once; `kv_cache_share` is the largest share of any engine's cache in use."""
+        engines that received the last weights at once; `kv_cache_share` is the largest of their caches' shares in use."""
         with self._lock:
             shares = [engine.cache_share for engine in self._engines.values()]
         counts = {"engines/ready": float(len(shares)), "engines/lost": float(self._losses)}
@@ -305,7 +305,7 @@ class Fleet:
         return counts
 
     def close(self) -> None:
-        """End the launched engines, and every wait of another thread for one with :class:`CallAbandoned`."""
+        """End the launched engines, and make every thread that waits for one raise :class:`CallAbandoned`."""
         with self._lock:  # none is being started again
             self._closing.set()
             self._broken = CallAbandoned()

@@ -65,10 +65,7 @@ class Group:
         self._broadcast(torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8))
 
     def receive(self, size: int) -> bytearray:
-        """Receive a file.
-
-        Args:
-            size: bytes of the file.
+        """Receive a file of ``size`` bytes.
 
         Raises:
             RuntimeError: the trainer or another engine has gone.

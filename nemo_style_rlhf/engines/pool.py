@@ -67,7 +67,7 @@ class EnginePool:
         return self._fleet.metrics | {"engines/tokens_per_second": speed}
 
     def abandon(self) -> None:
-        """End every wait of another thread here with :class:`CallAbandoned`, until :meth:`resume`."""
+        """Make every thread that waits here raise :class:`CallAbandoned`, until :meth:`resume`."""
         self._fleet.abandoned.set()
         for stream in list(self._streams):
             stream.close()

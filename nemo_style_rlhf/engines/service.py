@@ -37,8 +37,7 @@ IDLE_S = 0.5
 
 
 WAIT_S = 5.0
-"""Seconds after which a call of ``engine_generate`` is told to ask again: no answer times out, and a process that ends waits no
-longer than that."""
+"""Seconds after which a call of ``engine_generate`` is told to ask again: no answer times out, and a shutdown waits no longer."""
 LEFT_S = 60.0
 """Seconds after which a call is dropped that no client asks for again."""
 
@@ -75,7 +74,7 @@ class EngineService:
         """The generator is unusable: weights did not reach it whole, or one of its steps failed."""
         self._generator, self._boot_id, self._max_length = generator, boot_id, max_sequence_length
         self._vocabulary, self._max_request_bytes = vocabulary, max_request_bytes
-        # No SimpleQueue: its get waits forever if a signal comes after the timeout, as if a process was stopped (CPython 3.11).
+        # No SimpleQueue: its get waits forever if a signal comes after the timeout, as when a process was stopped (CPython 3.11).
         self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self._ended = threading.Event()
         self._calls: dict[str, _PendingCall] = {}

@@ -43,10 +43,7 @@ def fitting_tokenizer(checkpoint: Checkpoint, config: EvaluationConfig) -> PreTr
 
 
 def common_prompts(config: EvaluationConfig, loaded: dict[str, list[Prompt]]) -> dict[str, list[Prompt]]:
-    """The prompts that every checkpoint's tokenizer takes, at most ``data.max_prompts``, by the checkpoint's name.
-
-    Args:
-        loaded: the prompts that each checkpoint's tokenizer takes, by the checkpoint's name.
+    """The prompts of ``loaded``, by the checkpoint's name, that every checkpoint has; at most ``data.max_prompts``.
 
     Raises:
         UserError: there are none, or they do not fit a checkpoint.

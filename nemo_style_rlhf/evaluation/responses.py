@@ -1,4 +1,4 @@
-"""Stores the responses of each checkpoint before scoring: after a later failure they need not be generated again."""
+"""Stores the responses of each checkpoint before scoring: after a later failure they are not generated again."""
 
 import dataclasses
 import hashlib

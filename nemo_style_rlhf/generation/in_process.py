@@ -65,7 +65,7 @@ class InProcessGenerator:
         return {}
 
     def expect(self, weight_shapes: dict[str, tuple[int, ...]]) -> None:
-        """Names and shapes of the tensors that every update must bring from now on."""
+        """Set names and shapes of the tensors that every update must bring from now on."""
         self._weight_shapes = weight_shapes
 
     @property

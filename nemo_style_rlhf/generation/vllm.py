@@ -335,7 +335,7 @@ def _require_attention_kernel(llm: Any, model_path: str) -> None:
 
 
 def explain(error: Exception, model_path: str, config: GenerationConfig, max_model_len: int) -> Exception:
-    """Turn vLLM's ``error`` into one sentence. If the cause is not a known one, vLLM's own traceback precedes it."""
+    """Turn vLLM's ``error`` into one sentence. If the cause is unknown, vLLM's own traceback precedes it."""
     text = str(error)
     if "head_size" in text and "not supported" in text:
         return UserError(f"vLLM has no attention kernel for the head size of {model_path}: use generation.backend=hf")
