@@ -125,7 +125,7 @@ def published(target: Path) -> Iterator[Path]:
 
 
 def finish_publishing(target: Path) -> None:
-    """Remove what a crash during :func:`published` has left, and give an old folder its name back if there is no new one."""
+    """Remove what a crash during :func:`published` has left, and give an old folder its name back if the new one is missing."""
     remove(unpublished(target))
     if _replaced(target).exists() and not target.exists():
         _replaced(target).rename(target)

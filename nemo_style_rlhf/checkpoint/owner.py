@@ -175,7 +175,7 @@ class Owner:
         return self._folder / f".owner_{self._role}.{kernel}"
 
     def _read(self) -> OwnerRecord | None:
-        """The owner's record; None if there is no owner or the record is unreadable."""
+        """The owner's record; None without an owner, or if the record is unreadable."""
         with suppress(FileNotFoundError, ValueError, TypeError):
             return OwnerRecord(**json.loads(self._path.read_bytes()))
         return None

@@ -167,7 +167,7 @@ def require_reachable(step: int, total_steps: int, key: str, where: str) -> None
 
 
 def require_work(step: int, total_steps: int, config: Any, longer: str) -> None:
-    """Refuse to start an ended run with another configuration if there is no step left to train.
+    """Refuse to start an ended run with another configuration that leaves no step to train.
 
     Args:
         step: step of the checkpoint that the run resumes from.

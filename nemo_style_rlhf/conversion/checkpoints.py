@@ -70,7 +70,7 @@ def export_checkpoint(checkpoint: Path, target: Path, *, model: str | None = Non
         model: path of the model from which the training started, if it has moved.
 
     Raises:
-        UserError: there is no whole checkpoint, its run's configuration is missing, a folder to write is in the way, the model
+        UserError: the checkpoint is not whole, its run's configuration is missing, a folder to write is in the way, the model
             is not the one from which the training started, or the run deletes the checkpoint meanwhile.
     """
     found = find(checkpoint)
@@ -101,7 +101,7 @@ def find(path: Path) -> Found:
     """The checkpoint at ``path``.
 
     Raises:
-        UserError: there is no whole checkpoint at ``path``.
+        UserError: ``path`` holds no whole checkpoint.
     """
     given = path.resolve()
     if not given.exists():

@@ -60,7 +60,7 @@ def classify(encoder: Encoder, tools: list[dict[str, Any]] | None = None) -> Cla
         tools: JSON schemas of the tools of the run; without any, conversations with an example of a tool are tried as well.
 
     Raises:
-        UserError: there is no chat template.
+        UserError: the tokenizer has no chat template.
     """
     plain = _conversation(_ANSWERS)
     if fault := _fault(encoder, plain, None):

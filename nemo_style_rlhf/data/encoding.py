@@ -117,7 +117,7 @@ class Encoder:
             today: another date than the encoder's.
 
         Raises:
-            UserError: there is no chat template.
+            UserError: the tokenizer has no chat template.
             Dropped: the template refuses these messages, or leaves out a turn that is not the assistant's.
         """
         if self.chat_template is None and self.tokenizer.chat_template is None:

@@ -21,7 +21,7 @@ def cut_last_answer(transcript: str) -> str | None:
 
 
 def split_last_answer(transcript: str) -> tuple[str, str] | None:
-    """Prompt (ending in "\\n\\nAssistant:") and the last answer; None if there is no assistant turn."""
+    """Prompt (ending in "\\n\\nAssistant:") and the last answer; None without an assistant turn."""
     prompt = cut_last_answer(transcript)
     return None if prompt is None else (prompt, transcript[len(prompt) :])
 

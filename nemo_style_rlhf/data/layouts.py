@@ -271,7 +271,7 @@ def read_label(record: Record, key: str) -> bool:
     """True if a completion is desirable. Labels are true or false, 1 or 0, or one of these as a text.
 
     Raises:
-        Dropped: there is no label.
+        Dropped: the label is missing.
         UserError: the label is of another scale, with unknown meaning.
     """
     label = record.get(key, "data.label_key")

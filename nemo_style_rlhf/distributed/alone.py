@@ -26,7 +26,7 @@ def init_alone(backend: str) -> None:
         return new_group(ranks, timeout, _without_gloo(backend), *rest, **named)
 
     dist.new_group = new_group_alone
-    # Without a rendezvous there is no port to race for, and there are no variables that child processes inherit.
+    # Without a rendezvous nothing races for a port, and child processes inherit no variables.
     dist.init_process_group(_without_gloo(backend), store=dist.HashStore(), rank=0, world_size=1)
 
 

@@ -141,7 +141,7 @@ class Generator(Protocol):
         """
 
     def sleep(self) -> dict[str, int]:
-        """Free weights and caches; :meth:`load` brings a version. Until then there are no samples. Without effect while asleep.
+        """Free weights and caches; the generator cannot sample before the next :meth:`load`. Without effect while asleep.
 
         Returns:
             Bytes that other processes of the generator still hold, by name.

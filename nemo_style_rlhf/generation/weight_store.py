@@ -42,7 +42,7 @@ class WeightStore:
         """Write a version, whole or not at all.
 
         Raises:
-            StorageError: there is no room for it.
+            StorageError: the disk or memory refused.
         """
         try:
             for _ in self.written(update).buckets():
