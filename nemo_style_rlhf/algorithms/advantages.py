@@ -2,7 +2,7 @@
 
 Per-token tensors are [batch, time], aligned to actions: entry t is the state before the action whose ``mask`` entry is 1.
 Entries under mask 0 (prompt, padding, text an environment inserted) are skipped, not stepped through: the value after a
-gap is that of the next unmasked entry, as in verl.
+gap is the value of the next unmasked entry, as in verl.
 """
 
 import torch
@@ -48,7 +48,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
 def group_advantages(
     scores: Tensor, group_size: int, *, kind: str, eps: float = 1e-6, keep: Tensor | None = None
 ) -> Tensor:
-    """Compare each score with those of the other responses to the same prompt, which are consecutive in ``scores`` [n].
+    """Compare each score with the scores of the other responses to the same prompt. These are consecutive in ``scores`` [n].
 
     ``grpo``: (r - mean) / (std + eps) with the unbiased standard deviation (arXiv 2402.03300, section 4.1.2); eps is
     1e-6 in verl and slime, 1e-4 in TRL, 1e-9 in OpenRLHF. ``dr_grpo`` (arXiv 2503.20783, eq. 4) and
@@ -56,13 +56,13 @@ def group_advantages(
     (arXiv 2402.14740, eq. 6). Computed in float64; equal scores give exactly 0.
 
     Args:
-        keep: [n], 0 for a sample without a score: it gets 0 and is left out of its group. A sample left alone gets 0.
+        keep: [n], 0 for a sample without a score: it gets 0 and is left out of its group. The only kept sample of a group gets 0.
 
     Returns:
         [n].
 
     Raises:
-        ValueError: an unknown kind, or n is no multiple of ``group_size``.
+        ValueError: an unknown kind, or n is not a multiple of ``group_size``.
     """
     if kind not in GROUP_KINDS:
         raise ValueError(f"group advantage {kind!r} is unknown: expected one of {', '.join(GROUP_KINDS)}")
@@ -82,7 +82,7 @@ def group_advantages(
 def equal_share(scores: Tensor, group_size: int, *, keep: Tensor) -> float:
     """Share of the non-empty groups of ``scores`` [n] whose kept scores are all equal; 0 if every group is empty.
 
-    If a group's KL is no part of its reward, :func:`group_advantages` gives it 0. TRL has this as ``frac_reward_zero_std``, but
+    Unless KL is part of the reward, :func:`group_advantages` gives such a group 0. TRL has this as ``frac_reward_zero_std``, but
     over samples, not groups.
 
     Args:

@@ -1,4 +1,4 @@
-"""Importance weights that correct for the sampler's other kernels and precision, which make its distribution differ."""
+"""Importance weights that correct for the sampler's distribution: its kernels and precision differ from the trainer's."""
 
 import torch
 from torch import Tensor

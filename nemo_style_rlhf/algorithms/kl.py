@@ -15,7 +15,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
     """Estimate KL per token with x = logprobs - ref_logprobs, both of the same shape:
 
     ``k1`` is x (unbiased), ``k2`` x^2 / 2, ``k3`` exp(-x) - 1 + x (unbiased, never negative), ``abs`` ``|x|``
-    (NeMo-Aligner's default). Below x = -20 k3 goes on as its tangent there: finite, convex, and still pulling towards the
+    (NeMo-Aligner's default). Below x = -20 k3 continues as its tangent there: finite, convex, and still pulling towards the
     reference.
 
     Raises:
@@ -40,8 +40,8 @@ def kl_loss(
 ) -> Tensor:
     """The estimate as a term of the loss, in the shape of the inputs. Pass unmasked tokens only: a NaN would reach the gradient.
 
-    Differentiating an estimator is not estimating the derivative: k1's gradient is zero in expectation, k3's is that of
-    KL(reference || policy). With ``unbiased`` the value is ``kind``'s and the gradient k2's, x * grad(logprobs), whose
+    Differentiating an estimator is not estimating the derivative: k1's gradient is zero in expectation, k3's is the gradient
+    of KL(reference || policy). With ``unbiased`` the value is ``kind``'s and the gradient k2's, x * grad(logprobs). Its
     expectation under the policy is the gradient of KL(policy || reference) (verl's ``k3+``; Tang and Munos, arXiv 2506.09477).
 
     Args:
@@ -72,7 +72,8 @@ class AdaptiveKLController:
     """A KL coefficient that steers towards ``target`` (arXiv 1909.08593, section 2.2)."""
 
     def __init__(self, coef: float, target: float, horizon: float, min_multiplier: float = 0.5) -> None:
-        """
+        """Start with the coefficient ``coef``.
+
         Args:
             target: desired KL, in the unit passed to :meth:`update`.
             horizon: samples over which a constant error of 20 % or more changes the coefficient by about 20 %.

@@ -46,8 +46,8 @@ def policy_loss(
         clip_low, clip_high: unequal bounds are DAPO's clip-higher (arXiv 2503.14476, eq. 8).
         dual_clip: for A < 0 the loss is at most ``-dual_clip * A`` (arXiv 1912.09729, eq. 5); above 1.
         level: ``token`` takes r = exp(log ratio) of each token; ``sequence`` s = the exponential of its mean over the
-            sequence (GSPO, arXiv 2507.18071, eq. 7) as GSPO-token (section 4.3): s_t = sg[s] pi_t / sg[pi_t], whose value is s
-            and whose gradient s grad log pi_t is multiplied by the token's own weight and advantage. If w A is the same for
+            sequence (GSPO, arXiv 2507.18071, eq. 7) as GSPO-token (section 4.3): s_t = sg[s] pi_t / sg[pi_t]. Its value is s,
+            and its gradient s grad log pi_t is multiplied by the token's own weight and advantage. If w A is the same for
             all T tokens, this is GSPO: sum_t w A s grad log pi_t = T w A grad s. Either level works with any aggregation.
         aggregation, normalizer, whole: see :func:`masking.aggregate`.
         weights: [batch, time] factors of every token's loss, see :func:`corrections.importance_weights`.

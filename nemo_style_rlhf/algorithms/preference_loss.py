@@ -60,8 +60,8 @@ def dpo_loss(
 
     With h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected):
 
-    - ``sigmoid``: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h). e = 0 is DPO (arXiv 2305.18290, eq. 7); e > 0 is
-      conservative DPO (cDPO), which assumes that a share e of the pairs is labeled the wrong way round. Projects differ:
+    - ``sigmoid``: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h). e = 0 is DPO (arXiv 2305.18290, eq. 7). e > 0 is
+      conservative DPO (cDPO): it assumes that a share e of the pairs is labeled the wrong way round. Projects differ:
       TRL's ``robust`` subtracts the second term instead of adding it and divides by 1 - 2e (arXiv 2403.00409).
     - ``ipo``: (h - 1 / (2 beta))^2 (arXiv 2310.12036, eq. 17, where beta is called tau).
 
@@ -78,7 +78,7 @@ def dpo_loss(
         A scalar, fp32 for half-precision inputs.
 
     Raises:
-        ValueError: ``kind`` is unknown, or ``label_smoothing`` is set for ``ipo``, which has none.
+        ValueError: ``kind`` is unknown, or ``label_smoothing`` is set for ``ipo``.
     """
     _require_kind(kind, DPO_LOSSES)
     # Take both log-ratios first: they are small even if the log-probabilities of long responses are large.
@@ -118,7 +118,7 @@ def kto_loss(
             belong to other prompts. Projects differ in the number of rows they estimate it from (TRL: one micro-batch); all
             clamp it at 0.
         labels: [B] bool, true for desirable.
-        beta: how fast the value of a gain or loss saturates: the larger, the more averse to risk.
+        beta: rate at which the value of a gain or loss saturates: the larger, the more averse to risk.
 
     Returns:
         A scalar, fp32 for half-precision inputs.

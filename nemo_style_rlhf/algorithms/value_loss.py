@@ -37,7 +37,7 @@ def value_loss(
     squared = (values - returns).square()
     clipped = squared
     if clip is not None:
-        # Not old + clamp(V - old), whose rounding would count as clipping.
+        # Not old + clamp(V - old): its rounding would count as clipping.
         clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     per_token = 0.5 * torch.maximum(squared, clipped)
     with torch.no_grad():

@@ -34,7 +34,7 @@ class Space:
 
     @classmethod
     def of(cls, path: Path, needed: int = 0) -> "Space":
-        """The disk of ``path``, which need not exist."""
+        """The space on the disk of ``path``; the path need not exist."""
         folder = next(parent for parent in (path, *path.resolve().parents) if parent.is_dir())
         return cls(folder, shutil.disk_usage(folder).free, needed)
 
@@ -48,7 +48,7 @@ class Space:
 
 
 def storage_failure(error: BaseException, space: Space | None = None) -> str | None:
-    """The reason for which the disk refused; None if the error has another cause.
+    """The reason why the disk refused; None if the error has another cause.
 
     torch's file writer reports a full disk as one of several RuntimeErrors, safetensors as its own error class.
     """
@@ -68,10 +68,10 @@ def storage_errors(
     what: str | Path, remedy: str = "make room and start again, the run goes on from its last checkpoint", *,
     folder: Path | None = None, needed: int = 0,
 ) -> Iterator[None]:  # fmt: skip
-    """Context for everything that writes ``what``.
+    """Context in which ``what`` is written.
 
     Args:
-        remedy: end of the sentence, which tells users what to do.
+        remedy: end of the error's sentence: what users should do.
         folder: where it is written, if ``what`` is not a path.
         needed: its bytes, as far as they are known.
 
@@ -89,7 +89,7 @@ def storage_errors(
 
 
 def unpublished(target: Path) -> Path:
-    """The path at which :func:`published` has a new ``target`` written."""
+    """The temporary path that :func:`published` yields for a new ``target``."""
     return target.with_name(target.name + ".tmp")
 
 
@@ -125,7 +125,7 @@ def published(target: Path) -> Iterator[Path]:
 
 
 def finish_publishing(target: Path) -> None:
-    """Remove what a crash during :func:`published` has left, and give an old folder its name back if there is no new one."""
+    """Remove what a crash during :func:`published` has left, and give an old folder its name back if the new one is missing."""
     remove(unpublished(target))
     if _replaced(target).exists() and not target.exists():
         _replaced(target).rename(target)
@@ -133,7 +133,7 @@ def finish_publishing(target: Path) -> None:
 
 
 def _replaced(target: Path) -> Path:
-    """The name that an old folder has meanwhile: one that no user gives to a copy of an export."""
+    """Temporary name of the old folder, unlike any name that users give to copies of an export."""
     return target.with_name(f".{target.name}.replaced")
 
 
@@ -151,8 +151,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def fsync_tree(path: Path) -> None:
-    """Flush a file, or a folder with every file and folder below it, to disk. What is below has the folder's mode, which is the
-    user's umask: safetensors makes files of mode 0600, and a copy has the mode of what it copies."""
+    """Flush a file, or a folder with every file and folder below it, to disk. All get the folder's mode, so that the user's umask
+    holds: safetensors makes files of mode 0600, and a copy has its source's mode."""
     mode = stat.S_IMODE(path.stat().st_mode)
     for below in sorted(path.rglob("*")):
         wanted = mode if below.is_dir() else mode & 0o666

@@ -75,7 +75,7 @@ class Owner:
         pulse = self._pulse(self._mine.kernel)
         lock = _lock_beside(pulse)
         while True:
-            self.lock = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)  # whoever can read a file can lock it
+            self.lock = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)  # any user who can read a file can lock it
             try:
                 locked = self._locked()
                 if _is_open_as(self.lock, lock):
@@ -96,7 +96,7 @@ class Owner:
         beside.replace(self._path)
 
     def _locked(self) -> bool:
-        """Take the lock, which excludes all other processes of this kernel. Returns False if the file system has no locks.
+        """Take the lock, excluding all other processes of this kernel. Returns False if the file system has no locks.
 
         Raises:
             UserError: another process has the lock.
@@ -142,9 +142,10 @@ class Owner:
             beat += 1
 
     def require(self) -> None:
-        """
+        """Check that this process still owns the folder.
+
         Raises:
-            UserError: another process owns the folder now.
+            UserError: another process owns it now.
         """
         found = self._read()
         if found is None or found.id != self._mine.id:
@@ -174,7 +175,7 @@ class Owner:
         return self._folder / f".owner_{self._role}.{kernel}"
 
     def _read(self) -> OwnerRecord | None:
-        """The owner's record; None if there is no owner or the record is unreadable."""
+        """The owner's record; None without an owner, or if the record is unreadable."""
         with suppress(FileNotFoundError, ValueError, TypeError):
             return OwnerRecord(**json.loads(self._path.read_bytes()))
         return None
@@ -193,7 +194,7 @@ class OwnerStatus:
 
     record: OwnerRecord
     lives: bool | None
-    """None if the owner's machine is another one, or has no locks: then a ``pulse`` that changes is the sign of life."""
+    """None if the owner runs on another machine or its lock cannot be tested: then a changing ``pulse`` is the sign of life."""
     pulse: bytes | None
 
 
@@ -229,7 +230,7 @@ _mine: Owner | None = None
 
 @contextmanager
 def owned(run: RunConfig, role: str) -> Iterator[None]:
-    """Own ``run.output_dir`` as ``role``. Only the first rank owns it; a dry run, which writes elsewhere, does not.
+    """Own ``run.output_dir`` as ``role``. Only the first rank owns it. A dry run writes elsewhere and does not own it.
 
     Raises:
         UserError: another process owns the folder, or it cannot be written; nothing in it has been changed.
@@ -253,7 +254,7 @@ def release() -> None:
 
 
 def require_owned(*folders: Path) -> None:
-    """Check ownership; call this before every change below ``folders``, whose paths were resolved when the process began.
+    """Check ownership. Call this before every change below ``folders``, given as paths resolved when the process began.
 
     Raises:
         UserError: this process was stopped for so long that another took its folder over, or a folder has become a link.
@@ -268,7 +269,7 @@ def require_owned(*folders: Path) -> None:
 
 
 def _forget() -> None:
-    """Close the lock in a forked child, which would keep it after the parent was killed."""
+    """Close the lock in a forked child; otherwise the child would hold it after the parent was killed."""
     global _mine
     mine, _mine = _mine, None
     if mine is not None:

@@ -1,7 +1,7 @@
 """The starts of a run: records each start's changes to the configuration, and refuses changes that no start may make.
 
-``config.yaml`` holds the configuration of the newest start, ``configs/002_step_000040.yaml`` that of the second start, which
-resumed from the checkpoint of step 40. A start with the configuration of the one before adds no file.
+``config.yaml`` holds the configuration of the newest start, ``configs/002_step_000040.yaml`` the second start's, if that resumed
+from the checkpoint of step 40. A start with the configuration of the one before adds no file.
 """
 
 import dataclasses
@@ -36,18 +36,18 @@ DONE = "done.json"
 PLACES = ("host", "port", "ready_file", "replicas", "resume", "dry_run", "takeover_s")
 """Last parts of keys that say where or how a process starts. They may change with every job, so they are not compared."""
 PROGRAMS = {"server": "a server", "algorithm": "a PPO trainer", "trainer": "a supervised stage"}
-"""Whose configuration it is, by a section that the others' lack."""
+"""The program that a configuration belongs to, by a section that other programs' configurations lack."""
 LONGEST_VALUE = 80
 log = logging.getLogger(__name__)
 
 
 def settle_today(config: Any, *, recorded: bool = True) -> None:
-    """Set ``data.today``, if it is null, to that of the first start in ``run.output_dir``: a template that writes the date then
-    makes the same tokens on every day. Ranks that start around midnight agree, by a file that the first of them makes.
+    """Set ``data.today``, if it is null, to the date of the first start in ``run.output_dir``: a template that writes the date
+    then makes the same tokens on every day. Ranks that start around midnight agree, by a file that the first of them makes.
 
     Args:
         config: a checked dataclass with ``run`` and ``data``.
-        recorded: whether :func:`record_start` keeps the configuration, and the day with it; else that file does.
+        recorded: True if :func:`record_start` saves the configuration and the date in it; else that file saves the date.
     """
     if config.data.today is not None:
         return
@@ -61,7 +61,7 @@ def settle_today(config: Any, *, recorded: bool = True) -> None:
 
 
 def _agreed(path: Path, own: str) -> str:
-    """The content of ``path``, which is ``own`` for whoever comes first."""
+    """The content of ``path``: the value ``own`` of the first process that called this."""
     beside = path.with_name(f"{path.name}.{os.environ.get('RANK')}.tmp")
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def log_differences(output_dir: Path, config: Any) -> None:
 
 
 def record_start(output_dir: Path, config: Any, *, after: str) -> None:
-    """Record ``config``, with which the run in ``output_dir`` now continues.
+    """Record ``config`` as the configuration of the run in ``output_dir`` from now on.
 
     Args:
         after: name of the checkpoint that it resumes from, ``step_000000`` at the beginning.
@@ -150,13 +150,14 @@ def require_same(saved: Mapping[str, Any], given: Mapping[str, Any], where: str)
 
 
 def require_reachable(step: int, total_steps: int, key: str, where: str) -> None:
-    """
+    """Check that a checkpoint's ``step`` is not beyond ``total_steps``, the run's last.
+
     Args:
         key: configuration key that makes the run longer.
         where: name of the checkpoint, for the error.
 
     Raises:
-        UserError: the checkpoint's ``step`` is beyond ``total_steps``: its weights would be exported as those of a shorter run.
+        UserError: it is beyond: its weights would be exported as the result of a shorter run.
     """
     if step > total_steps:
         raise UserError(
@@ -166,14 +167,15 @@ def require_reachable(step: int, total_steps: int, key: str, where: str) -> None
 
 
 def require_work(step: int, total_steps: int, config: Any, longer: str) -> None:
-    """
+    """Refuse to start an ended run with another configuration that leaves no step to train.
+
     Args:
-        step: of the checkpoint that the run resumes from.
+        step: step of the checkpoint that the run resumes from.
         config: a checked dataclass with ``run``, a :class:`TrainerRunConfig`.
         longer: configuration key that makes the run longer.
 
     Raises:
-        UserError: the run has ended, and this start, which changes its configuration, would only write the results anew.
+        UserError: the run has ended, and this start would only export again.
     """
     output_dir = Path(config.run.output_dir)
     if step == total_steps and not config.run.dry_run and (ended := _recorded_end(output_dir)):
@@ -185,7 +187,7 @@ def require_work(step: int, total_steps: int, config: Any, longer: str) -> None:
 
 
 def record_end(output_dir: Path, exports: Iterable[Path], *, why: str | None = None) -> None:
-    """Record that the run has ended, with the folders ``exports``, and ``why`` it did before its last step."""
+    """Record that the run has ended, its exported folders, and with ``why`` the reason if it ended before its last step."""
     files = {str(folder.resolve()): file_digests(folder, sampled_sha256) for folder in exports}
     content = {"exports": files, **({"why": why} if why else {})}
     with storage_errors(output_dir / DONE):
@@ -193,7 +195,7 @@ def record_end(output_dir: Path, exports: Iterable[Path], *, why: str | None = N
 
 
 def is_done(config: Any, *, longer: str) -> bool:
-    """Whether the run of exactly this configuration has ended and its exports are complete and undamaged; if so, print that.
+    """Print and return True if the run of exactly this configuration has ended and its exports are complete and undamaged.
 
     Every rank calls this, before ranks can communicate, and reads a quarter of a mebibyte of each exported file.
 
@@ -217,7 +219,7 @@ def is_done(config: Any, *, longer: str) -> bool:
 
 
 def _recorded_end(output_dir: Path) -> tuple[list[Path], str] | None:
-    """The exported folders of a run that has ended, and why it did early; None if it has not, or one of them is damaged."""
+    """The exported folders of an ended run, and the reason if it ended early; None if it has not ended or a folder is damaged."""
     done = output_dir / DONE
     if not done.is_file():
         return None

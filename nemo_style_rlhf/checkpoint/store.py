@@ -32,11 +32,11 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 ACTOR = "actor"
 AHEAD = "ahead"
-"""Part with what was sampled for later steps; absent if there is none."""
+"""Part with the samples prefetched for later steps; absent if there are none."""
 HF = "hf"
-"""Part with the policy as a Hugging Face directory, with checkpoint.save_hf; its adapter lies beside it."""
+"""Part with the policy as a Hugging Face directory, with checkpoint.save_hf; its adapter lies next to it."""
 FOR_OTHERS = (HF, f"{HF}_adapter")
-"""Parts for other programs. They come and go with their checkpoint, but are no part of what a run resumes from."""
+"""Parts for other programs. They are written and deleted with their checkpoint, but a run does not resume from them."""
 log = logging.getLogger(__name__)
 
 
@@ -69,7 +69,7 @@ class CheckpointStore:
         self._left_behind: list[int] = []
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the part ``actor`` of a checkpoint, which counts once it is committed."""
+        """Make an empty folder for the part ``actor`` of a checkpoint. The checkpoint counts once it is committed."""
         require_owned(self._root)
         shutil.rmtree(self._folder(step), ignore_errors=True)  # left by an attempt that ended early, or damaged
         folder = self.part(step, ACTOR)
@@ -79,8 +79,8 @@ class CheckpointStore:
     def commit(
         self, step: int, run_id: str, *, critic: dict[str, Any], state: dict[str, Any], versions: dict[str, str]
     ) -> None:
-        """Turn the files of all parts and the description ``critic`` into a checkpoint: the manifest, which names them, appears
-        last, by rename."""
+        """Turn the files of all parts and the description ``critic`` into a checkpoint: the manifest naming them appears last, by
+        rename."""
         folder = self._folder(step)
         fsync_tree(folder)
         require_owned(self._root)
@@ -119,11 +119,11 @@ class CheckpointStore:
             ) from error
 
     def resume_from(self, step: int) -> None:
-        """Note that later checkpoints, which could not be restored, are useless: delete each once the run has passed it again."""
+        """Mark all later checkpoints as useless, since they could not be restored. Each is deleted once the run has passed it."""
         self._left_behind = [later for later in self.committed_steps() if later > step]
 
     def prune(self, newest: int) -> None:
-        """Delete all checkpoints older than the last ``keep_last`` committed ones, which end with step ``newest``."""
+        """Delete all checkpoints older than the last ``keep_last`` committed ones up to step ``newest``."""
         require_owned(self._root)
         for step in self._left_behind:
             if step < newest:
@@ -138,7 +138,7 @@ class CheckpointStore:
     def _delete(self, step: int) -> None:
         folder = self._folder(step)
         try:
-            (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a partly deleted folder is no checkpoint
+            (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a partly deleted folder is not a checkpoint
             shutil.rmtree(folder)
         except OSError as error:  # another process may be reading it; the next commit tries again
             log.warning("the old checkpoint %s cannot be deleted now: %s", folder, error)

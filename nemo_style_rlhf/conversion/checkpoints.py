@@ -1,5 +1,5 @@
 """Turns a checkpoint into the Hugging Face directory that the run's export would have been after that step. A reward model lacks
-the statistics of its rewards, which training computes at its end.
+the statistics of its rewards: training computes them at its end.
 
 The configuration that the run recorded says how the model is built; DeepSpeed's shards are read without DeepSpeed's engine.
 """
@@ -67,10 +67,10 @@ def export_checkpoint(checkpoint: Path, target: Path, *, model: str | None = Non
     ``<target>_adapter``.
 
     Args:
-        model: where the model lies from which the training started, if it has moved.
+        model: path of the model from which the training started, if it has moved.
 
     Raises:
-        UserError: there is no whole checkpoint, its run's configuration is missing, a folder to write is in the way, the model
+        UserError: the checkpoint is not whole, its run's configuration is missing, a folder to write is in the way, the model
             is not the one from which the training started, or the run deletes the checkpoint meanwhile.
     """
     found = find(checkpoint)
@@ -101,7 +101,7 @@ def find(path: Path) -> Found:
     """The checkpoint at ``path``.
 
     Raises:
-        UserError: there is no whole checkpoint at ``path``.
+        UserError: ``path`` holds no whole checkpoint.
     """
     given = path.resolve()
     if not given.exists():
@@ -209,7 +209,7 @@ def _writing(target: Path) -> AbstractContextManager[None]:
 
 
 def _require_start(model: ModelConfig, identity: Mapping[str, Any], found: Found) -> None:
-    """Check that the adapters of a checkpoint meet the model to which they belong."""
+    """Check that the adapters of a checkpoint were trained on this model."""
     if model.lora.rank:
         _require_same(found, model.path, identity.get(START), model_fingerprint(model.path))
 

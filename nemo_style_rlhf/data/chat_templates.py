@@ -1,4 +1,4 @@
-"""Whether a chat template appends turns to a conversation or rewrites its past, found out once by rendering conversations.
+"""Finds out, by rendering conversations, whether a chat template appends turns to a conversation or rewrites its past.
 
 A policy's tokens can be trained in one row if every prompt begins with the prompt and the answer before it. Templates that leave
 reasoning out of past answers, or that open it in the generation prompt, rewrite what the policy has read.
@@ -42,7 +42,7 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True)
 class Classification:
-    """How a chat template treats the past of a conversation."""
+    """The way in which a chat template treats the past of a conversation."""
 
     kind: Kind
     """``appends``: every prompt begins with the prompt and the answer before it. ``rewrites``: some prompts do not. ``refuses``:
@@ -60,7 +60,7 @@ def classify(encoder: Encoder, tools: list[dict[str, Any]] | None = None) -> Cla
         tools: JSON schemas of the tools of the run; without any, conversations with an example of a tool are tried as well.
 
     Raises:
-        UserError: there is no chat template.
+        UserError: the tokenizer has no chat template.
     """
     plain = _conversation(_ANSWERS)
     if fault := _fault(encoder, plain, None):
@@ -133,7 +133,7 @@ def _prompts(encoder: Encoder, messages: list[Message], tools: list[dict[str, An
 
 
 def _fault(encoder: Encoder, messages: list[Message], tools: list[dict[str, Any]] | None) -> str | None:
-    """Why the template cannot render ``messages`` turn by turn."""
+    """The reason why the template cannot render ``messages`` turn by turn; None if it can."""
     try:
         last = _prompts(encoder, messages, tools)[-1]
     except Dropped as reason:
@@ -180,7 +180,7 @@ def _with_marked_thoughts(encoder: Encoder) -> Iterator[list[Message]]:
 
 
 def _forgets_the_thought(encoder: Encoder, messages: list[Message]) -> bool:
-    """Whether the template writes the reasoning of the first answer at the end of a conversation, but not in a later prompt."""
+    """True if the template writes the reasoning of the first answer at the end of a conversation, but not in a later prompt."""
     try:
         known = _THOUGHT in messages[1]["content"] + encoder.chat(messages[:2], add_generation_prompt=False)
         return known and any(_THOUGHT not in prompt for prompt in _prompts(encoder, messages, None)[1:])

@@ -26,10 +26,11 @@ class Encoder:
         self, tokenizer: "PreTrainedTokenizerBase", *, chat_template: str | None = None, today: str | None = None,
         stops: Collection[int] | None = None, rows: int | None = None,
     ) -> None:  # fmt: skip
-        """
+        """Tokenize with ``tokenizer``, and render with its chat template or ``chat_template``.
+
         Args:
             today: the date, as 2026-11-27, for chat templates that write one (they call ``strftime_now``); None is the clock's.
-            rows: of the model's embedding, beyond which a token of a text is refused; None refuses none.
+            rows: rows of the model's embedding; a token beyond them is refused. None refuses none.
             stops: ids with which an answer of the chat template may end; None are :func:`stop_ids`.
         """
         self._stops, self._rows = stops, rows
@@ -64,7 +65,7 @@ class Encoder:
 
         Args:
             append_eos: end where a policy would: with the stop token that the chat template wrote, or else with exactly one EOS.
-            rendered: whether the texts come from a chat template, special tokens included.
+            rendered: True if the texts come from a chat template, special tokens included.
 
         Raises:
             UserError: ``append_eos`` is set and the tokenizer has no EOS.
@@ -97,7 +98,7 @@ class Encoder:
 
     @property
     def writes_a_date(self) -> bool:
-        """Whether the chat template asks for the date."""
+        """True if the chat template asks for the date."""
         return "strftime_now" in self._template
 
     def _readable(self, message: Message) -> Message:
@@ -110,13 +111,13 @@ class Encoder:
         self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None,
         today: str | None = None,
     ) -> str:  # fmt: skip
-        """Render ``messages`` with the chat template, which may describe ``tools`` (JSON schemas) at the beginning.
+        """Render ``messages`` with the chat template. It may describe ``tools`` (JSON schemas) at the beginning.
 
         Args:
             today: another date than the encoder's.
 
         Raises:
-            UserError: there is no chat template.
+            UserError: the tokenizer has no chat template.
             Dropped: the template refuses these messages, or leaves out a turn that is not the assistant's.
         """
         if self.chat_template is None and self.tokenizer.chat_template is None:
@@ -158,7 +159,7 @@ class Encoder:
 
         Raises:
             UserError: see there.
-            Dropped: see there; or the template leaves out a call or a tool, without which the row would teach otherwise.
+            Dropped: see there; or the template leaves out a call or a tool, so that the row would teach something else.
         """
         text = self.chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         for what, given in (("a call", _calls(messages)), ("a tool", tools or [])):
@@ -193,7 +194,8 @@ class Encoder:
         return self._ids(text)
 
     def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """
+        """Token ids of ``text``.
+
         Raises:
             UserError: the model has no row in its embedding for one of the tokens.
         """
@@ -204,17 +206,17 @@ class Encoder:
 
 
 class TokensNeeded(Exception):
-    """Without a tokenizer, nothing more can be told about a row."""
+    """The row cannot be read further without a tokenizer."""
 
 
 class Untokenized(Encoder):
-    """Stands where there is no tokenizer yet, so that a row is read up to its first token.
+    """Placeholder until there is a tokenizer, so that a row is read up to its first token.
 
     Every method raises :class:`TokensNeeded`.
     """
 
     def __init__(self) -> None:
-        """It has nothing."""
+        """Skip the initialization that needs a tokenizer."""
         self.today = None
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -235,7 +237,7 @@ def _function_name(tool: Any) -> str:
 
 
 def _holds(text: str, message: Message) -> bool:
-    """Whether a rendering holds all that a turn says, as it stands or escaped as JSON; white space around it may be lost."""
+    """True if a rendering holds all that a turn says, verbatim or escaped as JSON; white space around it may be lost."""
     content = message.get("content") or ""
     parts = [part["text"].strip() for part in content] if isinstance(content, list) else [content.strip()]
     return all(
@@ -248,7 +250,7 @@ def decode_response(
     tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], response: Sequence[int], *,
     special_but: Collection[int] | None = None,
 ) -> str:  # fmt: skip
-    """The text of the response after its prompt: decoded alone, it would lose its leading space in SentencePiece models.
+    """The text of the response after its prompt: decoded by itself, it would lose its leading space in SentencePiece models.
 
     Args:
         special_but: keep special tokens, such as the `<think>` of some tokenizers, but not one of these at the end.

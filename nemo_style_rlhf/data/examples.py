@@ -9,7 +9,7 @@ class SFTExample:
 
     token_ids: list[int]
     prompt_length: int
-    """Number of tokens at the beginning that are no loss tokens; 0 in plain text."""
+    """Number of tokens at the beginning that are not loss tokens; 0 in plain text."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -19,7 +19,7 @@ class SFTExample:
         return len(self) - max(self.prompt_length, 1)
 
     def learned(self) -> list[bool]:
-        """Whether each token is a loss token; the first never is, since no token before it predicts it."""
+        """True for each loss token. The first token never is one, since no token before it predicts it."""
         return [position >= max(self.prompt_length, 1) for position in range(len(self))]
 
 

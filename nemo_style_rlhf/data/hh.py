@@ -21,16 +21,16 @@ def cut_last_answer(transcript: str) -> str | None:
 
 
 def split_last_answer(transcript: str) -> tuple[str, str] | None:
-    """Prompt (ending in "\\n\\nAssistant:") and the last answer; None if there is no assistant turn."""
+    """Prompt (ending in "\\n\\nAssistant:") and the last answer; None without an assistant turn."""
     prompt = cut_last_answer(transcript)
     return None if prompt is None else (prompt, transcript[len(prompt) :])
 
 
 def prompt_messages(prompt: str) -> list[Message]:
-    """The turns of ``prompt``, which ends with "\\n\\nAssistant:", for a chat template; a text before the first is a system turn.
+    """The turns of ``prompt`` up to its final "\\n\\nAssistant:", for a chat template. Text before the first is a system turn.
 
     Raises:
-        Dropped: there is none.
+        Dropped: no turn precedes the answer.
     """
     before, *turns = _OPENS_TURN.split(prompt)
     roles = {HUMAN: "user", ASSISTANT: "assistant"}

@@ -29,7 +29,7 @@ Prompt = str | list[Message]
 Answer = str | Message
 Answered = tuple[Prompt, Answer]
 PROMPT_COLUMNS = ("prompt", "instruction")
-"""Columns of prompts where no setting names one; the second is Alpaca's, whose `input` goes on with it."""
+"""Columns of prompts where no setting names one; the second is Alpaca's, whose `input` continues it."""
 ANSWER_COLUMNS = ("response", "completion", "output")
 """Columns of answers in SFT where no setting names one."""
 COMPLETION_COLUMNS = ("completion", "response", "output")
@@ -39,7 +39,7 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 
 
 def prompt_column(record: Record, config: PromptTemplateConfig) -> str:
-    """The column of the prompt, which a conversation may be."""
+    """The column of the prompt; it may hold a conversation."""
     return record.column(config.prompt_key, (*PROMPT_COLUMNS, *CONVERSATION_COLUMNS))
 
 
@@ -56,10 +56,10 @@ def read_prompt(record: Record, key: str, config: PromptTemplateConfig) -> Promp
 
 
 def open_prompt(record: Record, key: str, config: PromptTemplateConfig) -> Prompt:
-    """:func:`read_prompt` for an answer that stands in another column.
+    """:func:`read_prompt` for an answer in another column.
 
     Raises:
-        Dropped: the prompt ends with an answer of its own, or nobody knows whether it does.
+        Dropped: the prompt ends with an answer of its own, or its last role does not tell.
     """
     prompt = read_prompt(record, key, config)
     if isinstance(prompt, list):
@@ -94,7 +94,7 @@ def with_system(record: Record, turns: list[Message], config: PromptTemplateConf
 
 
 def input_column(record: Record, key: str, config: PromptTemplateConfig) -> str | None:
-    """The column whose text goes on with the prompt under ``key``: the configured one, or Alpaca's, if nothing else reads it."""
+    """The column whose text continues the prompt under ``key``: the configured one, or Alpaca's, if nothing else reads it."""
     read = {value for name, value in vars(config).items() if name.endswith("_key")}
     alpaca = key == "instruction" and "input" in record.fields and "input" not in read
     return config.input_key or ("input" if alpaca else None)
@@ -104,7 +104,7 @@ def instruction(record: Record, key: str, config: PromptTemplateConfig) -> str:
     """The text under ``key``, followed by a blank line and the text of :func:`input_column` if that is not empty.
 
     Raises:
-        Dropped: one of the two is missing or no text.
+        Dropped: one of the two is missing or not text.
     """
     text, column = record.text(key, "data.prompt_key"), input_column(record, key, config)
     if column is None or record.get(column, "data.input_key") is None:
@@ -114,9 +114,9 @@ def instruction(record: Record, key: str, config: PromptTemplateConfig) -> str:
 
 
 def read_answered(record: Record, key: str, setting: str, config: PromptTemplateConfig) -> Answered:
-    """A prompt, and the answer under ``key``, which is a text, or the last turn of a conversation.
+    """A prompt, and the answer under ``key``: a text, or the last turn of a conversation.
 
-    A conversation that consists of an answer alone follows the row's prompt; any other one is whole.
+    A conversation that consists of only an answer follows the row's prompt; any other conversation is complete.
 
     Raises:
         Dropped: a conversation does not end with the assistant, begins with its answer, or does not repeat its prompt; or
@@ -183,7 +183,7 @@ def prompt_layout(record: Record, config: PairDataConfig) -> tuple[str, str] | N
 
 
 class Unprompted(enum.Enum):
-    """How to read two texts without a prompt's column; most rows of their source decide."""
+    """A way to read two texts without a prompt's column; the rows of their source decide."""
 
     FAULTY = "without the prompt that other rows have"
     TRANSCRIPTS = "Anthropic-HH transcripts"
@@ -248,7 +248,7 @@ def shared_beginning(one: str, other: str) -> str:
 
 
 def is_pair(record: Record, config: UnpairedDataConfig) -> bool:
-    """Whether a row of KTO is a pair, which counts as one desirable and one undesirable answer."""
+    """True if a row of KTO is a pair. A pair counts as one desirable and one undesirable answer."""
     if config.format == "auto":
         return record.has(config.chosen_key) and not record.has(config.label_key)
     return config.format != "unpaired"
@@ -268,11 +268,11 @@ def read_judged(record: Record, config: UnpairedDataConfig) -> Answered:
 
 
 def read_label(record: Record, key: str) -> bool:
-    """Whether a completion is desirable: true or false, 1 or 0, or one of these as a text.
+    """True if a completion is desirable. Labels are true or false, 1 or 0, or one of these as a text.
 
     Raises:
-        Dropped: there is no label.
-        UserError: the label is of another scale, whose meaning nobody knows.
+        Dropped: the label is missing.
+        UserError: the label is of another scale, with unknown meaning.
     """
     label = record.get(key, "data.label_key")
     if label is None:

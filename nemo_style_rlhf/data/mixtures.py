@@ -41,7 +41,7 @@ class TrainingRows(Generic[Row]):
         from nemo_style_rlhf.data.sampling import (
             MixtureSampler,
             PromptSampler,
-        )  # and numpy, which no check of rows needs
+        )  # it imports numpy, and checks of rows do not need that
 
         if not self.weights:
             return PromptSampler(len(self.rows), seed, shuffle)
@@ -49,7 +49,7 @@ class TrainingRows(Generic[Row]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Size and share of each source of a mixture, which with the rows give a position its meaning."""
+        """Size and share of each source of a mixture. With the rows, they give a position its meaning."""
         shares = [weight / sum(self.weights) for weight in self.weights]
         return {"data.mixture": [list(each) for each in zip(self.sizes, shares, strict=False)]}
 

@@ -11,12 +11,12 @@ from nemo_style_rlhf.schema.sources import Sources
 
 Row = TypeVar("Row")
 Reader = Callable[[Sequence[Record], Encoder], Callable[[Record], Row]]
-"""Given the records of a source, what makes a row of one of them."""
+"""Given the records of a source, returns a function that makes a row of one of them."""
 FIRST_ROWS = 1000
 
 
 def first_rows(sources: Sources, reader: Reader[Row], encoder: Encoder) -> tuple[list[Row], bool]:
-    """The usable ones of the first rows, and whether these are all rows; else there may be no usable one.
+    """The usable rows among the first, and whether the first are all rows; if not, none may be usable.
 
     Raises:
         UserError: a row cannot be read, or these are all rows and none is usable; see :meth:`DropReport.require_kept`.
@@ -29,11 +29,11 @@ def first_rows(sources: Sources, reader: Reader[Row], encoder: Encoder) -> tuple
 
 
 def count_rows(sources: Sources, reader: Reader[Any], *, enough: int = 1) -> int:
-    """Number of rows that may be usable, as far as that is known without a tokenizer, among the first ones; and among all, if
-    those are fewer than ``enough``. Where that would take long, ``enough``.
+    """Number of rows that may be usable, as far as that is known without a tokenizer: among the first rows, or among all if fewer
+    than ``enough`` of the first are. Returns ``enough`` if reading all rows would take long.
 
     Raises:
-        UserError: as :func:`first_rows`, which thus knows whether any row is usable.
+        UserError: as :func:`first_rows`.
     """
     for count in (max(FIRST_ROWS, enough), None):
         records, whole = read_head(sources, count)

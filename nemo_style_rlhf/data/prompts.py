@@ -43,8 +43,8 @@ class Prompt:
     """A prompt for the policy, with its metadata."""
 
     prompt_id: int
-    """Row number in its source, whose number in a mixture is in the higher digits; sample seeds derive from it, so dropping other
-    rows changes nothing."""
+    """Row number in its source, with the source's number in a mixture in the higher digits. Sample seeds derive from it, so
+    dropping other rows changes nothing."""
     token_ids: list[int]
     text: str
     """The text of ``token_ids``, with templates applied, without the special tokens that the tokenizer adds."""

@@ -44,9 +44,9 @@ def micro_batches(
     """Split sequences into micro-batches of at most ``token_budget`` padded tokens (rows x longest row).
 
     The split is a pure function of the arguments: longest first, ties by index, so that sequences in a micro-batch have similar
-    lengths and little padding. A sequence longer than the budget is alone in its micro-batch. For several ranks, which take one
-    micro-batch each at a time, the budget is lowered as far as that takes no further round, so that the last round has work for
-    all of them, and all micro-batches of a round take about as long.
+    lengths and little padding. A sequence longer than the budget has a micro-batch of its own. Several ranks take one micro-batch
+    each at a time. For them the budget is lowered as far as that adds no round, so that the last round has work for all ranks and
+    the micro-batches of a round take about equally long.
 
     Args:
         row_multiple: rows of a micro-batch are padded to a multiple of this; fewer would save no time.

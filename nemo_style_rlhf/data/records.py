@@ -15,10 +15,11 @@ class Dropped(Exception):
     """A row is unusable; the message is the reason for the report."""
 
     def __init__(self, reason: str, sentence: str | None = None, *, advice: str = "check the file") -> None:
-        """
+        """Drop a row for ``reason``.
+
         Args:
-            sentence: what the user is told if no row of the source is better: the first row's fault, and what to change.
-            advice: what to change about rows of this reason.
+            sentence: error for the user if every row is dropped for it: the first row's fault, and what to change.
+            advice: what to change about rows that are dropped for it.
         """
         super().__init__(reason)
         self.sentence, self.advice = sentence, advice
@@ -34,10 +35,10 @@ class Record:
     """Position for error messages, e.g. `train.jsonl line 12`."""
     fields: dict[str, Any]
     filled: bool = False
-    """Whether its source fills keys that other rows have with nulls, as tables do: a null is then no value of this row."""
+    """True if its source fills keys that other rows have with nulls, as tables do: a null is then not a value of this row."""
 
     def has(self, key: str) -> bool:
-        """Whether there is a value under ``key``: `datasets` fills keys that other rows have with nulls."""
+        """True if there is a value under ``key``: `datasets` fills keys that other rows have with nulls."""
         return self.fields.get(key) is not None
 
     def column(self, given: str | None, usual: Sequence[str]) -> str:
@@ -79,7 +80,7 @@ class Record:
 
 @dataclass
 class DropReport:
-    """Counts rows that were kept, and by reason those that were dropped, with the first of them."""
+    """Counts the kept rows, and by reason the dropped rows, with the first of them."""
 
     source: str
     kept: int = 0
@@ -102,9 +103,10 @@ class DropReport:
             first.append(record)
 
     def require_kept(self) -> None:
-        """
+        """Check that a row was kept.
+
         Raises:
-            UserError: no row was kept; it says why, and what to change.
+            UserError: none was; it says why, and what to change.
         """
         if self.kept == 0 and not self.dropped:
             raise UserError(f"{self.source} is empty: expected at least one row")
@@ -130,9 +132,10 @@ class DropReport:
 
 
 def require_whole_characters(value: Any) -> None:
-    """
+    """Check the texts in ``value``, at any depth.
+
     Raises:
-        Dropped: a text in ``value``, at any depth, holds half of a surrogate pair, as where somebody has cut an emoji.
+        Dropped: a text holds half of a surrogate pair, such as a part of an emoji.
     """
     if isinstance(value, str):
         try:

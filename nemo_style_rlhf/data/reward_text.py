@@ -18,7 +18,7 @@ class RewardText:
     def __init__(
         self, model_dir: str, tokenizer: "PreTrainedTokenizerBase", *, append_eos: bool | None, as_pair: bool = False
     ) -> None:
-        """Take template and end-of-text from the note beside the model; without a note, use no template and an end-of-text.
+        """Take template and end-of-text from the note next to the model; without a note, use no template and an end-of-text.
 
         Args:
             append_eos: overrides the note. A model whose tokenizer lacks EOS was trained without it, as the trainer refuses true.
@@ -35,7 +35,7 @@ class RewardText:
 
     @property
     def reads_conversations(self) -> bool:
-        """Whether it forms conversations of several turns."""
+        """True if it forms conversations of several turns."""
         return self._encoder.tokenizer.chat_template is not None and not self._as_pair
 
     def token_ids(self, prompt: str | Chat, response: str) -> list[int]:

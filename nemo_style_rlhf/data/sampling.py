@@ -48,7 +48,8 @@ class MixtureSampler:
     BLOCK = 64
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
-        """
+        """Mix the rows of several sources.
+
         Args:
             sizes: number of rows of each source; the rows of all sources follow each other.
             weights: one for each source, above 0; its share is its weight, divided by the sum of all.

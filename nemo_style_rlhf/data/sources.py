@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 HUB_TIMEOUT_S = 5.0
 PARQUET_ROWS = 1024
 LARGE_ARRAY = 32 * 2**20
-"""Bytes of a file that is read whole."""
+"""Size in bytes of the largest JSON array that :func:`read_head` reads: arrays are read whole."""
 Rows = Iterator[tuple[str, dict[str, Any], bool]]
 """Position and fields of each row, and whether its source is a table."""
 
@@ -35,14 +35,14 @@ def read_records(sources: Sources) -> Iterator[Record]:
             files, a hub name; the latter two as ``name``, ``name:split`` or ``name:config:split``.
 
     Raises:
-        UserError: a file or data set does not exist, or a line, which is named, is not a JSON object.
+        UserError: a file or data set does not exist, or a line is not a JSON object; the error names the line.
     """
     return _numbered(_rows(name) for name in names_of(sources))
 
 
 def read_head(sources: Sources, count: int | None) -> tuple[list[Record], bool]:
-    """The first ``count`` rows of ``sources``, or all, and whether these are all of them. None where they take longer than the
-    checks for which this is made: of data sets that only ``datasets`` reads, and of large JSON arrays.
+    """The first ``count`` rows of ``sources``, or all, and whether these are all rows. The list is empty, and the flag False, for
+    sources that take too long to check: data sets that only ``datasets`` reads, and large JSON arrays.
 
     Raises:
         UserError: as :func:`read_records`, for these rows.
@@ -96,7 +96,7 @@ def _built_rows(path: Path) -> Iterator[Any]:
 
 
 class _Unread(Exception):
-    """A file that cannot be read is left to ``datasets``, which says why."""
+    """The file cannot be read here; ``datasets`` tries later and reports the reason."""
 
 
 def _parquet_rows(path: Path) -> Iterator[Any]:
@@ -129,7 +129,7 @@ def _may_be_array(path: Path) -> bool:
 
 
 def _first_character(text: TextIO) -> str:
-    """The first character of ``text`` that is no white space."""
+    """The first character of ``text`` that is not white space."""
     first = next((line.lstrip()[0] for line in text if line.strip()), "")
     text.seek(0)
     return first

@@ -42,8 +42,8 @@ OPENED, CLOSED = "<think>", "</think>"
 def load_sft(
     sources: Sources, config: SFTDataConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[list[SFTExample], DropReport]:
-    """What one source's usable rows teach, in its order, and a report on the others. A conversation of several answers is one
-    example, or several where the chat template writes an answer otherwise once something follows it.
+    """The examples in the usable rows of a source, in its order, and a report on the others. A conversation of several answers is
+    one example, or several if the chat template writes an answer differently once something follows it.
 
     Raises:
         UserError: the source is missing or has broken JSON, or no row is left.
@@ -152,7 +152,7 @@ def _sft_examples(record: Record, config: SFTDataConfig, encoder: Encoder) -> Se
 
 
 def _prompt_and_response(record: Record, config: SFTDataConfig) -> tuple[str, str]:
-    """Their columns."""
+    """The columns of the prompt and of the response."""
     return (
         record.column(config.prompt_key, layouts.PROMPT_COLUMNS),
         record.column(config.response_key, layouts.ANSWER_COLUMNS),
@@ -180,11 +180,11 @@ def _conversation(
     messages: list[Message], first: int, record: Record, config: SFTDataConfig, encoder: Encoder
 ) -> list[Conversation]:
     """Tokens of the rendered conversation, turn by turn. Each answer has the tokens that follow its prompt at inference. If the
-    prompt of an answer has the answers before it as they were learned, they are one example; a template that leaves the reasoning
-    of earlier answers out, or closes them otherwise, begins another.
+    prompt of an answer has the answers before it as they were learned, they are one example. A template that leaves the reasoning
+    of earlier answers out, or closes them differently, begins another.
 
     Args:
-        first: number of messages before the first whose answers are learned.
+        first: index of the first message that may be a learned answer.
     """
     turns = [index for index, message in enumerate(messages) if index >= first and message["role"] == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
@@ -202,10 +202,7 @@ def _conversation(
 
 
 def _tokenized(answers: list[tuple[str, str]], config: SFTDataConfig, encoder: Encoder) -> Conversation:
-    """
-    Args:
-        answers: with the text before each, which begins with the one before and its answer.
-    """
+    """Tokenize pairs of the text before an answer and the answer as one example; each text begins with the pair before it."""
     text, ids, read = "", list[int](), list[tuple[int, int]]()
     for number, (prompt, answer) in enumerate(answers, start=1):
         start = len(ids)
@@ -260,13 +257,13 @@ class _Prompt:
 
     text: str
     by_chat_template: bool = False
-    """Whether the text already contains the special tokens."""
+    """True if the text already contains the special tokens."""
 
 
 def _rendered(
     answered: layouts.Answered, record: Record, config: SupervisedDataConfig, encoder: Encoder
 ) -> tuple[_Prompt, str]:
-    """The text of the prompt, and the answer's after it."""
+    """The text of the prompt, and the text of the answer after it."""
     prompt, answer = answered
     if isinstance(prompt, str):
         assert isinstance(answer, str)
@@ -296,7 +293,7 @@ def _rendered_answer(prompt: str, messages: list[Message], chat: Callable[..., s
     layouts.require_content(messages[-1])
     through = chat(messages, add_generation_prompt=False)
     if not through.startswith(prompt):
-        shared = prompt.rstrip()  # after which some templates close at once the reasoning that their prompt opens
+        shared = prompt.rstrip()  # some templates then close at once the reasoning that their prompt opens
         if through.startswith(shared) and through[len(shared) :].lstrip() == through[len(shared) :]:
             return _with_reasoning(messages[-1], through[len(shared) :])
         before_reasoning = shared.removesuffix(OPENED)
@@ -317,7 +314,7 @@ def _opened_in(content: str) -> str:
 
 
 def _with_reasoning(message: Message, answer: str) -> str:
-    """``answer``, which holds the message's reasoning."""
+    """``answer``, checked to hold the message's reasoning."""
     reasoning = reasoning_of(message)
     if reasoning.strip() not in answer:
         raise Dropped(

@@ -1,7 +1,7 @@
-"""Prompt and chat templates, and the note beside a trained model about its templates.
+"""Prompt and chat templates, and the note next to a trained model about its templates.
 
 A policy that was fine-tuned on "Question: {prompt}\\nAnswer:" and then sees bare prompts still runs, but is silently worse. SFT
-therefore writes ``prompt_template.json`` beside the weights, and PPO compares digests before it starts.
+therefore writes ``prompt_template.json`` next to the weights, and PPO compares digests before it starts.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ def log_date(data: PromptTemplateConfig, tokenizer: "PreTrainedTokenizerBase") -
 
 
 def check_template(model_dir: str, data: PromptTemplateConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Compare this run's templates with those of the training of ``model_dir``, if it has a note.
+    """Compare this run's templates with the templates that ``model_dir`` was trained with, if it has a note.
 
     If they differ and ``data.on_template_mismatch`` is ``warn``, the difference is logged.
 
@@ -109,13 +109,13 @@ def check_template(model_dir: str, data: PromptTemplateConfig, tokenizer: "PreTr
 
 
 def check_reward_template(name: str, trained: dict[str, Any], data: PromptTemplateConfig) -> None:
-    """Compare this run's prompt template, in which a reward model sees the policy's tokens, with that of its training.
+    """Compare this run's prompt template, in which a reward model sees the policy's tokens, with the one it was trained with.
 
     If they differ and ``data.on_template_mismatch`` is ``warn``, the difference is logged.
 
     Args:
         name: name of the reward model in the message.
-        trained: the note beside its checkpoint, from :func:`read_template`.
+        trained: the note next to its checkpoint, from :func:`read_template`.
 
     Raises:
         UserError: they differ and ``data.on_template_mismatch`` is ``refuse``.

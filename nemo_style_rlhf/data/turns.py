@@ -27,7 +27,7 @@ TOOLS_KEY = "tools"
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether ``value`` holds turns rather than text."""
+    """True if ``value`` holds turns rather than text."""
     return isinstance(value, list | dict)
 
 
@@ -61,7 +61,7 @@ def messages(record: Record, key: str, setting: str) -> list[Message]:
     lists of roles and contents, as which some data sets store their turns.
 
     Raises:
-        Dropped: it is no conversation, or a turn has no text or an unknown speaker.
+        Dropped: it is not a conversation, or a turn has no text or an unknown speaker.
     """
     value = record.get(key, setting)
     turns = _rows_of(value) if isinstance(value, dict) else value
@@ -112,11 +112,11 @@ def _message(turn: dict[str, Any], record: Record, key: str) -> Message:
 
 
 def without_nulls(value: Any, *, arguments: bool) -> Any:
-    """``value`` without the keys, at any depth, whose value is null: tables fill keys that other rows have with nulls, which some
-    templates take for values.
+    """``value`` without the keys, at any depth, whose value is null: tables fill keys that other rows have with nulls, and some
+    templates take these for values.
 
     Args:
-        arguments: also in the arguments of a call, in which a null may be meant.
+        arguments: True removes keys from the arguments of a call too, where a null may be intended.
     """
     if isinstance(value, dict):
         return {
@@ -178,7 +178,7 @@ def tools(record: Record) -> list[dict[str, Any]] | None:
     """The row's tools as JSON schemas; data sets often store them as a JSON text.
 
     Raises:
-        Dropped: they are no list of objects.
+        Dropped: they are not a list of objects.
     """
     given, filled = record.fields.get(TOOLS_KEY), record.filled
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""The process group of a single rank, which listens on no port.
+"""The process group of a single rank, without a listening port.
 
 A group of gloo listens at the host's address even if it has one rank. Any user of the host may connect, and torch aborts the
 process once its descriptors are used up.
@@ -13,8 +13,8 @@ ALONE = "alone"
 
 
 def init_alone(backend: str) -> None:
-    """Make the process group of this process, unless it has one. Where gloo is asked for, by ``backend`` or later by a library
-    that makes a group from it, the group is one that listens on no port."""
+    """Make the process group of this process, unless it has one. If ``backend``, or later a library that makes a group from it,
+    asks for gloo, it gets a group that listens on no port instead."""
     if dist.is_initialized():
         return
     dist.Backend.register_backend(ALONE, _group, devices=["cpu"])
@@ -26,7 +26,7 @@ def init_alone(backend: str) -> None:
         return new_group(ranks, timeout, _without_gloo(backend), *rest, **named)
 
     dist.new_group = new_group_alone
-    # Without a rendezvous there is no port to race for, and there are no variables that child processes inherit.
+    # Without a rendezvous nothing races for a port, and child processes inherit no variables.
     dist.init_process_group(_without_gloo(backend), store=dist.HashStore(), rank=0, world_size=1)
 
 

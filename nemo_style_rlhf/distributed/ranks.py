@@ -24,9 +24,10 @@ Result = TypeVar("Result")
 
 
 def require_tensor_parallel(ranks: int, size: int) -> None:
-    """
+    """Check that ``ranks`` can be divided into tensor-parallel groups of ``size``.
+
     Raises:
-        UserError: ``ranks`` cannot be divided into tensor-parallel groups of ``size``.
+        UserError: they cannot.
     """
     if ranks % size:
         raise UserError(
@@ -38,11 +39,12 @@ def require_tensor_parallel(ranks: int, size: int) -> None:
 class Ranks:
     """The ranks of ``init_distributed``; a single rank without that. Every rank makes the same calls.
 
-    Neighboring ranks may form tensor-parallel groups, each of which shares a generator. The first rank of a group leads it.
+    Neighboring ranks may form tensor-parallel groups. A group shares a generator, and its first rank leads it.
     """
 
     def __init__(self, *, tensor_parallel: int = 1, alone: bool = False) -> None:
-        """
+        """Find this rank's place among the ranks.
+
         Args:
             alone: take this rank for the only one, in work of its own.
             tensor_parallel: number of ranks of a tensor-parallel group.
@@ -57,7 +59,7 @@ class Ranks:
         self.generators = self.size // tensor_parallel
         self.generator: int = self.rank // tensor_parallel
         self.leads = self.rank % tensor_parallel == 0
-        # Not the models' group, which may be NCCL's and gives up after half an hour.
+        # Not the models' group: it may be NCCL's, and gives up after half an hour.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
 
     @property
@@ -152,9 +154,10 @@ class Ranks:
         return [outcome() for outcome in self.all_gather(_outcome(compute))]
 
     def require_shared(self, folder: Path) -> None:
-        """
+        """Check that all ranks share ``folder``.
+
         Raises:
-            UserError: a rank does not see a file that the first rank writes into ``folder``.
+            UserError: a rank does not see a file that the first rank writes into it.
         """
         marker = folder / f".seen-{self.from_first(secrets.token_hex(4))}"
 
@@ -184,7 +187,7 @@ class Flag:
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store()) if name else None
 
     def raised(self, now: bool) -> bool:
-        """Whether the flag is raised; with ``now``, raise it first."""
+        """True if the flag is raised; with ``now``, raise it first."""
         return now if self._store is None else self._store.add("raised", now) > 0
 
 
@@ -212,7 +215,7 @@ class _Raised:
 
 
 def _outcome(compute: Callable[[], Result]) -> Callable[[], Result]:
-    """A function, which can be sent to other ranks, that returns the result of ``compute`` or raises its error."""
+    """A function that returns the result of ``compute`` or raises its error, and that can be sent to other ranks."""
     try:
         return _Returned(compute())
     except Exception as error:  # noqa: BLE001 every rank raises it

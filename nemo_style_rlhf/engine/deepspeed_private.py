@@ -9,15 +9,15 @@ from torch.optim import Optimizer
 
 
 def compile_nothing() -> None:
-    """Never compile an op of DeepSpeed: its collectives in shared memory take 40 s that do not pay off for a few ranks, and no
-    other is used. Else DeepSpeed would try out which ops could be compiled, with a message for each that fails."""
+    """Never compile an op of DeepSpeed: its collectives in shared memory take 40 s that do not pay off for a few ranks, and other
+    ops are not used. Otherwise DeepSpeed would try which ops it can compile, with a message for each failure."""
     from deepspeed import ops  # type: ignore[import-untyped]
 
     ops.__compatible_ops__ = {}
 
 
 def compile_no_muon() -> None:
-    """Import DeepSpeed's Muon, which AdamW's trainers do not use, without ``torch.compile``: that loads Inductor for 3 s."""
+    """Import DeepSpeed's Muon without ``torch.compile``: that loads Inductor for 3 s, and AdamW's trainers do not use Muon."""
     from deepspeed.runtime import compiler  # type: ignore[import-untyped]
 
     compile_it, compiler.compile = compiler.compile, lambda: lambda function: function
@@ -28,12 +28,12 @@ def compile_no_muon() -> None:
 
 
 def use_checkpoint_engine(engine: Any, kind: type) -> None:
-    """Have ``engine`` write and read the files of its checkpoints through ``kind``, a TorchCheckpointEngine."""
+    """Make ``engine`` write and read the files of its checkpoints through ``kind``, a TorchCheckpointEngine."""
     engine.checkpoint_engine = kind(engine._config)
 
 
 def copy_no_script(engine: Any) -> None:
-    """Write no script that converts checkpoints beside them: that goes past the checkpoint engine, to the disk."""
+    """Write no conversion script next to checkpoints: DeepSpeed writes it to disk without the checkpoint engine."""
     engine._copy_recovery_script = lambda _: None
 
 
@@ -50,14 +50,14 @@ def parameter_shapes(engine: Any) -> list[dict[str, Size]]:
 
 
 def fragment(parameter: Any) -> Any:
-    """Where this rank's optimizer keeps its fragment of ``parameter`` (ZeRO 1 and 2); None if it has none."""
+    """The place of ``parameter``'s fragment in this rank's optimizer (ZeRO 1 and 2); None if it has none."""
     return parameter._hp_mapping
 
 
 def node_group(ranks: int) -> Any:
     """The group of ``ranks`` neighboring ranks with which this one shards ZeRO-3's second copy of weights; None for 1.
 
-    DeepSpeed makes it once per process, and refuses to for a second model.
+    DeepSpeed makes it only once per process, and refuses to for a second model.
     """
     from deepspeed.utils import groups  # type: ignore[import-untyped]
 

@@ -37,14 +37,14 @@ class Engine:
     """One trained module: ``loss = f(engine(...)); engine.backward(loss); ...; engine.step()``.
 
     Losses given to :meth:`backward` between two steps add up, over all ranks, to the loss of the optimizer step. Callers divide
-    each by the token (or sequence) count of the whole step, so that neither the number of micro-batches nor that of ranks
-    changes the gradient. This class cancels DeepSpeed's averaging over ranks and accumulation steps.
+    each by the token (or sequence) count of the whole step, so that neither the number of micro-batches nor the number of
+    ranks changes the gradient. This class cancels DeepSpeed's averaging over ranks and accumulation steps.
     """
 
     def __init__(
         self, module: nn.Module, config: EngineConfig, *, device: torch.device, total_steps: int | None = None
     ) -> None:
-        """Take over ``module``, which is in host memory, for ``device``; the ranks join a process group if they have not yet.
+        """Take over ``module``, in host memory, for ``device``; the ranks join a process group if they have not yet.
 
         ``total_steps`` is used by a schedule that does not set its own.
         """
@@ -107,7 +107,7 @@ class Engine:
         Raises:
             NonFiniteError: the loss is NaN or infinite; the weights have not changed.
         """
-        # With several ranks, one must not stop alone: the reduced gradient shows the fault to all.
+        # With several ranks, one must not stop by itself: the reduced gradient shows the fault to all.
         if self._deepspeed.dp_world_size == 1 and not math.isfinite(loss.item()):
             raise NonFiniteError(f"the loss is {loss.item()}")
         self._deepspeed.backward(loss * self._deepspeed.dp_world_size)
@@ -175,7 +175,7 @@ class Engine:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Let what is offloaded be read: in host memory, but weights that ZeRO-3 gathers on the device, for that long."""
+        """Make offloaded tensors readable in the block: in host memory, or on the device for weights that ZeRO-3 gathers."""
         away = self._weights.away
         if self._sharded:
             settle(self._deepspeed)
@@ -188,9 +188,8 @@ class Engine:
     def named_weights(self, *, to_first: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and persistent buffer of the module, whole, under its checkpoint name; tied ones under each name.
 
-        With ZeRO-3, which shards parameters, a few at a time are gathered. Every rank iterates over all of them; with
-        ``to_first`` only the first rank gets them, and the others do not receive what they would not use. Offloaded weights are
-        tensors in host memory.
+        ZeRO-3 shards parameters, so a few are gathered at a time. Every rank iterates over all of them; with ``to_first`` only
+        the first rank receives them. Offloaded weights are tensors in host memory.
         """
         with self._readable():
             weights = self.module.state_dict(keep_vars=True).items()
@@ -239,8 +238,8 @@ class Engine:
 
 
 def sharded(module: nn.Module, config: EngineConfig, device: torch.device) -> Callable[..., Any]:
-    """The forward of ``module``, which is in host memory and never trained, with its weights sharded as ZeRO stage 3 does. Every
-    rank calls it as often as the others."""
+    """The forward of ``module``, in host memory and never trained, with its weights sharded as in ZeRO stage 3. All ranks must
+    call it equally often."""
     generated = _deepspeed_config(config, module, device)
     place(module, generated, device)
     forward, *_ = deepspeed.initialize(model=module, config=generated, dist_init_required=False)

@@ -13,7 +13,7 @@ from nemo_style_rlhf.schema.common import ModelConfig
 def host_weights(engine: Engine) -> dict[str, Tensor]:
     """Copies in host memory of :meth:`Engine.hf_weights`. Every rank calls this; only the first gets the weights.
 
-    Tied weights stay one tensor, by which transformers knows them.
+    Tied weights stay one tensor: transformers recognizes them by that.
     """
     parameters = {name: id(each) for name, each in engine.module.hf.named_parameters(remove_duplicate=False)}
     copies: dict[int | str, Tensor] = {}

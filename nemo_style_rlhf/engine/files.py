@@ -1,7 +1,7 @@
 """Reads DeepSpeed's checkpoint files as plain data.
 
 DeepSpeed 0.19.8 reads them as pickles that may call any function (``TorchCheckpointEngine.load``). It reads all of them through
-``DeepSpeedEngine.checkpoint_engine``, which can be replaced.
+``DeepSpeedEngine.checkpoint_engine``; this can be replaced.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from nemo_style_rlhf.errors import UserError
 
 
 def zero_stage(enum: Any, name: Any) -> Any:
-    """Replaces ``getattr``, with which Python 3.11.0 to 3.11.3 (as in Debian 12) pickle a member of an enumeration.
+    """Replaces ``getattr``: Python 3.11.0 to 3.11.3 (as in Debian 12) pickle a member of an enumeration with it.
 
     Raises:
         ValueError: the arguments are not a ZeRO stage.
@@ -35,7 +35,8 @@ CLASSES = (
 
 
 def read(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
-    """
+    """Read one of DeepSpeed's files.
+
     Raises:
         UserError: see :func:`read_data`.
     """
@@ -59,7 +60,7 @@ def unreadable_files(directory: Path) -> list[str]:
 
 
 class DataFiles(TorchCheckpointEngine):  # type: ignore[misc]
-    """DeepSpeed's own writer, with a reader that runs no code of the files."""
+    """DeepSpeed's own writer, with a reader that does not run code in the files."""
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
         return read(Path(path), map_location=map_location)

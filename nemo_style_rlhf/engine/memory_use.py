@@ -25,7 +25,7 @@ def held_bytes() -> int:
 def give_back(device: torch.device) -> None:
     """Give others the memory of a GPU that torch has freed but keeps for itself."""
     if device.type == "cuda" and torch.cuda.is_initialized():
-        torch.cuda.synchronize(device)  # streams beside this one may still use it
+        torch.cuda.synchronize(device)  # other streams may still use it
         torch.cuda.empty_cache()
 
 

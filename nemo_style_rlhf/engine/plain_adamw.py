@@ -13,7 +13,7 @@ MASTERS = "masters"
 class PlainAdamW(torch.optim.AdamW):
     """AdamW that clips the gradient, and gives bf16 weights fp32 masters (arXiv 1710.03740).
 
-    It has no flat buffers, which only shards need.
+    It has no flat buffers: only shards need them.
     """
 
     def __init__(self, weights: Iterable[Tensor], *, clip: float, **settings: Any) -> None:

@@ -1,4 +1,4 @@
-"""The process group of all ranks. It must exist before vLLM starts, which would make one of a single rank."""
+"""The process group of all ranks. It must exist before vLLM starts: vLLM would make one of a single rank."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ def require_all_ranks() -> None:
     """Call this after DeepSpeed and vLLM have started: the first of them makes the process group, and vLLM's has one rank.
 
     Raises:
-        RuntimeError: this rank would train alone.
+        RuntimeError: this rank would train by itself.
     """
     started, joined = int(os.environ.get("WORLD_SIZE", "1")), torch.distributed.get_world_size()
     if joined != started:

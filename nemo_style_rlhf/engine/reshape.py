@@ -25,7 +25,7 @@ MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_st
 """File names for ZeRO 0 to 2, and for ZeRO 3."""
 ZERO12_KEYS = ds.SINGLE_PARTITION_OF_FP32_GROUPS, ds.BASE_OPTIMIZER_STATE
 SHARD_KEYS = {1: ZERO12_KEYS, 2: ZERO12_KEYS, 3: (ds.FP32_FLAT_GROUPS, ds.OPTIMIZER_STATE_DICT)}
-"""By ZeRO stage, the keys of a shard's flat weights and of torch's optimizer state dict, which numbers the flat weights."""
+"""By ZeRO stage, the keys of a shard's flat weights and of torch's optimizer state dict; the latter numbers the flat weights."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ class Saved:
     """A snapshot on disk. ``model`` is DeepSpeed's file of buffers, counters, schedule and, below ZeRO 3, weights."""
 
     def __init__(self, directory: Path) -> None:
-        """
+        """Open the snapshot in ``directory``.
+
         Raises:
-            FileNotFoundError: there is no checkpoint in ``directory``.
+            FileNotFoundError: there is none.
         """
         path = next((directory / name for name in MODEL_FILES if (directory / name).is_file()), None)
         if path is None:
@@ -60,7 +61,7 @@ class Saved:
         self.bf16: bool = config.get("bf16", {}).get("enabled", False) or MASTERS in (self.model["optimizer"] or ())
 
     def fits(self, engine: Any) -> bool:
-        """Whether a DeepSpeed engine has the stage, ranks and flat tensors of this snapshot, so that each rank finds its shard.
+        """True if a DeepSpeed engine has the stage, ranks and flat tensors of this snapshot, so that each rank finds its shard.
 
         Raises:
             UserError: the dtypes differ.
@@ -155,7 +156,7 @@ class Whole:
 
 
 def is_bf16(module: nn.Module) -> bool:
-    """Whether ``module`` has bf16 weights; some models keep a few in fp32."""
+    """True if ``module`` has bf16 weights; some models keep a few in fp32."""
     return next(module.parameters()).dtype == torch.bfloat16
 
 

@@ -22,7 +22,7 @@ def lr_factor(step: int, config: SchedulerConfig, total_steps: int) -> float:
 
 
 def follow_config(schedule: LambdaLR, optim: OptimizerConfig) -> None:
-    """Replace the optimizer settings that a checkpoint restored by those of the config, which the user may have changed."""
+    """Replace the optimizer settings restored from a checkpoint with the config's: the user may have changed them."""
     schedule.base_lrs = [optim.lr] * len(schedule.base_lrs)
     for group, factor in zip(schedule.optimizer.param_groups, schedule.lr_lambdas, strict=True):
         group.update(

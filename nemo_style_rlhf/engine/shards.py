@@ -12,7 +12,7 @@ from nemo_style_rlhf.engine import deepspeed_private
 from nemo_style_rlhf.models.policy import PolicyModel
 
 TOGETHER_BYTES = 2**22
-"""Parameters are gathered together up to this many bytes; a larger one alone."""
+"""Parameters are gathered together up to this many bytes; a larger one by itself."""
 
 
 def place(module: nn.Module, config: dict[str, Any], device: torch.device) -> None:
@@ -29,8 +29,8 @@ def place(module: nn.Module, config: dict[str, Any], device: torch.device) -> No
 
 
 def use_sharded_heads(module: nn.Module) -> None:
-    """Have the heads of policies gathered for the policy's forward, which multiplies with the head's weights itself: outside of
-    the head's own forward they are sharded."""
+    """Gather the heads of policies for the policy's forward. It multiplies with the head's weights itself, and these are sharded
+    outside of the head's own forward."""
     for policy in (part for part in module.modules() if isinstance(part, PolicyModel)):
         deepspeed.zero.register_external_parameter(policy, policy.hf.get_output_embeddings().weight)
 
@@ -86,7 +86,7 @@ def make_whole(engine: Any, *, keep: bool) -> None:
     """Gather the parameters of a DeepSpeed engine permanently, one by one, into host memory; the engine is unusable afterwards.
 
     Args:
-        keep: whether this rank keeps them; otherwise they stay empty.
+        keep: True if this rank keeps them; otherwise they stay empty.
     """
     settle(engine)
     deepspeed_private.gather_no_more(engine)

@@ -1,4 +1,4 @@
-"""Copies the content of DeepSpeed's checkpoint files to host memory, so that training can go on while they are written."""
+"""Copies the content of DeepSpeed's checkpoint files to host memory, so that training can continue while they are written."""
 
 import copy
 import traceback
@@ -15,7 +15,7 @@ FOLDER = Path("snapshot")
 
 
 class Snapshot:
-    """The files that one rank writes of a checkpoint."""
+    """The files of a checkpoint that one rank writes."""
 
     def __init__(self) -> None:
         self.files: dict[Path, Any] = {}
@@ -28,10 +28,10 @@ class Snapshot:
         return sum({leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves}.values())
 
     def write(self, directory: Path) -> None:
-        """Write the files. Call this once: it drops the copies, also after an error, whose traceback would keep them.
+        """Write the files. Call this once: it drops the copies, also after an error, since the traceback would keep them.
 
         Raises:
-            OSError: a file cannot be written, also because its folder was removed, which would leave a partial checkpoint.
+            OSError: a file cannot be written, or its folder was removed, so that the checkpoint would be partial.
         """
         targets = {directory / path: state for path, state in self.files.items()}
         try:

@@ -29,14 +29,15 @@ def optimizer_steps(
     seed: int,
     skipped: Callable[[int], bool] = lambda number: False,
 ) -> list[OptimizerStep]:
-    """Take an optimizer step for each entry of ``plan``, which lists this rank's micro-batches of that step.
+    """Take an optimizer step for each entry of ``plan``.
 
     Args:
-        plan: each micro-batch has a flag that says whether it counts. Every rank has as many, see :meth:`Ranks.shard`.
+        plan: this rank's micro-batches of each step, each with a flag that says whether it counts. Every rank has as many, see
+            :meth:`Ranks.shard`.
         loss: computes the loss of a micro-batch of step ``number``, a part of the whole step's loss. If its last argument is
             False, the loss must be 0, but from the same forward.
         seed: dropout seed, so that a restored model needs no saved state of a random generator. Each rank gives its own.
-        skipped: whether step ``number`` leaves optimizer, schedule and weights as they are; its losses are still computed.
+        skipped: True if step ``number`` leaves optimizer, schedule and weights as they are; its losses are still computed.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite.
@@ -72,7 +73,7 @@ class TokenMeans:
         for name, mean in means.items():
             self.totals[name] = self.totals.get(name, 0.0) + (
                 float(mean) * tokens if tokens else 0.0
-            )  # no mean of nothing
+            )  # nothing to average
 
     @staticmethod
     def of(shards: "Collection[TokenMeans]") -> "TokenMeans":

@@ -1,5 +1,5 @@
 """Moves tensors between a device and host memory by their storages: the tensor objects stay the same, so every view, link and
-optimizer group that refers to them stays valid, whatever made it."""
+optimizer group that refers to them stays valid."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,7 @@ from nemo_style_rlhf.engine.memory_use import give_back
 
 
 def address(tensor: Tensor) -> int:
-    """Identifies the storage of ``tensor``, which its views share."""
+    """Identifies the storage that ``tensor`` shares with its views."""
     return tensor.untyped_storage()._cdata
 
 
@@ -27,13 +27,10 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 class Storages:
-    """The memory behind a changing set of tensors. Away, the tensors keep their shapes but have no content."""
+    """The memory behind a changing set of tensors. While it is away, the tensors keep their shapes but have no content."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
-        """
-        Args:
-            tensors: those of the moment; the ones on other devices, or in a file that is mapped into memory, are left alone.
-        """
+        """Move what ``tensors`` returns at that time, except tensors on another device or in a memory-mapped file."""
         self._tensors, self._device = tensors, device
         self._away: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
         """The emptied storage and its content in host memory, by the storage's address."""
@@ -45,11 +42,11 @@ class Storages:
         return bool(self._away)
 
     def offload(self) -> None:
-        """Copy the content to host memory and free that of the device. Without effect while it is away."""
+        """Copy the content to host memory and free the device's memory. Without effect while it is away."""
         if self._away:
             return
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # streams beside this one may still read
+            torch.cuda.synchronize(self._device)  # other streams may still read
         spare = defaultdict(list)
         for buffer in self._spare:
             spare[buffer.nbytes()].append(buffer)
@@ -83,7 +80,7 @@ class Storages:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Let tensors that are away be read: meanwhile they are in host memory."""
+        """Make tensors that are away readable in the block, as tensors in host memory."""
         emptied = [
             (tensor, tensor.data, there) for tensor in self._tensors() if (there := self.content(tensor)) is not None
         ]

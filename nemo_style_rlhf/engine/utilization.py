@@ -1,4 +1,4 @@
-"""How busy the GPUs are, as NVML says: sampled beside the training, averaged by step and node."""
+"""Utilization of the GPUs according to NVML: sampled during training, averaged by step and node."""
 
 import logging
 import socket
@@ -27,7 +27,7 @@ class GpuUtilization:
         while True:
             try:
                 value = float(self._read(self._device))
-            except Exception as error:  # noqa: BLE001 NVML has many; training goes on without this metric
+            except Exception as error:  # noqa: BLE001 NVML has many; training continues without this metric
                 log.warning("no gpu/utilization in the metrics: %s", error)
                 return
             with self._lock:

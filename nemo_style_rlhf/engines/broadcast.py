@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Broadcast:
-    """The trainer's side of a :class:`Group`, which goes on as long as the engines stay the same."""
+    """The trainer's side of a :class:`Group`. The group is kept as long as the engines stay the same."""
 
     def __init__(self, folder: Path, backend: str) -> None:
         """``folder`` holds the ready files of the engines."""
@@ -27,13 +27,13 @@ class Broadcast:
         self._members: list[dict[str, Any]] = []
         """Ready files of the engines in the group."""
         self._failed: list[dict[str, Any]] = []
-        """Those of engines whose group failed; they are not tried again."""
+        """Ready files of engines whose group failed; that group is not tried again."""
 
     def send(
         self, engines: Sequence[EngineProcess], published: PublishedWeights, *, lease: str, shapes: dict[str, tuple[int, ...]],
         pool: ThreadPoolExecutor,
     ) -> None:  # fmt: skip
-        """Send a version. An engine that does not get it so is sent it when it loads."""
+        """Send a version. An engine that does not get it in this way receives it when it loads."""
         members, size, self.reached = [engine.where for engine in engines], len(engines) + 1, 0
         if members == self._failed:
             return

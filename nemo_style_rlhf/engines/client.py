@@ -34,7 +34,7 @@ from nemo_style_rlhf.wire.messages import (
 PEER = Peer("generation engine", "servers/serve_engine.py", "generation.engines", "model.path=POLICY", "its ready file")
 STATUS_TIMEOUT_S = 10.0
 AT_WORK_S = 600.0
-"""Longest time in which an engine says that it is at work on samples: longer than any of its steps."""
+"""Timeout in seconds of one call for samples: longer than any step of an engine."""
 CALLS = 64
 """Maximum number of calls of one engine at a time."""
 T = TypeVar("T")
@@ -42,7 +42,7 @@ NO_TENSORS: Mapping[str, Array] = MappingProxyType({})
 
 
 class EngineClient:
-    """Safe to use from several threads. What a call may raise is that of :meth:`Connection.call`."""
+    """Client of one engine, safe to use from several threads. Its calls raise the errors of :meth:`Connection.call`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EngineClient:
         timeout_s: float,
         tls: ClientTlsConfig = PLAIN_HTTP,
     ) -> None:
-        """``timeout_s`` bounds the time of one call but ``status`` and ``generate``."""
+        """``timeout_s`` bounds the time of one call, except ``status`` and ``generate``."""
         self._connection = Connection(host, port, token=token, retries=retries, peer=PEER, tls=tls)
         self._timeout_s = timeout_s
         self._closing = threading.Event()
@@ -64,7 +64,8 @@ class EngineClient:
         return self._connection.address
 
     def status(self, *, retry: bool = True) -> EngineStatus:
-        """
+        """The engine's status.
+
         Raises:
             UserError: the engine speaks another version of the protocol.
         """
@@ -78,7 +79,7 @@ class EngineClient:
         return EngineStatus(**answer)
 
     def acquire(self, lease: str, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Have the engine, from now on this very process of it, work for ``lease`` alone.
+        """Make the engine work only for ``lease``, and bind this client to the engine's current process.
 
         Args:
             shapes: the tensors that every version of the weights holds.
@@ -88,10 +89,10 @@ class EngineClient:
         self._ask(messages.ACQUIRE, lease=lease, shapes=shapes)
 
     def load(self, lease: str, published: PublishedWeights) -> tuple[float, str]:
-        """Have the engine load a version of a :class:`WeightStore`, which is sent to it if it does not see the store's folder.
+        """Make the engine load a version of a :class:`WeightStore`. If it does not see the store's folder, send the version.
 
         Returns:
-            The gap on the probe, in nats, and by what samples lose their bits, see :func:`self_check.loses_bits`.
+            The gap on the probe, in nats, and what makes samples lose their bits, see :func:`self_check.loses_bits`.
         """
         load = partial(self._ask, messages.LOAD, lease=lease, folder=str(published.folder), digest=published.digest)
         try:
@@ -106,7 +107,7 @@ class EngineClient:
     def receive(
         self, lease: str, published: PublishedWeights, *, group: str, rank: int, size: int, backend: str
     ) -> None:
-        """Have the engine meet a :class:`groups.Group` at a file beside its ready file, and receive a version from rank 0."""
+        """Make the engine meet a :class:`groups.Group` at a file next to its ready file, and receive a version from rank 0."""
         files = [[path.name, path.stat().st_size] for path in published.files]
         self._ask(messages.RECEIVE, lease=lease, group=group, rank=rank, size=size, backend=backend, files=files)
 
@@ -124,7 +125,7 @@ class EngineClient:
     def generate(self, requests: Sequence[GenerationRequest], *, lease: str, version: int) -> list[Completion]:
         """Samples in the order of ``requests``. A repeated call returns the same, from this engine or another.
 
-        There is no time limit: an engine at work has the call repeated every few seconds. Whoever asks looks whether it advances.
+        There is no time limit: a working engine asks to repeat the call every few seconds. The caller checks that it advances.
         """
         inputs = messages.generate_inputs(requests, lease=lease, version=version)
         while True:
@@ -138,7 +139,7 @@ class EngineClient:
                     raise ServerUnreachable(f"the connection to the engine at {self.address} was closed") from error
 
     def sleep(self, lease: str) -> int:
-        """Have the engine free weights and cache until it loads a version; returns the bytes that it still holds."""
+        """Make the engine free weights and cache until it loads a version; returns the bytes that it still holds."""
         return int(self._ask(messages.SLEEP, lease=lease)["held_bytes"])
 
     def shutdown(self, lease: str) -> None:
@@ -178,10 +179,10 @@ class EngineProcess:
     _threads: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, CALLS, "engine"))
 
     def call(self, ask: Callable[[], T]) -> T:
-        """The answer to a call. It is waited for in another thread, as one to an engine that hangs lasts until its time is over.
+        """The answer to a call. Another thread waits for it, since a call to an engine that hangs lasts until its timeout.
 
         Raises:
-            ServerUnreachable: the engine was given up meanwhile; and whatever ``ask`` raises.
+            ServerUnreachable: the engine was given up meanwhile. Errors of ``ask`` are raised, too.
         """
         asked = self._threads.submit(ask)
         either: list[Future[Any]] = [asked, self.gone]
@@ -191,6 +192,6 @@ class EngineProcess:
         return asked.result()
 
     def give_up(self, reason: object) -> None:
-        """Have nobody wait for an answer any more."""
+        """Fail every pending call."""
         with suppress(InvalidStateError):
             self.gone.set_result(reason)

@@ -19,7 +19,7 @@ from nemo_style_rlhf.schema.placement import PlacementConfig
 
 log = logging.getLogger(__name__)
 CALLS_AHEAD = 2
-"""Times as many requests are with an engine as it decodes at a time, so that it never waits for the next."""
+"""Ratio of the requests sent to an engine to the requests that it decodes at a time, so that it never waits for the next."""
 
 
 def make_engine_pool(
@@ -27,11 +27,11 @@ def make_engine_pool(
     weight_shapes: dict[str, tuple[int, ...]], stop_strings: bool, one_by_one: bool = False,
     placement: PlacementConfig | None = None,
 ) -> EnginePool:  # fmt: skip
-    """A generator that asks engines, which start at once.
+    """A generator that asks engines. The engines start at once.
 
     Args:
-        one_by_one: whether requests come one at a time, as those of episodes do.
-        placement: whether the engines share the trainer's devices.
+        one_by_one: True if requests come one at a time, as from episodes.
+        placement: says whether the engines share the trainer's devices.
     """
     placement = placement or PlacementConfig()
     folder = Path(run.output_dir).resolve() / "engines"
@@ -62,7 +62,7 @@ def make_weight_store(run_id: str, output_dir: str, *, shared: bool = False) -> 
     """The published weights of a run, in memory where the system offers that as a folder; an interrupt removes them.
 
     Args:
-        shared: whether other hosts must see the folder.
+        shared: True if other hosts must see the folder.
     """
     root = interrupt.weights_in_memory(run_id)
     if shared or not root.parent.is_dir():

@@ -1,4 +1,4 @@
-"""Where ready engines are: each writes ``<folder>/<name>.json``, with its host and port."""
+"""Finds ready engines: each writes ``<folder>/<name>.json``, with its host and port."""
 
 import json
 import socket
@@ -24,10 +24,10 @@ def ready_files(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def client_of(name: str, where: dict[str, Any], config: EnginesConfig, token: str | None) -> EngineClient:
-    """A client of the engine ``name``, whose ready file is ``where``.
+    """A client of the engine ``name``, from the content ``where`` of its ready file.
 
     Raises:
-        UserError: it is on another host and listens to its own alone, or it wants a token and there is none.
+        UserError: it is on another host and listens only there, or it wants a token and there is none.
     """
     host = where["host"]
     if host in LOOPBACK and where["hostname"] != socket.gethostname():

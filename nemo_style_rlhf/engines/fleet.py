@@ -1,5 +1,5 @@
-"""The engines of a run: found by their files in a folder, all with the same weights. Those that are lost are reported to a
-supervisor, which starts them again if ``generation.engines.launch`` makes them child processes of the trainer's first rank.
+"""The engines of a run: found by their files in a folder, all with the same weights. A supervisor learns of lost engines, and
+starts them again if ``generation.engines.launch`` makes them child processes of the trainer's first rank.
 """
 
 import logging
@@ -30,23 +30,24 @@ log = logging.getLogger(__name__)
 LOST = (ServerUnreachable, ServerRestarted)
 POLL_S = 0.2
 WATCH_S = 2.0
-"""How often an engine is asked how it is."""
+"""Seconds between health checks."""
 END_S = 10.0
 """Seconds in which launched engines must end. They hold nothing that is worth a longer wait."""
 
 
 class CallAbandoned(Exception):
-    """Nobody wants the samples any more."""
+    """The samples are no longer wanted."""
 
 
 class Fleet:
     """Knows which engines can be asked. Safe to use from several threads."""
 
     def __init__(self, config: EnginesConfig, folder: Path, *, devices: Sequence[str] = (), bits: bool = False) -> None:
-        """
+        """Prepare the fleet; :meth:`start` launches it.
+
         Args:
             devices: CUDA_VISIBLE_DEVICES of each launched engine; none on a CPU.
-            bits: refuse engines whose samples depend on what is sampled beside them.
+            bits: refuse engines whose samples depend on what they are batched with.
         """
         self._config, self._folder, self._bits = config, folder, bits
         self._environments = [{"CUDA_VISIBLE_DEVICES": each} for each in devices] or [{}] * config.count
@@ -63,19 +64,19 @@ class Fleet:
         self._dead: dict[str, dict[str, Any]] = {}
         """Ready files of engines that were lost."""
         self._broken: Exception | None = None
-        """Why there will be no more engines."""
+        """The error that callers get once there will be no more engines."""
         self._published: PublishedWeights | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._broadcast = None if config.weights == "auto" else Broadcast(folder, config.weights)
         self.abandoned = threading.Event()
-        """While it is set, nobody waits for an engine that starts."""
+        """While it is set, no thread waits for an engine that starts."""
         self._asleep = False
-        """Whether all engines sleep. None is then started again: it would take memory that others use."""
+        """True if all engines sleep. None is then started again: it would take memory that others use."""
         self.lease = ""
         """Names the trainer and its current weights to the engines."""
 
     def start(self) -> None:
-        """Launch the engines, if that is this fleet's business."""
+        """Launch the engines if ``generation.engines.launch`` says so, and begin to watch them."""
         if self._config.launch:
             for ready in self._folder.glob("*.json"):  # of a start before this one
                 ready.unlink()
@@ -87,7 +88,7 @@ class Fleet:
         threading.Thread(target=self._watch, name="engines-watch", daemon=True).start()
 
     def load(self, published: PublishedWeights, shapes: dict[str, tuple[int, ...]]) -> float:
-        """Have every engine load a version of the weights, and those that join later; returns the largest gap on the probe, in
+        """Make every engine load a version of the weights, also those that join later; returns the largest gap on the probe, in
         nats.
 
         Raises:
@@ -112,7 +113,7 @@ class Fleet:
         return max(gaps)
 
     def sleep(self) -> dict[str, int]:
-        """Have every engine free its device until :meth:`load`, also those that are still starting.
+        """Make every engine free its device until :meth:`load`, also those that are still starting.
 
         Returns:
             Bytes that each still holds, by name.
@@ -170,7 +171,7 @@ class Fleet:
             engine.calls -= 1
 
     def lost(self, engine: EngineProcess, reason: object) -> None:
-        """Do without an engine that died, hangs or failed, and start it again.
+        """Give up an engine that died, hangs or failed, and start it again.
 
         Raises:
             UserError: it was lost too often at one version of the weights.
@@ -201,18 +202,18 @@ class Fleet:
             threading.Thread(target=self._join, args=(engine,), name=f"{engine.name}-joins", daemon=True).start()
 
     def _join(self, engine: EngineProcess) -> None:
-        """Have an engine load the newest weights, and let it be asked."""
+        """Make an engine load the newest weights, and let it be asked."""
         try:
             while not self._joined(engine):
                 pass
-        except Exception as error:  # noqa: BLE001 raised to whoever asks for an engine
+        except Exception as error:  # noqa: BLE001 raised to callers of engine()
             self._broken = self._broken or error
         finally:
             with self._lock:
                 del self._joining[engine.name]
 
     def _joined(self, engine: EngineProcess) -> bool:
-        """Whether it can be asked, or was given up; else newer weights have come while it loaded."""
+        """True if it can be asked, or was given up. False if newer weights have come while it loaded."""
         with self._lock:
             lease, published = self.lease, self._published
         try:
@@ -222,7 +223,7 @@ class Fleet:
                 return False
             if not self._ready():
                 raise
-            failure = error  # a wrong token or certificate: it is no reason to end what goes on without it
+            failure = error  # a wrong token or certificate: the run continues without it
         with self._lock:
             if failure is not None:
                 self._give_up(engine, failure)
@@ -235,7 +236,7 @@ class Fleet:
         return client_of(name, where, self._config, self._token)
 
     def _watch(self) -> None:
-        """Let new engines join, and do without those that end or hang."""
+        """Let new engines join, and give up engines that end or hang."""
         looked = time.monotonic()
         while not self._closing.wait(POLL_S):
             if self._asleep:
@@ -250,7 +251,7 @@ class Fleet:
                     engines = [*self._engines.values(), *self._joining.values()]
                 for engine in engines:
                     self._look_at(engine)
-            except Exception as error:  # noqa: BLE001 raised to whoever asks for an engine
+            except Exception as error:  # noqa: BLE001 raised to callers of engine()
                 self._broken = self._broken or error
 
     def _start_again(self) -> None:
@@ -288,13 +289,13 @@ class Fleet:
             if joining:
                 engine.give_up(reason)  # ends the call by which it loads
             else:
-                with suppress(UserError):  # raised to whoever asks for an engine
+                with suppress(UserError):  # raised to callers of engine()
                     self.lost(engine, reason)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`engines/*` count the engines that can be asked now, how often one was lost, and with generation.engines.weights those
-        that received the last weights at once; `kv_cache_share` is that of the engine that used most of its cache."""
+        """`engines/*` count the engines that can be asked now, the losses of engines, and with generation.engines.weights the
+        engines that received the last weights at once; `kv_cache_share` is the largest of their caches' shares in use."""
         with self._lock:
             shares = [engine.cache_share for engine in self._engines.values()]
         counts = {"engines/ready": float(len(shares)), "engines/lost": float(self._losses)}
@@ -304,7 +305,7 @@ class Fleet:
         return counts
 
     def close(self) -> None:
-        """End the launched engines, and have whatever other threads wait for here end with :class:`CallAbandoned`."""
+        """End the launched engines, and make every thread that waits for one raise :class:`CallAbandoned`."""
         with self._lock:  # none is being started again
             self._closing.set()
             self._broken = CallAbandoned()
@@ -317,7 +318,7 @@ class Fleet:
         self._supervisor.stop_all(END_S)
 
     def _load(self, engine: EngineProcess, lease: str, published: PublishedWeights | None) -> Exception | None:
-        """Have one engine load the published weights; returns the error by which it was lost."""
+        """Make one engine load the published weights; returns the error by which it was lost."""
         assert published is not None
         try:
             engine.call(partial(engine.client.acquire, lease, self._shapes))
@@ -350,10 +351,10 @@ class Fleet:
         self._report(name, reason, mistakes=True)
 
     def _report(self, name: str, reason: object, *, mistakes: bool) -> None:
-        """Have the supervisor start an engine again, if it was launched.
+        """Report a lost engine to the supervisor, which starts it again if it was launched.
 
         Args:
-            mistakes: whether an engine that refused its configuration is started again, too.
+            mistakes: True if an engine that refused its configuration is started again, too.
 
         Raises:
             UserError: the engine refused its configuration, or was lost too often at one version of the weights.
@@ -389,7 +390,7 @@ class Fleet:
             if self._broken is not None:
                 raise self._broken
             if self._joining:
-                deadline = time.monotonic() + self._config.ready_timeout_s  # how long it may load is watched
+                deadline = time.monotonic() + self._config.ready_timeout_s  # the watch limits the time of a load
             if time.monotonic() > deadline:
                 raise UserError(
                     f"no engine was ready within generation.engines.ready_timeout_s={self._config.ready_timeout_s:g}: "

@@ -1,8 +1,8 @@
 """Sends files from a trainer to all of its engines at once, in a torch.distributed group of their own.
 
 The group meets through a file in a folder that all hosts share. Like the group of the trainer's ranks it knows no token and does
-not encrypt: use it on networks on which nobody else can listen. It is tested with gloo. With nccl the same code moves the bytes
-between GPUs, which we have not tested; torch's watchdog then ends a process whose group breaks.
+not encrypt: use it only on networks without eavesdroppers. It is tested with gloo. With nccl the same code moves the bytes
+between GPUs; this is not tested. torch's watchdog then ends a process whose group breaks.
 """
 
 import re
@@ -21,7 +21,7 @@ NAME = re.compile(PREFIX + "[0-9a-f]{16}")
 
 
 class Groups:
-    """The last group of a process, which goes on as long as its members stay."""
+    """The last group of a process, kept as long as its members stay."""
 
     def __init__(self, folder: Path) -> None:
         """``folder`` is where the members meet."""
@@ -29,7 +29,7 @@ class Groups:
         self._last: tuple[str, Group] | None = None
 
     def meet(self, name: str, rank: int, size: int, backend: str) -> "Group":
-        """The group ``name``, new if it is not the last one; errors are those of :class:`Group`."""
+        """The group ``name``, new if it is not the last one; raises the errors of :class:`Group`."""
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next one takes memory
             self._last = name, Group(self._folder / name, rank, size, backend)
@@ -57,7 +57,7 @@ class Group:
             self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
 
     def send(self, path: Path) -> None:
-        """Send a file to the engines, which all :meth:`receive` it.
+        """Send a file to the engines. Each must :meth:`receive` it.
 
         Raises:
             RuntimeError: one of them has gone.
@@ -65,9 +65,7 @@ class Group:
         self._broadcast(torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8))
 
     def receive(self, size: int) -> bytearray:
-        """
-        Args:
-            size: bytes of the file.
+        """Receive a file of ``size`` bytes.
 
         Raises:
             RuntimeError: the trainer or another engine has gone.
@@ -77,7 +75,7 @@ class Group:
     def _broadcast(self, content: Tensor) -> Tensor:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        with torch.cuda.stream(self._stream):  # apart from training, which goes on meanwhile; no effect without a GPU
+        with torch.cuda.stream(self._stream):  # apart from training, which continues meanwhile; no effect without a GPU
             moved = content.to(self._device)
             self._group.broadcast([moved], options).wait()
             return moved.cpu()

@@ -67,9 +67,9 @@ class EngineStatus:
     digest: str | None
     """Digest of these weights."""
     running: int
-    """Requests that wait or are computed."""
+    """Waiting and running requests."""
     steps: int
-    """Steps that the engine has made; one with requests that makes none hangs."""
+    """Steps that the engine has made; an engine with requests that makes none hangs."""
     cache_share: float
     """Largest share of the KV cache that was in use since the last load."""
     max_sequence_length: int
@@ -77,7 +77,7 @@ class EngineStatus:
     max_request_bytes: int
     """Tensor bytes of one request."""
     repeatable: bool
-    """Whether it samples with ``run.deterministic``."""
+    """True if it samples with ``run.deterministic``."""
 
 
 def _are_sizes(shape: Any) -> bool:
@@ -125,7 +125,7 @@ class SendRequest:
 
 @dataclass(frozen=True)
 class ReceiveRequest:
-    """A request to ``engine_receive`` has the engine meet a group of ranks, which broadcasts the weights."""
+    """A request to ``engine_receive`` makes the engine meet the group of ranks that broadcasts the weights."""
 
     lease: Text
     group: Text
@@ -172,7 +172,7 @@ def _given(sampling: SamplingOverrides) -> dict[str, Any]:
 
 
 def parse_generate(inputs: dict[str, Array]) -> tuple[list[GenerationRequest], str, int]:
-    """The requests, whose sample ids are their numbers in the call, the lease and the version.
+    """The requests, the lease and the version. The sample ids of requests are their numbers in the call.
 
     Raises:
         ProtocolError: INVALID.
@@ -207,7 +207,7 @@ def parse_generate(inputs: dict[str, Array]) -> tuple[list[GenerationRequest], s
 
 
 def digest(inputs: dict[str, Array]) -> str:
-    """Tells a repeated call from another one."""
+    """Digest by which a repeated call is recognized."""
     content = hashlib.sha256()
     for name in sorted(inputs):
         array = inputs[name]

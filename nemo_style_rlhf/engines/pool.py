@@ -1,4 +1,4 @@
-"""A generator whose samples come from engines. Which engine makes a sample, and when, changes nothing about it."""
+"""A generator whose samples come from engines. A sample does not depend on the engine that makes it, or on the time."""
 
 import queue
 import threading
@@ -14,14 +14,15 @@ from nemo_style_rlhf.generation.interface import Completion, GenerationRequest, 
 from nemo_style_rlhf.generation.weight_store import PublishedWeights
 
 GROUP = 32
-"""Requests of one call: the size of a scoring group, which waits for all of its samples anyway."""
+"""Requests of one call: the size of a scoring group, since scoring waits for all samples of a group anyway."""
 
 
 class EnginePool:
-    """Has engines load published weights, and asks them for samples."""
+    """Loads published weights into engines, and asks them for samples."""
 
     def __init__(self, fleet: Fleet, *, weight_shapes: dict[str, tuple[int, ...]], calls: int) -> None:
-        """
+        """Sample from the engines of ``fleet``.
+
         Args:
             fleet: started.
             weight_shapes: the tensors of every version.
@@ -47,7 +48,7 @@ class EnginePool:
         return stream
 
     def load(self, update: WeightUpdate) -> float:
-        """Have every engine load a published version; one that starts later loads it, too, as long as it is stored."""
+        """Make every engine load a published version; one that starts later loads it, too, as long as it is stored."""
         assert isinstance(update, PublishedWeights)
         gap = self._fleet.load(update, self._shapes)
         self._version = update.version
@@ -59,14 +60,14 @@ class EnginePool:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of the fleet, and `engines/tokens_per_second`, sampled since the last look, idle seconds included."""
+        """The fleet's metrics, and `engines/tokens_per_second`, sampled since the last call, idle seconds included."""
         sampled, now = self._tokens, time.monotonic()
         speed = (sampled - self._looked[0]) / (now - self._looked[1])
         self._looked = sampled, now
         return self._fleet.metrics | {"engines/tokens_per_second": speed}
 
     def abandon(self) -> None:
-        """Have whatever other threads wait for here end with :class:`CallAbandoned`, until :meth:`resume`."""
+        """Make every thread that waits here raise :class:`CallAbandoned`, until :meth:`resume`."""
         self._fleet.abandoned.set()
         for stream in list(self._streams):
             stream.close()
@@ -75,7 +76,7 @@ class EnginePool:
         self._fleet.abandoned.clear()
 
     def ask(self, requests: Sequence[GenerationRequest], version: int) -> "Future[list[Completion]]":
-        """Have an engine sample ``requests``, and another one if the first is lost."""
+        """Ask an engine to sample ``requests``, and another one if the first is lost."""
         return self._calls.submit(self._ask, requests, version)
 
     def _ask(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
@@ -113,7 +114,8 @@ class PoolStream:
             call.add_done_callback(self._done.put)
 
     def completed(self) -> Iterator[Completion]:
-        """
+        """Yield all completions as they finish.
+
         Raises:
             CallAbandoned: the stream was closed meanwhile.
         """
@@ -121,7 +123,8 @@ class PoolStream:
             yield from self.wait()
 
     def wait(self) -> list[Completion]:
-        """
+        """The completions of the next finished call; empty after :meth:`wake`.
+
         Raises:
             CallAbandoned: the stream was closed meanwhile.
         """
@@ -137,7 +140,7 @@ class PoolStream:
         self._done.put("woken")
 
     def close(self) -> None:
-        """Forget unfinished calls. The engines drop them with the next weights, whose lease is another."""
+        """Forget unfinished calls. The engines drop them with the next weights: these have another lease."""
         for call in list(self._calls):
             call.cancel()
         self._done.put("closed")

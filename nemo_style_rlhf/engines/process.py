@@ -39,7 +39,7 @@ def serve(config: EngineProcessConfig, address: Address) -> None:
     """Run an engine. Ends the process: with 0 after SIGTERM, Ctrl-C or ``engine_shutdown``, with 1 after a failure."""
     device = bootstrap.setup(config.run, samples=True)
     require_host(config.generation, device)
-    # Linux sends SIGTERM for each thread of a killed trainer. An Event would wait for the set that a second one interrupts.
+    # Linux sends SIGTERM for each thread of a killed trainer. An Event could deadlock: a second signal may interrupt its set().
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: told.append(number))

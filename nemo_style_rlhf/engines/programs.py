@@ -41,7 +41,7 @@ def _part(schema: type[Any], given: Any) -> dict[str, Any]:
 
 
 def devices_beside(ranks: int, visible: Sequence[str], engines: int, size: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each engine, which gets ``size`` of the GPUs that this host's first ``ranks`` leave.
+    """CUDA_VISIBLE_DEVICES of each engine: ``size`` GPUs of this host, after the first ``ranks``.
 
     Raises:
         UserError: they are too few.

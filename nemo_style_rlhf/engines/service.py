@@ -26,20 +26,20 @@ from nemo_style_rlhf.wire.reading import read
 
 LOGGER = logging.getLogger(__name__)
 MEMBERS = 1024
-"""More engines than a trainer has."""
+"""Upper bound on the size of a group: more engines than a trainer has."""
 WIDEST = 8
 """Bytes of the widest number."""
 HEAD_BYTES = 1024
-"""Bytes with which a file of weights names a tensor, at most."""
+"""Maximum number of bytes with which a file of weights names a tensor."""
 MANIFEST_BYTES = 2**26
 IDLE_S = 0.5
-"""How often an idle engine looks whether it should end."""
+"""Seconds after which an idle engine checks whether it should end."""
 
 
 WAIT_S = 5.0
-"""Seconds after which a call of ``engine_generate`` is told to ask again: no answer is late, and who ends waits no longer."""
+"""Seconds after which a call of ``engine_generate`` is told to ask again: no answer times out, and a shutdown waits no longer."""
 LEFT_S = 60.0
-"""Seconds after which a call is dropped that nobody asks for again."""
+"""Seconds after which a call is dropped that no client asks for again."""
 
 
 @dataclass
@@ -50,30 +50,31 @@ class _PendingCall:
     requests: list[GenerationRequest]
     done: "Future[list[Completion]]" = field(default_factory=Future)
     asked: float = field(default_factory=time.monotonic)
-    """Time at which somebody last asked for it."""
+    """Time at which a client last asked for it."""
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
 class EngineService:
-    """Samples for one lease at a time. A sample depends on its request and the weights alone, so a repeated call gets the same
+    """Samples for one lease at a time. A sample depends only on its request and the weights, so a repeated call gets the same
     answer from this engine or another."""
 
     def __init__(
         self, generator: InProcessGenerator, *, boot_id: str, max_sequence_length: int, vocabulary: int, max_request_bytes: int,
         folder: Path | None = None, thorough: bool = False,
     ) -> None:  # fmt: skip
-        """
+        """Serve samples of ``generator``.
+
         Args:
             vocabulary: number of the model's token ids; a larger id in a prompt would break the generator.
-            folder: where groups meet that send weights; None if the engine joins none.
-            thorough: whether samples must keep their bits, and to look for long ones that do not.
+            folder: place where groups that send weights meet; None if the engine joins none.
+            thorough: True if samples must keep their bits; long ones are then checked, too.
         """
         self.shutdown_requested = threading.Event()
         self.failed = threading.Event()
         """The generator is unusable: weights did not reach it whole, or one of its steps failed."""
         self._generator, self._boot_id, self._max_length = generator, boot_id, max_sequence_length
         self._vocabulary, self._max_request_bytes = vocabulary, max_request_bytes
-        # No SimpleQueue: its get waits forever if a signal comes after the timeout, as if a process was stopped (CPython 3.11).
+        # No SimpleQueue: its get waits forever if a signal comes after the timeout, as when a process was stopped (CPython 3.11).
         self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self._ended = threading.Event()
         self._calls: dict[str, _PendingCall] = {}
@@ -84,10 +85,10 @@ class EngineService:
         self._sent: dict[str, bytearray] = {}
         """Files of the next weights, by name, from a trainer whose folder this process does not see."""
         self._room = 0
-        """Bytes that they may have."""
+        """Maximum number of bytes of these files."""
         self._held: WholeVersion | None = None
         self._gap = 0.0
-        """The gap on the probe of the weights that are held."""
+        """The gap on the probe of the current weights."""
         self._thorough = max_sequence_length if thorough else 0
         self._loses_bits: str | None = None
 
@@ -124,7 +125,7 @@ class EngineService:
     # --- in the threads of calls --------------------------------------------------------------------------------------
 
     def _in_turn(self, work: Callable[[], Any]) -> Any:
-        """Have the generator's thread do ``work`` between two of its steps."""
+        """Run ``work`` in the generator's thread, between two of its steps."""
         result: Future[Any] = Future()
         self._jobs.put((work, result))
         if self._ended.is_set():
@@ -132,7 +133,7 @@ class EngineService:
         return result.result()
 
     def _refuse_jobs(self) -> None:
-        """Answer the jobs that nobody will do: the thread that does them has ended."""
+        """Refuse all waiting jobs: the thread that does them has ended."""
         with contextlib.suppress(queue.Empty):
             while True:
                 _, result = self._jobs.get_nowait()
@@ -298,7 +299,7 @@ class EngineService:
     # --- in the generator's thread ------------------------------------------------------------------------------------
 
     def _published(self, folder: Path, digest: str) -> WholeVersion:
-        """The weights with ``digest``, which were sent, or are in ``folder``.
+        """The weights with ``digest``, sent or in ``folder``.
 
         Raises:
             ProtocolError: NOT_FOUND: neither.
@@ -318,7 +319,7 @@ class EngineService:
             raise ProtocolError(Code.LEASE_LOST, "another trainer has acquired the engine")
 
     def _stepped(self) -> bool:
-        """Whether a step of the generator succeeded. If it failed, every call is answered, or its thread would wait forever."""
+        """Make a step; True if it succeeded. If it failed, every call is answered, or its thread would wait forever."""
         try:
             self._generator.step()
         except Exception:
@@ -328,14 +329,14 @@ class EngineService:
         return not self.failed.is_set()
 
     def _settle(self) -> None:
-        """Answer the calls whose samples are all there."""
+        """Answer the calls whose samples have all finished."""
         for call in [call for call in self._calls.values() if not call.done.done()]:
             call.completions |= {each.request.sample.prompt_id: each for each in call.stream.finished()}
             if not call.stream.unfinished:
                 call.done.set_result([call.completions[index] for index in range(len(call.requests))])
 
     def _forget(self) -> None:
-        """Drop the calls that nobody asks for any more."""
+        """Drop the calls that no client asks for any more."""
         for name, call in list(self._calls.items()):
             if time.monotonic() - call.asked > max(LEFT_S, 2 * WAIT_S):
                 self._end(call, ProtocolError(Code.CONFLICT, "nobody asked for these samples any more"))

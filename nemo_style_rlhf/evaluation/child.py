@@ -1,5 +1,5 @@
-"""Generates responses in separate processes, one for each checkpoint, whose end frees all memory. No engine promises that for its
-shutdown. It imports no torch, so that the processes' libraries load while the evaluation's own do."""
+"""Generates responses in a separate process for each checkpoint, since the end of a process frees all memory. No engine promises
+that for its shutdown. It imports no torch, so that the processes' libraries load while the evaluation's own do."""
 
 import multiprocessing
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class ChildSampler:
         self._processes = [process for process in multiprocessing.active_children() if process not in others]
 
     def sample(self, checkpoint: Checkpoint, config: EvaluationConfig, prompts: Sequence["Prompt"]) -> list["Sample"]:
-        """:func:`sampling.sample` in a new process, which has ended when this returns.
+        """:func:`sampling.sample` in a new process. The process has ended when this returns.
 
         Raises:
             UserError: the checkpoint cannot be loaded, or the process was killed.

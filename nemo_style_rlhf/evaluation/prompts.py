@@ -32,7 +32,8 @@ def prompts_of(config: EvaluationConfig) -> dict[str, list[Prompt]]:
 
 
 def fitting_tokenizer(checkpoint: Checkpoint, config: EvaluationConfig) -> PreTrainedTokenizerBase:
-    """
+    """The checkpoint's tokenizer.
+
     Raises:
         UserError: it cannot be loaded, or the checkpoint was trained with another template.
     """
@@ -42,12 +43,10 @@ def fitting_tokenizer(checkpoint: Checkpoint, config: EvaluationConfig) -> PreTr
 
 
 def common_prompts(config: EvaluationConfig, loaded: dict[str, list[Prompt]]) -> dict[str, list[Prompt]]:
-    """
-    Args:
-        loaded: the prompts that each checkpoint's tokenizer takes, by the checkpoint's name.
+    """The prompts of ``loaded``, by the checkpoint's name, that every checkpoint has; at most ``data.max_prompts``.
 
     Raises:
-        UserError: there are none that all take, or they do not fit a checkpoint.
+        UserError: there are none, or they do not fit a checkpoint.
     """
     kept = _common_ids(list(loaded.values()), config.data.max_prompts)
     if not kept:

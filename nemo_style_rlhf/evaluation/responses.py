@@ -1,4 +1,4 @@
-"""The responses of each checkpoint on disk, before anything is scored: what fails later need not generate them again."""
+"""Stores the responses of each checkpoint before scoring: after a later failure they are not generated again."""
 
 import dataclasses
 import hashlib
@@ -21,7 +21,7 @@ OF_PROMPTS = ("label", "metadata", "chat")
 """Fields of a sample that its prompt has."""
 OF_SCORING = ("score", "extra")
 CAPACITY = ("kv_cache_gib", "gpu_memory_utilization", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens")
-"""Settings of the generator that say where and how fast it samples, not what."""
+"""Settings of the generator that change where and how fast it samples, but not the samples."""
 
 
 class Responses:
@@ -42,7 +42,7 @@ class Responses:
         self._identity = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
     def load(self) -> list[Sample] | None:
-        """Those that an earlier start has written with the same model, prompts and settings; None without."""
+        """The responses that an earlier start wrote with the same model, prompts and settings; None without."""
         try:
             first, *rows = map(json.loads, self._path.read_text(encoding="utf-8").splitlines())
             if first != {"identity": self._identity, "responses": len(rows)}:
@@ -60,7 +60,8 @@ class Responses:
         return Sample(**row, label=prompt.label, metadata=prompt.metadata, chat=prompt.chat)
 
     def store(self, samples: Sequence[Sample]) -> None:
-        """
+        """Write ``samples`` for a later start.
+
         Raises:
             StorageError: the disk refused.
         """

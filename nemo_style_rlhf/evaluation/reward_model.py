@@ -1,4 +1,4 @@
-"""Scores with a reward model in this process, which reads text, so that its tokenizer may differ from the checkpoints'."""
+"""Scores with a reward model in this process. It reads text, so that its tokenizer may differ from the checkpoints'."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -32,12 +32,12 @@ class RewardModelScorer:
         """The weights stay in host memory until the first sample is scored, so that generation has the device to itself.
 
         Args:
-            prompt_template: the policies' template, which is replaced by the reward model's own.
+            prompt_template: the policies' template; the reward model's own replaces it.
 
         Raises:
-            UserError: the checkpoint is missing or is no reward model.
+            UserError: the checkpoint is missing or is not a reward model.
         """
-        assert config.path is not None  # else the source is not in use
+        assert config.path is not None  # otherwise the source is not in use
         self._path = config.path
         self._device = device
         self._token_budget = config.micro_batch_tokens

@@ -68,7 +68,7 @@ def _tiny(config: EvaluationConfig) -> EvaluationConfig:
 def _sample(
     config: EvaluationConfig, sampler: ChildSampler, prompts: dict[str, list[Prompt]]
 ) -> dict[str, list[Sample]]:
-    """Samples by name of the checkpoint; an earlier start's where it has written them."""
+    """Samples by name of the checkpoint; reuses those that an earlier start has written."""
     samples = {}
     for checkpoint in config.parsed_checkpoints:
         started = perf_counter()
@@ -104,7 +104,8 @@ def _summaries(config: EvaluationConfig, samples: dict[str, list[Sample]]) -> li
 
 
 def _write(config: EvaluationConfig, samples: dict[str, list[Sample]], summaries: list[CheckpointSummary]) -> None:
-    """
+    """Write ``results.jsonl`` and ``summary.json``.
+
     Raises:
         StorageError: the disk refused.
     """

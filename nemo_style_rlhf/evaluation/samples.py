@@ -65,7 +65,7 @@ def _row(sample: Sample) -> dict[str, Any]:
 
 
 def from_jsonl(lines: Iterable[str]) -> Iterator[Sample]:
-    """The samples that :func:`to_jsonl` has written, without what it leaves out."""
+    """The samples that :func:`to_jsonl` has written, without the fields that it leaves out."""
     for line in lines:
         row = json.loads(line)
         yield Sample(

@@ -31,11 +31,7 @@ class CheckpointSummary:
 
 
 def summarize(name: str, path: str, samples: Sequence[Sample], first: Sequence[Sample] | None) -> CheckpointSummary:
-    """
-    Args:
-        samples: samples of this checkpoint, at least one.
-        first: samples of the first checkpoint; None if this is the first.
-    """
+    """Summarize the ``samples`` of a checkpoint, at least one; ``first`` are the first checkpoint's, None if this is it."""
     prompt_means = _prompt_means(samples)
     scored = any(sample.score is not None for sample in samples)
     return CheckpointSummary(

@@ -28,14 +28,14 @@ GROUP = 32
 SHOWN = 32
 """Maximum number of characters shown of a text."""
 WIDTH = 160
-"""Width of the table in characters where the output is no terminal."""
+"""Width of the table in characters where the output is not a terminal."""
 
 
 def try_reward(config: TryRewardConfig) -> bool:
-    """Print what each source says about each row, and one sentence for each of its failures.
+    """Print the rewards of each source for each row, and one sentence for each of its failures.
 
     Returns:
-        Whether every row has a reward from every source.
+        True if every row has a reward from every source.
 
     Raises:
         UserError: the rows cannot be read, or a source cannot be used as it is configured.
@@ -111,7 +111,7 @@ def _sample(record: Record, config: TryRewardDataConfig) -> ScoringSample:
 
 
 def _short(text: str) -> Text:
-    """On one line, without the middle if it is long: rewards are decided at the end as often as at the beginning."""
+    """``text`` on one line, without the middle if it is long: its end decides rewards as often as its beginning."""
     text = " ".join(text.split())
     half = SHOWN // 2 - 1
     return Text(text if len(text) <= SHOWN else f"{text[:half]} … {text[-half:]}")

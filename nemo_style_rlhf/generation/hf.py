@@ -17,8 +17,8 @@ from nemo_style_rlhf.schema.generation import GenerationConfig
 class HFGenerator(InProcessGenerator):
     """Samples with its own copy of the policy, one batch of left-padded prompts at a time.
 
-    A sample's log-probabilities depend on its batch, by rounding. A batch holds requests of one stream only, so that they do not
-    depend on when other streams submit theirs.
+    A sample's log-probabilities depend on its batch, by rounding. A batch holds requests of only one stream, so that they do not
+    depend on when other streams submit requests.
     """
 
     def __init__(

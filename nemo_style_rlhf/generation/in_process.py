@@ -1,4 +1,4 @@
-"""Common base of the generators inside the trainer's process: streams over one engine, and the loading of new weights."""
+"""Common base of the generators inside a process: streams over one engine, and the loading of new weights."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ class Finished(NamedTuple):
 
 
 class InProcessGenerator:
-    """Streams share an engine, which their consumers drive. A subclass knows how to add, step and abort requests."""
+    """Streams share an engine, driven by their consumers. A subclass knows how to add, step and abort requests."""
 
     def __init__(self, weight_shapes: dict[str, tuple[int, ...]]) -> None:
         """``weight_shapes`` names the tensors that every update must bring."""
@@ -65,7 +65,7 @@ class InProcessGenerator:
         return {}
 
     def expect(self, weight_shapes: dict[str, tuple[int, ...]]) -> None:
-        """Names and shapes of the tensors that every update must bring from now on."""
+        """Set names and shapes of the tensors that every update must bring from now on."""
         self._weight_shapes = weight_shapes
 
     @property
@@ -97,7 +97,7 @@ class InProcessGenerator:
             del self._owners[name]
 
     def preempt(self) -> None:
-        """Take the cache from all running requests, as happens when it is full: what they have so far is read again."""
+        """Take the cache from all running requests, as when it is full: their tokens so far are then read again."""
 
     # --- for subclasses -----------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class InProcessGenerator:
         """Free the memory of weights and cache."""
 
     def _wake_weights(self) -> None:
-        """Take memory for weights; their content is what follows."""
+        """Take memory for weights; their content follows later."""
 
     def _wake_cache(self) -> None:
         """Take memory for the cache."""
@@ -166,7 +166,7 @@ class InProcessStream:
 
     @property
     def unfinished(self) -> bool:
-        """Whether requests are running."""
+        """True if requests are running."""
         return bool(self._running)
 
     def finished(self) -> list[Completion]:

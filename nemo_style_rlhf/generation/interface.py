@@ -96,7 +96,7 @@ class WeightUpdate(Protocol):
 
 
 class Stream(Protocol):
-    """The requests of one consumer, which sees only its own samples."""
+    """The requests of one consumer. It sees only its own samples."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, also while others are running."""
@@ -108,7 +108,7 @@ class Stream(Protocol):
         """Wait for finished samples, or until :meth:`wake` is called; it may return early, with none."""
 
     def wake(self) -> None:
-        """Have :meth:`wait` return, in whichever thread it waits, or the next time."""
+        """Make :meth:`wait` return, in any thread that waits, or at its next call."""
 
     def close(self) -> None:
         """Abort unfinished requests; when this returns, the generator holds none of them."""
@@ -134,7 +134,7 @@ class Generator(Protocol):
         """
 
     def sleep(self) -> dict[str, int]:
-        """Free weights and caches; :meth:`load` brings a version. Until then there are no samples. Without effect while asleep.
+        """Free weights and caches; the generator cannot sample before the next :meth:`load`. Without effect while asleep.
 
         Returns:
             Bytes that other processes of the generator still hold, by name.

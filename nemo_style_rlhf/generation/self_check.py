@@ -1,4 +1,4 @@
-"""Checks that a sample does not depend on what it is batched with. With engines the clock decides what that is."""
+"""Checks that a sample does not depend on what it is batched with. With engines the clock decides that."""
 
 import logging
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ TOKENS = 8
 LONG = 384
 """Tokens of the thorough check's response: kernels that split a sequence among processors do so from some length on."""
 TURN = 16
-"""Tokens of the responses that begin meanwhile."""
+"""Tokens of the responses that begin while another decodes."""
 Sample = tuple[list[int], list[float]]
 """Tokens and log-probabilities."""
 
@@ -23,10 +23,10 @@ Sample = tuple[list[int], list[float]]
 def loses_bits(
     generator: InProcessGenerator, sequences: Sequence[Sequence[int]], version: int, *, thorough: int = 0
 ) -> str:
-    """Find out by what the tokens or log-probabilities of responses to beginnings of ``sequences`` change.
+    """Find a cause that changes the tokens or log-probabilities of responses to beginnings of ``sequences``.
 
     Args:
-        thorough: also check, up to this sequence length, what happens while a sample decodes.
+        thorough: also check causes while a sample decodes, up to this sequence length; 0 skips that.
 
     Returns:
         The cause, as the rest of a sentence; empty if none was found.
@@ -44,7 +44,7 @@ def loses_bits(
 
 
 def _while_decoding(generator: InProcessGenerator, short: GenerationRequest, version: int, length: int) -> str:
-    """The ways of benchmarks/sample_bits.py in which one long sample may come about."""
+    """Check one long sample under the conditions of benchmarks/sample_bits.py; returns the cause of a difference."""
     tokens = min(LONG, length - len(short.prompt) - TURN)
     if tokens < TURN:
         log.warning("sequences of at most %d tokens are too short to try out whether samples keep their bits", length)
@@ -76,7 +76,7 @@ def _begun(
     generator: InProcessGenerator, request: GenerationRequest, version: int, steps: int,
     others: Sequence[GenerationRequest], *, preempted: bool = False,
 ) -> list[Sample]:  # fmt: skip
-    """All samples, those of ``others`` begun ``steps`` steps after that of ``request``."""
+    """All samples, with ``others`` begun ``steps`` steps after ``request``."""
     stream = generator.stream(version)
     stream.submit([request])
     for _ in range(steps):

@@ -17,7 +17,7 @@ def tool_call_reader(
     a plain answer.
 
     Args:
-        tools: JSON schemas of the tools, from which some parsers read the types of arguments.
+        tools: JSON schemas of the tools; some parsers read the types of arguments from them.
 
     Raises:
         UserError: vLLM knows no parser of that name, or it does not take this tokenizer.

@@ -21,7 +21,7 @@ class StreamDigest:
     """XXH3 over the names, dtypes, shapes and bits of a stream of tensors; both ends keep one.
 
     It guards against mistakes, not against attackers: SHA-256 would take as long as the transfer itself. A tensor on a GPU is
-    represented by its :func:`word_sums`, which are computed there.
+    represented by its :func:`word_sums`, computed there.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class OwnWeights:
         self.digest = digest.hexdigest()
 
     def skip_rest(self) -> None:
-        """Read what is left and forget it: other ranks, which send their shards of it, wait for this one."""
+        """Read and forget the remaining tensors: other ranks send their shards of them, and wait for this one."""
         for _ in self._weights:
             pass
 

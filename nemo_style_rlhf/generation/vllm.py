@@ -1,4 +1,4 @@
-"""vLLM inside the trainer's process."""
+"""vLLM inside this process."""
 
 import logging
 import os
@@ -37,8 +37,8 @@ class VLLMGenerator(InProcessGenerator):
         """Load ``model_path``; ``weight_shapes`` names the tensors that every update must bring.
 
         Args:
-            stop_strings: whether prompts may have their own stop strings.
-            sleeps: whether :meth:`sleep` will be called, for which vLLM needs an allocator of its own on a GPU.
+            stop_strings: True if prompts may have their own stop strings.
+            sleeps: True if :meth:`sleep` will be called. On a GPU vLLM needs an allocator of its own for that.
         """
         from vllm import LLM  # type: ignore[import-not-found]
 
@@ -73,7 +73,7 @@ class VLLMGenerator(InProcessGenerator):
                 distributed_executor_backend="external_launcher" if _ranks() > 1 else None,
                 worker_extension_cls=f"{vllm_worker.__name__}.{vllm_worker.VllmWorker.__name__}",
                 enforce_eager=not config.compiles,
-                # FlashAttention 3 adds in another order when a prompt is read beside it.
+                # FlashAttention 3 adds in another order when a prompt is read in the same batch.
                 attention_backend="TRITON_ATTN" if _batch_invariant() else None,
                 logprobs_mode="processed_logprobs",  # under the sampled distribution, after the temperature
                 generation_config="vllm",  # not the checkpoint's own sampling defaults
@@ -147,7 +147,7 @@ class VLLMGenerator(InProcessGenerator):
         self._llm.wake_up(tags=["kv_cache"])
 
     def _load_apart(self, bucket: list[tuple[str, Tensor]]) -> None:
-        """Have worker processes map the tensors: in a call, each would get a copy through a pipe."""
+        """Make worker processes map the tensors: in a call, each would get a copy through a pipe."""
         with open(os.memfd_create("weights"), "wb") as memory:
             memory.write(save({name: tensor.detach().cpu().clone() for name, tensor in bucket}))
             memory.flush()
@@ -212,8 +212,8 @@ class VLLMGenerator(InProcessGenerator):
 
 
 def _describe_models_in_this_process() -> None:
-    """Have vLLM load a model's code where it asks what the model can do. Unless a file in the user's cache knows that, it starts
-    a process for it, which imports all of vLLM: 6 s of CPU time at the first start."""
+    """Make vLLM load a model's code in this process to ask what the model can do. Otherwise, unless a file in the user's cache
+    knows that, it starts a process that imports all of vLLM: 6 s of CPU time at the first start."""
     from vllm.model_executor.models.registry import (  # type: ignore[import-not-found]
         _LazyRegisteredModel,
         _ModelInfo,
@@ -223,8 +223,8 @@ def _describe_models_in_this_process() -> None:
 
 
 def _leave_the_trainer_its_process_group() -> None:
-    """Keep a vLLM that ends, or is freed, from ending what it did not begin, with which no trainer of this process could go on.
-    Its own groups stay for the next one."""
+    """Keep a vLLM that ends, or is freed, from ending process groups that it did not make: the trainer in this process needs
+    them. vLLM's own groups stay for the next one."""
     from vllm.v1.engine import core  # type: ignore[import-not-found]
 
     if torch.distributed.is_initialized():
@@ -232,7 +232,7 @@ def _leave_the_trainer_its_process_group() -> None:
 
 
 def _leave_transformers_alone() -> None:
-    """Keep vLLM from changing transformers' own classes for torch.compile, which it does if it has no code for a family: the
+    """Keep vLLM from changing transformers' own classes for torch.compile. It does so if it has no code for a family: the
     trainer's model, an instance of such a class, could not be called any more."""
     from vllm.model_executor.models.transformers.base import Base  # type: ignore[import-not-found]
 
@@ -245,14 +245,14 @@ def _batch_invariant() -> bool:
 
 def _finished(output: Any) -> Finished:
     (result,) = output.outputs
-    # An array, since torch reads a list ten times slower.
+    # An array, since torch reads a list ten times more slowly.
     token_ids = torch.frombuffer(array("q", result.token_ids), dtype=torch.int64)
     reason = "length" if result.finish_reason == "length" else "stop"
     return Finished(output.request_id, token_ids, _token_logprobs(result.logprobs, result.token_ids), reason)
 
 
 def _cpu_kernels(config: GenerationConfig) -> dict[str, Any]:
-    """vLLM's setting for CPUs without compilation; elsewhere its own default is the right one."""
+    """vLLM's setting for CPUs without compilation; elsewhere its own default is right."""
     if torch.cuda.is_available() or config.compiles:
         return {}
     return {"ir_op_priority": cpu_kernels.register()}
@@ -320,7 +320,7 @@ def _vllm_config(worker: Any) -> Any:
 
 
 def _require_attention_kernel(llm: Any, model_path: str) -> None:
-    """Check now: on CPU, vLLM fails only in the first forward, with an error that names no remedy."""
+    """Check that vLLM on CPU has a kernel: it fails only in the first forward, with an error that names no remedy."""
     if torch.cuda.is_available():
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # type: ignore[import-not-found]
@@ -335,7 +335,7 @@ def _require_attention_kernel(llm: Any, model_path: str) -> None:
 
 
 def explain(error: Exception, model_path: str, config: GenerationConfig, max_model_len: int) -> Exception:
-    """Turn vLLM's ``error`` into one sentence. If the cause is not a known one, vLLM's own traceback precedes it."""
+    """Turn vLLM's ``error`` into one sentence. If the cause is unknown, vLLM's own traceback precedes it."""
     text = str(error)
     if "head_size" in text and "not supported" in text:
         return UserError(f"vLLM has no attention kernel for the head size of {model_path}: use generation.backend=hf")
@@ -363,7 +363,7 @@ def explain(error: Exception, model_path: str, config: GenerationConfig, max_mod
 
 
 def _unlink_segment(group_size: int) -> None:
-    """Remove a killed run's segment of shared memory: vLLM on CPUs names it after the ranks alone, so it would be in the way."""
+    """Remove a killed run's segment of shared memory: vLLM on CPUs names it only after the ranks, so it would be in the way."""
     rank = torch.distributed.get_rank()
     place = rank % group_size
     ranks = "-".join(str(neighbor) for neighbor in range(rank - place, rank - place + group_size))
@@ -372,7 +372,7 @@ def _unlink_segment(group_size: int) -> None:
 
 
 def _unlink_own_segments(worker: Any) -> None:
-    """Remove the names of the workers' segments, which all have opened, so that nothing is left of workers that are killed."""
+    """Remove the names of the workers' segments. All workers have opened them, and killed workers then leave nothing behind."""
     for segment in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*cpushm_*"):
         segment.unlink(missing_ok=True)
 

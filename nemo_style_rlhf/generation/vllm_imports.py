@@ -22,7 +22,7 @@ def import_vllm(*, compiles: bool) -> None:
     """Import what :class:`VLLMGenerator` needs; no device is touched.
 
     Args:
-        compiles: whether vLLM will compile the model.
+        compiles: True if vLLM will compile the model.
     """
     on_cpu = not has_nvidia()
     with importing(), _without_inductor() if on_cpu and not compiles else nullcontext():
@@ -32,8 +32,8 @@ def import_vllm(*, compiles: bool) -> None:
 
 @contextmanager
 def _without_inductor() -> Iterator[None]:
-    """Context in which the import of vLLM does not load torch's compiler. It has two reasons to: it changes a list there for the
-    models that it compiles, and it compiles some small functions, which here happens when they are first called."""
+    """Context in which the import of vLLM does not load torch's compiler. It would for two reasons: it changes a list there for
+    the models that it compiles, and it compiles some small functions. Here these are compiled when they are first called."""
     compile_now = torch.compile
 
     def compile_later(function: Any = None, **settings: Any) -> Any:
@@ -45,7 +45,7 @@ def _without_inductor() -> Iterator[None]:
     torch.compile = compile_later  # type: ignore[assignment]
     try:
         if LOWERING not in sys.modules and "vllm" not in sys.modules:
-            sys.modules[LOWERING] = None  # type: ignore[assignment]  # as with a torch that has none, which vLLM accepts
+            sys.modules[LOWERING] = None  # type: ignore[assignment]  # as with a torch that has none: vLLM accepts that
             import_module("vllm")
             del sys.modules[LOWERING]
         yield

@@ -11,4 +11,4 @@ if not torch.cuda.is_available():
 
 
 class VllmWorker:
-    """A base of vLLM's worker that adds nothing: vLLM imports it, and with it the above, before the worker is made."""
+    """A base of vLLM's worker that adds nothing: vLLM imports this module before the worker is made."""

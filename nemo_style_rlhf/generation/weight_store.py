@@ -42,7 +42,7 @@ class WeightStore:
         """Write a version, whole or not at all.
 
         Raises:
-            StorageError: there is no room for it.
+            StorageError: the disk or memory refused.
         """
         try:
             for _ in self.written(update).buckets():
@@ -54,7 +54,7 @@ class WeightStore:
         return PublishedWeights.open(self._folder(update.version))
 
     def written(self, update: WeightUpdate) -> WeightUpdate:
-        """``update``, of which a version is written while somebody reads it."""
+        """``update``, written to the store as it is read."""
         return _Written(update, self._folder(update.version))
 
     def keep(self, versions: Collection[int]) -> None:
@@ -65,7 +65,7 @@ class WeightStore:
                     shutil.rmtree(folder)
 
     def pinned(self, version: int) -> "PublishedWeights":
-        """A version, which is kept until :meth:`unpin` is called as often as this."""
+        """A version, kept until :meth:`unpin` is called as often as this."""
         with self._lock:
             self._pinned[version] += 1
         return PublishedWeights.open(self._folder(version))
@@ -147,7 +147,8 @@ class PublishedWeights(WholeVersion):
 
     @staticmethod
     def open(folder: Path) -> "PublishedWeights":
-        """
+        """Read the manifest of a version.
+
         Raises:
             TransferError: the folder holds no whole version.
         """
@@ -173,9 +174,10 @@ class SentWeights(WholeVersion):
 
     @staticmethod
     def of(files: dict[str, bytearray]) -> "SentWeights":
-        """
+        """A version from its files, by name; takes the manifest out of them.
+
         Raises:
-            TransferError: no manifest is among them.
+            TransferError: the manifest is missing or damaged.
         """
         return SentWeights(*_fields(bytes(files.pop(MANIFEST, b""))), files)
 
