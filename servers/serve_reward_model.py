@@ -1,4 +1,4 @@
-"""A reward model alone: python servers/serve_reward_model.py --help"""
+"""A reward-only server: python servers/serve_reward_model.py --help"""
 
 import sys
 from pathlib import Path

@@ -172,7 +172,7 @@ class SandboxPeer:
 
 
 class Remote:
-    """Proxy of an object of the other end, which carries out every operation."""
+    """Proxy of an object of the other end. The other end carries out every operation."""
 
     __slots__ = ("_number", "_peer")
 

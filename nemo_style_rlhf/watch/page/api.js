@@ -25,7 +25,7 @@ function queryOf(params) {
   return query;
 }
 
-/** What report.py has written an answer down by. */
+/** The key under which report.py writes an answer. */
 function keyOf(path, params) {
   const query = queryOf(params);
   query.sort();
