@@ -8,7 +8,7 @@ ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>
 SERVER := .venv-server
 ACTOR := .venv-actor
 LOCK := requirements/lock
-# Every package comes from a lock, from any index. DeepSpeed's build imports torch: isolated, it would not see it.
+# Every package comes from a lock, whichever index serves it. DeepSpeed's build imports torch: isolated, it would not see it.
 INSTALL = install -q --require-hashes --no-deps --no-build-isolation
 # Otherwise that build looks for nvcc on a host with a GPU. No op of DeepSpeed is compiled, neither now nor by a run.
 export DS_IGNORE_CUDA_DETECTION := 1

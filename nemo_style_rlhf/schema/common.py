@@ -168,9 +168,9 @@ class EngineConfig:
     offload_parameters: bool = False
     """Keep the shards of the weights in host memory until a layer needs them (ZeRO-Infinity, arXiv 2104.07857): zero_stage 3."""
     zero_hpz_partition_size: int = 1
-    """Number of neighboring ranks, those of a node, that divide a second copy of the weights among themselves: zero_stage 3 then
-    gathers weights from other nodes once per optimizer step, not for every forward and backward (hpZ, arXiv 2306.10209). 1: no
-    second copy."""
+    """Number of neighboring ranks, the ranks of a node, that divide a second copy of the weights among themselves: zero_stage 3
+    then gathers weights from other nodes once per optimizer step, not for every forward and backward (hpZ, arXiv 2306.10209). 1:
+    no second copy."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Merged into the generated DeepSpeed config, for settings without a key here. For example {data_types: {grad_accum_dtype:
     fp32}} sums the bf16 gradients of many micro-batches without rounding in between: zero_stage 2 and 3."""

@@ -94,8 +94,8 @@ class RewardConfig:
     endpoints: EndpointRewardConfig = field(default_factory=EndpointRewardConfig)
     judge: JudgeRewardConfig = field(default_factory=JudgeRewardConfig)
     special_tokens: bool = False
-    """Show functions, endpoints, judges and reward servers a response's special tokens, such as a `<think>` that is one, but not
-    the token that ends it."""
+    """Show a response's special tokens, such as a `<think>` that is one, to functions, endpoints, judges and reward servers, but
+    not the token that ends it."""
     on_error: str = setting("stop", among=("stop", "mask"))
     """Reaction to a source that fails on samples, or gives them NaN or infinite rewards. stop: end the run with the reason; mask:
     leave the samples out of training and count them in train_rollouts/reward_failures."""

@@ -214,7 +214,7 @@ def _is_builtin(kind: type) -> bool:
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Replace the content of the mutable ``old`` by that of ``new``."""
+    """Replace the content of the mutable ``old`` by the content of ``new``."""
     if isinstance(old, list | bytearray):
         old[:] = new
     elif isinstance(old, deque):

@@ -35,8 +35,8 @@ class MetricsWriter:
             logger.log_hyperparams(resolved)
 
     def rewind(self, step: int) -> None:
-        """Remove damaged lines, and all lines written after the line of ``step``: their steps will be repeated. A line about an
-        earlier step may be among them, if it was written late.
+        """Remove damaged lines, and all lines written after the line of ``step``: what they describe will be repeated. A line
+        about an earlier step may be among them, if it was written late.
 
         Raises:
             UserError: a file cannot be read or written, or something other than a file has its name.

@@ -1,4 +1,4 @@
-"""Decodes and writes the samples of a run in a process beside training. Imports no torch, so that it starts fast."""
+"""Decodes and writes the samples of a run in a process alongside training. Imports no torch, so that it starts fast."""
 
 import logging
 import multiprocessing

@@ -83,6 +83,5 @@ def take_door(host: str, port: int, token_file: str | None, certificate: str | N
 
 
 def _page_token() -> str:
-    """The page's token, made from the token of this user's servers but useless to them: a link stays valid from start to
-    start."""
+    """Derive the page's token from the token of this user's servers: a link stays valid across starts, but servers refuse it."""
     return hmac.new(own_token_made().encode(), b"watch", hashlib.sha256).hexdigest()

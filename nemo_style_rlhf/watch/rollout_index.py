@@ -137,7 +137,7 @@ class RolloutIndex:
                 self._damaged.add(file)
 
     def _take(self, batch: list[RolloutFile], listed: set[RolloutFile]) -> None:
-        """Add the samples of files, and drop those of the files that they replace, in one transaction."""
+        """Add the samples of files and drop the samples of the files that they replace, in one transaction."""
         replaced = [old for old in self._files if old not in listed and any(_overlap(old, file) for file in batch)]
         paths = [file.path for file in batch]
         with self._database.cursor() as cursor:

@@ -53,8 +53,7 @@ class RolloutSources:
         }
 
     def page(self, run: str, query: sample_queries.Query, *, texts: bool = True) -> dict[str, Any]:
-        """A page of samples. The last pages are kept while samples stay the same: an open view of a training run asks
-        repeatedly."""
+        """A page of samples. The last pages are cached until samples change: an open view of a running run asks repeatedly."""
         index = self.index(run)
         index.refresh(sample_queries.PATIENCE_S)
         key = (index.folder, index.changes, query, texts)

@@ -20,7 +20,7 @@ MOST_STEPS = 500
 
 
 class Sources:
-    """Runs, and what has been read of them."""
+    """Runs, and the data read from them."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs

@@ -11,7 +11,7 @@ from nemo_style_rlhf.watch.tokens import LONGEST_CHARACTER, special_tokens, text
 NUMBERS = ("sampler_logprobs", "logprobs", "ref_logprobs", "values", "rewards", "kl", "advantages", "returns", "ratios")
 LISTS = {*NUMBERS, "tokens", "mask", "weights_versions"}
 MOST_TOKENS = 4000
-"""Tokens at once; a browser lays out this many elements without a pause that one notices."""
+"""Tokens at once; a browser lays out this many elements without a noticeable pause."""
 OUTLIERS = 0.02
 """Share of tokens at either end that a color scale does not stretch for."""
 

@@ -27,8 +27,7 @@ AROUND = 80
 STEPS_AT_ONCE = 10
 MOST_HITS = 1000
 _NOWHERE = cast("re.Match[str]", re.match("", ""))
-"""Stands for a match where the database folds a letter's case differently from the pattern: the text is shown from its
-beginning."""
+"""Stands for a match if the database folds case differently from the pattern: the text is shown from its beginning."""
 SHOWN = ("reward", "finish_reason", "prompt_id", "index")
 
 

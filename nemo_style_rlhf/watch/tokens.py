@@ -68,7 +68,7 @@ def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | None]:
 def _added(tokenizer: Tokenizer, ids: Sequence[int], context: int, waiting: int, end: int) -> str:
     """The text of tokens ``waiting`` to ``end``. The context keeps decoders from dropping the space before a first word.
 
-    The library's DecodeStream does the same, but fails on bytes that are no text, and a model in training samples them.
+    The library's DecodeStream does the same, but fails on bytes that are not text, and a model in training samples them.
     """
     before: str = tokenizer.decode(ids[context:waiting], skip_special_tokens=False) if context < waiting else ""
     text: str = tokenizer.decode(ids[context:end], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""A shop's assistant, written with the `openai` package as usual. It knows nothing of training.
+"""An ordinary shop assistant, written with the `openai` package. It knows nothing of training.
 
 OPENAI_BASE_URL=... OPENAI_API_KEY=... python examples/agents/openai_program/program.py "What does part 3841 cost?"
 """

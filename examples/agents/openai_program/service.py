@@ -49,7 +49,7 @@ def serve_one(http: requests.Session, client: OpenAI, url: str, token: str) -> N
     key, task = given.json()["api_key"], given.json()["task"]
     try:
         verdict, content = "reward", judged(client.with_options(api_key=key), task)
-    except Exception as error:  # noqa: BLE001 of the program, and it ends one sample alone
+    except Exception as error:  # noqa: BLE001 of the program, and it ends only one sample
         verdict, content = "fail", {"reason": repr(error)}
     http.post(f"{url}/sessions/{verdict}", headers=bearer(key), json=content)
 
