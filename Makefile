@@ -1,16 +1,16 @@
 # Two processes, two environments: the server's PyTriton needs NumPy 1, the actor's vLLM needs NumPy 2.
 
 PYTHON ?= python3
-# Searched for the CPU build of torch where pip's own index has none, as PyPI.
+# Searched for the CPU build of torch if pip's own index (such as PyPI) lacks it.
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
 
 SERVER := .venv-server
 ACTOR := .venv-actor
 LOCK := requirements/lock
-# Every package comes from a lock, whatever index serves it. An isolated build would not see torch, which DeepSpeed's imports.
+# Every package comes from a lock, whichever index serves it. DeepSpeed's build imports torch: isolated, it would not see it.
 INSTALL = install -q --require-hashes --no-deps --no-build-isolation
-# Else that build looks for nvcc where there is a GPU. No op of DeepSpeed is compiled, neither now nor by a run.
+# Otherwise that build looks for nvcc on a host with a GPU. No op of DeepSpeed is compiled, neither now nor by a run.
 export DS_IGNORE_CUDA_DETECTION := 1
 
 .PHONY: envs
@@ -46,7 +46,7 @@ $(ACTOR)/.dev: $(LOCK)/dev.txt $(ACTOR)/.complete-$(ACCELERATOR)
 	touch $@
 
 # Resolves requirements/ into requirements/lock/. `upgrade` moves every version to the newest that requirements/ allow, in all
-# environments at once; exact pins, and which of them move together, stand there with their reasons.
+# environments at once; exact pins, and groups that move together, are listed there with their reasons.
 .PHONY: lock upgrade
 lock: .venv-lock/.complete
 	TORCH_INDEX_URL=$(TORCH_INDEX_URL) .venv-lock/bin/python tools/lock.py $(MOVE)
@@ -85,7 +85,7 @@ check: lint
 test: lint
 	$(ACTOR)/bin/python -m pytest -m "not more and not soak"
 
-# What else must hold before a commit lands in main: more kills, fuzz, other users, Slurm and Ray.
+# Further checks before a commit lands in main: more kills, fuzz, other users, Slurm and Ray.
 .PHONY: test-more
 test-more: dev
 	$(ACTOR)/bin/python -m pytest -m more
@@ -96,7 +96,7 @@ docs: dev
 	$(ACTOR)/bin/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet --builder html docs build/site
 	@echo "build/site/index.html"
 
-# On a real Slurm, which only root can install and start.
+# On a real Slurm; only root can install and start it.
 .PHONY: test-cluster
 test-cluster: dev
 	tests/cluster/install.sh
@@ -121,8 +121,8 @@ bench: envs bench-peer-env
 	$(ACTOR)/bin/python benchmarks/ppo_step.py --peer
 	$(ACTOR)/bin/python benchmarks/grpo_step.py --peer
 
-# Faults at random moments of PPO runs, each of which must end with the bits of one without any; with ENGINES=2 STALENESS=1, of
-# asynchronous ones.
+# Faults at random moments of PPO runs, with ENGINES=2 STALENESS=1 of asynchronous ones. Each run must end with the bits of one
+# without faults.
 .PHONY: chaos
 FAULTS ?= 40
 ENGINES ?= 0
@@ -131,8 +131,8 @@ BACKEND ?= pytriton
 chaos: dev
 	$(ACTOR)/bin/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED) --engines $(ENGINES) --staleness $(STALENESS) --backend $(BACKEND)
 
-# Malformed requests to a critic server, or with TARGET=native to one without Triton, with TARGET=engine to an engine, which must
-# change nothing; ONLY=i is request i of this seed again, TLS=1 gives the server a certificate.
+# Malformed requests to a critic server, with TARGET=native to one without Triton, with TARGET=engine to an engine. They must change
+# nothing. ONLY=i repeats request i of this seed, TLS=1 gives the server a certificate.
 .PHONY: fuzz
 N ?= 100000
 ONLY ?=
@@ -146,7 +146,7 @@ fuzz: dev
 mutants: dev
 	$(ACTOR)/bin/python -m tests.mutants.run $(if $(ONLY),--only $(ONLY))
 
-# One to two hours, before a release: faults, malformed requests, and what must be learned, of real data and whatever the seed.
+# One to two hours, before a release: faults, malformed requests, and what must be learned, of real data and with any seed.
 .PHONY: soak
 soak: dev
 	$(ACTOR)/bin/python -m pytest -m soak tests/integration

@@ -20,7 +20,7 @@ def requirements(name: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    """A console command for each script, which runs the same function: nsr-train-sft for trainers/train_sft.py."""
+    """One console command per script, running the same function: nsr-train-sft for trainers/train_sft.py."""
     scripts = sorted([*(ROOT / "servers").glob("*.py"), *(ROOT / "trainers").glob("*.py")])
     return [f"nsr-{script.stem.replace('_', '-')} = nemo_style_rlhf.programs:{script.stem}" for script in scripts]
 

@@ -33,8 +33,8 @@ def last_metric(run_dir: Path, name: str) -> float:
 def plot_curves(
     runs: Mapping[str, Sequence[Rows]], target: Path, *, title: str, panels: Mapping[str, str] = PANELS
 ) -> None:
-    """Write ``panels``, title by metric, over steps as a PNG: a line for each name of ``runs``, the mean of its runs, which
-    differ in their seeds."""
+    """Write ``panels``, title by metric, over steps as a PNG: a line for each name of ``runs``, the mean of its runs with
+    different seeds."""
     figure, axes = plt.subplots(1, len(panels), figsize=(10, 3.6), layout="constrained")
     for axis, (name, label) in zip(axes, panels.items(), strict=True):
         for (run, seeds), color in zip(runs.items(), COLORS, strict=False):

@@ -1,4 +1,4 @@
-"""GRPO in a loop of one's own, from the package's public parts: a policy learns to write the letter e.
+"""GRPO in your own loop, from the package's public parts: a policy learns to write the letter e.
 
     .venv-actor/bin/python examples/own_loop.py MODEL
 

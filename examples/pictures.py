@@ -2,7 +2,7 @@
 
     .venv-actor/bin/python examples/pictures.py outputs/quickstart
 
-They go to docs/images, or to the folder of --target. The Chromium of the tests, which `make dev` installs, looks at the page.
+They go to docs/images, or to the folder of --target. The Chromium of the tests (`make dev` installs it) renders the page.
 """
 
 import argparse

@@ -20,7 +20,7 @@ console = Console()
 
 
 class Pipeline(Supervisor):
-    """A launcher for a script of its own: SIGTERM and SIGHUP end every program in order, as Ctrl-C does."""
+    """A launcher for an example's script: SIGTERM and SIGHUP end every program in order, as Ctrl-C does."""
 
     def __enter__(self) -> "Pipeline":
         signal.signal(signal.SIGTERM, _raise_interrupt)

@@ -1,5 +1,5 @@
-"""Sample a policy, score it with a reward model and measure its KL divergence from the reference: transformers alone, so
-that what judges the training shares as little as possible with it."""
+"""Sample a policy, score it with a reward model and measure its KL divergence from the reference: only with transformers, to
+share as little as possible with the training that it judges."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def sample(
     temperature: float = 1.0,
     batch_size: int = 128,
 ) -> Samples:
-    """One response per prompt; log-probabilities are those of the distribution that was sampled from."""
+    """One response per prompt; log-probabilities refer to the distribution that was sampled from."""
     tokenizer = AutoTokenizer.from_pretrained(policy_dir)
     policy = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
     reference = (
@@ -64,7 +64,7 @@ def sample(
     reward_model = None
     if reward_dir:
         reward_model = AutoModelForSequenceClassification.from_pretrained(reward_dir, dtype=torch.float32).eval()
-    plain_sampling = GenerationConfig(  # whatever the checkpoint's own generation settings are
+    plain_sampling = GenerationConfig(  # in place of the checkpoint's own generation settings
         do_sample=True,
         temperature=temperature,
         top_k=0,

@@ -1,10 +1,10 @@
-"""The public parts of the package, for a loop of one's own: examples/own_loop.py is one in 60 lines.
+"""The public parts of the package, for your own training loop: examples/own_loop.py is one in 60 lines.
 
 Names in ``__all__`` stay importable from here; everything else may change without notice.
-Batches are ragged: sequences lie end to end in flat [N] tensors, with their lengths beside them (:class:`Experience` documents
+Batches are ragged: sequences lie end to end in flat [N] tensors, with their lengths alongside (:class:`Experience` documents
 every field).
 
-* Start: :func:`setup` (device, seeds, threads, quiet libraries), then engines, which join the process group, then a generator,
+* Start: :func:`setup` (device, seeds, threads, quiet libraries), then engines (they join the process group), then a generator,
   because vLLM would make a process group of its own. :class:`Ranks` shares work.
 * Configuration: the dataclasses of ``nemo_style_rlhf.schema``, whose docstrings are the reference of every key;
   :class:`UserError` is a mistake of the user, in one sentence.
@@ -23,7 +23,7 @@ every field).
 
 from nemo_style_rlhf.launch.environment import prepare
 
-prepare()  # else the libraries below would greet
+prepare()  # otherwise the libraries below print greetings
 
 from nemo_style_rlhf.algorithms.advantages import discounted_returns, gae, group_advantages
 from nemo_style_rlhf.algorithms.corrections import importance_weights

@@ -1,8 +1,8 @@
 """The programs: one function for each script in ``servers/`` and ``trainers/`` and for the command that setup.py names after it.
 
-The docstring of each is what its ``--help`` says, between generated lists of options and presets (launch/usage.py).
-Each imports what it needs once its configuration is checked: a mistake is reported, and refused folders and ports are named,
-before torch is loaded. Reward functions' processes, too, import the script that started them and must not wait for torch.
+Each docstring is the text of ``--help``, between generated lists of options and presets (launch/usage.py).
+Each function imports what it needs after its configuration is checked, so that mistakes, refused folders and refused ports are
+reported before torch is loaded. Reward functions' processes import the script that started them and must not wait for torch.
 """
 
 import argparse
@@ -42,7 +42,7 @@ STEP_AND_BATCH = "run one optimizer step and one validation batch"
 
 @entry_point(PPOCriticConfig, dry_run="run one tiny request of every kind", no_sweep=SERVER)
 def serve_ppo_critic(config: PPOCriticConfig) -> None:
-    """Values and rewards over HTTP, and a critic that trains on request: the server of trainers/train_ppo_actor.py.
+    """Serve values and rewards over HTTP, and train a critic on request: the server of trainers/train_ppo_actor.py.
 
     usage: python servers/serve_ppo_critic.py run.output_dir=DIR model.path=REWARD_MODEL [key=value ...]
 
@@ -50,8 +50,8 @@ def serve_ppo_critic(config: PPOCriticConfig) -> None:
     Without a reward model (reward_model.combine_rm_and_critic_server=false) model.path may be a language model, too.
     value_model.enabled=false serves only the reward model, for algorithms without a critic.
 
-    The server listens on 127.0.0.1:5567 (server.host, server.port). Any address but loopback needs a token, which the actor must
-    know too: server.token.token_file, or NSR_CRITIC_TOKEN in the environment. The server keeps running after the actor has ended;
+    The server listens on 127.0.0.1:5567 (server.host, server.port). Any address but loopback needs a token that the actor must
+    know: server.token.token_file, or NSR_CRITIC_TOKEN in the environment. The server keeps running after the actor ends;
     SIGTERM, Ctrl-C or a critic_shutdown call end it with exit code 0. docs/protocol.md describes every endpoint.
     """
     from nemo_style_rlhf.precheck.programs import check_critic
@@ -71,14 +71,14 @@ def serve_ppo_critic(config: PPOCriticConfig) -> None:
 
 @entry_point(RewardServerProcessConfig, dry_run="score two tiny texts", no_sweep=SERVER)
 def serve_reward_model(config: RewardServerProcessConfig) -> None:
-    """Rewards of texts over HTTP, without a critic: the server that PPO (trainers/train_ppo_actor.py) asks with reward=server.
+    """Serve rewards of texts over HTTP, without a critic: the server PPO (trainers/train_ppo_actor.py) asks with reward=server.
 
     usage: python servers/serve_reward_model.py model.path=REWARD_MODEL [key=value ...]
 
     model.path is a reward model, decoder or encoder (docs/models.md); tokenizer and chat template may differ from the policy's.
 
-    The server listens on 127.0.0.1:5568 (server.host, server.port). Any address but loopback needs a token, which the actor must
-    know too (reward.server.token): server.token.token_file, or NSR_CRITIC_TOKEN in the environment. SIGTERM or Ctrl-C end it with
+    The server listens on 127.0.0.1:5568 (server.host, server.port). Any address but loopback needs a token that the actor must
+    know (reward.server.token): server.token.token_file, or NSR_CRITIC_TOKEN in the environment. SIGTERM or Ctrl-C end it with
     exit code 0. docs/protocol.md describes its two endpoints, critic_status and reward_infer.
     """
     from nemo_style_rlhf.precheck.programs import check_reward_server
@@ -95,12 +95,12 @@ def serve_reward_model(config: RewardServerProcessConfig) -> None:
 
 @entry_point(EngineProcessConfig, no_sweep=SERVER)
 def serve_engine(config: EngineProcessConfig) -> None:
-    """Samples of a policy over HTTP, from the weights that a trainer publishes.
+    """Serve samples of a policy over HTTP, from the weights that a trainer publishes.
 
     usage: python servers/serve_engine.py model.path=POLICY [key=value ...]
 
-    The engine listens on 127.0.0.1:5569 (server.host, server.port). Any address but loopback needs a token, which its trainer
-    must know, too: server.token.token_file, or NSR_CRITIC_TOKEN in the environment. SIGTERM or Ctrl-C end it with exit code 0.
+    The engine listens on 127.0.0.1:5569 (server.host, server.port). Any address but loopback needs a token that its trainer
+    must know: server.token.token_file, or NSR_CRITIC_TOKEN in the environment. SIGTERM or Ctrl-C end it with exit code 0.
     """
     from nemo_style_rlhf.wire.listening import take_address
 
@@ -140,14 +140,14 @@ def train_ppo_local(config: PPOLocalConfig) -> None:
     usage: python trainers/train_ppo_local.py run.output_dir=DIR model.path=MODEL data.train_path=PROMPTS \
                critic.model.path=REWARD_MODEL [key=value ...] [critic.key=value ...]
 
-      key=...          what trainers/train_ppo_actor.py is given, as it is; critic.run has the values of run
-      critic.key=...   what servers/serve_ppo_critic.py is given, with critic. before each key; critic.engine=PRESET too
-      ranks, critic_ranks      of the actor and of the server, as torchrun starts them
+      key=...          arguments of trainers/train_ppo_actor.py, unchanged; critic.run has the values of run
+      critic.key=...   arguments of servers/serve_ppo_critic.py, with critic. before each key; critic.engine=PRESET too
+      ranks, critic_ranks      ranks of the actor and of the server, as torchrun starts them
       devices, critic_devices  their CUDA devices: devices=[0,1] critic_devices=[2]
-      restarts         of processes that die, before the next new step
+      restarts         restarts of processes that die, before the next new step
 
     DIR gets actor/, critic/ and their logs; the policy ends up in DIR/actor/export. Ctrl-C ends all; the same command resumes.
-    With algorithm=grpo, which has no critic, the server holds only the reward model; with reward=function, too, none is started.
+    With algorithm=grpo (no critic) the server holds only the reward model; with reward=function, too, no server is started.
     """
     from nemo_style_rlhf.precheck.programs import check_launched
 
@@ -165,16 +165,16 @@ def train_ppo_ray(config: PPORayConfig) -> None:
     usage: ray job submit -- .venv-actor/bin/python trainers/train_ppo_ray.py run.output_dir=DIR model.path=MODEL \
                data.train_path=PROMPTS critic.model.path=REWARD_MODEL [key=value ...] [critic.key=value ...]
 
-      key=...          what trainers/train_ppo_actor.py is given, as it is; critic.run has the values of run
-      critic.key=...   what servers/serve_ppo_critic.py is given, with critic. before each key; critic.engine=PRESET too
+      key=...          arguments of trainers/train_ppo_actor.py, unchanged; critic.run has the values of run
+      critic.key=...   arguments of servers/serve_ppo_critic.py, with critic. before each key; critic.engine=PRESET too
       ranks, critic_ranks      processes of the actor and of the server in all, one for each GPU
       ray.actor_nodes, ray.critic_nodes      nodes on which they are
       generation.engines.count, generation.tensor_parallel_size      engines, and GPUs of each
       placement        separate or colocated
-      restarts         of processes that die, before the next new step
+      restarts         restarts of processes that die, before the next new step
 
     DIR gets actor/, critic/ and their logs; the policy ends up in DIR/actor/export. Ctrl-C ends all; the same command resumes.
-    With algorithm=grpo, which has no critic, the server holds only the reward model; with reward=function, too, none is started.
+    With algorithm=grpo (no critic) the server holds only the reward model; with reward=function, too, no server is started.
     """
     from nemo_style_rlhf.precheck.programs import check_launched
 
@@ -202,7 +202,7 @@ Stage = TypeVar("Stage", bound=SupervisedConfig)
 
 
 def _stage(train: Callable[[Stage], None]) -> Callable[[Stage], None]:
-    """Have ``train`` own the run's folder, and a run that is done not begin again."""
+    """Make ``train`` own the run's folder, and not repeat a run that is done."""
 
     @functools.wraps(train)
     def owning(config: Stage) -> None:
@@ -275,7 +275,7 @@ def train_kto(config: KTOConfig) -> None:
 
 @entry_point(EvaluationConfig, dry_run="answer two prompts with a few tokens, write nothing")
 def evaluate(config: EvaluationConfig) -> None:
-    """Responses of several checkpoints to the same prompts with the same seeds: texts to read and search, numbers to compare.
+    """Sample several checkpoints on the same prompts with the same seeds: texts to read and search, numbers to compare.
 
     usage: python trainers/evaluate.py run.output_dir=DIR data.path=PROMPTS "checkpoints=[NAME:MODEL,NAME:MODEL]" [key=value ...]
 
@@ -303,12 +303,12 @@ def evaluate(config: EvaluationConfig) -> None:
 
 @entry_point(InspectDataConfig, no_sweep=NO_RUN)
 def inspect_data(config: InspectDataConfig) -> None:
-    """What a supervised stage trains on: tokens, which of them are learned, and which rows are dropped.
+    """Show what a supervised stage trains on: tokens, the learned ones among them, and the dropped rows.
 
     usage: python trainers/inspect_data.py stage=STAGE model.path=MODEL data.train_path=ROWS [key=value ...]
 
-    stage is sft, reward_model, dpo or kto; the data keys are those of its trainer. On a terminal learned tokens are green (unless
-    NO_COLOR is set); everywhere they stand in brackets.
+    stage is sft, reward_model, dpo or kto; the data keys are its trainer's. On a terminal learned tokens are green (unless
+    NO_COLOR is set); they are always in brackets.
     """
     from nemo_style_rlhf.precheck.programs import check_inspection
 
@@ -324,8 +324,8 @@ def try_reward(config: TryRewardConfig) -> None:
 
     usage: python trainers/try_reward.py reward.function.path=FILE.py data.path=ROWS [key=value ...]
 
-    reward=endpoints tries endpoints, reward=judge a judge. Rewards, filtering scores and extra logs stand in a table, the reasons
-    of failures below it; the exit code is 1 if any row has no reward.
+    reward=endpoints tries endpoints, reward=judge a judge. A table shows rewards, filtering scores and extra logs, the reasons
+    of failures follow it; the exit code is 1 if any row has no reward.
     """
     from nemo_style_rlhf.evaluation.try_reward import try_reward
 
@@ -334,19 +334,19 @@ def try_reward(config: TryRewardConfig) -> None:
 
 @entry_point(PlanConfig, no_sweep=NO_RUN)
 def plan(config: PlanConfig) -> None:
-    """The memory of a PPO run before it starts: what each process will hold at its peak, against the device's memory.
+    """Estimate the memory of a PPO run before it starts: each process's peak against the device's memory.
 
     usage: python trainers/plan.py ACTOR_ARGUMENTS [critic.KEY=VALUE ...] [device_gib=GIB] [ranks=N] [together=true]
 
-      ACTOR_ARGUMENTS  what trainers/train_ppo_actor.py is given, as it is
-      critic.KEY=...   what servers/serve_ppo_critic.py is given, with critic. before each key; critic.engine=PRESET too
+      ACTOR_ARGUMENTS  arguments of trainers/train_ppo_actor.py, unchanged
+      critic.KEY=...   arguments of servers/serve_ppo_critic.py, with critic. before each key; critic.engine=PRESET too
       device_gib       plan for a device of this size; else this machine's CUDA device, or this host
-      device_tflops, device_gb_per_s  of this device's data sheet: also estimate the seconds of a step's rollout and training
-      run.device       cuda or cpu: which kind of device to plan for, whatever this machine has
-      ranks, critic_ranks  of the actor and of the server, as torchrun starts them
+      device_tflops, device_gb_per_s  values of its data sheet: also estimate the seconds of a step's rollout and training
+      run.device       cuda or cpu: the kind of device to plan for, regardless of this machine's
+      ranks, critic_ranks  ranks of the actor and of the server, as torchrun starts them
       together         both processes share the devices
 
-    No weights are read and nothing is written. Exit code 2 where it does not fit, with the changes that save most.
+    No weights are read and nothing is written. Exit code 2 if it does not fit, with the changes that save most.
     """
     from nemo_style_rlhf.planning.run import plan
 
@@ -423,7 +423,7 @@ def export_rollouts() -> None:
 
 
 def watch() -> None:
-    """A page of runs, in the browser."""
+    """Serve a page of runs to the browser."""
     parser = argparse.ArgumentParser(
         description="Serve a page of runs, while they train and afterwards: metrics, health, phases, rollouts. It reads the "
         "runs' files, writes nothing into them, and needs no network."

@@ -1,4 +1,4 @@
-"""Refuses a host whose C library is too old for PyTriton's wheel, of which pip would say that there is none.
+"""Refuses a host whose C library is too old for PyTriton's wheel: pip would say that no wheel exists.
 
 python3 tools/require_glibc.py
 """
@@ -10,7 +10,7 @@ NEEDED = (2, 35)
 
 
 def refusal(found: str) -> str | None:
-    """What to say on a host with this version of glibc; None if it is new enough, or unknown."""
+    """The refusal of a host with this version of glibc; None if it is new enough, or unknown."""
     parts = found.split(".")[:2]
     if not all(map(str.isdigit, parts)) or tuple(map(int, parts)) >= NEEDED:
         return None

@@ -61,7 +61,7 @@ class Problem:
 
     @property
     def row(self) -> dict[str, Any]:
-        """As the environment gets it."""
+        """The row that the environment gets."""
         return {"messages": [said("user", self.question)], "answer": self.answer}
 
 
@@ -73,12 +73,12 @@ class Example:
     description: str
     problem: Callable[[random.Random], Problem]
     solution: Callable[[random.Random, Problem], list[Message]]
-    """An attempt at a problem, often a bad one, which SFT learns: the messages that follow the question."""
+    """An attempt at a problem for SFT, often a bad one: the messages that follow the question."""
     conversations: int
     """Number of attempts that SFT reads."""
     steps: int
     actor: dict[str, Any]
-    """Settings beside `ACTOR`: what the policy talks with, and the size of a step."""
+    """Settings in addition to `ACTOR`: what the policy talks with, and the size of a step."""
     beside: Sequence[Program] = ()
     """Programs that run while it trains."""
 

@@ -27,8 +27,7 @@ CHAT_TEMPLATE = """
 <|im_start|>assistant
 {% endif -%}
 """
-"""ChatML, with tool calls as Hermes and Qwen write them. It leaves out the tools' descriptions, of which a small model reads
-nothing."""
+"""ChatML, with tool calls as Hermes and Qwen write them. It leaves out the tools' descriptions: a small model cannot use them."""
 
 
 def said(role: str, content: str) -> Message:

@@ -1,4 +1,4 @@
-"""DPO and KTO on the quickstart's preference pairs, which the gold rule then judges as it judged PPO.
+"""DPO and KTO on the quickstart's preference pairs, judged by the gold rule as PPO was.
 
     .venv-actor/bin/python examples/quickstart/preferences.py        # after `make quickstart`
 

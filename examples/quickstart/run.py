@@ -31,7 +31,7 @@ from nemo_style_rlhf.launch.follow_up import command_line
 
 MAX_RESPONSE_TOKENS = 48
 TEMPERATURE = 0.9
-"""At 1.0 a model of this size and training puts 3 % of its reviews' mass on words that no review has in that place."""
+"""At 1.0 a model of this size and training puts 3 % of its mass on words that no review has in that place."""
 EVALUATION_ROUNDS = 4
 PPO_STEPS = 20
 
@@ -92,7 +92,7 @@ class Judged:
 
     @property
     def distinct(self) -> int:
-        """How many different responses."""
+        """Number of different responses."""
         return len(set(self.samples.responses))
 
 
@@ -166,7 +166,7 @@ def judge(policy: Path, output_dir: Path, seed: int) -> Judged:
 
 
 def summarise(before: Judged, after: Judged, seed: int, ppo_seconds: float, total_seconds: float) -> dict[str, float]:
-    """What goes into summary.json."""
+    """The content of summary.json."""
     return {
         "seed": seed,
         "gold_before": before.gold,

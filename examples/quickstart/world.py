@@ -118,7 +118,7 @@ def write_review(prompt: str, sentiment: str, rng: random.Random) -> Review:
 
 
 def is_grammatical(text: str) -> bool:
-    """Whether ``text`` (prompt and response) is a complete review of the grammar: one product, one side throughout."""
+    """True if ``text`` (prompt and response) is a complete review of the grammar: one product, one side throughout."""
     return _GRAMMAR.fullmatch(text) is not None
 
 

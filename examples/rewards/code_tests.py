@@ -6,7 +6,7 @@
 
 A label is a list of tests, `["assert add(1, 2) == 3", ...]`, or Python text as one test. The code is the last ```python block
 of the response, or all of it. Code and tests run in two sandboxes without network, files or secrets of this machine, and the code
-cannot tell its own verdict: nemo_style_rlhf/scoring/code_judge.py says what holds and what does not. Needs bubblewrap.
+cannot give its own verdict: nemo_style_rlhf/scoring/code_judge.py lists what holds and what does not. Needs bubblewrap.
 """
 
 import ast

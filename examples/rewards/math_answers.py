@@ -35,7 +35,7 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str | None]
 
 
 def final_answer(text: str) -> str | None:
-    """What a text marks as its answer."""
+    """The answer that a text marks as final."""
     if "####" in text:
         lines = text.rsplit("####", 1)[1].strip().splitlines()
         return _UNIT.sub("", lines[0].strip(" $*").rstrip(".* ")) if lines else None
@@ -54,7 +54,7 @@ def last_number(text: str) -> str | None:
 
 
 def read(answer: str) -> list[Any]:
-    """What math-verify makes of it; nothing where that is no mathematics."""
+    """The answer as math-verify parses it; empty if it is not mathematics."""
     answer = answer.removesuffix("%").removesuffix("\\")
     answer = _POWER.sub(r" \\times 10^{\1}", _SPACE.sub("", answer))
     return parse(rf"\boxed{{{answer}}}", fallback_mode="no_fallback")

@@ -37,7 +37,7 @@ def cut_prompts(stories: Path, rng: random.Random, cuts_per_story: int) -> tuple
 
 
 def rank(prompts: Sequence[str], responses: Sequence[str], lexicon: Mapping[str, float]) -> list[dict[str, str]]:
-    """Every pair of responses to one prompt, the one of higher valence chosen; ties are no pairs."""
+    """Every pair of responses to one prompt, the one of higher valence chosen; ties are dropped."""
     by_prompt: dict[str, list[tuple[float, str]]] = {}
     for prompt, response in zip(prompts, responses, strict=True):
         by_prompt.setdefault(prompt, []).append((valence(response, lexicon), response))

@@ -1,4 +1,4 @@
-"""PPO on a pretrained model that nobody here made: happier stories from stories260K.
+"""PPO on a model pretrained elsewhere: happier stories from stories260K.
 
     .venv-actor/bin/python examples/stories/run.py --data DATA
 

@@ -19,11 +19,11 @@ from nemo_style_rlhf.schema.tracking import TrackingConfig
 
 @dataclass
 class PolicyConfig(ModelConfig):
-    """The policy, and the frozen reference, against which KL is measured."""
+    """The policy, and the frozen reference that KL is measured against."""
 
     reference_path: str | None = field(default=None, metadata={CHECK: model_folder})
-    """A reference other than the model from which training starts: a Hugging Face directory or hub name of a model with the same
-    tokenizer. It is a second model even beside adapters; null is the model in path."""
+    """A reference other than the starting model: a Hugging Face directory or hub name of a model with the same tokenizer. It is
+    loaded as a second model even if adapters are trained; null is the model in path."""
     reference: str = setting("copy", among=("copy", "cpu_offload"))
     """copy (stays on the training device, with engine.zero_stage=3 sharded over the ranks), or cpu_offload (in host memory, on
     the device only while it is used)."""
@@ -38,7 +38,7 @@ class PolicyConfig(ModelConfig):
 
     @property
     def has_second_model(self) -> bool:
-        """Whether a reference needs a model of its own; without, it is the policy with its adapters off."""
+        """True if the reference needs its own model; otherwise it is the policy with its adapters off."""
         return not self.lora.rank or bool(self.reference_path)
 
     @property
@@ -52,24 +52,24 @@ class CheckpointConfig:
     """Checkpoints of actor and critic, and exports."""
 
     save_interval: int = 50
-    """PPO steps between checkpoints; the last step is always saved, and -1 saves no other."""
+    """PPO steps between checkpoints. The last step is always saved; -1 saves only that one."""
     keep_last: int = setting(2, gt=0, expected="at least 1")
     """Number of committed checkpoints that actor and server each keep."""
     save_hf: bool = False
     """Also write the policy into every checkpoint as a Hugging Face directory, <run.output_dir>/checkpoints/step_XXXXXX/hf."""
     max_failed_saves: int = setting(10, gt=0, expected="at least 1")
-    """If a full disk refuses a checkpoint on either side, training goes on and the next step tries again; this many refusals in
-    a row end the run. The checkpoint of the last step, or of a run that is told to end, has one attempt."""
+    """If a full disk refuses a checkpoint on either side, training continues and the next step tries again; this many refusals in
+    a row end the run. The checkpoint of the last step, or of a run that is asked to stop, has one attempt."""
     keep_best: bool = False
     """After each validation that has the highest val_rollouts/rewards so far, export the policy to <run.output_dir>/best."""
     save_on_interrupt: bool = False
     """The first Ctrl-C ends the run after the running step, with a checkpoint; only the second one ends it at once. torchrun
     gives its ranks 30 s for that, see docs/cluster.md."""
     export_critic: bool = False
-    """At the end, have the server also write the critic as a Hugging Face directory."""
+    """At the end, the server also writes the critic as a Hugging Face directory."""
 
     def is_due(self, step: int) -> bool:
-        """Whether ``save_interval`` asks for a checkpoint after ``step``."""
+        """True if ``save_interval`` asks for a checkpoint after ``step``."""
         return self.save_interval > 0 and step % self.save_interval == 0
 
     def validate(self) -> None:
@@ -81,8 +81,8 @@ class CheckpointConfig:
 
 @dataclass
 class HealthConfig:
-    """Limits of the health checks for reward hacking and collapse, in the units of their metrics; null disables a check. The
-    last two have defaults, so that a run that goes wrong says so unasked."""
+    """Limits of the health checks for reward hacking and collapse, in the units of their metrics; null disables a check. The last
+    two have defaults, so that every run reports these failures."""
 
     max_response_lengths: float | None = None
     """Mean length in tokens."""
@@ -155,13 +155,13 @@ class PPOActorConfig:
 
     @property
     def uses_critic_process(self) -> bool:
-        """Whether the run needs the critic process, for the values of gae, for its reward model, or both."""
+        """True if the run needs the critic process: for the values of gae, for its reward model, or for both."""
         return self.algorithm.uses_critic or self.reward.critic.weight != 0
 
     @property
     def values_late(self) -> bool:
-        """Whether the critic's values are asked for when a step begins, and not with the rewards: until then a stale sample would
-        be valued by another critic; and an episode may have several rollouts, but has one reward."""
+        """True if the critic's values are requested when a step begins, not with the rewards. Earlier, another critic would value
+        a stale sample; and an episode may have several rollouts, but has one reward."""
         return self.algorithm.uses_critic and (self.algorithm.staleness > 0 or self.agent.in_use)
 
     @property
@@ -217,10 +217,7 @@ class PPOActorConfig:
             self._validate_turns()
 
     def _validate_turns(self) -> None:
-        """
-        Raises:
-            UserError: a setting needs two parts of the run on the devices at the same time.
-        """
+        """Raise UserError if a setting needs two parts of the run on the devices at the same time."""
         if self.algorithm.staleness:
             raise UserError(
                 f"algorithm.staleness={self.algorithm.staleness} samples beside training, which placement.share=turns does one "
@@ -233,10 +230,7 @@ class PPOActorConfig:
             )
 
     def _validate_agent(self) -> None:
-        """
-        Raises:
-            UserError: a setting is not possible with episodes of several turns.
-        """
+        """Raise UserError if a setting is impossible with episodes of several turns."""
         generation = self.generation
         if generation.tensor_parallel_size > 1 and not generation.engines.count:
             raise UserError(
@@ -245,10 +239,7 @@ class PPOActorConfig:
             )
 
     def _validate_stale_metrics(self) -> None:
-        """
-        Raises:
-            UserError: a limit is set for a metric that says something else of stale samples.
-        """
+        """Raise UserError if a limit is set for a metric that means something else for stale samples."""
         limits = {
             "audit.max_logprob_gap": (self.audit.max_logprob_gap, "the gap is how far the policy has moved since"),
             "audit.health.min_entropy": (self.audit.health.min_entropy, "only the cross entropy is known"),
@@ -261,10 +252,7 @@ class PPOActorConfig:
                 )
 
     def _validate_sampler_logprobs(self) -> None:
-        """
-        Raises:
-            UserError: a setting needs the trainer's own log-probabilities beside the sampler's.
-        """
+        """Raise UserError if a setting needs the trainer's own log-probabilities as well as the sampler's."""
         if self.algorithm.correction.kind != "none":
             raise UserError(
                 f"algorithm.correction.kind={self.algorithm.correction.kind} weighs trainer against sampler, but "

@@ -11,12 +11,12 @@ from nemo_style_rlhf.schema.gateway import GatewayConfig
 from nemo_style_rlhf.schema.paths import CHECK, environment_file, only_environment
 
 OF_ENVIRONMENTS = ("name", "workers", "episodes_per_worker", "max_turns", "step_timeout_s", "history")
-"""Keys that say nothing about programs."""
+"""Keys that do not apply to programs."""
 
 
 @dataclass
 class AgentConfig(GatewayConfig):
-    """Episodes of several turns: with an environment, a class in a Python file; or of programs that know an OpenAI endpoint."""
+    """Episodes of several turns: with an environment (a class in a Python file), or of programs that call an OpenAI endpoint."""
 
     path: str | None = field(default=None, metadata={CHECK: environment_file})
     """Python file with the environment's class. Without path, command and listen, samples are single responses."""
@@ -35,16 +35,16 @@ class AgentConfig(GatewayConfig):
     episode_timeout_s: float = setting(600.0, gt=0, expected="seconds above 0")
     """Longest time that an environment may take in a whole episode, without the policy's part."""
     attempts: int = setting(3, gt=0, expected="a number above 0")
-    """Number of times that an episode is tried in all. If the last attempt fails, the sample is left out of training."""
+    """Total number of attempts at an episode. If the last attempt fails, the sample is left out of training."""
     tool_parser: str | None = None
     """Name of the vLLM parser that finds tool calls in responses; null looks for none."""
     history: str = setting("keep", among=("keep", "template"))
-    """What the policy reads if the chat template rewrites past turns. keep: the tokens as they were sampled. template: the
+    """The policy's input if the chat template rewrites past turns. keep: the tokens as they were sampled. template: the
     conversation as the template renders it, in a row of its own after each rewrite."""
 
     @property
     def class_name(self) -> str:
-        """``name``, or that of the file's only environment."""
+        """``name``, or the name of the file's only environment."""
         return self.name or only_environment(Path(self.path or "")) or "Environment"
 
     @property

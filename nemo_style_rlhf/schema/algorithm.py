@@ -68,8 +68,8 @@ class FilterConfig:
     max_rounds: int = setting(4, ge=1, expected="a number of rollouts from 1 up")
     """Maximum number of rollouts per step to find enough prompts; after that, the step uses those found."""
     oversample: float = setting(1.0, ge=1, expected="a factor from 1 up")
-    """Prompts of the first of these rollouts, as a multiple of those wanted. Those that count are used in the order of the data,
-    not of their samples' ends, which would prefer short answers."""
+    """Prompts of the first of these rollouts, as a multiple of the number wanted. Prompts that count are used in the order of the
+    data: the order of completion would prefer short answers."""
 
     @property
     def enabled(self) -> bool:
@@ -104,14 +104,14 @@ class AlgorithmConfig:
     mini_batches: int = 1
     """Optimizer steps per pass."""
     critic_warmup_steps: int = 0
-    """Number of first PPO steps that train only the critic, which starts as a reward model and must learn to predict returns."""
+    """Number of first PPO steps that train only the critic. It starts as a reward model and must learn to predict returns."""
     staleness: int = setting(0, ge=0, expected="a number of versions from 0 up")
     """Step k trains on samples of the weights after step k - 1 - staleness, exactly. With generation.engines.count, sampling then
-    goes on beside training (docs/asynchronous.md). 0 samples from the newest weights."""
+    runs during training (docs/asynchronous.md). 0 samples from the newest weights."""
     allow_uncorrected: bool = False
-    """Permit staleness without correction, which treats stale samples as if the newest policy had made them."""
+    """Permit staleness without correction: stale samples are treated as if the newest policy had made them."""
     val_check_interval: int = 0
-    """PPO steps between validation rollouts, which also run before the first step and after the last; 0 turns them off."""
+    """PPO steps between validation rollouts. They also run before the first step and after the last; 0 turns them off."""
     num_val_samples: int = setting(128, gt=0, expected="a number above 0")
     """Prompts per validation, the first ones of data.val_path."""
     val_samples_per_prompt: int = setting(1, gt=0, expected="a number above 0")
@@ -131,8 +131,7 @@ class AlgorithmConfig:
     normalize_advantages: bool = True
     """Whiten advantages over all response tokens of the rollout (PPO, REINFORCE++; GRPO and RLOO do not)."""
     advantage_std_norm: bool = True
-    """Whether whitening also divides by the standard deviation; false only subtracts the mean (OpenRLHF's
-    no_advantage_std_norm)."""
+    """Also divide by the standard deviation when whitening; false only subtracts the mean (OpenRLHF's no_advantage_std_norm)."""
 
     initial_policy_kl_penalty: float = 0.01
     """Coefficient of the KL term; with 0 no reference is loaded and KL is not measured, unless audit.health asks for it."""
@@ -141,8 +140,8 @@ class AlgorithmConfig:
     kl_estimator: str = setting("k1", among=KL_KINDS)
     """k1, k2, k3 or abs (NeMo-Aligner's default), for the penalty and for the metric it controls."""
     kl_gradient: str = setting("unbiased", among=("unbiased", "plain"))
-    """Gradient of the KL term with kl_in=loss. unbiased: the estimator's value with k2's gradient, which is that of KL (verl's
-    k3+); plain: the estimator's own (TRL, OpenRLHF), for k1 zero in expectation and for k3 that of the reversed KL."""
+    """Gradient of the KL term with kl_in=loss. unbiased: the estimator's value with k2's gradient, the gradient of KL (verl's
+    k3+). plain: the estimator's own (TRL, OpenRLHF); for k1 it is zero in expectation, for k3 it is the reversed KL's."""
     kl_target: float = setting(0.0, ge=0, expected="nats per token, or 0 for none")
     """KL per token to which the coefficient is steered (arXiv 1909.08593, section 2.2); 0 keeps the coefficient constant."""
     kl_horizon: int = setting(10000, gt=0, expected="a number of samples above 0")
@@ -163,14 +162,14 @@ class AlgorithmConfig:
     """token_mean (PPO, DAPO), seq_mean_token_mean (GRPO, GSPO), seq_mean_token_sum, or seq_sum_constant (Dr. GRPO: the sum over
     samples x generation.max_length)."""
     entropy_bonus: float = 0.0
-    """Weight of the policy's entropy, in nats per token, which the loss rewards."""
+    """Weight with which the loss rewards the policy's entropy, in nats per token."""
     skip_empty_steps: bool = False
     """Leave out optimizer steps in which every advantage is 0 and the loss has no KL or entropy term: Adam's momentum and weight
     decay would still move the weights. train_optim/empty_steps counts these steps either way."""
     old_logprobs: str = setting("trainer", among=("trainer", "sampler"))
     """Log-probabilities for the ratio's denominator and the KL penalty. trainer: the training engine's own, so that the first
-    ratio is 1 and KL starts at 0, up to rounding (NeMo-Aligner, OpenRLHF, verl). sampler: the generator's (TRL's PPOTrainer),
-    which saves a forward pass per step, but is off by the gap between both engines."""
+    ratio is 1 and KL starts at 0, up to rounding (NeMo-Aligner, OpenRLHF, verl). sampler: the generator's (TRL's PPOTrainer);
+    this saves a forward pass per step, but is off by the gap between both engines."""
 
     truncated_samples: str = setting("keep", among=("keep", "mask", "penalise", "replace"))
     """Treatment of responses that reached generation.max_length: keep, mask (no loss tokens, but they still count in their

@@ -1,8 +1,7 @@
 """Turns a composed Hydra config into checked dataclasses.
 
-Every default lives in a dataclass of this package; YAML files only override. A dataclass may define
-``validate(self) -> None`` for rules about several keys, those about one are :class:`Bounds`; it raises :class:`UserError` with
-one sentence.
+Every default lives in a dataclass of this package; YAML files only override. Rules about one key are :class:`Bounds`. For rules
+about several keys, a dataclass may define ``validate(self) -> None``. It raises :class:`UserError` with one sentence.
 """
 
 import dataclasses
@@ -31,18 +30,18 @@ SYNONYMS = {
     "cliprange": "ratio_eps",
     "eps_clip": "ratio_eps",
 }
-"""Names that other trainers give to our keys, and how ours end."""
+"""Names that other trainers give to our keys, with the ends of our names."""
 SPEAKER = "speaker"
-"""The key, in the metadata of a field that holds another program's configuration, of the name with which its errors begin."""
+"""Metadata key of a field that holds another program's configuration: the name with which its errors begin."""
 
 
 BOUNDS = "bounds"
-"""The key, in a field's metadata, of its :class:`Bounds`."""
+"""Metadata key of a field's :class:`Bounds`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The values that a key may have. null is always among them, where its type has it."""
+    """The values that a key may have. null is always among them if the key's type includes it."""
 
     expected: str
     among: Collection[Any] = ()
@@ -59,7 +58,7 @@ class Bounds:
 
 
 def setting(default: Any, *, expected: str = "", among: Collection[Any] = (), **bounds: float) -> Any:
-    """A field with this default and :class:`Bounds`, which ``validate`` checks.
+    """A field with this default and :class:`Bounds` for ``validate`` to check.
 
     Args:
         expected: for the error; null names the choices.
@@ -101,7 +100,7 @@ def rebuilt(schema: type[Schema], recorded: Mapping[str, Any]) -> Schema:
 
 
 def literal(node: Any) -> Any:
-    """``node`` with all texts marked as texts, which OmegaConf does not interpolate."""
+    """``node`` with all texts marked as texts, so that OmegaConf does not interpolate them."""
     if isinstance(node, Mapping):
         return {key: literal(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
@@ -110,7 +109,7 @@ def literal(node: Any) -> Any:
 
 
 def one_sentence(error: OmegaConfBaseException, schema: type | None = None) -> str:
-    """The text of an OmegaConf error with its key, without the multi-line context. ``schema`` knows keys that the user may have
+    """The text of an OmegaConf error with its key, without the multi-line context. ``schema`` has the keys that the user may have
     meant by an unknown one."""
     reason = str(error).splitlines()[0].rstrip(".") + _meant(error, schema)
     key = getattr(error, "full_key", None)
@@ -151,7 +150,7 @@ def validate(node: Any, prefix: str = "") -> None:
     """Check the bounds of every key of a dataclass and of all dataclasses in it, and call their ``validate``, innermost first.
 
     Args:
-        prefix: what stands before the names of its fields, such as ``model.``.
+        prefix: text before the names of its fields, such as ``model.``.
 
     Raises:
         UserError: an impossible value or combination.
@@ -172,8 +171,8 @@ def validate(node: Any, prefix: str = "") -> None:
 
 
 def idle_settings(node: Any, prefix: str = "") -> Iterator[str]:
-    """A sentence for each setting that differs from its default and that nothing reads, as the dataclasses in ``node`` say in
-    ``idle``: names of fields, or of fields of fields, and why."""
+    """A sentence for each setting that differs from its default but is not read. The dataclasses in ``node`` report them from
+    ``idle``: names of fields, or of fields of fields, and the reason."""
     for name, why in node.idle() if hasattr(node, "idle") else ():
         owner, _, last = f".{name}".rpartition(".")
         holder = functools.reduce(getattr, filter(None, owner.split(".")), node)

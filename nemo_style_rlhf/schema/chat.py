@@ -1,4 +1,4 @@
-"""A conversation in the form that chat templates read, and in which it travels to a reward server."""
+"""A conversation in the form that chat templates read and that is sent to reward servers."""
 
 import json
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Chat:
 
     @property
     def question(self) -> str | None:
-        """The user's words if the conversation consists of these alone."""
+        """The user's words if the conversation has nothing else."""
         alone = len(self.messages) == 1 and not self.tools and self.messages[0]["role"] == "user"
         return plain_text(self.messages[0]) if alone else None
 
@@ -31,10 +31,7 @@ class Chat:
 
     @staticmethod
     def from_json(text: str) -> "Chat":
-        """
-        Raises:
-            ValueError: ``text`` is not the result of :meth:`to_json`.
-        """
+        """Read a result of :meth:`to_json`; raises ValueError if ``text`` is not one."""
         try:
             given = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -54,17 +51,14 @@ class Chat:
 
 
 def require_date(text: Any) -> None:
-    """
-    Raises:
-        ValueError: it is no date like 2026-11-27.
-    """
+    """Raise ValueError unless ``text`` is a date like 2026-11-27."""
     if not isinstance(text, str) or len(text) != 10:
         raise ValueError(f"{text!r} is no date like 2026-11-27")
     date.fromisoformat(text)
 
 
 def is_message(turn: Any) -> bool:
-    """Whether ``turn`` has a role, and a content that is text or parts of text, or tool calls instead."""
+    """True if ``turn`` has a role, and a content that is text or parts of text, or tool calls instead."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         return False
     content = turn.get("content")
@@ -72,8 +66,8 @@ def is_message(turn: Any) -> bool:
 
 
 def with_objects(message: Message) -> Message:
-    """``message`` with the arguments of its tool calls as objects, which chat templates read, where they are JSON text, as which
-    OpenAI's own format has them; text that is no object stays as it is."""
+    """``message`` with the arguments of its tool calls converted from JSON text, OpenAI's own format, to the objects that chat
+    templates read. Text that is not an object stays as it is."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -114,19 +108,19 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def reasoning_of(message: Message) -> str:
-    """What the assistant thought before its answer, under whatever name; empty if it is not told apart from the answer."""
+    """The assistant's reasoning before its answer, under any of these names; empty if it is not separate from the answer."""
     found = (message.get(name) for name in REASONING if message.get("role") == "assistant")
     return next((text for text in found if isinstance(text, str) and text.strip()), "")
 
 
 def is_parts(content: Any) -> bool:
-    """Whether ``content`` is a list of parts of text."""
+    """True if ``content`` is a list of parts of text."""
     return isinstance(content, list) and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     )
 
 
 def plain_text(message: Message) -> str:
-    """The text of a turn, its parts joined; empty for a turn of tool calls alone."""
+    """The text of a turn, its parts joined; empty for a turn with only tool calls."""
     content = message.get("content")
     return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""

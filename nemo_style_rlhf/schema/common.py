@@ -29,14 +29,14 @@ class RunConfig:
     device: str = setting("auto", among=("auto", "cpu", "cuda"))
     """auto (CUDA if there is an NVIDIA GPU), cpu (hides CUDA devices; a vLLM built for CUDA then needs generation=hf) or cuda."""
     deterministic: bool | None = None
-    """true uses only kernels that repeat to the last bit, in trainer, critic server and engines, and refuses what has none, such
-    as engines whose samples depend on what they are batched with. false uses the fastest kernels. null uses repeatable kernels on
-    a CPU, without the refusals, and the fastest ones on a GPU. Part of the result's bits: keep it when resuming."""
+    """true uses only kernels that repeat to the last bit, in trainer, critic server and engines, and refuses features without
+    them, such as engines whose samples depend on what they are batched with. false uses the fastest kernels. null uses repeatable
+    kernels on a CPU, without the refusals, and the fastest ones on a GPU. Part of the result's bits: keep it when resuming."""
     dry_run: bool = False
     """Load everything, run one tiny step of every phase and exit (command line: --dry-run)."""
 
     def repeatable(self, device: str) -> bool:
-        """Whether only repeatable kernels compute on a device of type ``device``."""
+        """True if only repeatable kernels compute on a device of type ``device``."""
         return device == "cpu" if self.deterministic is None else self.deterministic
 
 
@@ -138,12 +138,12 @@ class SchedulerConfig:
 
 
 def row_multiple(given: int | None, device_type: str) -> int:
-    """The multiple of rows to which micro-batches are padded on a device, where ``given`` may leave the choice."""
+    """The multiple of rows to which micro-batches are padded on a device; None for ``given`` leaves the choice."""
     return given or (8 if device_type == "cpu" else 1)
 
 
 BUCKET_ELEMENTS = 5 * 10**8
-"""Maximum number of gradient elements that DeepSpeed reduces at a time; those of a smaller model fit one bucket."""
+"""Maximum number of gradient elements that DeepSpeed reduces at a time; a smaller model's gradients fit one bucket."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ class EngineConfig:
     gradient_clip_val: float = setting(1.0, ge=0, expected="a norm above 0, or 0 for none")
     """Global L2 norm to which the gradient is clipped; 0 turns clipping off."""
     micro_batch_tokens: int = setting(16384, gt=0, expected="a number of tokens above 0")
-    """Maximum padded tokens (rows x longest row) of one forward and backward; a longer single sequence is computed alone."""
+    """Maximum padded tokens (rows x longest row) of one forward and backward; a longer single sequence gets its own."""
     row_multiple: int | None = setting(None, gt=0, expected="a number of rows above 0, or null")
     """Rows of a micro-batch are padded to a multiple of this as far as micro_batch_tokens allows; null: 8 on a CPU, where small
     odd batches would use other matrix kernels, with other bits, and 1 on CUDA."""
@@ -168,12 +168,12 @@ class EngineConfig:
     offload_parameters: bool = False
     """Keep the shards of the weights in host memory until a layer needs them (ZeRO-Infinity, arXiv 2104.07857): zero_stage 3."""
     zero_hpz_partition_size: int = 1
-    """Number of neighboring ranks, those of a node, that divide a second copy of the weights among themselves: zero_stage 3 then
-    gathers weights from other nodes once per optimizer step, not for every forward and backward (hpZ, arXiv 2306.10209). 1: no
-    second copy."""
+    """Number of neighboring ranks, the ranks of a node, that divide a second copy of the weights among themselves: zero_stage 3
+    then gathers weights from other nodes once per optimizer step, not for every forward and backward (hpZ, arXiv 2306.10209). 1:
+    no second copy."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Merged into the generated DeepSpeed config, for settings without a key here, such as {data_types: {grad_accum_dtype:
-    fp32}}, which sums the bf16 gradients of many micro-batches without rounding in between: zero_stage 2 and 3."""
+    """Merged into the generated DeepSpeed config, for settings without a key here. For example {data_types: {grad_accum_dtype:
+    fp32}} sums the bf16 gradients of many micro-batches without rounding in between: zero_stage 2 and 3."""
 
     def validate(self) -> None:
         require(

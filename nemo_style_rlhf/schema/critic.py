@@ -18,14 +18,14 @@ def require_label_weights(key: str, weights: list[float] | None) -> None:
 
 @dataclass
 class ValueModelConfig:
-    """The critic: where it starts, and its loss."""
+    """The critic's starting point, and its loss."""
 
     enabled: bool = True
     """false loads, trains and saves no critic: the server then serves only the reward model, for algorithms without a critic
     (algorithm=grpo and others). Commands that start both processes set it by the algorithm."""
     path: str | None = field(default=None, metadata={CHECK: model_folder})
-    """Where the critic starts: a Hugging Face directory or hub name of a reward model, of an earlier run's critic, or of a
-    language model, which gets a new score head; null is model.path."""
+    """The critic's starting point: a Hugging Face directory or hub name of a reward model, of an earlier run's critic, or of a
+    language model (it gets a new score head); null is model.path."""
     loss_clip_val: float | None = setting(0.2, gt=0, expected="a number above 0, or null for no clipping")
     """PPO's value clipping: predictions may move this far from the rollout's values; null turns it off."""
 
@@ -40,7 +40,7 @@ class ServedRewardModelConfig:
     label_weights: list[float] | None = None
     """One weight for each label of a reward model with several. The reward is the weighted sum of the labels."""
     append_eos: bool | None = None
-    """Whether reward_infer ends every response with the end-of-text token; null does as in the reward model's training."""
+    """In reward_infer, end every response with the end-of-text token; null does as in the reward model's training."""
     normalize_rewards: bool = False
     """Serve (reward - mean) / std, by the statistics stored with the reward model, and values on that scale."""
     offload_reward_model: bool = False
@@ -88,10 +88,10 @@ class ServerConfig:
 
 @dataclass
 class CriticServerConfig(ServerConfig):
-    """The front door of a critic or reward server, and what answers behind it."""
+    """The front door of a critic or reward server, and the backend behind it."""
 
     backend: str = setting("pytriton", among=("pytriton", "native"))
-    """pytriton: NVIDIA's Triton answers, which needs the environment .venv-server. native: the server's own process answers, in
+    """pytriton: NVIDIA's Triton answers; this needs the environment .venv-server. native: the server's own process answers, in
     that environment or the trainers'. docs/server-backend.md compares them."""
     metrics: bool = False
     """Serve Triton's Prometheus metrics at /metrics, to callers with the token."""

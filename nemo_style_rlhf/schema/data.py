@@ -18,7 +18,7 @@ PROMPT_FORMATS = ("text", "messages", "hh")
 
 @dataclass
 class PromptTemplateConfig:
-    """How the text of a prompt is wrapped before it is tokenized."""
+    """Templates that wrap the text of a prompt before it is tokenized."""
 
     prompt_template: str | None = None
     """Text around the prompt, e.g. "Question: {prompt}\\nAnswer:", or @file; null leaves prompts as they are."""
@@ -40,10 +40,10 @@ class PromptTemplateConfig:
     """Column of a system prompt for the chat template, unless the conversation has its own; null is `system` if that is text."""
     today: str | None = None
     """The date that a chat template writes if it asks for one, such as 2026-11-27, in every process and at every start; null is
-    the day of the run's first start, which config.yaml keeps."""
+    the day of the run's first start (config.yaml keeps it)."""
 
     def validate(self) -> None:
-        """Replace both templates by the texts of their files, which thus become part of the configuration."""
+        """Replace both templates by the texts of their files, so that these become part of the configuration."""
         if self.apply_chat_template and self.prompt_template is not None:
             raise UserError(
                 "data.prompt_template is set but data.apply_chat_template=true takes a chat template: set data.chat_template "
@@ -69,7 +69,7 @@ class PromptTemplateConfig:
 
 @dataclass
 class PromptRowsConfig(PromptTemplateConfig):
-    """How rows are read as prompts."""
+    """Settings for reading rows as prompts."""
 
     format: str = setting("text", among=PROMPT_FORMATS)
     """text (a string), messages (a list of {role, content}, or ShareGPT's of {from, value}) or hh (an Anthropic-HH transcript).
@@ -79,16 +79,16 @@ class PromptRowsConfig(PromptTemplateConfig):
     """Column of the prompt; null is `prompt` or Alpaca's `instruction` for text, `messages`, ShareGPT's `conversations` or
     `prompt` for messages, `chosen` for hh."""
     label_key: str | None = None
-    """Column of the reference answer, which reward functions get; null for none."""
+    """Column of the reference answer for reward functions; null for none."""
     sampling_key: str | None = None
-    """Column of a row's own sampling settings: an object of temperature, top_p, top_k, min_length, max_length, stop and
-    stop_token_ids, which override generation's; null for none."""
+    """Column of a row's own sampling settings, in place of generation's: an object of temperature, top_p, top_k, min_length,
+    max_length, stop and stop_token_ids; null for none."""
     max_prompt_length: int = setting(1024, gt=0, expected="a number of tokens above 0")
     """Maximum tokens of a prompt; longer prompts are dropped and counted, never cut."""
 
     @property
     def by_chat_template(self) -> bool:
-        """Whether a chat template renders the prompts, special tokens included."""
+        """True if a chat template renders the prompts, special tokens included."""
         return self.format == "messages" or self.apply_chat_template
 
     def validate(self) -> None:
@@ -125,7 +125,7 @@ class MixedSourceConfig:
 
 @dataclass
 class TrainingDataConfig:
-    """Where training and validation rows come from."""
+    """Sources of training and validation rows."""
 
     train_path: Any = field(default=None, metadata={CHECK: data_source})
     """A .jsonl, .json (also .gz) or .parquet file; a pattern of files (`data/*.jsonl`); a folder of data files or written by
@@ -142,10 +142,7 @@ class TrainingDataConfig:
         return [source.path for source in self.mixture] or [self.train_path]
 
     def validate_sources(self) -> None:
-        """
-        Raises:
-            UserError: there are no training rows, or two places of them.
-        """
+        """Raise UserError if training rows have no source or two, or a source is malformed."""
         if self.train_path is None and not self.mixture:
             raise UserError("data.train_path is not set: give it on the command line, data.train_path=...")
         for key, given in (("data.train_path", self.train_path), ("data.val_path", self.val_path)):

@@ -18,10 +18,10 @@ def describe(schema: type, key: str, composed: DictConfig) -> str:
     """The type, the default and the docstring of ``key``, or of every key of a group such as ``engine.optim``.
 
     Args:
-        composed: the program's configuration without overrides, which has its defaults.
+        composed: the program's configuration without overrides, for the defaults.
 
     Raises:
-        UserError: there is no such key.
+        UserError: the key does not exist.
     """
     holder: Any = schema
     for part in key.split("."):

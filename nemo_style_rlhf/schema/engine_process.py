@@ -25,7 +25,7 @@ class SequencesConfig:
     max_length: int = setting(0, ge=0, expected="a number of tokens, or 0 for the model's own")
     """Tokens of the longest prompt and response together; 0 takes the model's max_position_embeddings."""
     stop_strings: bool = False
-    """Whether prompts may bring stop strings of their own."""
+    """Let prompts bring stop strings of their own."""
 
 
 @dataclass
@@ -34,11 +34,11 @@ class EngineProcessConfig:
 
     run: EngineRunConfig = field(default_factory=EngineRunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The policy. Its weights are replaced by those that the trainer publishes."""
+    """The policy. The weights that the trainer publishes replace its own."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     sequences: SequencesConfig = field(default_factory=SequencesConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    """With share=turns the engine sleeps until it is sent weights, and whenever the trainer says so."""
+    """With share=turns the engine sleeps until it is sent weights, and whenever the trainer asks it to."""
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=5569))
 
     def idle(self) -> Iterator[tuple[str, str]]:

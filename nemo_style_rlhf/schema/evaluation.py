@@ -28,7 +28,7 @@ class Checkpoint:
 
     @staticmethod
     def parse(given: str) -> "Checkpoint":
-        """Parse `path` or `name:path`. The default name is the folder's, or for a folder `export` that of its parent."""
+        """Parse `path` or `name:path`. The default name is the folder's, or for a folder `export` its parent's."""
         name, separator, path = given.partition(":")
         if separator and name and path:
             return Checkpoint(name, path)
@@ -95,13 +95,13 @@ class RewardModelSourceConfig:
     dtype: str | None = None
     """bfloat16 or float32; null is model.dtype."""
     append_eos: bool | None = None
-    """Whether every response ends with the end-of-text token; null does as in the reward model's training."""
+    """End every response with the end-of-text token; null does as in the reward model's training."""
     normalize_rewards: bool = False
     """Return (score - mean) / deviation, with the statistics that the reward model's training stored."""
     label_weights: list[float] | None = None
     """One weight for each label of a model with several. The reward is the weighted sum of the labels."""
     micro_batch_tokens: int = setting(16384, gt=0, expected="a number of tokens above 0")
-    """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence is computed alone."""
+    """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence gets its own."""
 
     def validate(self) -> None:
         if self.dtype is not None:
@@ -115,20 +115,20 @@ class FunctionSourceConfig(FunctionRewardConfig):
     weight: float = 1.0
 
     def validate(self) -> None:
-        """Allow what a run does not: no path, whatever the weight."""
+        """Unlike a run, allow any weight without a path."""
 
 
 @dataclass
 class EvaluationRewardConfig:
-    """Sources of scores: those whose path is set, each times its weight; without any, responses are only shown."""
+    """Sources of scores. Those with a path are used, each times its weight; without any, responses are only shown."""
 
     model: RewardModelSourceConfig = field(default_factory=RewardModelSourceConfig)
     function: FunctionSourceConfig = field(default_factory=FunctionSourceConfig)
     on_error: str = setting("stop", among=("stop", "mask"))
     """Reaction to a source that fails on samples. stop: end the run with the reason; mask: leave the samples without a score."""
     special_tokens: bool = False
-    """Whether responses, here and in the results, keep special tokens, such as a `<think>` that is one, but not the token that
-    ends them."""
+    """Keep special tokens in responses, here and in the results, such as a `<think>` that is one, but not the token that ends a
+    response."""
 
     @property
     def sources(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Configuration of the endpoint at which programs of the user talk to the policy in training."""
+"""Configuration of the endpoint through which the user's programs call the policy in training."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ LISTEN = "127.0.0.1:0"
 
 @dataclass
 class GatewayConfig:
-    """Programs that know an OpenAI endpoint and nothing of training."""
+    """Programs that know an OpenAI endpoint but not the training behind it."""
 
     command: list[str] = field(default_factory=list)
     """A program and its arguments, started once for each sample; its last line is the reward."""
@@ -25,7 +25,7 @@ class GatewayConfig:
     max_request_bytes: int = setting(16 * 2**20, gt=0, expected="a number above 0")
     """Largest body of a request."""
     token: TokenConfig = field(default_factory=lambda: TokenConfig(token_env=AGENT_TOKEN_ENV))
-    """The secret that opens /sessions/next. Every sample has a secret of its own, which is its program's API key."""
+    """The secret that opens /sessions/next. Every sample has its own secret, the API key of its program."""
 
     @property
     def address(self) -> tuple[str, int]:

@@ -87,7 +87,7 @@ _POSSIBLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (lambda value: _list(value, lambda text: isinstance(text, str) and text != ""), "a list of texts"),
     "stop_token_ids": (lambda value: _list(value, lambda token: _whole(token, 0)), "a list of token ids"),
 }
-"""For each sampling setting, whether a value of it is possible, and what would be."""
+"""For each sampling setting, a check of its value, and a text of what is expected."""
 
 
 def _installed(backend: str, _: object) -> str | None:
@@ -99,10 +99,10 @@ def _installed(backend: str, _: object) -> str | None:
 
 @dataclass
 class GenerationConfig:
-    """How responses are sampled, and by which generator."""
+    """The generator, and its sampling settings."""
 
     backend: str = field(default="vllm", metadata={CHECK: _installed})
-    """vllm, or hf: transformers alone, slow, for architectures and head sizes that vLLM lacks."""
+    """vllm, or hf: only transformers, slow, for architectures and head sizes that vLLM lacks."""
     max_length: int = setting(512, ge=1, expected="a number of tokens from 1 up")
     """Maximum tokens of a response (NeMo-Aligner: length_params.max_length)."""
     min_length: int = 0
@@ -131,19 +131,20 @@ class GenerationConfig:
     """Number of neighboring ranks that share one vLLM, each with a part of every layer; with generation.engines.count, number of
     devices of each engine."""
     enforce_eager: bool | None = None
-    """False lets vLLM compile and capture CUDA graphs, which new weights leave valid: faster decoding, a slower start. null is
+    """false lets vLLM compile and capture CUDA graphs: faster decoding, a slower start. New weights leave them valid. null is
     true; on a GPU the run then says so."""
 
     @property
     def compiles(self) -> bool:
-        """Whether vLLM compiles the model."""
+        """True if vLLM compiles the model."""
         return self.backend == "vllm" and self.enforce_eager is False
 
     def require_room(self, limit: int, of: str) -> None:
-        """
+        """Check that a full response leaves room for a prompt.
+
         Args:
-            limit: of the tokens of a sequence.
-            of: what has the limit.
+            limit: maximum tokens of a sequence.
+            of: the end of "the LIMIT ...", such as ``positions of PATH``.
 
         Raises:
             UserError: a full response leaves no token to the prompt.
@@ -188,7 +189,7 @@ class GenerationConfig:
 
     @property
     def samples_whole_distribution(self) -> bool:
-        """Whether log-probabilities of sampler and trainer refer to the same distribution."""
+        """True if log-probabilities of sampler and trainer refer to the same distribution."""
         return not self.cut
 
 
@@ -199,28 +200,28 @@ class EnginesConfig:
     count: int = setting(0, ge=0, expected="a number from 0 up")
     """Number of engines; 0 samples in the trainer's process."""
     launch: bool = True
-    """Start the engines on this host, and start one again that dies or hangs. false waits for engines that somebody else starts,
-    on this host or others, with --config-dir=<run.output_dir>/engines --config-name=this_run and a server.ready_file in that
-    folder, which all hosts must share."""
+    """Start the engines on this host, and restart one that dies or hangs. false waits for externally started engines, on this
+    host or others, with --config-dir=<run.output_dir>/engines --config-name=this_run and a server.ready_file in that folder. All
+    hosts must share the folder."""
     token: TokenConfig = field(default_factory=TokenConfig)
     """With launch=false, the secret with which the engines were started. Without it, requests carry the token of this user's own
     servers, see server.token."""
     tls: ClientTlsConfig = field(default_factory=ClientTlsConfig)
-    """With launch=false, how to verify engines that were started with server.tls."""
+    """With launch=false, the files to verify engines that were started with server.tls."""
     weights: str = setting("auto", among=("auto", "gloo", "nccl"))
-    """How engines get new weights: auto (from /dev/shm on the trainer's host, over HTTP one by one on others), gloo or nccl (all
-    engines at once, in a torch.distributed group, which knows no token; an engine that starts later, as by auto)."""
+    """Transfer of new weights to engines: auto (from /dev/shm on the trainer's host, over HTTP one by one on others), gloo or
+    nccl (all engines at once, in a torch.distributed group without a token; an engine that starts later gets them as by auto)."""
     threads: int = setting(0, ge=0, expected="a number from 0 up")
-    """torch threads of each engine; 0 takes run.num_threads, with which a sample has the bits of one of the trainer's process."""
+    """torch threads of each engine; 0 takes run.num_threads, so that samples have the same bits as in the trainer's process."""
     restarts: int = setting(3, ge=0, expected="a number from 0 up")
-    """How often one engine may be started again for one version of the weights."""
+    """Maximum restarts of one engine for one version of the weights."""
     ready_timeout_s: float = setting(600.0, gt=0, expected="seconds above 0")
     """Longest wait for an engine that starts."""
     request_timeout_s: float = setting(600.0, gt=0, expected="seconds above 0")
     """Longest wait for an engine to load weights."""
     hung_after_s: float = setting(60.0, gt=0, expected="seconds above 0")
-    """An engine hangs if for this long it does not say how it is, or has requests and does not advance. One step of a slow engine
-    must take less."""
+    """Seconds after which an engine counts as hung: it does not answer health checks, or has requests and does not advance. One
+    step of a slow engine must take less."""
 
     def validate(self) -> None:
         self.tls.validate_in("generation.engines")
@@ -231,7 +232,7 @@ class EnginesConfig:
 
 @dataclass
 class TrainingGenerationConfig(GenerationConfig):
-    """How a training run samples."""
+    """Sampling in a training run."""
 
     engines: EnginesConfig = field(default_factory=EnginesConfig)
 

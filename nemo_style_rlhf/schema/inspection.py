@@ -36,7 +36,7 @@ class InspectedDataConfig(SFTDataConfig, UnpairedDataConfig, PreferenceDataConfi
     """Maximum tokens of a sample."""
 
     def validate(self) -> None:
-        """Check the templates alone: the class of the stage checks the rest, as far as the stage reads it."""
+        """Check only the templates. The class of the stage checks the rest, as far as the stage reads it."""
         PromptTemplateConfig.validate(self)
 
 

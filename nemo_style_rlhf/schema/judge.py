@@ -21,17 +21,17 @@ AB = {"A": 1.0, "B": 0.0}
 
 @dataclass
 class HttpSourceConfig:
-    """Equal HTTP servers that give rewards."""
+    """Interchangeable HTTP servers that give rewards."""
 
     section: ClassVar[str]
-    """The source's configuration keys begin with this."""
+    """Prefix of the source's configuration keys."""
     called: ClassVar[str]
-    """Errors call a server so."""
+    """Name of a server in errors."""
 
     urls: list[str] = field(default_factory=list)
-    """Addresses of equal servers. Each request goes to the least busy healthy one."""
+    """Addresses of interchangeable servers. Each request goes to the least busy healthy one."""
     weight: float = 0.0
-    """Weight of these rewards in the sum over all sources; with 0 nobody is asked."""
+    """Weight of these rewards in the sum over all sources; with 0 no request is sent."""
     timeout_s: float = setting(60.0, gt=0, expected="seconds above 0")
     """Longest silence of a server during a request."""
     retries: int = setting(3, ge=0, expected="a number from 0 up")
@@ -56,22 +56,22 @@ class EndpointRewardConfig(HttpSourceConfig):
 
 @dataclass
 class VerdictConfig:
-    """How a judge's answer becomes a reward. An answer without a verdict is a failed sample, see reward.on_error."""
+    """Conversion of a judge's answer to a reward. An answer without a verdict is a failed sample, see reward.on_error."""
 
     kind: str = setting("number", among=("number", "choice", "json"))
     """number: the last number that pattern finds. choice: the last of the choices that pattern finds. json: the value of json_key
     in the last JSON object of the answer that has it: a number, a boolean, or the text of a number or of a choice."""
     pattern: str | None = None
     """Regular expression for number and choice. Its first group that takes part in a match counts, or else the whole match. null
-    takes an answer that is the verdict alone, `Score: 7/10`, `Verdict: A` or `[[7]]`."""
+    takes an answer that is only the verdict, or `Score: 7/10`, `Verdict: A` or `[[7]]`."""
     choices: dict[str, float] = field(default_factory=dict)
-    """Reward by choice, for choice and json; empty is {A: 1, B: 0}, a rubric in which A stands for the response and B for the
+    """Reward by choice, for choice and json; empty is {A: 1, B: 0}, for a rubric in which A stands for the response and B for the
     reference answer, or A for correct and B for incorrect."""
     json_key: str = "score"
     """Key of the verdict in the JSON object, for kind=json."""
     low: float | None = None
     """The lowest number of the rubric's scale, whose reward is 0; null leaves numbers as they are. A number outside the scale is
-    no verdict."""
+    not a verdict."""
     high: float | None = None
     """The highest number of the scale, whose reward is 1."""
 
@@ -109,10 +109,9 @@ class VerdictConfig:
 
 @dataclass
 class JudgeRewardConfig(HttpSourceConfig):
-    """A language model behind an OpenAI-compatible endpoint, which reads a rubric with prompt and response.
+    """A language model behind an OpenAI-compatible endpoint. It reads a rubric with prompt and response.
 
-    A verdict is asked for once: it is kept on disk under the digest of the request, which holds model, sampling settings, rubric
-    and texts.
+    Each verdict is requested once and kept on disk under the digest of the request: model, sampling settings, rubric and texts.
     """
 
     section: ClassVar[str] = "reward.judge"
@@ -121,8 +120,8 @@ class JudgeRewardConfig(HttpSourceConfig):
     model: str | None = None
     """The model's name at the endpoint."""
     rubric: str | None = None
-    """The question, a text or @file, in which {prompt}, {response}, {turns} and {label} are replaced; it must hold {response}, or
-    {turns}, which are an episode's responses with what the environment said in between."""
+    """The question, a text or @file, in which {prompt}, {response}, {turns} and {label} are replaced. It must hold {response}, or
+    {turns}: an episode's responses with the environment's messages in between."""
     verdict: VerdictConfig = field(default_factory=VerdictConfig)
     temperature: float | None = setting(0.0, ge=0, expected="a number from 0 up, or null")
     """null leaves it to the endpoint, as for max_tokens and seed."""
@@ -137,10 +136,10 @@ class JudgeRewardConfig(HttpSourceConfig):
     concurrency: int = setting(16, gt=0, expected="a number above 0")
     """Maximum number of requests at a time to each server."""
     cache_dir: str | None = None
-    """Folder of the verdicts, which several runs may share; null is <run.output_dir>/verdicts."""
+    """Folder of the verdicts. Several runs may share it; null is <run.output_dir>/verdicts."""
 
     def validate(self) -> None:
-        """Replace the rubric by the text of its file, which thus becomes part of the configuration."""
+        """Replace the rubric by the text of its file, so that it becomes part of the configuration."""
         for url in self.urls:
             if "?" in url or "#" in url:
                 raise UserError(

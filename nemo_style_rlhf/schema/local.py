@@ -1,4 +1,4 @@
-"""Configuration of a run on one host, whose processes one command starts."""
+"""Configuration of a run on one host, started by one command."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What the files of a model say about its tokens. They are published together, and do not always agree."""
+"""Reads a model's files about its tokens. They are published together, and do not always agree."""
 
 import json
 from contextlib import suppress
@@ -19,7 +19,7 @@ def without_rows(tokenizer: "PreTrainedTokenizerBase", token: int, rows: int) ->
 
 
 def _beside(tokenizer: "PreTrainedTokenizerBase", name: str) -> dict[str, Any]:
-    """The object in a file beside the tokenizer; empty if there is none."""
+    """The object in a file next to the tokenizer; empty without one."""
     given: Any = None
     folder = getattr(tokenizer, "name_or_path", "")  # empty if it was made in memory
     with suppress(OSError, ValueError):
@@ -28,7 +28,7 @@ def _beside(tokenizer: "PreTrainedTokenizerBase", name: str) -> dict[str, Any]:
 
 
 def rows_of(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Number of rows of the embedding of the model whose tokenizer this is; None if there is no config.json that says it."""
+    """Number of rows in the embedding of the tokenizer's model; None if no config.json gives it."""
     config = _beside(tokenizer, "config.json")
     inner = config.get("text_config")
     rows = (inner if isinstance(inner, dict) else config).get("vocab_size")
@@ -36,8 +36,8 @@ def rows_of(tokenizer: "PreTrainedTokenizerBase") -> int | None:
 
 
 def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    """The ids at which a policy stops: the tokenizer's EOS, and what generation_config.json beside it names. Chat models end a
-    turn with an id that only the latter knows."""
+    """The ids at which a policy stops: the tokenizer's EOS, and the ids in generation_config.json next to it. Chat models end a
+    turn with an id that only the latter has."""
     given = _beside(tokenizer, "generation_config.json").get("eos_token_id")
     ids = given if isinstance(given, list) else [given]
     return frozenset(token for token in [*ids, tokenizer.eos_token_id] if isinstance(token, int))

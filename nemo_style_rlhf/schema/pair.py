@@ -9,7 +9,7 @@ from nemo_style_rlhf.schema.critic import PPOCriticConfig, TrainingServerConfig
 from nemo_style_rlhf.schema.remote_critic import RemoteCriticConfig
 
 CHOSEN = ("host", "port", "token", "tls")
-"""Keys of the connection between the two processes, which the command chooses."""
+"""Keys of the connection between the two processes. The command chooses them."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class LaunchedConfig(PairConfig):
     """Configuration of a command that starts both processes. ``run.output_dir`` gets the folders ``actor`` and ``critic``."""
 
     restarts: int = setting(3, ge=0, expected="a number from 0 up")
-    """Number of times that processes which died are started again before the next new step; one more death ends the run."""
+    """Number of restarts of processes that died, before the next new step; one more death ends the run."""
 
     @property
     def unread(self) -> tuple[str, ...]:

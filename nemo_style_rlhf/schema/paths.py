@@ -16,10 +16,7 @@ CHECK = "path_check"
 
 
 def require_paths(config: Any) -> None:
-    """
-    Raises:
-        UserError: files or folders that the process will read are missing; the sentence names all of them.
-    """
+    """Raise UserError if files or folders that the process will read are missing; the sentence names all of them."""
     if problems := list(_problems(config, "", getattr(config, "unread", ()))):
         raise UserError("; ".join(problems))
 
@@ -41,12 +38,12 @@ def _problems(node: Any, prefix: str, unread: tuple[str, ...]) -> Iterator[str]:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Whether ``name`` is clearly a path, not the name of a model or data set on the hub."""
+    """True if ``name`` is clearly a path, not the name of a model or data set on the hub."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def model_folder(path: str, _: Any = None) -> str | None:
-    """A Hugging Face directory, or a hub name."""
+    """Accept a Hugging Face directory, or a hub name."""
     folder = Path(path)
     if (folder / "adapter_config.json").is_file() and not any(
         [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
@@ -66,7 +63,7 @@ def model_folder(path: str, _: Any = None) -> str | None:
 
 
 def data_source(path: str, _: Any = None) -> str | None:
-    """A file, a pattern of files, a folder, or a hub name."""
+    """Accept a file, a pattern of files, a folder, or a hub name."""
     data_set = DataSet.parse(path)
     if Path(path).exists() or data_set.is_folder or (data_set.may_be_on_hub and not looks_like_a_path(path)):
         return None
@@ -74,7 +71,7 @@ def data_source(path: str, _: Any = None) -> str | None:
 
 
 def config_source(path: str, _: Any = None) -> str | None:
-    """A config JSON, a folder that holds one, or a hub name."""
+    """Accept a config JSON, a folder that holds one, or a hub name."""
     if Path(path).is_file():
         return None
     return "there is no such file" if path.endswith(".json") else model_folder(path)
@@ -85,8 +82,8 @@ def existing_file(path: str, _: Any = None) -> str | None:
 
 
 def _python_file(section: str, what: str, kind: str) -> Check:
-    """A check for the user's Python file, which must bind ``node.name`` at its top level; only the import shows whether that is
-    a ``kind`` of thing."""
+    """A check that the user's Python file binds ``node.name`` at its top level. Only the import shows whether that is a ``kind``
+    of thing."""
 
     def check(path: str, node: Any) -> str | None:
         if not Path(path).is_file():
@@ -118,7 +115,7 @@ def _bound_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _binds_otherwise(tree: ast.AST) -> bool:
-    """Whether a file may bind names by other means than a statement at its top level."""
+    """True if a file may bind names by other means than a statement at its top level."""
     for node in ast.walk(tree):
         named = node.id if isinstance(node, ast.Name) else getattr(node, "name", None)
         if isinstance(node, ast.Global) or named in ("globals", "exec", "setattr", "__getattr__"):
@@ -131,7 +128,7 @@ _environment_file = _python_file("agent", "environment", "class")
 
 
 def environment_file(path: str, node: Any) -> str | None:
-    """Without ``node.name``, set it to that of the file's only environment."""
+    """Accept a Python file with an environment; sets an empty ``node.name`` to the name of the only one."""
     if node.name == "" and Path(path).is_file():
         node.name = only_environment(Path(path)) or "Environment"
         found = environments(Path(path))
@@ -147,8 +144,8 @@ def only_environment(path: Path) -> str | None:
 
 
 def environments(path: Path) -> list[str]:
-    """Names of the classes that a Python file defines and that look like environments, by their methods or their base; none if
-    they cannot be told from its text."""
+    """Names of the classes in a Python file that look like environments, by their methods or their base; empty if its text does
+    not show them."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):

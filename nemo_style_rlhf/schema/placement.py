@@ -1,20 +1,20 @@
-"""Which devices the parts of a run use, and when."""
+"""Sharing of devices among the parts of a run."""
 
 from dataclasses import dataclass
 
 from nemo_style_rlhf.schema.base import setting
 
 GENERATE, SCORE, TRAIN = "generate", "score", "train"
-"""The phases of a step, each of which has the devices for itself with share=turns (ppo/residency.py)."""
+"""The phases of a step. With share=turns each has the devices for itself (ppo/residency.py)."""
 
 
 @dataclass
 class PlacementConfig:
-    """Whether generation, critic and trainer share devices."""
+    """Device sharing of generation, critic and trainer."""
 
     share: str = setting("none", among=("none", "turns"))
-    """none: each part keeps its memory. turns: one set of devices in turn, see docs/one-gpu.md. Generation, then the critic with
-    the log-probabilities, then the trainer have the devices to themselves, and the others leave them. The bits are the same."""
+    """none: each part keeps its memory. turns: time sharing (docs/one-gpu.md): generation, then the critic with the
+    log-probabilities, then the trainer have the devices to themselves, and the others leave them. The bits are the same."""
 
     @property
     def in_turns(self) -> bool:

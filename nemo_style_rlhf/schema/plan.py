@@ -15,16 +15,16 @@ class PlanConfig(PairConfig):
     run: TrainerRunConfig = field(default_factory=lambda: TrainerRunConfig(output_dir="outputs"))
     """A plan writes nothing."""
     data: PromptDataConfig = field(default_factory=lambda: PromptDataConfig(train_path=""))
-    """Without prompts, they count as data.max_prompt_length long."""
+    """Without data, prompts count as data.max_prompt_length long."""
     device_gib: float | None = setting(None, gt=0, expected="the GiB of one device")
-    """Memory of one device in GiB; null takes that of this machine's CUDA device, or of this host if there is none."""
+    """Memory of one device in GiB; null takes the memory of this machine's CUDA device, or of this host without one."""
     device_tflops: float | None = setting(None, gt=0, expected="a number above 0")
     """Peak of one device's matrix products in model.dtype, dense, in 10^12 FLOP/s, as in its data sheet: 989 for an H100 SXM in
     bf16. With device_gb_per_s the plan also estimates the seconds of a step; null leaves them out."""
     device_gb_per_s: float | None = setting(None, gt=0, expected="a number above 0")
     """Peak bandwidth of one device's memory in 10^9 bytes/s: 3350 for an H100 SXM."""
     together: bool = False
-    """Whether both processes share the devices, so that their sum must fit."""
+    """Both processes share the devices, so that their sum must fit."""
 
     @property
     def unread(self) -> tuple[str, ...]:

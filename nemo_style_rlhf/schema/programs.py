@@ -1,4 +1,4 @@
-"""Which program reads which keys: the name of its file in ``conf/``, and the dataclass that holds its keys."""
+"""The keys of each program: the name of its file in ``conf/``, and the dataclass that holds its keys."""
 
 from nemo_style_rlhf.schema.actor import PPOActorConfig
 from nemo_style_rlhf.schema.critic import PPOCriticConfig

@@ -1,4 +1,4 @@
-"""Configuration of a run on a Ray cluster, whose processes one command starts."""
+"""Configuration of a run on a Ray cluster, started by one command."""
 
 from dataclasses import dataclass, field
 
@@ -9,19 +9,19 @@ from nemo_style_rlhf.schema.pair import LaunchedConfig
 
 @dataclass
 class RayConfig:
-    """The cluster, and where the processes of a run go on it."""
+    """The cluster, and the placement of a run's processes on it."""
 
     address: str = "auto"
-    """The cluster's head, HOST:PORT; auto takes RAY_ADDRESS, which `ray job submit` sets, or the cluster of this host."""
+    """The cluster's head, HOST:PORT; auto takes RAY_ADDRESS (`ray job submit` sets it), or the cluster of this host."""
     placement: str = setting("separate", among=("separate", "colocated"))
     """separate (GPUs of their own for actor, critic server and engines) or colocated (the same GPUs for all three). The preset
     placement=... sets it."""
     actor_nodes: int = setting(1, gt=0, expected="a number above 0")
-    """Number of parts of equal size into which the actor's ranks are divided, each of which is on one node."""
+    """Number of equal parts into which the actor's ranks are divided, each on one node."""
     critic_nodes: int = setting(1, gt=0, expected="a number above 0")
     """The same for the critic server's ranks."""
     cpus: int = setting(1, gt=0, expected="a number above 0")
-    """Number of CPUs that Ray sets aside for each process; it limits none."""
+    """Number of CPUs that Ray reserves for each process; it does not limit their use."""
     wait_s: float = setting(300.0, gt=0, expected="seconds above 0")
     """Longest wait for nodes that can hold the run, at its start and after the loss of a node."""
     require_token: bool = True
@@ -50,10 +50,7 @@ class PPORayConfig(LaunchedConfig):
             self._validate_colocated()
 
     def _validate_colocated(self) -> None:
-        """
-        Raises:
-            UserError: the processes do not fit the same GPUs.
-        """
+        """Raise UserError if the processes do not fit the same GPUs."""
         engines, size = self.launched_engines, self.generation.tensor_parallel_size
         if engines and engines * size != self.ranks:
             raise UserError(

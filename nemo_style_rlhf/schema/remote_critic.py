@@ -43,7 +43,7 @@ class Peer:
     arguments: str
     """Arguments that the script requires."""
     address: str = ""
-    """Where the actor gets its address from; empty: ``host`` and ``port`` of the section."""
+    """Source of the server's address; empty: ``host`` and ``port`` of the section."""
 
     def command(self, port: int) -> str:
         """The command that starts the server, in the repository's folder."""
@@ -52,7 +52,7 @@ class Peer:
 
 @dataclass
 class RemoteCriticConfig:
-    """Address, patience and sizes of the remote critic."""
+    """Address, timeouts and sizes of the remote critic."""
 
     peer: ClassVar[Peer] = Peer(
         "critic server", "servers/serve_ppo_critic.py", "remote_critic_rm", "run.output_dir=OUTPUT_DIR model.path=REWARD_MODEL"
@@ -78,7 +78,7 @@ class RemoteCriticConfig:
     """Attempts after a broken connection, a timeout or the refusal of a stopping server, 0.5 s apart at first, up to 10 s;
     retries never train twice."""
     max_request_bytes: int = setting(64 * 2**20, ge=4096, expected="4096 bytes or more")
-    """Maximum tensor bytes of one request; larger batches are split. If the server's own limit is smaller, it counts."""
+    """Maximum tensor bytes of one request; larger batches are split. If the server's own limit is smaller, that one applies."""
 
     def validate(self) -> None:
         self.tls.validate_in(self.peer.section)

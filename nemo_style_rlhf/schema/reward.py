@@ -94,8 +94,8 @@ class RewardConfig:
     endpoints: EndpointRewardConfig = field(default_factory=EndpointRewardConfig)
     judge: JudgeRewardConfig = field(default_factory=JudgeRewardConfig)
     special_tokens: bool = False
-    """Whether functions, endpoints, judges and reward servers read a response's special tokens, such as a `<think>` that is one,
-    but not the token that ends it."""
+    """Show a response's special tokens, such as a `<think>` that is one, to functions, endpoints, judges and reward servers, but
+    not the token that ends it."""
     on_error: str = setting("stop", among=("stop", "mask"))
     """Reaction to a source that fails on samples, or gives them NaN or infinite rewards. stop: end the run with the reason; mask:
     leave the samples out of training and count them in train_rollouts/reward_failures."""
@@ -108,14 +108,11 @@ class RewardConfig:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Sources that are not in use, as sections of a configuration whose files nobody reads."""
+        """Sources that are not in use, as sections of a configuration whose files are not read."""
         return tuple(f"reward.{name}" for name in ("server", "function", "judge") if name not in self.weights)
 
     def require_source(self) -> None:
-        """
-        Raises:
-            UserError: no source is in use.
-        """
+        """Raise UserError if all sources are unused."""
         if not self.weights:
             raise UserError(
                 "no reward source is in use: give one of reward.critic, server, function, endpoints or judge a weight other "

@@ -18,18 +18,18 @@ class RewardServerRunConfig(RunConfig):
 
 @dataclass
 class RewardModelConfig:
-    """How texts become rewards."""
+    """Settings for scoring texts."""
 
     max_length: int = setting(0, ge=0, expected="a number of tokens, or 0 for the model's own")
     """Longest accepted sequence, in tokens; 0 takes the model's own limit."""
     append_eos: bool | None = None
-    """Whether every response ends with the end-of-text token; null does as in the reward model's training."""
+    """End every response with the end-of-text token; null does as in the reward model's training."""
     normalize_rewards: bool = False
     """Serve (reward - mean) / std, by the statistics stored with the reward model."""
     label_weights: list[float] | None = None
     """One weight for each label of a model with several. The reward is the weighted sum of the labels."""
     micro_batch_tokens: int = setting(16384, gt=0, expected="a number of tokens above 0")
-    """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence is computed alone."""
+    """Maximum padded tokens (rows x longest row) of one forward; a longer single sequence gets its own."""
     row_multiple: int | None = setting(None, gt=0, expected="a number of rows above 0, or null")
     """As engine.row_multiple."""
 

@@ -59,10 +59,7 @@ def names_of(sources: Sources) -> list[str]:
 
 
 def require_sources(key: str, given: Any) -> None:
-    """
-    Raises:
-        UserError: ``given`` is neither a name nor a list of names.
-    """
+    """Raise UserError unless ``given`` is a name or a list of names."""
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
         raise UserError(f"{key}={given} is not possible: expected a file, a data set, or a list of them")

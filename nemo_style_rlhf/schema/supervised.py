@@ -129,7 +129,7 @@ class FitConfig:
     """Rows in one forward and backward; 0 for all at once. The loss is normalized over the whole step."""
     micro_batch_tokens: int = setting(0, ge=0, expected="tokens, or 0")
     """Instead of micro_batch_size: maximum tokens of one forward and backward, counted as rows x longest row, or with
-    model.packing as their sum (the longer text of a pair counts). A longer row is computed alone."""
+    model.packing as their sum (the longer text of a pair counts). A longer row gets its own."""
     val_interval: int = setting(0, ge=0, expected="a number of steps, or 0 for the end")
     """Optimizer steps between validations; 0 validates once, at the end."""
     val_batch_size: int = setting(64, gt=0, expected="a number of rows above 0")
@@ -137,8 +137,8 @@ class FitConfig:
     log_interval: int = setting(10, gt=0, expected="a number of steps above 0")
     """Optimizer steps between lines of metrics.jsonl."""
     strategy: str = setting("auto", among=("auto", *ZERO_STAGES))
-    """auto (one device, or DDP over the ranks of torchrun), or DeepSpeed's zero1, zero2, zero3, which shard optimizer states,
-    gradients, weights over the ranks. Their checkpoints resume with the same strategy and number of ranks."""
+    """auto (one device, or DDP over the ranks of torchrun), or DeepSpeed's zero1, zero2, zero3: optimizer states, gradients,
+    weights sharded over the ranks. Their checkpoints resume with the same strategy and number of ranks."""
 
     def validate(self) -> None:
         divides = self.micro_batch_size >= 0 and self.batch_size % (self.micro_batch_size or self.batch_size) == 0
@@ -170,14 +170,14 @@ class SupervisedCheckpointConfig:
     """Checkpoints of an unfinished run, in <run.output_dir>/checkpoints; run.resume reads them."""
 
     save_interval: int = setting(500, ge=-1, expected="a number of steps, 0 for none, or -1 for the last step alone")
-    """Optimizer steps between checkpoints; the last step is always saved, -1 saves no other, and 0 saves none."""
+    """Optimizer steps between checkpoints. The last step is saved, too; -1 saves only that one, and 0 saves none."""
     keep_last: int = setting(1, gt=0, expected="at least 1")
     """Number of checkpoints that are kept."""
     save_on_interrupt: bool = False
     """The first Ctrl-C ends the stage after the running step, with a checkpoint; only the second one ends it at once."""
 
     def is_due(self, step: int) -> bool:
-        """Whether ``save_interval`` asks for a checkpoint after ``step``."""
+        """True if ``save_interval`` asks for a checkpoint after ``step``."""
         return self.save_interval > 0 and step % self.save_interval == 0
 
 
@@ -219,7 +219,7 @@ class RewardModelConfig(SupervisedConfig):
     loss: str = setting("sigmoid", among=REWARD_MODEL_LOSSES)
     """sigmoid or logexp: the Bradley-Terry loss in two notations."""
     centring: float = setting(0.0, ge=0, expected="a coefficient from 0 up")
-    """Coefficient of (chosen + rejected)^2, which keeps the scores around 0 (arXiv 2312.09244, with 0.01); 0 for none."""
+    """Coefficient of (chosen + rejected)^2, to keep the scores around 0 (arXiv 2312.09244, with 0.01); 0 for none."""
     statistics_pairs: int = setting(2048, ge=0, expected="a number of pairs, or 0")
     """Number of training pairs whose mean reward and deviation are stored with the model (see reward_model.normalize_rewards); 0
     for none."""

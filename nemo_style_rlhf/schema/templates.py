@@ -58,7 +58,7 @@ def chat_template_text(given: str) -> str:
     """``given`` if it is Jinja; else the text of the file that it names, with or without ``@`` before the path.
 
     Raises:
-        UserError: the file does not exist, or is no Jinja template.
+        UserError: the file does not exist, or is not a Jinja template.
     """
     if _is_jinja(given):
         text, source = given, "data.chat_template"

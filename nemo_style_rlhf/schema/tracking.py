@@ -25,7 +25,7 @@ class WandbConfig:
 
 @dataclass
 class RolloutsConfig:
-    """Samples on disk, token by token: rollouts/step_XXXXXX.parquet, which trainers/watch.py shows."""
+    """Samples on disk, token by token: rollouts/step_XXXXXX.parquet, shown by trainers/watch.py."""
 
     every: int = setting(1, ge=0, expected="a number of steps, or 0 for no samples on disk")
     """Write the samples of every Nth step; 0 writes none."""

@@ -2,7 +2,7 @@
 
 Code and tests run in two interpreters, each in a sandbox of its own (scoring/sandbox.py), joined by one socket
 (scoring/code_peers.py). The tests' interpreter calls the code's functions across it and gets plain data back; it compares them
-with what it expects, and it alone tells the verdict. So the code cannot patch a comparison or an ``assert``, cannot write a
+with what it expects, and only it gives the verdict. So the code cannot patch a comparison or an ``assert``, cannot write a
 verdict, and never sees the tests: it gets the arguments of calls, but no expected value.
 
 That does not make a test better than it is. Any true value passes `assert f(3)`; the code decides a test that compares two

@@ -172,7 +172,7 @@ class SandboxPeer:
 
 
 class Remote:
-    """Proxy of an object of the other end, which carries out every operation."""
+    """Proxy of an object of the other end. The other end carries out every operation."""
 
     __slots__ = ("_number", "_peer")
 
@@ -214,7 +214,7 @@ def _is_builtin(kind: type) -> bool:
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Replace the content of the mutable ``old`` by that of ``new``."""
+    """Replace the content of the mutable ``old`` by the content of ``new``."""
     if isinstance(old, list | bytearray):
         old[:] = new
     elif isinstance(old, deque):

@@ -15,12 +15,13 @@ LOGGER = logging.getLogger(__name__)
 
 
 class CombinedScorer:
-    """The weighted sum of its sources' rewards; values come from the one that has them."""
+    """The weighted sum of its sources' rewards; values come from the source that has them."""
 
     def __init__(self, sources: Mapping[str, tuple[Scorer, float]], *, on_error: str) -> None:
-        """
+        """Combine ``sources``; without any, rewards are 0.
+
         Args:
-            sources: name to (source, weight); with weight 0 only the source's values count. Without any, rewards are 0.
+            sources: name to (source, weight); with weight 0 only the source's values count.
             on_error: ``stop`` raises a source's error; ``mask`` marks the samples as failed and logs the reason.
         """
         self._sources = dict(sources)
@@ -48,10 +49,7 @@ class CombinedScorer:
         return self._handled(scores)
 
     def _handled(self, scores: Scores) -> Scores:
-        """
-        Raises:
-            RewardError: samples failed, and ``on_error`` is stop.
-        """
+        """Log a failure; raises RewardError instead if ``on_error`` is stop."""
         if scores.reasons:
             reason = scores.reasons[0]
             if self._on_error == "stop":

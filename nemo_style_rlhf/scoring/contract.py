@@ -24,7 +24,7 @@ ARGUMENTS: dict[str, Callable[[ScoringSample], Any]] = {
 
 
 def arguments(samples: Sequence[ScoringSample], names: Sequence[str] = OPENRLHF) -> dict[str, list[Any]]:
-    """One list for each of ``names``: an argument's values, or those of a column of the rows; None where a row lacks it."""
+    """One list for each of ``names``: an argument's values, or a column's values in the rows; None where a row lacks it."""
     return {
         name: [ARGUMENTS[name](sample) if name in ARGUMENTS else sample.metadata.get(name) for sample in samples]
         for name in names

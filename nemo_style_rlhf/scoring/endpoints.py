@@ -12,7 +12,7 @@ THREADS_PER_ENDPOINT = 4
 
 
 class EndpointScorer:
-    """Posts {"query", "prompts", "labels"} to one of several equal endpoints."""
+    """Posts {"query", "prompts", "labels"} to one of several interchangeable endpoints."""
 
     def __init__(self, config: EndpointRewardConfig, *, rank: int = 0) -> None:
         self._endpoints = HttpServers(config, rank=rank)

@@ -23,7 +23,7 @@ def require_guard() -> None:
     """Check that worker processes may import the main script, as spawned processes do.
 
     Raises:
-        UserError: it never asks for its ``__name__``, so it would begin its work again in each of them.
+        UserError: the script never reads its ``__name__``, so each worker would begin its work again.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)  # none in a notebook
     if script and script.endswith(".py") and "__name__" not in Path(script).read_text(errors="replace"):
@@ -35,9 +35,10 @@ def require_guard() -> None:
 
 class FunctionScorer:
     def __init__(self, config: FunctionRewardConfig, columns: Collection[str] = ()) -> None:
-        """
+        """Import the function once in this process, so that mistakes show at the start.
+
         Args:
-            columns: names of the rows' other fields, the label's column among them, which the function may ask for.
+            columns: names of the rows' other fields that the function may ask for, the label's column among them.
 
         Raises:
             UserError: the file or the function in it is missing or cannot be imported, or asks for what no row has; or the main

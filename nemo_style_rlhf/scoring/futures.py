@@ -21,7 +21,7 @@ def resolved(result: Result) -> "Future[Result]":
 
 
 def settle(future: "Future[Result]", work: Callable[[], Result]) -> None:
-    """Do ``work`` now: its result, or its error, becomes that of ``future``."""
+    """Do ``work`` now, and give its result or its error to ``future``."""
     try:
         future.set_result(work())
     except BaseException as error:
@@ -65,7 +65,7 @@ def gathered(sources: "Sequence[Future[Any]]", function: Callable[[list[Any]], R
                 return
             result.set_running_or_notify_cancel()
         settle(result, lambda: function([source.result() for source in done]))
-        done.clear()  # sources refer to this function, which must not keep them alive
+        done.clear()  # sources refer to this function; it must not keep them alive
 
     advance()
     for source in sources:

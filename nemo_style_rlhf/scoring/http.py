@@ -1,4 +1,4 @@
-"""Requests to equal HTTP servers: load balancing, retries, and a rest for servers that fail."""
+"""Requests to interchangeable HTTP servers: load balancing, retries, and a rest for servers that fail."""
 
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -16,18 +16,19 @@ from nemo_style_rlhf.wire.sessions import Sessions
 
 Answer = TypeVar("Answer")
 NO_PROXY: Mapping[str, str | None] = {"http": None, "https": None, "all": None}
-"""Whatever the environment says of proxies."""
+"""Ignores the environment's proxies."""
 LONGEST_ADVISED_WAIT_S = 60
 
 
 class HttpServers:
-    """Posts JSON to one of several equal servers. Thread-safe."""
+    """Posts JSON to one of several interchangeable servers. Thread-safe."""
 
     def __init__(
         self, config: HttpSourceConfig, *, rank: int, route: str = "", auth: AuthBase | None = None,
         refusals: Collection[int] = (),
     ) -> None:  # fmt: skip
-        """
+        """Prepare requests to the servers of ``config``.
+
         Args:
             route: end of the addresses of requests.
             refusals: HTTP statuses with which a healthy server refuses one request, as the other servers would.
@@ -113,7 +114,7 @@ class HttpServers:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether ``url`` is of this host, of which a proxy has another one."""
+    """True if ``url`` names this host. To a proxy, the same name is the proxy's own host."""
     host = urlsplit(url).hostname or ""
     try:
         return ip_address(host).is_loopback

@@ -23,18 +23,19 @@ class Message(NamedTuple):
 
 
 class ScoringSample:
-    """The data of a sample that a source may look at."""
+    """The data of a sample that sources may read."""
 
     def __init__(
         self, tokens: Tensor, label: str | None, messages: Callable[[], Sequence[Message]],
         metadata: Mapping[str, Any] | None = None, chat: Chat | None = None,
     ) -> None:  # fmt: skip
-        """
+        """A sample whose text is made on demand.
+
         Args:
             tokens: [L] int64, prompt and response, in the policy's tokenizer.
             messages: the sample as text without special tokens, called by the first source that reads text.
             metadata: further fields of the prompt's row.
-            chat: the conversation of which a chat template made the prompt.
+            chat: the conversation from which a chat template made the prompt.
         """
         self.tokens = tokens
         self.label = label
@@ -66,7 +67,7 @@ class ScoringSample:
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """The ``role`` and ``content`` of each message after the prompt: responses, and what the environment said in between."""
+        """The ``role`` and ``content`` of each message after the prompt: responses, and the environment's messages in between."""
         return [{"role": message.role, "content": message.text} for message in self.messages[1:]]
 
 
@@ -77,7 +78,7 @@ class Scores:
     rewards: Tensor
     """[B] float32; NaN where ``failed``."""
     filter_scores: Tensor | None = None
-    """[B] float32: scores for algorithm.filter, which uses ``rewards`` if this is None; NaN where ``failed``."""
+    """[B] float32: scores for algorithm.filter, or None to use ``rewards``; NaN where ``failed``."""
     values: Tensor | None = None
     """[N] float32, action-aligned values from the critic process."""
     critic_steps: frozenset[int] = frozenset()

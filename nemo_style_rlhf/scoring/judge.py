@@ -24,7 +24,7 @@ from nemo_style_rlhf.scoring.verdicts import Unreadable, read_verdict
 from nemo_style_rlhf.wire.secret import read_token
 
 REFUSALS = frozenset(range(400, 500)) - {408, 409, 425, 429}
-"""A request too long, a wrong key, a wrong model; not a server that is busy."""
+"""A request too long, a wrong key or a wrong model, but not a busy server."""
 PLACEHOLDER = re.compile("|".join(map(re.escape, RUBRIC_PLACEHOLDERS)))
 
 
@@ -41,10 +41,11 @@ class Bearer(AuthBase):
 
 
 class JudgeScorer:
-    """Asks for one verdict for each sample. Equal requests are made once, also those under way and those of earlier runs."""
+    """Asks for one verdict for each sample. Equal requests are made once, also with those under way and of earlier runs."""
 
     def __init__(self, config: JudgeRewardConfig, verdicts: Path, *, rank: int = 0) -> None:
-        """
+        """Read the API key, and make the folder of the verdicts.
+
         Args:
             verdicts: folder of the verdicts if the configuration names none.
 
@@ -122,7 +123,7 @@ def _completion(answer: object, source: str) -> JudgesAnswer:
     """The text of a chat completion, and why it ended.
 
     Raises:
-        RewardError: the answer is no chat completion, or one without a text that was not cut either.
+        RewardError: the answer is not a chat completion, or has no text although it was not cut.
     """
     try:
         choice = answer["choices"][0]  # type: ignore[index]

@@ -32,7 +32,7 @@ Model = tuple[str, str, bool]
 
 
 class RemoteCriticScorer:
-    """Values from the critic, and rewards from the reward model beside it."""
+    """Values from the critic, and rewards from the reward model next to it."""
 
     def __init__(self, critic: RemoteCritic, *, want: Want = "both") -> None:
         """``want="values"`` leaves the rewards at 0, for runs that get them from another source."""
@@ -43,7 +43,7 @@ class RemoteCriticScorer:
         return self.ask([sample.tokens for sample in samples])
 
     def ask(self, sequences: Sequence[Tensor], critic_step: int | None = None) -> "Future[Scores]":
-        """Score token ids, int64 [L] each; with ``critic_step``, only a critic of that very step may answer."""
+        """Score token ids, int64 [L] each; with ``critic_step``, only a critic of exactly that step may answer."""
         tokens = [sequence.numpy().astype(np.int32) for sequence in sequences]
         return mapped(self._critic.infer(tokens, want=self._want, expect_critic_step=critic_step), self._scores)
 
@@ -70,10 +70,11 @@ class RewardServerScorer:
         prompt_template: str | None = None,
         rank: int = 0,
     ) -> None:
-        """
+        """Connect to the servers of ``config``.
+
         Args:
             model: result of :func:`served_by`, the same on every rank.
-            prompt_template: the policy's template, which is removed from the prompts; the server applies the reward model's.
+            prompt_template: the policy's template, removed from the prompts; the server applies the reward model's.
         """
         self._config = config
         self._model = model
@@ -125,7 +126,7 @@ class RewardServerScorer:
     def _scores(rewards: "Array | Exception") -> Scores:
         if isinstance(rewards, Exception):
             reason = rewards.message if isinstance(rewards, ProtocolError) else rewards
-            raise RewardError(str(reason)) from rewards  # not a loss of the critic, which a run would recover from
+            raise RewardError(str(reason)) from rewards  # a run would recover from the loss of a critic, not from this
         return Scores(rewards=torch.tensor(rewards, dtype=torch.float32))
 
 
@@ -137,8 +138,8 @@ def served_by(
 
     Args:
         progress, heed: as for :func:`wait_for_any`.
-        conversations: whether prompts are conversations of more than a question, which need a chat template.
-        needs_bits: whether the servers must compute as ``run.deterministic`` has it.
+        conversations: whether prompts are conversations of more than a question, so that they need a chat template.
+        needs_bits: whether the servers must compute as ``run.deterministic`` asks.
 
     Raises:
         UserError: no server answers; or a server that answers serves no reward model, a different one from the first server's, or

@@ -58,7 +58,7 @@ REFUSED = {
 have opened ways out of sandboxes before."""
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3 = 435
-"""The flags of clone3 lie in memory, where no filter sees them. It fails with ENOSYS, so that libraries use clone instead."""
+"""The flags of clone3 are in memory, where no filter sees them. It fails with ENOSYS, so that libraries use clone instead."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SandboxLimits:
     cpu_s: int = 5
     file_bytes: int = 1 << 20
     folder_bytes: int = 64 << 20
-    """Total size of the files in /tmp, which lie in memory."""
+    """Total size of the files in /tmp; they are in memory."""
     open_files: int = 64
 
     @property

@@ -1,4 +1,4 @@
-"""The reward sources that look at texts alone."""
+"""The reward sources that read only texts."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -16,7 +16,7 @@ def text_sources(
     """Name to (source, weight) of the function, the endpoints and the judge, for those in use.
 
     Args:
-        columns: names of the rows' other fields, the label's column among them, which a function may ask for.
+        columns: names of the rows' other fields that a function may ask for, the label's column among them.
         verdicts: folder of the judge's verdicts, unless the configuration names one.
 
     Raises:

@@ -24,18 +24,15 @@ class JudgesAnswer:
 
 
 class VerdictStore:
-    """One file for each answer, which only this user can read."""
+    """One file for each answer, readable only by this user."""
 
     def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            StorageError: the folder cannot be made.
-        """
+        """Make ``folder``; raises StorageError if the disk refuses."""
         self._folder = folder
         self._in_folder(lambda: folder.mkdir(mode=0o700, parents=True, exist_ok=True))
 
     def once(self, key: str, ask: Callable[[], JudgesAnswer], closing: Callable[[], bool]) -> JudgesAnswer:
-        """The answer that is stored under ``key``; if there is none, that of ``ask``, which one process at a time calls.
+        """The answer stored under ``key``, or else the answer of ``ask``. Only one process at a time calls ``ask``.
 
         Args:
             closing: whether to give up waiting for another process.
@@ -90,7 +87,7 @@ def _read(path: Path) -> JudgesAnswer | None:
 
 
 def _write(path: Path, answer: JudgesAnswer) -> None:
-    """Under another name first, so that there is a whole file or none; ``mkstemp`` makes files of mode 0600."""
+    """Write under another name first, so that there is a whole file or none. ``mkstemp`` makes files of mode 0600."""
     descriptor, beside = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:

@@ -9,7 +9,7 @@ from typing import Any
 from nemo_style_rlhf.schema.judge import VerdictConfig
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?!\w|[.,]\d|[ \t]*[-\u2013][ \t]*\d)"
-"""This matches no beginning of a longer number, such as 1,000 or 1e5, nor of a range, such as 1-10."""
+"""Does not match the beginning of a longer number, such as 1,000 or 1e5, or of a range, such as 1-10."""
 RANGE = r"[(\[]\s*\d+\s*(?:[-\u2013/]|to)\s*\d+\s*[)\]]"
 DECODER = json.JSONDecoder()
 
@@ -40,7 +40,7 @@ def read_verdict(answer: str, config: VerdictConfig) -> float:
 
 
 def _alone_or_named(verdict: str) -> str:
-    """A pattern for an answer that is the verdict alone, and for a verdict in [[ ]] or after a word that announces it."""
+    """A pattern for an answer that is only the verdict, and for a verdict in [[ ]] or after a word that announces it."""
     mark = r"[\s*`\"'(\[]*"
     alone = rf"\A{mark}({verdict})(?:\s*/\s*\d+)?[\s*`\"')\].]*\Z"
     quotes = r"[\s*`\"']*"
@@ -69,7 +69,7 @@ def _from_json(answer: str, config: VerdictConfig) -> float:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in ``text`` that lie in no other object, in their order."""
+    """The outermost JSON objects in ``text``, in their order."""
     start = text.find("{")
     while start >= 0:
         try:

@@ -14,7 +14,7 @@ REWARD_FUNCTION = UserFile("reward_function", "reward.function", "reward functio
 
 
 def prepare(path: str, name: str) -> None:
-    """Import the function's file in a new worker, before the time limit starts; have the worker end with the trainer."""
+    """Import the function's file in a new worker, before the time limit starts. The worker ends with the trainer."""
     end_with_parent()
     with contextlib.suppress(UserError):  # the call fails in the same way, and reports it
         load_function(path, name)

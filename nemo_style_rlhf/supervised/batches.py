@@ -87,7 +87,8 @@ class TrainingBatches(Dataset[Batch], Generic[Row, Batch]):
         self, rows: Sequence[Row], collate: Collate, pad_token_id: int, *, batch_size: int, micro_batches: int,
         steps: int, seed: int, packed: bool = False, sampler: Sampler | None = None,
     ) -> None:  # fmt: skip
-        """
+        """Divide ``steps`` optimizer steps into micro-batches.
+
         Args:
             batch_size: number of rows of an optimizer step.
             micro_batches: number of micro-batches of an optimizer step.
@@ -147,7 +148,7 @@ def even_parts(parts: int, rows: int, ranks: int) -> int:
 
 
 class Positions(PositionSampler[int]):
-    """Every ``stride``-th item of ``total`` from ``rank`` on, without the first ``done`` of them, which its length includes."""
+    """Every ``stride``-th item of ``total`` from ``rank`` on, except the first ``done`` of them. Its length includes those."""
 
     def __init__(self, total: int, *, rank: int = 0, stride: int = 1, done: int = 0) -> None:
         self._positions = range(rank, total, stride)

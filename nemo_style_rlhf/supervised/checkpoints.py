@@ -49,10 +49,7 @@ def saved_steps(config: SupervisedConfig) -> list[int]:
 
 
 def require_no_lost_results(config: SupervisedConfig) -> None:
-    """
-    Raises:
-        UserError: there are results but no checkpoint to go on from, and they are another command's.
-    """
+    """Raise UserError if there are results but no checkpoint to continue from, and they are another command's."""
     output_dir = Path(config.run.output_dir)
     if _results(config) and (changed := differences(output_dir, config)) != []:
         raise UserError(
@@ -62,7 +59,7 @@ def require_no_lost_results(config: SupervisedConfig) -> None:
 
 
 def set_results_aside(config: SupervisedConfig) -> None:
-    """Move the results of a start that left no checkpoint into a folder beside, and say so: the stage starts from the beginning.
+    """Move the results of a start that left no checkpoint into a folder next to them, and log it: the stage starts anew.
 
     Raises:
         StorageError: the disk refused.
@@ -83,7 +80,7 @@ def set_results_aside(config: SupervisedConfig) -> None:
 
 
 def _results(config: SupervisedConfig) -> list[Path]:
-    """What earlier starts have written for their user; none if they trained nothing."""
+    """Files that earlier starts wrote for their user; none if they trained nothing."""
     output_dir, export = Path(config.run.output_dir), Path(config.export_path)
     exports = [path for path in (export, export.with_name(f"{export.name}_adapter")) if path.parent == output_dir]
     found = [path for path in exports if path.exists()]
@@ -111,8 +108,8 @@ def completed_steps(path: Path, identity: dict[str, Any]) -> int:
 
 
 def recount_micro_batches(checkpoint: dict[str, Any], *, per_step: int) -> None:
-    """Have Lightning's loop, which counts micro-batches, stand where ``checkpoint`` does with another number of them per step: a
-    run that was made longer may have a fuller step."""
+    """Convert Lightning's position in ``checkpoint``, counted in micro-batches, to another number of them per step: a run that
+    was made longer may have a fuller step."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     shift = checkpoint["global_step"] * per_step - progress["current"]["processed"]
     for counts in (progress["current"], progress["total"]):
@@ -121,8 +118,8 @@ def recount_micro_batches(checkpoint: dict[str, Any], *, per_step: int) -> None:
 
 
 class StageCheckpoints(pl.Callback):
-    """Saves when ``checkpoint.save_interval`` says so, after the last step, and after the step in which the stage is told to end
-    (launch/preemption.py), which then ends it with :class:`Preempted`."""
+    """Saves when ``checkpoint.save_interval`` says so, after the last step, and after the step in which the stage is asked to
+    stop (launch/preemption.py). It then ends the stage with :class:`Preempted`."""
 
     def __init__(self, config: SupervisedConfig, total_steps: int) -> None:
         self._folder, self._config, self._total_steps = checkpoint_dir(config), config.checkpoint, total_steps
@@ -131,14 +128,14 @@ class StageCheckpoints(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._step = trainer.global_step
-        heed_sigterm()  # in place of Lightning's handler, which ends without a checkpoint
+        heed_sigterm()  # Lightning's own handler ends without a checkpoint
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:
             return  # a micro-batch within the step
         self._step = step = trainer.global_step
         is_last = step == self._total_steps
-        # The order may not have reached every rank yet.
+        # The request to stop may not have reached every rank yet.
         self._told = trainer.strategy.reduce_boolean_decision(stop_requested(), all=False) and not is_last
         if self._config.save_interval and (self._told or is_last or self._config.is_due(step)):
             trainer.save_checkpoint(self._folder / f"step_{step:08d}.ckpt")

@@ -1,6 +1,6 @@
 """Lightning's DeepSpeed strategy, extended to CPUs and to checkpoints that are either complete or absent.
 
-This file alone touches private parts of Lightning, as they are in version 2.6.
+Only this file touches private parts of Lightning, as they are in version 2.6.
 """
 
 from contextlib import nullcontext
@@ -46,7 +46,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return self._device
 
     def setup_environment(self) -> None:
-        DDPStrategy.setup_environment(self)  # Lightning's own method refuses CPUs, which DeepSpeed supports
+        DDPStrategy.setup_environment(self)  # Lightning's own method refuses CPUs; DeepSpeed supports them
 
     def setup_distributed(self) -> None:
         reset_seed()
@@ -62,7 +62,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             torch.set_autocast_cache_enabled(False)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a folder, to which every rank adds its shard."""
+        """Write a folder; every rank adds its shard."""
         final = Path(self.broadcast(str(filepath)))
         with storage_errors(final), published(final) if self.is_global_zero else nullcontext():
             self.barrier()  # until the first rank has removed what a killed run left

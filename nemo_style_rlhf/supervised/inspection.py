@@ -38,7 +38,7 @@ class Shown:
     heading: str
     token_ids: Sequence[int]
     learned: Sequence[bool]
-    """Whether each token is a loss token."""
+    """True for each loss token."""
 
 
 def inspect_data(config: InspectDataConfig) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class KTOModule(SupervisedModule):
-    """Compares responses with the KL, which is estimated once per optimizer step, from all its rows.
+    """Compares responses with the KL, estimated once per optimizer step from all its rows.
 
     The estimate carries no gradient and the weights do not change until the step's end, so the first micro-batch's estimate
     holds for all of them, and the split of a step into micro-batches or over ranks changes neither its loss nor its gradient.

@@ -1,4 +1,4 @@
-"""The models of the supervised stages: what training starts from, and the directory in which it ends."""
+"""The models of the supervised stages: the model at the start of training, and the directory at its end."""
 
 import dataclasses
 from functools import partial
@@ -46,7 +46,7 @@ def write_model(
     hf: PreTrainedModel, target: Path, model: SupervisedModelConfig, data: SupervisedDataConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Path]:  # fmt: skip
-    """Write the trained ``hf`` in ``model.dtype`` with its tokenizer and templates, and an adapter of its own beside it.
+    """Write the trained ``hf`` in ``model.dtype`` with its tokenizer and templates, and its adapter in a folder next to it.
 
     Returns:
         The folders written.
@@ -63,10 +63,7 @@ def write_model(
 def rehearse_writing(
     hf: PreTrainedModel, model: SupervisedModelConfig, data: SupervisedDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """
-    Raises:
-        UserError: :func:`write_model` would fail after the training.
-    """
+    """Raise UserError if :func:`write_model` would fail after the training."""
     rehearse_export(hf, **_beside_weights(model, data, tokenizer))
 
 

@@ -36,7 +36,7 @@ class SupervisedModule(pl.LightningModule, ABC):
         self.identity: dict[str, Any] = {}
         """Identity of the run, saved in every checkpoint; the stage sets it."""
         self.validates = False
-        """Whether there are validation rows; the stage sets it."""
+        """True if there are validation rows; the stage sets it."""
         self._trained, self._validated = Tally(), Tally()
         self._stepped_at = self._grad_norm = 0.0
         self._validated_at = -1
@@ -47,7 +47,7 @@ class SupervisedModule(pl.LightningModule, ABC):
 
     @property
     def strict_loading(self) -> bool:
-        """Whether a checkpoint holds all weights: with adapters, it holds only the trained ones."""
+        """True if a checkpoint holds all weights; with adapters, it holds only the trained ones."""
         return all(parameter.requires_grad for parameter in self.parameters())
 
     def on_train_start(self) -> None:
@@ -127,7 +127,7 @@ class SupervisedModule(pl.LightningModule, ABC):
             del checkpoint["state_dict"][name]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reopen a run that was made longer since: otherwise Lightning would take its data for finished and train nothing."""
+        """Reopen a run that was made longer since: otherwise Lightning would consider its data finished and train nothing."""
         recount_micro_batches(checkpoint, per_step=self.trainer.accumulate_grad_batches)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         progress["is_last_batch"] = checkpoint["global_step"] >= self.total_steps

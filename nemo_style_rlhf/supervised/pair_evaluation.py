@@ -19,7 +19,7 @@ class PairStatistics:
     accuracy: float
     """Share of pairs whose chosen response has the higher reward."""
     margin: float
-    """Mean reward of the chosen minus that of the rejected response."""
+    """Mean reward of the chosen response minus the rejected response's."""
     loss: float
     """Mean negative log-likelihood under Bradley-Terry, in nats; a coin flip has ln 2."""
     calibration_error: float

@@ -34,7 +34,7 @@ def collate_dpo(rows: Sequence[PreferencePair], step_rows: Sequence[PreferencePa
 class MismatchedPairs:
     """Every prompt of ``rows`` with the response to another prompt, from which KTO's KL is estimated.
 
-    Pairs are padded only on demand, because only the first micro-batch of a step needs them. This is no dataclass, since
+    Pairs are padded only on demand, because only the first micro-batch of a step needs them. This is not a dataclass:
     Lightning would search all its rows for tensors to move.
     """
 
@@ -62,8 +62,8 @@ def mismatched(rows: Sequence[UnpairedExample], max_length: int) -> list[SFTExam
     """The prompts of ``rows``, each with the response of another row, cut to ``max_length`` tokens; every response is used once.
     Empty for a single row.
 
-    No prompt gets a response to itself unless more than half of the rows have that prompt: rows are sorted, which puts equal
-    prompts together, and each row takes the response half of the list further on, cyclically.
+    No prompt gets a response to itself unless more than half of the rows have that prompt: rows are sorted, so that equal
+    prompts are together, and each row takes the response half of the list further on, cyclically.
     """
     if len(rows) < 2:
         return []

@@ -24,7 +24,7 @@ def response_logprobs(policy: PolicyModel, input_ids: Tensor, action_mask: Tenso
 class FrozenReference:
     """The model before training: a copy, or the trained model with its adapters switched off.
 
-    This is no ``nn.Module``, so that the LightningModule that holds it neither trains nor saves it.
+    This is not an ``nn.Module``, so that the LightningModule that holds it neither trains nor saves it.
     """
 
     def __init__(self, policy: PolicyModel, *, compile_backbone: bool) -> None:

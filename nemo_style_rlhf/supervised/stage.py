@@ -80,8 +80,8 @@ class Stage:
         """Set up the process and load the data, before any model.
 
         Args:
-            name: of the stage, as the user reads it.
-            then: makes the command that a user may type next.
+            name: the stage's name for the user.
+            then: makes a command that the user may run next.
 
         Raises:
             UserError: the data is unusable, or a step has fewer rows than ranks.
@@ -131,7 +131,7 @@ class Stage:
 
         Raises:
             UserError: ``hf`` could not be exported after the training.
-            Preempted: the stage was told to end early.
+            Preempted: the stage was asked to stop early.
         """
         config, resumed = self.config, self._resumed
         rehearse_writing(hf, config.model, self.data, self.tokenizer)
@@ -196,7 +196,7 @@ class Stage:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank writes files."""
+        """True if this rank writes files."""
         return self._rank == 0
 
     @property

@@ -1,5 +1,5 @@
-"""Writes metrics: always to metrics.jsonl, and if configured to TensorBoard and W&B, through Lightning's loggers. What happens to
-a run beside them, such as its starts and failed health checks, goes to events.jsonl."""
+"""Writes metrics: always to metrics.jsonl, and if configured to TensorBoard and W&B, through Lightning's loggers. Other events of
+a run, such as its starts and failed health checks, go to events.jsonl."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 WANDB_ID_FILE = "wandb_id"
 TIME = "clock/time"
-"""Seconds since 1970 at which a line was written. All metrics in ``clock/`` are times, which no resumed run repeats."""
+"""Seconds since 1970 at which a line was written. All metrics in ``clock/`` are times; a resumed run does not repeat them."""
 log = logging.getLogger(__name__)
 
 
@@ -25,7 +25,7 @@ class MetricsWriter:
     """Appends one JSON object per step; a resume removes the lines of steps that are repeated."""
 
     def __init__(self, output_dir: Path, config: TrackingConfig, resolved: dict[str, Any]) -> None:
-        """``resolved`` is the run's whole configuration, which the loggers show as hyperparameters."""
+        """``resolved`` is the run's whole configuration. The loggers show it as hyperparameters."""
         output_dir.mkdir(parents=True, exist_ok=True)
         self._path = output_dir / METRICS_FILE
         self._events = output_dir / EVENTS_FILE
@@ -35,7 +35,7 @@ class MetricsWriter:
             logger.log_hyperparams(resolved)
 
     def rewind(self, step: int) -> None:
-        """Remove all lines written after that of ``step``, since what they describe will be repeated, and damaged lines. A line
+        """Remove damaged lines, and all lines written after the line of ``step``: what they describe will be repeated. A line
         about an earlier step may be among them, if it was written late.
 
         Raises:
@@ -53,10 +53,7 @@ class MetricsWriter:
             _keep(self._events, *found, step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """
-        Raises:
-            StorageError: the disk refused metrics.jsonl.
-        """
+        """Write a step's metrics; raises StorageError if the disk refuses metrics.jsonl."""
         _append(self._path, {"step": step, TIME: time.time(), **metrics})
         for logger in self._loggers:
             logger.log_metrics(dict(metrics), step=step)
@@ -80,7 +77,7 @@ class MetricsWriter:
 
 
 def last_recorded(output_dir: Path) -> int | None:
-    """The last step of which ``output_dir`` has metrics; None if there are none."""
+    """The last step with metrics in ``output_dir``; None if there are none."""
     _, steps = _lines(output_dir / METRICS_FILE) or ([], [])
     return max((step for step in steps if step is not None), default=None)
 
@@ -142,7 +139,7 @@ def _wandb(output_dir: Path, config: TrackingConfig) -> list[Any]:
 
 
 def _wandb_id(output_dir: Path) -> str:
-    """The run's id on W&B, the same at every start, so that a resumed run goes on there, too."""
+    """The run's id on W&B, the same at every start, so that a resumed run continues there, too."""
     path = output_dir / WANDB_ID_FILE
     if not path.exists():
         with storage_errors(path):

@@ -12,7 +12,8 @@ class StepProgress:
     """``PPO 12/40  reward 1.23  KL 0.045  5,120 tokens/s  eta 1:05``."""
 
     def __init__(self, name: str, total: int, *, enabled: bool = True, period_s: float = 0.0) -> None:
-        """
+        """Show a bar on a terminal, else lines.
+
         Args:
             total: steps of the whole run.
             period_s: least seconds between two lines.
@@ -52,11 +53,11 @@ class StepProgress:
 
 
 def ppo_status(*, reward: float, kl: float | None, tokens_per_second: float) -> str:
-    """``kl`` is None if there is no reference to measure it."""
+    """The status of a PPO step; ``kl`` is None without a reference."""
     divergence = "" if kl is None else f"KL {_rounded(kl, 4):.4f}  "
     return f"reward {_rounded(reward, 3):.3f}  {divergence}{tokens_per_second:,.0f} tokens/s"
 
 
 def _rounded(number: float, digits: int) -> float:
-    """0, and not -0, for a small negative number."""
+    """Round; a small negative number becomes 0, not -0."""
     return round(number, digits) + 0.0

@@ -22,15 +22,15 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.tracking.sample_files import SampleFile, sample_files
 
 UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, TypeError)
-"""Errors that a file may cause that is no whole recording."""
+"""Errors that a file may cause if it is not a whole recording."""
 BLOCK = 50
 """Steps in a merged file."""
 LARGEST = 2**30
 """Bytes of a merged file: large step files gain nothing from being merged."""
 TOKENIZER_FILE = "tokenizer.json"
-"""Beside the samples, in the format of the `tokenizers` library: for the texts of single tokens."""
+"""Next to the samples, in the format of the `tokenizers` library: for the texts of single tokens."""
 KINDS = {"prompt_id": pa.int64(), "index": pa.int32(), "reward": pa.float32(), "failed": pa.bool_()}
-"""Types of the columns of a sample that are no text."""
+"""Types of a sample's columns that are not text."""
 TURNS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("finish_reason", pa.string())]))
 Array = np.ndarray[Any, Any]
 
@@ -52,10 +52,7 @@ class DamagedFile(Exception):
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """
-    Raises:
-        DamagedFile: what was read from ``path`` is no recording.
-    """
+    """Raise DamagedFile if reading ``path`` shows that it is not a recording."""
     try:
         yield
     except UNREADABLE as error:
@@ -66,7 +63,7 @@ def _reading(path: Path) -> Iterator[None]:
 class StepSamples:
     """The samples of one step, B of N tokens in all, laid end to end as in :class:`rollout.types.Experience`.
 
-    Arrays and plain lists, which are cheap to send to the process that writes them.
+    Arrays and plain lists are cheap to send to the process that writes them.
     """
 
     step: int
@@ -100,7 +97,8 @@ class StepSamples:
 
 
 def write_step(folder: Path, samples: StepSamples, responses: Sequence[str]) -> None:
-    """
+    """Write the samples of a step to a file in ``folder``.
+
     Args:
         responses: [B] texts of the response tokens.
 
@@ -247,7 +245,7 @@ def _most_steps(file: SampleFile) -> int:
 
 
 def _block(single: Sequence[SampleFile]) -> list[SampleFile]:
-    """The oldest neighbors that make a file of at most ``LARGEST`` bytes; none if all are too large for that."""
+    """The oldest neighbors that make a file of at most ``LARGEST`` bytes; none if all are too large."""
     block: list[SampleFile] = []
     total = 0
     for file in single:
@@ -263,7 +261,7 @@ def _block(single: Sequence[SampleFile]) -> list[SampleFile]:
 
 
 def rewind(folder: Path, step: int) -> list[str]:
-    """Remove the samples of steps after ``step``, which will be repeated, and leftovers of a crash.
+    """Remove leftovers of a crash, and the samples of steps after ``step``: these will be repeated.
 
     Returns:
         Warnings.
@@ -314,7 +312,7 @@ def _merged_path(folder: Path, first: int, last: int) -> Path:
 
 
 def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-    """A row group for each table; a score that a table lacks is null there."""
+    """Write a row group for each table; a score that a table lacks is null there."""
     with storage_errors(path), published(path) as beside, pq.ParquetWriter(
         beside, schema, compression="zstd", compression_level=1, use_dictionary=["prompt", "label", "finish_reason"]
     ) as writer:  # fmt: skip
@@ -346,7 +344,7 @@ def _next_file(folder: Path, step: int, last: int | None) -> SampleFile | None:
 
 
 def _plain(value: Any) -> Any:
-    """Infinity and NaN, which JSON lacks, become None."""
+    """Replace infinity and NaN by None: JSON lacks them."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value
@@ -360,10 +358,10 @@ def print_jsonl(run: Path, first: int, last: int | None, *, tokens: bool) -> Non
     """Print the samples of a run as JSON Lines.
 
     Args:
-        tokens: also what has an entry for each token.
+        tokens: also print the columns with an entry for each token.
 
     Raises:
-        UserError: there are none.
+        UserError: the run has no samples.
     """
     folders = [run / "rollouts", run / "actor" / "rollouts", run]
     folder = next((folder for folder in folders if sample_files(folder)), None)

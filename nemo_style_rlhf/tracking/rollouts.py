@@ -1,4 +1,4 @@
-"""Decodes and writes the samples of a run in a process beside training. Imports no torch, so that it starts fast."""
+"""Decodes and writes the samples of a run in a process alongside training. Imports no torch, so that it starts fast."""
 
 import logging
 import multiprocessing
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Work = Future[list[str]]
-"""Work of the writing process; its result are warnings."""
+"""A job of the writing process; it returns warnings."""
 NICENESS = 10
-"""Niceness of the writing process: training goes first where cores are scarce."""
+"""Niceness of the writing process: training has priority where cores are scarce."""
 _to_text: Any = None
 """Turns token ids into text; only in the writing process."""
 
@@ -32,7 +32,8 @@ class RolloutWriter:
         self, folder: Path, config: RolloutsConfig, load_decoder: Callable[[], Callable[[list[int]], str]],
         tokenizer: str | None,
     ) -> None:  # fmt: skip
-        """
+        """Start the writing process.
+
         Args:
             load_decoder: called in the writing process; must be picklable.
             tokenizer: in the format of the `tokenizers` library, if it has one.
@@ -47,12 +48,12 @@ class RolloutWriter:
         """Write of the last recorded step's samples, for :meth:`finish`; None once it is known to be done."""
 
     def _start(self) -> ProcessPoolExecutor:
-        # Spawn, since this process has threads, and maybe a CUDA context, which do not survive a fork.
+        # Spawn: this process has threads, and maybe a CUDA context. They do not survive a fork.
         spawn = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(1, spawn, initializer=_prepare, initargs=(self._load_decoder,))
 
     def rewind(self, step: int) -> None:
-        """Remove the samples of steps after ``step``, which will be repeated.
+        """Remove the samples of steps after ``step``: these will be repeated.
 
         Raises:
             StorageError: the disk refused.
@@ -62,7 +63,7 @@ class RolloutWriter:
             self.finish(self._submit(_begin, self._folder, step, self._tokenizer))
 
     def write(self, samples: "StepSamples") -> None:
-        """Start to write a step's samples, and then to merge older ones, for which no checkpoint waits.
+        """Start to write a step's samples, and then to merge older ones. No checkpoint waits for the merge.
 
         Raises:
             StorageError: the disk refused the samples of an earlier step.
@@ -83,7 +84,7 @@ class RolloutWriter:
             self.finish(work)
 
     def finish(self, work: Work) -> None:
-        """Wait for ``work``, and log once what went wrong with it: recording ends no training.
+        """Wait for ``work``, and log its failure once: failed recording does not end training.
 
         Raises:
             StorageError: the disk refused.

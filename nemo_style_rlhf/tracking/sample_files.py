@@ -1,4 +1,4 @@
-"""Which files hold the samples of a run; rollout_files.py says what is in them. Standard library only."""
+"""Finds the files with the samples of a run; rollout_files.py describes their content. Standard library only."""
 
 import re
 from pathlib import Path

@@ -48,7 +48,7 @@ class ComparedPrompt:
         return [sample.score for cell in self.cells for sample in cell if sample.score is not None]
 
     def difference(self, column: int) -> float | None:
-        """Mean score against the first side's."""
+        """Mean score minus the first side's."""
         mean, first = self.means[column], self.means[0]
         return None if mean is None or first is None else mean - first
 
@@ -109,10 +109,7 @@ def rollout_side(index: RolloutIndex, run: str, step: int) -> Side:
 
 
 def newest_common_step(indexes: Sequence[RolloutIndex]) -> int:
-    """
-    Raises:
-        UserError: the runs have recorded no step in common.
-    """
+    """The newest step that all runs have recorded; raises UserError if there is none."""
     common = set.intersection(*map(_recorded_steps, indexes))
     if not common:
         raise UserError("these runs have recorded no step in common: choose a step of each")
@@ -126,13 +123,14 @@ def _recorded_steps(index: RolloutIndex) -> set[int]:
 
 
 def rows_of(sides: Sequence[Side], *, same_prompts: bool) -> tuple[list[ComparedPrompt], list[Side], int]:
-    """
+    """Match the prompts of all sides.
+
     Args:
         same_prompts: whether ``prompt_id`` means the same prompt on every side, as in one evaluation; otherwise the text counts.
 
     Returns:
-        The prompts that every side has answered, the sides with no other prompts and numbered by row, and the number of
-        prompts that only some sides have.
+        The prompts that every side has answered, the sides with no other prompts and numbered by row, and the number of prompts
+            that only some sides have.
     """
     keys = [[sample.prompt_id if same_prompts else sample.prompt for sample in side.samples] for side in sides]
     common = set(keys[0]).intersection(*keys[1:])
@@ -171,7 +169,8 @@ def summaries(sides: Sequence[Side]) -> list[dict[str, Any]]:
 
 
 def ordered(rows: Sequence[ComparedPrompt], order: str) -> list[ComparedPrompt]:
-    """
+    """Sort rows by ``order``.
+
     Args:
         order: ``file``; ``highest`` or ``lowest`` score of the first side first; ``above:K`` or ``below:K``: by the difference of
             side K, from 1, to the first.

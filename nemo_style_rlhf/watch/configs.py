@@ -10,7 +10,7 @@ from nemo_style_rlhf.watch.runs import Run
 from nemo_style_rlhf.watch.state import read_config, read_yaml
 
 WHERE = {*PLACES, "output_dir", "ready_file", "token_file"}
-"""Last parts of keys that say where a run lies. They always differ."""
+"""Last parts of keys that give a run's place. They always differ."""
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:

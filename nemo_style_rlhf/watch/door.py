@@ -1,6 +1,6 @@
 """Admits requests that carry the token and name this host.
 
-A browser shows the token once, in the link that the terminal prints, and gets it back as a cookie, which other sites cannot read.
+A browser shows the token once, in the link that the terminal prints, and gets it back as a cookie that other sites cannot read.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ class Door:
     listener: socket.socket
     token: str = field(repr=False)
     link_shows_token: bool
-    """Whether the token is the page's own. A token that the user has given is theirs to type."""
+    """True if the token is the page's own. The user types a token of their own."""
     names: frozenset[str]
-    """Names of this host that a request may use, beside addresses. A name of a stranger's may lead here, too (DNS rebinding)."""
+    """Names of this host that a request may use, as well as addresses. An attacker's name may lead here, too (DNS rebinding)."""
     tls: ssl.SSLContext | None
 
     @property
@@ -45,7 +45,7 @@ class Door:
         return f"{self.url}?token={self.token}" if self.link_shows_token else self.url
 
     def is_here(self, host: str) -> bool:
-        """Whether a request's Host header, with or without a port, names this host."""
+        """True if a request's Host header, with or without a port, names this host."""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         try:
             ipaddress.ip_address(name.strip("[]"))
@@ -55,7 +55,8 @@ class Door:
 
 
 def take_door(host: str, port: int, token_file: str | None, certificate: str | None, key: str | None) -> Door:
-    """
+    """Bind the page's address.
+
     Raises:
         UserError: the address needs a token and has none, the port is in use, or the certificate does not load.
     """
@@ -82,5 +83,5 @@ def take_door(host: str, port: int, token_file: str | None, certificate: str | N
 
 
 def _page_token() -> str:
-    """Made from the token of this user's servers, and useless to them: a link stays valid from start to start."""
+    """Derive the page's token from the token of this user's servers: a link stays valid across starts, but servers refuse it."""
     return hmac.new(own_token_made().encode(), b"watch", hashlib.sha256).hexdigest()

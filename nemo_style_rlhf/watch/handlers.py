@@ -1,4 +1,4 @@
-"""The parts that all answers of the page's server share: the door, headers, JSON, sentences for errors."""
+"""Base classes of all answers of the page's server: the door, headers, JSON, sentences for errors."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Guarded(RequestHandler):
-    """Answers only who has the token, and under this host's own name."""
+    """Answers only requests that have the token and use this host's own name."""
 
     @property
     def door(self) -> Door:
@@ -58,16 +58,16 @@ class Guarded(RequestHandler):
 
     @property
     def cookie_name(self) -> str:
-        """With the port, since cookies of a host are shared among its ports."""
+        """The name contains the port, since cookies of a host are shared among its ports."""
         return f"nsr_watch_{self.door.listener.getsockname()[1]}"
 
     def let_in(self, token: str) -> None:
-        """Remember a token that is right."""
+        """Remember a correct token."""
         secure = self.door.tls is not None
         self.set_cookie(self.cookie_name, token, httponly=True, samesite="Lax", secure=secure, expires_days=30)
 
     def write_error(self, status_code: int, **details: Any) -> None:
-        """One sentence. A fault of ours goes to the terminal, with its traceback."""
+        """Answer with one sentence. Unexpected errors go to the terminal, with their traceback."""
         error = details.get("exc_info", (None, None, None))[1]
         if isinstance(error, HTTPError):
             sentence = (error.log_message or "there is nothing at this address").replace(
@@ -130,7 +130,7 @@ class Login(Guarded):
 
 
 class Style(Page):
-    """The style sheet, which the form of those without the token needs."""
+    """The style sheet. It needs no token, because the form that asks for one uses it."""
 
     def prepare(self) -> None:
         if not self.door.is_here(self.request.host):
@@ -138,7 +138,7 @@ class Style(Page):
 
 
 class Api(Guarded):
-    """Answers with JSON. Work on files belongs into :meth:`reply`, which takes it to a thread."""
+    """Answers with JSON. :meth:`reply` takes work on files to a thread."""
 
     async def reply(self, work: Callable[[], Any]) -> None:
         """Answer with what ``work``, called in a thread, returns."""
@@ -155,7 +155,7 @@ class Api(Guarded):
         """A whole number of the query.
 
         Raises:
-            HTTPError: it is none.
+            HTTPError: it is not a whole number.
         """
         given = self.get_query_argument(name, str(default))
         try:
@@ -169,9 +169,10 @@ class Api(Guarded):
 
 
 def to_json(value: Any) -> str:
-    """Strict JSON: browsers refuse NaN and infinity, which become null.
+    """Strict JSON: NaN and infinity, which browsers refuse, become null.
 
-    Pure ASCII, so that no text can break out of whatever holds it."""
+    Pure ASCII, so that no text can break out of its surroundings.
+    """
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:

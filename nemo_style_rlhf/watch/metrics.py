@@ -19,7 +19,7 @@ from nemo_style_rlhf.watch.run_files import opened
 AT_ONCE = 64 * 2**20
 """Bytes of a file that are read at a time."""
 LARGEST = 2**53
-"""Whole numbers from here on are damage: a browser does not tell them apart."""
+"""Whole numbers from here on are damage: a browser cannot tell them apart."""
 MOST_POINTS = 2000
 """Maximum number of points of a metric in one answer; a chart has fewer pixels."""
 SEEN_BYTES = 256
@@ -32,7 +32,7 @@ Points = tuple[list[int], list[float | None]]
 
 @dataclass(frozen=True)
 class Cursor:
-    """How much of a file a reader has: ``rows`` of its life number ``life``."""
+    """A reader's position in a file: ``rows`` of its life number ``life``."""
 
     life: int = 0
     rows: int = 0
@@ -42,7 +42,7 @@ class Cursor:
 
     @classmethod
     def parse(cls, text: str) -> "Cursor":
-        """Raises ValueError."""
+        """Parse a cursor's text; raises ValueError."""
         life, _, rows = text.partition(".")
         return cls(int(life), max(int(rows), 0))
 
@@ -53,7 +53,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.damage = ""
-        """Why the file that is there cannot be read; empty if it can."""
+        """The reason why an existing file cannot be read; empty if it can."""
         self._lock = threading.Lock()
         self._life = time.monotonic_ns()
         self._forget()
@@ -86,7 +86,7 @@ class Log:
                 self._begin_again()
 
     def _read_new(self, file: int) -> bool:
-        """Whether there were new lines."""
+        """True if there were new lines."""
         before = len(self._seen)
         content = os.pread(file, before + AT_ONCE, self._offset - before)
         if content[:before] != self._seen:
@@ -116,11 +116,11 @@ def _parsed(line: bytes) -> Row | None:
         del row[TIME]
     return {
         sys.intern(key): value for key, value in row.items() if _is_plain(value)
-    }  # else each row has names of its own
+    }  # otherwise each row has its own names
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is text or a number that the page can calculate with."""
+    """True if a value is text or a number that the page can calculate with."""
     return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < LARGEST)
 
 

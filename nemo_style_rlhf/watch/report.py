@@ -1,6 +1,6 @@
 """One HTML file that shows runs without a server: the page itself, with the answers of its server written into it.
 
-The page's modules become ``data:`` addresses of an import map, since a file cannot import its neighbors. Answers are asked of the
+The page's modules become ``data:`` addresses of an import map, since a file cannot import its neighbors. Answers come from the
 real server on loopback, so a report shows what the page shows. Its policy lets the file load and send nothing.
 """
 
@@ -48,7 +48,7 @@ TABLES: list[dict[str, str]] = [
 ]
 """Queries of the buttons of the rollouts' view: newest, best, worst, largest KL, failed, truncated samples."""
 UNQUOTED = "!'()*"
-"""Characters that JavaScript's encodeURIComponent leaves as they are, beside those that ``quote`` does."""
+"""Characters that JavaScript's encodeURIComponent leaves as they are, in addition to those of ``quote``."""
 MOST_PAIRED = 12
 """Runs up to which every pair has its comparison of configurations in a report."""
 STYLESHEET = re.compile('<link rel="stylesheet" href="([^"]+)">')
@@ -56,7 +56,7 @@ IMPORT = re.compile(r'(\bfrom |\bimport\(|\bimport )"(\.{1,2}/[^"]+)"')
 
 
 def loopback_door() -> Door:
-    """For this process alone."""
+    """A door for this process only."""
     return Door(socket.create_server(("127.0.0.1", 0)), secrets.token_hex(16), True, frozenset({"localhost"}), None)
 
 
@@ -92,7 +92,7 @@ class _Client:
     door: Door
 
     async def get(self, path: str, query: Mapping[str, Any] | None = None) -> Any:
-        """An answer; None if the page knows no such address, or cannot answer it."""
+        """The answer; None if the page has no such address, or cannot answer it."""
         address = f"{self.door.url.rstrip('/')}{path}?{urlencode(query or {}, doseq=True)}"
         headers = {"Authorization": f"Bearer {self.door.token}"}
         response = await self.http.fetch(address, headers=headers, raise_error=False, request_timeout=TIMEOUT_S)

@@ -38,7 +38,7 @@ READ = "read_parquet(?, union_by_name = true, hive_partitioning = false)"
 
 
 def escaped(paths: Sequence[str]) -> list[str]:
-    """``paths`` as DuckDB takes them, for which some characters are those of patterns."""
+    """``paths`` as DuckDB takes them: it reads some characters as patterns."""
     return [glob.escape(path) for path in paths]
 
 

@@ -21,7 +21,7 @@ from nemo_style_rlhf.watch.rollout_files import (
 THREADS = 2
 MEMORY = "3GB"
 BATCH = 8
-"""Files that are read at once: a page shows those that are read, while the others are."""
+"""Number of files read at a time: a page shows the files that are read, while others are being read."""
 COLUMNS = {
     "step": "INTEGER",
     "row": "INTEGER",
@@ -47,10 +47,7 @@ class RolloutIndex:
     """Follows the files of a run: new ones are read in a thread, newest first, and what vanished is dropped."""
 
     def __init__(self, folder: Path) -> None:
-        """
-        Args:
-            folder: the run's ``rollouts``; need not exist yet.
-        """
+        """Follow the files in ``folder``, the run's ``rollouts``; it need not exist yet."""
         self.folder = folder.resolve()
         self._database = open_database(self.folder, threads=THREADS, memory=MEMORY)
         self._database.execute(f"CREATE TABLE samples ({', '.join(f'{quoted(k)} {v}' for k, v in COLUMNS.items())})")
@@ -91,7 +88,7 @@ class RolloutIndex:
 
     @contextmanager
     def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """For one query at a time, beside those of other threads."""
+        """A cursor for one query at a time, alongside other threads' cursors."""
         with self._lock:
             cursor = self._database.cursor()
         with cursor:
@@ -140,7 +137,7 @@ class RolloutIndex:
                 self._damaged.add(file)
 
     def _take(self, batch: list[RolloutFile], listed: set[RolloutFile]) -> None:
-        """Add the samples of files, and drop those of the files that they replace, in one transaction."""
+        """Add the samples of files and drop the samples of the files that they replace, in one transaction."""
         replaced = [old for old in self._files if old not in listed and any(_overlap(old, file) for file in batch)]
         paths = [file.path for file in batch]
         with self._database.cursor() as cursor:

@@ -16,7 +16,7 @@ from nemo_style_rlhf.watch.sample_tokens import MOST_TOKENS
 from nemo_style_rlhf.watch.search import Search
 
 SEARCHES = ThreadPoolExecutor(2, thread_name_prefix="search")
-"""Their own threads, so that searches let every view pass."""
+"""Own threads, so that searches do not block views."""
 
 
 class RolloutApi(Api):
@@ -110,7 +110,7 @@ class SearchTexts(RolloutApi):
 
 
 def _until_progress(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages up to the next that tells how far the search is; none at the end."""
+    """Messages up to the next one about the search's progress; empty at the end."""
     lines = []
     for message in messages:
         lines.append(message)

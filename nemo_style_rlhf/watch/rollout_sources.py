@@ -31,11 +31,11 @@ class RolloutSources:
         self._lock = Lock()
 
     def folder(self, run: str) -> Path:
-        """Where the run keeps its rollouts; need not exist."""
+        """The folder of the run's rollouts; need not exist."""
         return self._runs.get(run).folder / FOLDER
 
     def index(self, run: str) -> RolloutIndex:
-        """The index of the run; the one that nobody has looked at for longest gives way."""
+        """The index of the run. The least recently used one is dropped."""
         folder = self.folder(run)
         with self._lock:
             index = self._indexes.pop(folder, None) or RolloutIndex(folder)
@@ -53,7 +53,7 @@ class RolloutSources:
         }
 
     def page(self, run: str, query: sample_queries.Query, *, texts: bool = True) -> dict[str, Any]:
-        """The last pages are kept while no sample comes or goes: an open view asks again and again, beside a run that trains."""
+        """A page of samples. The last pages are cached until samples change: an open view of a running run asks repeatedly."""
         index = self.index(run)
         index.refresh(sample_queries.PATIENCE_S)
         key = (index.folder, index.changes, query, texts)
@@ -82,7 +82,8 @@ class RolloutSources:
     def compare(
         self, runs: Sequence[str], steps: Sequence[int], order: str, text: str, offset: int, limit: int
     ) -> dict[str, Any]:
-        """
+        """Compare the answers of several checkpoints to the same prompts.
+
         Args:
             runs: evaluations, or runs with rollouts.
             steps: of each run with rollouts; without, the newest that all of them have.
@@ -106,7 +107,7 @@ class RolloutSources:
         }
 
     def _sides(self, runs: Sequence[str], steps: Sequence[int]) -> tuple[list[comparison.Side], dict[str, Any]]:
-        """The sides, and what an evaluation among them says of itself."""
+        """The sides, and the summary of an evaluation among them."""
         if not runs:
             raise UserError("there is nothing to compare: choose an evaluation, or two runs or steps with rollouts")
         folders = {run: self._runs.get(run).folder for run in runs}

@@ -1,6 +1,6 @@
 """Reads files of runs, which others write: regular ones within the run's folder, and no more of them than a page can use.
 
-A pipe would hang whoever opens it, a link may lead to what its maker cannot read, and a large file takes the page's memory.
+A pipe would block its reader, a link may lead to files that its maker cannot read, and a large file takes the page's memory.
 """
 
 import errno
@@ -16,7 +16,7 @@ def opened(path: Path, within: Path) -> Iterator[int]:
     """A descriptor of the regular file at ``path``, for reading.
 
     Raises:
-        OSError: it is not there, is no regular file, or lies outside of the folder ``within``.
+        OSError: it is not there, is not a regular file, or lies outside of the folder ``within``.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""Answers about runs: which there are and how they stand, their metrics, events, steps and configurations.
+"""Answers about runs: their list and states, their metrics, events, steps and configurations.
 
 Each answer is a function of this page's :class:`Sources`, so that an exported report holds the same answers.
 """
@@ -20,7 +20,7 @@ MOST_STEPS = 500
 
 
 class Sources:
-    """Runs, and what has been read of them."""
+    """Runs, and the data read from them."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
@@ -31,7 +31,7 @@ class Sources:
         return {"runs": [self._states.of(run) for run in self.runs.all()]}
 
     def metrics(self, run_id: str, after: str, *, most: int = MOST_POINTS) -> dict[str, Any]:
-        """Points of every metric since ``after``; ``reset`` if the reader must forget what it has."""
+        """Points of every metric since ``after``; ``reset`` if the reader must discard the points it has."""
         try:
             known = Cursor.parse(after) if after else Cursor()
         except ValueError as error:

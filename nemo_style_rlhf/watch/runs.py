@@ -24,11 +24,11 @@ NO_RUNS = {
     "tensorboard",
     "wandb",
 }
-"""Folders in which nobody looks for runs: a run's own."""
+"""A run's own folders; these are not searched for runs."""
 
 
 class UnknownRun(UserError):
-    """A request names a run that is not, or no longer, there."""
+    """A request names a run that does not exist, or no longer does."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,7 @@ class Runs:
     """The runs below ``roots``; every look finds what is there now."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """
-        Raises:
-            UserError: a root does not exist, or none is a folder.
-        """
+        """Find the runs' folders; raises UserError if a root does not exist, or none is a folder."""
         for root in roots:
             if not root.exists():
                 raise UserError(
@@ -60,7 +57,7 @@ class Runs:
         self._roots = dict(zip(_labels(folders), folders, strict=True))
 
     def all(self) -> list[Run]:
-        """Sorted by id."""
+        """The runs, sorted by id."""
         found: dict[Path, Run] = {}
         for label, root in self._roots.items():
             for folder in _folders(root, DEPTH):
@@ -71,10 +68,7 @@ class Runs:
         return sorted(found.values(), key=lambda run: run.id)
 
     def get(self, run_id: str) -> Run:
-        """
-        Raises:
-            UnknownRun: there is none with this id.
-        """
+        """The run with this id; raises UnknownRun if there is none."""
         known = self._known.get(run_id)
         if known is not None and known.folder.is_dir():
             return known
@@ -85,7 +79,7 @@ class Runs:
 
 
 def printable(name: str) -> str:
-    """``name`` with every character escaped that moves a cursor or text, and bytes that are no text."""
+    """``name`` with every character escaped that moves a cursor or text, and bytes that are not text."""
     return "".join(each if each.isprintable() and each != "%" else quote(os.fsencode(each), safe="") for each in name)
 
 

@@ -46,10 +46,7 @@ class Filter:
 
     @classmethod
     def parse(cls, text: str) -> "Filter":
-        """
-        Raises:
-            UserError: it has another form.
-        """
+        """Parse ``column:comparison:value``; raises UserError if it has another form."""
         parts = text.rsplit(":", 2)
         if (
             len(parts) != 3
@@ -76,11 +73,11 @@ class Filter:
 
 @dataclass(frozen=True)
 class Query:
-    """Which samples, in what order, and which part of them."""
+    """A selection of samples, their order, and the part to show."""
 
     filters: tuple[Filter, ...] = ()
     sort: str = ""
-    """A column; without, the newest step first."""
+    """A column; empty for the newest step first."""
     descending: bool = True
     by: str = "sample"
     """``sample``, ``group`` (a prompt in a step) or ``prompt`` (over all steps)."""
@@ -134,7 +131,7 @@ def step_samples(index: RolloutIndex, step: int) -> list[Row]:
 
 
 def history(index: RolloutIndex, prompt_id: int, offset: int, limit: int) -> dict[str, Any]:
-    """How a prompt was answered over the steps: the steps with their rewards, and the samples of some of them, newest first."""
+    """The answers to a prompt over the steps: the steps with their rewards, and the samples of some of them, newest first."""
     read, listed = index.refresh(PATIENCE_S)
     with index.cursor() as cursor:
         steps = _rows(
@@ -154,7 +151,7 @@ def sample(index: RolloutIndex, step: int, row: int) -> Row:
     """Every column of one sample, with its lists.
 
     Raises:
-        UserError: there is no such sample (any more).
+        UserError: the sample does not exist (any more).
     """
     found = read_files(index, lambda cursor: _read_step(cursor, index.folder, "*", step, "AND row = ?", [row]))
     if not found:
@@ -184,7 +181,7 @@ def _read_step(
 
 
 def read_files(index: RolloutIndex, read: Callable[[duckdb.DuckDBPyConnection], Result]) -> Result:
-    """The result of ``read``, which is tried again if files that it reads are merged meanwhile."""
+    """The result of ``read``, tried again if files that it reads are merged meanwhile."""
     for left in reversed(range(TRIES)):
         try:
             with index.cursor() as cursor:
@@ -223,7 +220,7 @@ def _relation(query: Query, kinds: Mapping[str, str]) -> tuple[str, list[str]]:
 
 
 def _page_of(query: Query, relation: str, part: str) -> str:
-    """The statement for a page. That of samples orders the numbers of rows alone, which spares it whole rows to sort."""
+    """The statement for a page. A page of samples sorts only the numbers of rows, to avoid sorting whole rows."""
     if query.by != "sample":
         return f"{relation} {part}"
     chosen = relation.replace("SELECT *", "SELECT rowid AS number, *", 1).removesuffix("SELECT * FROM chosen")
@@ -243,7 +240,7 @@ def _chosen(filters: Sequence[Filter], kinds: Mapping[str, str]) -> tuple[str, l
 def _order(query: Query, columns: Mapping[str, str]) -> str:
     direction = "DESC" if query.descending else "ASC"
     name = quoted(query.sort)
-    # NaN is what somebody looks for who sorts by KL; missing values are not.
+    # A user who sorts by KL looks for NaN, but not for missing values.
     rest = [f"{each} {'DESC' if each == 'step' else 'ASC'}" for each in ("step", "row", "prompt_id") if each in columns]
     return ", ".join([f"{name} {direction} NULLS LAST", *rest])
 
@@ -269,7 +266,7 @@ def _samples_with_texts(index: RolloutIndex, where: str, values: list[Any]) -> l
 
 
 def _add_texts(index: RolloutIndex, rows: list[Row], kinds: Mapping[str, str], length: int = EXCERPT) -> None:
-    """Add prompt, response and label to rows: those of samples; the prompt alone to groups and prompts."""
+    """Add prompt, response and label to samples, and only the prompt to groups and prompts."""
     if not rows:
         return
     whole = "row" in rows[0]
@@ -280,7 +277,7 @@ def _add_texts(index: RolloutIndex, rows: list[Row], kinds: Mapping[str, str], l
 
     def read(cursor: duckdb.DuckDBPyConnection) -> list[tuple[Any, ...]]:
         paths = index.paths(numbers)
-        if len(paths) < len(numbers):  # replaced since the rows were chosen: by step, they are elsewhere
+        if len(paths) < len(numbers):  # replaced since the rows were chosen: find them by step
             paths = [file.path for file in list_files(index.folder)]
         return texts_of(cursor, paths, places, length)
 
@@ -329,10 +326,7 @@ def _columns(cursor: duckdb.DuckDBPyConnection, relation: str, values: list[str]
 
 
 def _rows(cursor: duckdb.DuckDBPyConnection, sql: str, values: Sequence[Any]) -> list[Row]:
-    """
-    Raises:
-        UserError: a filter's value does not fit its column.
-    """
+    """The rows of a query; raises UserError if a filter's value does not fit its column."""
     try:
         cursor.execute(sql, values)
     except duckdb.ConversionException as error:

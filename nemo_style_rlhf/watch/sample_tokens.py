@@ -11,13 +11,14 @@ from nemo_style_rlhf.watch.tokens import LONGEST_CHARACTER, special_tokens, text
 NUMBERS = ("sampler_logprobs", "logprobs", "ref_logprobs", "values", "rewards", "kl", "advantages", "returns", "ratios")
 LISTS = {*NUMBERS, "tokens", "mask", "weights_versions"}
 MOST_TOKENS = 4000
-"""Tokens at once; a browser lays out this many elements without a pause that one notices."""
+"""Tokens at once; a browser lays out this many elements without a noticeable pause."""
 OUTLIERS = 0.02
 """Share of tokens at either end that a color scale does not stretch for."""
 
 
 def sample_json(row: Mapping[str, Any], tokenizer: Tokenizer | None, first: int, count: int) -> dict[str, Any]:
-    """
+    """One sample as the page's JSON.
+
     Args:
         row: every column of the sample.
         tokenizer: None if the run has none: tokens then have no text.
@@ -46,7 +47,7 @@ def sample_json(row: Mapping[str, Any], tokenizer: Tokenizer | None, first: int,
 
 
 def value_range(values: Sequence[float | None]) -> list[float] | None:
-    """Between which values colors run; None if there is no value."""
+    """The range of values for the colors; None if there is no value."""
     there = sorted(value for value in values if value is not None)
     if not there:
         return None
@@ -64,7 +65,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, Sequence[float | None]]:
 
 
 def _learned(values: Sequence[float | None], mask: Sequence[bool]) -> list[float | None]:
-    """Values of loss tokens; what stands at the others means nothing, nor does NaN."""
+    """Values of loss tokens. Other tokens' values mean nothing, nor does NaN."""
     pairs = zip(values, mask, strict=True)
     return [value if learned and value is not None and math.isfinite(value) else None for value, learned in pairs]
 
@@ -76,6 +77,6 @@ def _from_prompt(values: Sequence[Any], missing: Any, first: int, end: int, prom
 
 
 def _texts(tokenizer: Tokenizer, ids: Sequence[int], first: int, end: int) -> list[str | None]:
-    """Decoded with their neighbors, among which a character may begin or end."""
+    """Decode tokens with their neighbors: a character may begin or end in these."""
     start = max(first - 2 * LONGEST_CHARACTER, 0)
     return texts_of(tokenizer, ids[start : end + LONGEST_CHARACTER])[first - start : end - start]

@@ -27,7 +27,7 @@ AROUND = 80
 STEPS_AT_ONCE = 10
 MOST_HITS = 1000
 _NOWHERE = cast("re.Match[str]", re.match("", ""))
-"""Where the database folds a letter's case otherwise than the pattern does: the text is shown from its beginning."""
+"""Stands for a match if the database folds case differently from the pattern: the text is shown from its beginning."""
 SHOWN = ("reward", "finish_reason", "prompt_id", "index")
 
 
@@ -35,10 +35,11 @@ class Search:
     """One search; :meth:`messages` may run in a thread, :meth:`stop` comes from another."""
 
     def __init__(self, folder: Path, text: str, *, most: int = MOST_HITS) -> None:
-        """
+        """Prepare a search.
+
         Args:
             folder: the run's ``rollouts``.
-            text: what to find, upper and lower case alike; no pattern.
+            text: literal text to find, upper and lower case alike.
             most: samples after which the search ends.
         """
         self._folder, self._text, self._most = folder, text, most
@@ -87,7 +88,7 @@ class Search:
             return []
 
     def _check(self) -> None:
-        """An interrupt that comes while no query runs has no effect."""
+        """End a stopped search: an interrupt has no effect while no query runs."""
         if self._stopped.is_set():
             raise duckdb.InterruptException("stopped")
 
@@ -124,7 +125,7 @@ class Search:
 
 
 def _spans(files: list[RolloutFile]) -> Iterator[tuple[RolloutFile, int, int]]:
-    """Parts of files, newest first: a search says how far it is, and stops between two of them."""
+    """Parts of files, newest first: a search reports its progress, and stops, between two of them."""
     for file in files:
         for last in range(file.last, file.first - 1, -STEPS_AT_ONCE):
             yield file, max(file.first, last - STEPS_AT_ONCE + 1), last

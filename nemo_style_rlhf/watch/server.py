@@ -1,4 +1,4 @@
-"""The page's web server: which address leads where."""
+"""The page's web server: its addresses and their handlers."""
 
 import asyncio
 import logging
@@ -53,7 +53,7 @@ def watch(
     """Serve the page of the runs below ``folders``, until Ctrl-C; or write it to the file ``export``.
 
     Raises:
-        UserError: a folder does not exist, the address is not to be had, or the disk refused the file.
+        UserError: a folder does not exist, the address is not available, or the disk refused the file.
     """
     runs = Runs(folders)
     logging.getLogger("tornado").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Tells of a run what kind it is, whether it goes on, and when it will end."""
+"""Tells a run's kind, its state, and when it will end."""
 
 import logging
 import statistics
@@ -19,7 +19,7 @@ from nemo_style_rlhf.watch.run_files import read
 from nemo_style_rlhf.watch.runs import Run
 
 PACE_STEPS = 20
-"""Last steps whose seconds say how fast a run is."""
+"""Number of last steps that give a run's speed."""
 DEFAULT_PATIENCE_S = 60.0
 SUPERVISED = ("SFT", "reward model", "DPO", "KTO")
 HEADLINES = {
@@ -29,7 +29,7 @@ HEADLINES = {
 CONFIG_BYTES = 4 * 2**20
 LONGEST_FAULT = 200
 DAMAGED = (OSError, yaml.YAMLError, ValueError, RecursionError)
-"""What reading a configuration raises that is none; a date or a number may be an impossible one."""
+"""Errors from reading a file that is not a configuration; a date or a number may be impossible."""
 log = logging.getLogger(__name__)
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -42,7 +42,7 @@ class States:
         self._pulses: dict[str, tuple[bytes | None, float]] = {}
 
     def of(self, run: Run) -> dict[str, Any]:
-        """The run's entry in ``/api/runs``. One that is damaged in a way that nobody has foreseen is in the list, too."""
+        """The run's entry in ``/api/runs``. A run with unforeseen damage has one, too."""
         try:
             return self._of(run)
         except Exception as error:
@@ -84,13 +84,13 @@ class States:
         }
 
     def _damaged(self, folder: Path) -> list[str]:
-        """What of the run's files cannot be read, and why."""
+        """The run's files that cannot be read, and the reasons."""
         found = [(name, self._logs(folder / name).damage) for name in (METRICS_FILE, EVENTS_FILE)]
         found.append((NEWEST, config_damage(folder / NEWEST)))
         return [f"{name}: {why}" for name, why in found if why]
 
     def _owner(self, folder: Path, config: Mapping[str, Any]) -> tuple[OwnerStatus, bool] | None:
-        """The owner of the folder, one that lives if there is one, and whether it does."""
+        """The owner of the folder, a live one if there is one, and whether it is alive."""
         section = config.get("run")
         given = section.get("takeover_s") if isinstance(section, dict) else None
         patience_s = float(given) if isinstance(given, int | float) and given < LARGEST else DEFAULT_PATIENCE_S
@@ -130,7 +130,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def config_damage(path: Path) -> str:
-    """Why the configuration that is there cannot be read; empty if it can."""
+    """The reason why an existing configuration cannot be read; empty if it can."""
     try:
         _read_yaml(path, path.stat().st_mtime_ns)
     except FileNotFoundError:
@@ -153,7 +153,7 @@ def _read_yaml(path: Path, _changed: int) -> dict[str, Any]:
 
 
 def kind_of(config: Mapping[str, Any], folder: Path) -> str:
-    """Told by the groups of the configuration, which does not name its program."""
+    """The kind, as the configuration's groups show it: it does not name its program."""
     data = config.get("data")
     of_data = data if isinstance(data, dict) else {}
     marks = [
@@ -169,7 +169,7 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
 
 
 def total_steps(config: Mapping[str, Any], events: Sequence[Row]) -> int | None:
-    """As the newest start has recorded it, or as the configuration says; None if neither does."""
+    """The number that the newest start recorded, or the configuration gives; None if neither does."""
     recorded = [event["total_steps"] for event in events if isinstance(event.get("total_steps"), int)]
     if recorded:
         return int(recorded[-1])
@@ -209,5 +209,5 @@ def _modified(path: Path) -> float | None:
 
 
 def _sibling(run: Run, kind: str) -> str | None:
-    """The critic's run of an actor's, where train_ppo_local has put it."""
+    """The critic's run next to an actor's, in the place that train_ppo_local gives it."""
     return f"{run.id.rpartition('/')[0]}/critic".lstrip("/") if kind == "PPO" and run.folder.name == "actor" else None

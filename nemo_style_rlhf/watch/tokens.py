@@ -1,4 +1,4 @@
-"""Texts of tokens: which characters each token of a sample adds."""
+"""Texts of tokens: the characters that each token of a sample adds."""
 
 import logging
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ BROKEN = "\ufffd"
 
 
 def load_tokenizer(rollouts: Path) -> Tokenizer | None:
-    """The tokenizer beside the rollouts; None if it is damaged, or the run has written none, as for one of another kind."""
+    """The tokenizer next to the rollouts; None if it is damaged or missing, as for a tokenizer of another kind."""
     path = rollouts / "tokenizer.json"
     try:
         return _loaded(path, path.stat().st_mtime_ns)
@@ -59,7 +59,7 @@ def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | None]:
             texts[-1] = added[broken:]
             context, waiting = waiting, end
         elif end - waiting >= (LONGEST_CHARACTER if not added.strip(BROKEN) else MOST_WAITING):
-            texts[waiting] = BROKEN  # the first of them begins no character, one of the others may
+            texts[waiting] = BROKEN  # the first of them does not begin a character, one of the others may
             context, waiting = waiting, waiting + 1
     texts[waiting:] = [BROKEN] * (len(texts) - waiting)  # the sample ends within a character
     return texts
@@ -68,7 +68,7 @@ def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | None]:
 def _added(tokenizer: Tokenizer, ids: Sequence[int], context: int, waiting: int, end: int) -> str:
     """The text of tokens ``waiting`` to ``end``. The context keeps decoders from dropping the space before a first word.
 
-    The library's DecodeStream does the same, but fails on bytes that are no text, and a model in training samples them.
+    The library's DecodeStream does the same, but fails on bytes that are not text, and a model in training samples them.
     """
     before: str = tokenizer.decode(ids[context:waiting], skip_special_tokens=False) if context < waiting else ""
     text: str = tokenizer.decode(ids[context:end], skip_special_tokens=False)
@@ -84,5 +84,5 @@ def special_tokens(tokenizer: Tokenizer) -> set[int]:
 
 
 def _known(tokenizer: Tokenizer, token: int) -> bool:
-    """A model may have more ids than its tokenizer has tokens."""
+    """True if the tokenizer has the token: a model may have more ids."""
     return tokenizer.id_to_token(token) is not None

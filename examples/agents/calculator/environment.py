@@ -38,7 +38,7 @@ def calculate(expression: str) -> int:
 
     Raises:
         ValueError: it contains anything else.
-        SyntaxError: it is no expression.
+        SyntaxError: it is not an expression.
     """
 
     def value(node: ast.expr) -> int:

@@ -1,4 +1,4 @@
-"""A shop's assistant, as anybody writes one with the `openai` package. It knows nothing of training.
+"""An ordinary shop assistant, written with the `openai` package. It knows nothing of training.
 
 OPENAI_BASE_URL=... OPENAI_API_KEY=... python examples/agents/openai_program/program.py "What does part 3841 cost?"
 """
@@ -28,7 +28,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def price(part: str) -> str:
-    """A price list, which nobody can guess."""
+    """A price list that cannot be guessed."""
     return str(random.Random(part).randint(1000, 9999))
 
 

@@ -2,8 +2,8 @@
 
     python examples/agents/openai_program/service.py URL    # with the token of the run in NSR_AGENT_TOKEN
 
-A start of Python and of the `openai` package takes a second or more, so that one process serves all samples. A program that
-starts in less can be started for every sample instead (agent.command), and needs no service.
+Python and the `openai` package take a second or more to start, so one process serves all samples. A program that starts faster
+can be started for every sample instead (agent.command), and needs no service.
 """
 
 import os
@@ -18,7 +18,7 @@ from openai import OpenAI
 from program import converse
 
 SIDE_BY_SIDE = 16
-"""Conversations at the same time, as many as agent.programs."""
+"""Number of concurrent conversations, as many as agent.programs."""
 WAIT_S = 0.5
 """Seconds between two tries to reach a run."""
 
@@ -49,7 +49,7 @@ def serve_one(http: requests.Session, client: OpenAI, url: str, token: str) -> N
     key, task = given.json()["api_key"], given.json()["task"]
     try:
         verdict, content = "reward", judged(client.with_options(api_key=key), task)
-    except Exception as error:  # noqa: BLE001 of the program, and it ends one sample alone
+    except Exception as error:  # noqa: BLE001 of the program, and it ends only one sample
         verdict, content = "fail", {"reason": repr(error)}
     http.post(f"{url}/sessions/{verdict}", headers=bearer(key), json=content)
 

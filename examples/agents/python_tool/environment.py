@@ -27,7 +27,7 @@ class Environment(Base):
     async def step(self, action: Action) -> Observation:
         if calls := action.message.get("tool_calls"):
             self.calls += len(calls)
-            # In threads, since other episodes go on in this process.
+            # In threads, since other episodes run in this process.
             results = [await asyncio.to_thread(result_of, call) for call in calls]
             return Observation(
                 [{"role": "tool", "content": each} for each in results], metrics={"tool_calls": self.calls}

@@ -27,7 +27,7 @@ QUESTIONS = {
     "How many on the worst day?": "min(n)",
     "How many more on the best day than on the worst?": "max(n) - min(n)",
 }
-"""And the expression of which the value is right."""
+"""Questions, each with the expression whose value is the answer."""
 EXPRESSIONS = {*QUESTIONS.values(), "len(n)"}
 RIGHT = 0.4
 """Share of the attempts with the right program; the others have one of the other programs."""

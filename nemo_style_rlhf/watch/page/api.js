@@ -2,7 +2,7 @@
 
 const recorded = document.getElementById("recorded");
 const answers = recorded ? JSON.parse(recorded.textContent) : null;
-/** Whether this page is an exported report. */
+/** True if this page is an exported report. */
 export const isReport = answers !== null;
 /** When the report was made. */
 export const exported = answers?.exported;
@@ -25,7 +25,7 @@ function queryOf(params) {
   return query;
 }
 
-/** What report.py has written an answer down by. */
+/** The key under which report.py writes an answer. */
 function keyOf(path, params) {
   const query = queryOf(params);
   query.sort();

@@ -4,7 +4,7 @@ import * as api from "./api.js";
 import { el, fill } from "./dom.js";
 import * as keys from "./keys.js";
 
-/** Views by name: what the navigation calls it, the key that leads there, and its module. A view without a title is reached by links. */
+/** Views by name: the title in the navigation, the key that leads there, and the module. A view without a title is reached by links. */
 const VIEWS = {
   runs: { title: "Runs", key: "1", load: () => import("./views/runs.js") },
   timeline: { title: "Timeline", key: "2", load: () => import("./views/timeline.js") },
@@ -37,7 +37,7 @@ export function hash(name, params = {}) {
   return query.size ? `#/${name}?${query}` : `#/${name}`;
 }
 
-/** What a view gets as its third argument. */
+/** A view's third argument. */
 const tools = {
   ...api,
   hash,
@@ -49,7 +49,7 @@ const tools = {
     navigate();
   },
   title: (text) => (document.title = text),
-  /** A quiet word in the bar at the top. What a report lacks beside what was asked for is none of its reader's business. */
+  /** A short text in the bar at the top. A report does not show that it lacks an answer. */
   status: (text) => text !== api.NOT_HERE && (status.textContent = text || quiet),
 };
 

@@ -3,7 +3,7 @@
 
 import { el, number } from "./dom.js";
 
-/** What tokens can be colored by. `middle`: where blue turns to orange. */
+/** Quantities that can color tokens. `middle`: where blue turns to orange. */
 export const QUANTITIES = {
   advantages: { title: "Advantage", middle: 0 },
   kl: { title: "KL", middle: 0 },
@@ -32,7 +32,7 @@ export function scaleOf(name, range) {
   };
 }
 
-/** A number with three decimals where that says something, so that a column of them lines up. */
+/** A number with three decimals if they matter, so that a column of them lines up. */
 export function decimal(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);

@@ -11,7 +11,7 @@ export function bindEverywhere(bindings) {
   for (const [key, binding] of Object.entries(bindings)) everywhere.set(key, binding);
 }
 
-/** Keys of the view that is shown; those of the last one are forgotten. Names as in KeyboardEvent.key; "j ArrowDown" is two. */
+/** Keys of the view that is shown; the last view's keys are forgotten. Names as in KeyboardEvent.key; "j ArrowDown" is two. */
 export function bind(bindings) {
   own = new Map();
   for (const [names, binding] of Object.entries(bindings)) for (const name of names.split(" ")) own.set(name, binding);

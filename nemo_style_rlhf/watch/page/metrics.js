@@ -31,7 +31,7 @@ const GROUPS = [
 ];
 const ORDER = ["Reward", "KL", "Lengths and repetition", "Policy update", "Critic", "Training", "Validation", "Sampler", "Asynchrony", "Timers", "Engines", "Memory"];
 
-/** [[title, [names]]], in the order of reading; times of the clock are no metric to look at. */
+/** [[title, [names]]], in the order of reading, without times of the clock. */
 export function grouped(names) {
   const groups = new Map(ORDER.map((title) => [title, []]));
   for (const name of names) {
@@ -42,7 +42,7 @@ export function grouped(names) {
   return [...groups].filter(([, found]) => found.length);
 }
 
-/** What a page has of one run's metrics. */
+/** A page's copy of one run's metrics. */
 export class Metrics {
   constructor(run, api) {
     this.run = run;

@@ -8,7 +8,7 @@ const ROLES = [
   ["train", /update|^critic_train/],
   ["move", /transfer|publish/],
 ];
-/** Metrics in timers/ that are no lap of the step. */
+/** Metrics in timers/ that are not laps of the step. */
 const NO_LAPS = new Set(["critic_train", "step", "tokens_per_second", "samples_per_second", "save_stall"]);
 
 /** How a phase is drawn: wait, sample, score, train, move or other. */
@@ -53,7 +53,7 @@ function training(row, update) {
   return seconds === undefined || !update ? [] : [{ phase: "critic_train", from: update.from, seconds }];
 }
 
-/** The batch that was sampled beside earlier training: it was there at the latest when the wait for it ended. */
+/** The batch sampled during earlier training: it was ready at the latest when the wait for it ended. */
 function sampling(row, wait) {
   const seconds = row["timers/beside_sampling"];
   if (seconds === undefined || !wait) return [];
@@ -62,7 +62,7 @@ function sampling(row, wait) {
   return [{ phase: "beside_sampling", from, seconds: end - from, whole: seconds }];
 }
 
-/** [{phase, mean, share}] over several steps, the actor's laps first, then what the others did. */
+/** [{phase, mean, share}] over several steps, the actor's laps first, then the other lanes' phases. */
 export function means(steps) {
   const totals = new Map();
   const whole = steps.reduce((sum, step) => sum + step.seconds, 0);

@@ -1,4 +1,4 @@
-// What several views show of runs.
+// Parts that several views of runs share.
 
 import { el } from "./dom.js";
 
@@ -19,7 +19,7 @@ const WHY = {
   damaged: "Its files cannot be shown.",
 };
 
-/** A run's state: a sign and a word, since color alone does not reach everybody. */
+/** A run's state: a sign and a word, since not every reader can tell colors apart. */
 export function stateOf(run) {
   const [sign, word] = STATES[run.state];
   const damaged = run.damaged ?? [];

@@ -59,7 +59,7 @@ export function patternOf(words) {
   return words ? new RegExp(words.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "giu") : null;
 }
 
-/** `text` with what the pattern finds marked. */
+/** `text` with the pattern's matches marked. */
 export function marked(text, pattern) {
   const parts = [];
   let end = 0;

@@ -1,4 +1,4 @@
-// The same prompts answered by several: the checkpoints of an evaluation, or two runs or steps of recorded rollouts.
+// The same prompts answered by several sources: the checkpoints of an evaluation, or two runs or steps of recorded rollouts.
 
 import { el, fill, number } from "../dom.js";
 import { marked, patternOf, textBlock } from "../text.js";

@@ -1,4 +1,4 @@
-// What to compare: an evaluation, or two runs or steps with rollouts.
+// The choice of what to compare: an evaluation, or two runs or steps with rollouts.
 
 import { el } from "../dom.js";
 

@@ -1,4 +1,4 @@
-// What the server answers about a comparison, computed from all its rows: an exported report has no server to search and sort.
+// The server's answers about a comparison, computed from all its rows: an exported report has no server to search and sort.
 
 import { patternOf } from "../text.js";
 

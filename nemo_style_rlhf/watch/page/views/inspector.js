@@ -1,4 +1,4 @@
-// All numbers of one token, beside the text.
+// All numbers of one token, next to the text.
 
 import { QUANTITIES, decimal } from "../colors.js";
 import { el, fill } from "../dom.js";

@@ -103,7 +103,7 @@ function openRow(place) {
   if (row) location.hash = row.dataset.href;
 }
 
-/** How far the server has read the files, and which it cannot read. */
+/** The server's progress in reading the files, and the files that it cannot read. */
 function readingOf({ files_read: read, files, damaged }) {
   const parts = [read < files && `reading: ${read} of ${files} files`, damaged && `damaged files: ${damaged}`];
   return parts.filter(Boolean).join("; ");

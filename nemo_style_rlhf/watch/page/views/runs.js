@@ -1,4 +1,4 @@
-// Runs: how they stand, and their metrics over each other.
+// Runs: their states, and their metrics in common charts.
 
 import { Chart, look } from "../charts.js";
 import { duration, el, fill, number } from "../dom.js";

@@ -1,4 +1,4 @@
-// The tokens of a sample, in sections: the prompt, the turns of an episode, what an environment said between them.
+// The tokens of a sample, in sections: the prompt, the turns of an episode, the environment's messages between them.
 
 import { el } from "../dom.js";
 import { tokenText } from "../text.js";
