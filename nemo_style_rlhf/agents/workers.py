@@ -89,11 +89,8 @@ class EpisodeWorkers:
     """
 
     def __init__(self, config: AgentConfig, emit: Emit) -> None:
-        """Start the workers and wait for the first.
-
-        Raises:
-            UserError: the file or the class in it is missing, or cannot be imported.
-        """
+        """Start the workers and wait for the first. Raise :class:`UserError` if the file or its class is missing or cannot be
+        imported."""
         assert config.path is not None  # the caller checks that there is an environment
         self._config, self._emit = config, emit
         self._called = f"{config.class_name} of {config.path}"
