@@ -1,4 +1,4 @@
-"""Checks what an environment answers, in the worker, where the environment is known. It imports no torch."""
+"""Checks an environment's answers. Runs in the worker, where the environment is known. Imports no torch."""
 
 import json
 import math
@@ -11,22 +11,22 @@ from nemo_style_rlhf.agents.wire import LONGEST_LINE
 from nemo_style_rlhf.schema.chat import is_message
 
 _SHOWN = 60
-"""Characters of a wrong value in a sentence."""
+"""Maximum characters of a wrong value in an error."""
 _LARGEST_TOKEN = 2**31
 
 
 class WrongAnswer(Exception):
-    """An environment's answer is no proper observation. The message is a predicate: "answered with ..., expected ..."."""
+    """An environment's answer is not a valid observation. The message is a predicate: "answered with ..., expected ..."."""
 
     method: str | None = None
-    """Name of the environment's method that gave it."""
+    """Name of the environment's method that returned it."""
 
 
 def checked(answer: Any) -> Observation:
     """``answer`` with plain numbers, lists and dicts in its fields.
 
     Raises:
-        WrongAnswer: it is no :class:`Observation`, or one of its fields is not what it must be.
+        WrongAnswer: it is not an :class:`Observation`, or one of its fields is invalid.
     """
     if not isinstance(answer, Observation):
         raise WrongAnswer(f"answered with {_shown(answer)}, expected an Observation")
@@ -56,7 +56,7 @@ def _wrong(field: str, value: Any, expected: str) -> WrongAnswer:
 
 
 def _number(field: str, value: Any) -> float:
-    """NumPy's numbers and tensors of one number count, too."""
+    """NumPy numbers and tensors of one number are accepted, too."""
     expected = "a finite number"
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise _wrong(field, value, expected)
@@ -126,10 +126,7 @@ def _metrics(value: Any) -> dict[str, float]:
 
 
 def _require_json(plain: Observation) -> None:
-    """
-    Raises:
-        WrongAnswer: the messages or the names hold what JSON in UTF-8 cannot express, or are too long.
-    """
+    """Raise :class:`WrongAnswer` if JSON in UTF-8 cannot express the messages or names, or if they are too long."""
     try:
         whole = json.dumps([plain.messages, plain.sampling, plain.metrics], allow_nan=False, ensure_ascii=False)
         size = len(whole.encode())

@@ -1,4 +1,4 @@
-"""Answers of the OpenAI API, made of what the policy sampled."""
+"""OpenAI API answers, built from the policy's samples."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ from nemo_style_rlhf.agents.environment import Action
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the policy, in the forms that the API has for it."""
+    """An answer of the policy in each form that the API has."""
 
     request: Request
     action: Action
     name: str
-    """Names it among the answers of the run."""
+    """Unique among the answers of the run."""
     prompt_tokens: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -33,7 +33,7 @@ class Answer:
         return self._envelope("chat.completion", "chatcmpl", [choice]) | {"usage": self._usage()}
 
     def chat_stream(self) -> Iterator[dict[str, Any]]:
-        """The chunks of a stream. The answer is whole before the first of them."""
+        """The chunks of a stream. The answer is complete before the first chunk."""
         message = self._message()
         calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls") or [])]
         delta = message | ({"tool_calls": calls} if calls else {})
@@ -95,7 +95,7 @@ class Answer:
         return message
 
     def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
-        """The id is a function of the conversation, as everything else that a template may write."""
+        """The id depends only on the conversation, like everything else that a template may write."""
         function = {**call.get("function", call)}
         arguments = function.get("arguments")
         function["arguments"] = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
@@ -122,11 +122,11 @@ class Answer:
 
 
 def models(offer: Offer) -> dict[str, Any]:
-    """The answer of /v1/models."""
+    """The answer to /v1/models."""
     model = {"id": offer.model, "object": "model", "created": 0, "owned_by": "nemo_style_rlhf"}
     return {"object": "list", "data": [model]}
 
 
 def _token(token: int) -> str:
-    """A token in a list of log-probabilities. Its bytes may be no text by themselves; the id names it exactly."""
+    """A token in a list of log-probabilities. Its bytes may not be valid text on their own; the id names it exactly."""
     return f"token_id:{token}"

@@ -1,7 +1,7 @@
-"""Requests of the OpenAI API, as far as a policy in training can serve them. Neither sockets nor tokenizers here.
+"""OpenAI API requests that a policy in training can serve. Uses neither sockets nor tokenizers.
 
-A request that asks for anything that changes the distribution of the samples, such as another temperature, is refused: the policy
-could not be trained on them. Fields that change nothing, such as `user`, are passed over, and unknown fields are refused.
+A request for anything that changes the distribution of the samples, such as another temperature, is refused: the policy could not
+be trained on them. Fields that change nothing, such as `user`, are ignored. Unknown fields are refused.
 """
 
 import json
@@ -13,21 +13,21 @@ from typing import Annotated, Any, TypeVar
 from nemo_style_rlhf.wire.reading import Expected, Fault, Flag, Many, parse
 
 DEEPEST = 64
-"""Levels of lists and objects in a request."""
+"""Maximum nesting of lists and objects in a request."""
 MOST_STOPS = 16
 LONGEST_WAIT_S = 60.0
-"""Seconds for which /sessions/next may wait."""
+"""Maximum seconds that /sessions/next may wait."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 IGNORED = {
     "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
 }  # fmt: skip
-"""Fields of requests that change no sample."""
+"""Request fields that do not change samples."""
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-"""Types of errors by status; `server_error` from 500 on."""
+"""Error types by status; `server_error` from 500 up."""
 
 
 class ApiError(Exception):
-    """A request that gets an error for an answer."""
+    """A request must be answered with this error."""
 
     def __init__(self, status: int, sentence: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(sentence)
@@ -40,10 +40,10 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Offer:
-    """The settings with which the run samples."""
+    """The run's sampling settings."""
 
     model: str = "policy"
-    """Name in the list of models. Requests may name any."""
+    """Name in the list of models. Requests may name any model."""
     temperature: float = 1.0
     top_p: float = 1.0
     max_length: int = 1024
@@ -57,19 +57,19 @@ class Request:
     prompt: list[dict[str, Any]] | list[int] | str
     tools: list[dict[str, Any]] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
-    """`max_length` and `stop` where the request sets them."""
+    """`max_length` and `stop`, if the request sets them."""
     model: str = ""
     stream: bool = False
     with_usage: bool = False
-    """Whether a stream ends with the number of tokens."""
+    """True if a stream ends with the number of tokens."""
     logprobs: bool = False
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
-    """The object that a body holds.
+    """Parse the JSON object of a body.
 
     Raises:
-        ApiError: it holds none, or one that is nested too deeply, or numbers or characters that JSON and UTF-8 do not have.
+        ApiError: there is none, it is nested too deeply, or it has numbers or characters that JSON and UTF-8 do not have.
     """
     try:
         content = json.loads(raw.decode())
@@ -85,10 +85,7 @@ def read_json(raw: bytes) -> dict[str, Any]:
 
 
 def _check(content: Any) -> None:
-    """
-    Raises:
-        ValueError: ``content`` is too deep, or holds numbers or characters that neither JSON nor UTF-8 has.
-    """
+    """Raise ValueError if ``content`` is too deep, or holds numbers or characters that neither JSON nor UTF-8 has."""
     left = [(content, 1)]
     while left:
         value, depth = left.pop()
@@ -107,10 +104,10 @@ def _check(content: Any) -> None:
 
 
 def read_chat(body: Mapping[str, Any], offer: Offer) -> Request:
-    """A request to /v1/chat/completions.
+    """Read a request to /v1/chat/completions.
 
     Raises:
-        ApiError: it is wrong, or asks for what cannot be trained.
+        ApiError: it is invalid, or asks for something that cannot be trained.
     """
     fixed = {
         **_fixed(offer),
@@ -133,10 +130,10 @@ def read_chat(body: Mapping[str, Any], offer: Offer) -> Request:
 
 
 def read_text(body: Mapping[str, Any], offer: Offer) -> Request:
-    """A request to /v1/completions; the prompt is a text, or token ids.
+    """Read a request to /v1/completions; the prompt is a text, or token ids.
 
     Raises:
-        ApiError: it is wrong, or asks for what cannot be trained.
+        ApiError: it is invalid, or asks for something that cannot be trained.
     """
     fixed = {
         **_fixed(offer),
@@ -154,7 +151,7 @@ def read_text(body: Mapping[str, Any], offer: Offer) -> Request:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A field that requests may hold, but whose value is the run's."""
+    """A field that requests may only set to the run's own values."""
 
     possible: Sequence[Any]
     reason: str
@@ -180,10 +177,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _is_message(message: Any) -> bool:
-    """
-    Raises:
-        ValueError: see :class:`Expected`.
-    """
+    """Return True for a valid message. Raise ValueError otherwise, as :class:`Expected` describes."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise ValueError(f"an object whose role is one of {', '.join(ROLES)}")
     for name in ("name", "tool_call_id"):
@@ -204,7 +198,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _is_prompt(prompt: str | list[Any]) -> bool:
-    """Return whether it is a text, token ids, or a list of one of them."""
+    """Return True for a text, token ids, or a list of one of them."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     if isinstance(prompt, str):
@@ -217,7 +211,7 @@ Limit = Annotated[int | None, Expected("a number of tokens from 1 to the run's g
 
 @dataclass(frozen=True, kw_only=True)
 class CommonBody:
-    """Fields of both kinds of requests, without those of :class:`Fixed`. One whose value is null counts as absent."""
+    """Fields of both kinds of requests, except the :class:`Fixed` ones. A null field counts as absent."""
 
     model: Annotated[str, Expected("a name")] = ""
     stream: Flag = False
@@ -265,7 +259,7 @@ class TextBody(CommonBody):
 
 @dataclass(frozen=True)
 class NextBody:
-    """A request to /sessions/next asks for a task."""
+    """Body of /sessions/next, the request for a task."""
 
     wait_s: Annotated[
         float,
@@ -275,7 +269,7 @@ class NextBody:
 
 @dataclass(frozen=True)
 class FailBody:
-    """A request to /sessions/fail ends an attempt that has failed."""
+    """Body of /sessions/fail. The request ends an attempt that has failed."""
 
     reason: Annotated[str, Expected("a text")] = "no reason given"
 
@@ -295,10 +289,7 @@ def _read(body: Mapping[str, Any], kind: type[Body], fixed: Mapping[str, Fixed])
 
 
 def read_typed(given: Mapping[str, Any], kind: type[Body]) -> Body:
-    """
-    Raises:
-        ApiError: it holds something else.
-    """
+    """Read ``given`` as the dataclass ``kind``. Raise :class:`ApiError` if it holds something else."""
     try:
         return parse(given, kind)
     except Fault as fault:
@@ -330,7 +321,7 @@ def _limit(asked: CommonBody, name: str, offer: Offer) -> int | None:
 
 
 def _same(value: Any, possible: Any) -> bool:
-    """Return whether both are equal; Python takes true for 1, this does not."""
+    """Return True if both are equal. Unlike in Python, true does not equal 1."""
     return isinstance(value, bool) == isinstance(possible, bool) and bool(value == possible)
 
 

@@ -1,4 +1,4 @@
-"""One attempt of an episode, in a worker's event loop. It imports no torch."""
+"""One attempt at an episode, in a worker's event loop. Imports no torch."""
 
 import asyncio
 import inspect
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from nemo_style_rlhf.agents.worker import Worker
 
 LONG_S = 30.0
-"""Seconds of an environment's turn after which the trainer is told in which line it waits."""
+"""Seconds of an environment's turn after which the trainer learns in which line it waits."""
 GRACE_S = 1.0
-"""Seconds for which an attempt may go on after it was cancelled; then its process is killed."""
+"""Seconds that a cancelled attempt may take to end before its process is killed."""
 
 
 class LimitReached(BaseException):
@@ -26,10 +26,10 @@ class LimitReached(BaseException):
 
 
 class Attempt:
-    """Drives one environment, and keeps its time."""
+    """Drives one environment and measures its time."""
 
     task: "asyncio.Task[None]"
-    """In which :meth:`run` runs."""
+    """The task that runs :meth:`run`."""
 
     def __init__(self, worker: "Worker", number: int, begin: Task) -> None:
         self.number = number
@@ -44,22 +44,22 @@ class Attempt:
         self._finished: Observation | None = None
         self._abandoned = False
         self._over: str | None = None
-        """How it exceeded a time limit."""
+        """Predicate that names the time limit it exceeded."""
         self._spent = 0.0
         """Seconds that the environment took, up to its last answer."""
         self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stage = 0
         self._told = False
-        """Whether the trainer was told where the environment waits."""
+        """True once the trainer was told where the environment waits."""
 
     async def run(self) -> None:
-        """Run it to its end, and tell the trainer how it went."""
+        """Run the attempt to its end and report the result to the trainer."""
         made: list[Any] = []
         self._go()
         try:
             observation, error = await self._execute(made), None
-        except BaseException as raised:  # noqa: BLE001 sys.exit() ends this attempt alone
+        except BaseException as raised:  # noqa: BLE001 sys.exit() ends only this attempt
             observation, error = None, raised
         self._pause()
         self._stage += 1
@@ -69,7 +69,7 @@ class Attempt:
             await self._close(made[0])
 
     def answer(self, action: Action) -> None:
-        """Give the environment the policy's answer, unless it waits for none."""
+        """Give the environment the policy's answer if it waits for one."""
         if self._action is not None and not self._action.done():
             self._go()
             self._turn += 1
@@ -83,14 +83,14 @@ class Attempt:
             self._action.set_exception(LimitReached())
 
     def abandon(self) -> None:
-        """End it without a word to the trainer."""
+        """End the attempt without a report to the trainer."""
         if not self._abandoned:
             self._abandoned = True
             if self._stage == 0:
                 self._cancel()
 
     async def act(self, observation: Observation) -> Action:
-        """The policy's answer to ``observation``."""
+        """Return the policy's answer to ``observation``."""
         if self._finished is not None:
             raise LimitReached
         if self._action is not None:
@@ -114,7 +114,7 @@ class Attempt:
         return self._checked("execute", await own(self._begin, self))
 
     async def called(self, environment: Any, method: str, given: Any) -> Observation:
-        """The checked answer of ``reset`` or ``step``, which need not be a coroutine function."""
+        """Return the checked answer of ``reset`` or ``step``. Both may be ordinary functions."""
         answer = getattr(environment, method)(given)
         return self._checked(method, await answer if inspect.isawaitable(answer) else answer)
 
@@ -127,7 +127,7 @@ class Attempt:
             raise
 
     async def _close(self, environment: Any) -> None:
-        """Close the environment. If that fails, what the episode learned is sound all the same."""
+        """Close the environment. A failure here does not invalidate the episode."""
         timer = self._loop.call_later(self._setup.step_timeout_s, self._cancel)
         try:
             answer = environment.close() if hasattr(environment, "close") else None
@@ -158,13 +158,13 @@ class Attempt:
         return {"failed": said, "timed_out": False}
 
     def _lines(self, error: BaseException | None) -> str:
-        """Where an environment waited when it was cancelled."""
+        """Clause that names the line where the environment waited when it was cancelled."""
         frames = traceback.extract_tb(error.__traceback__) if error else []
         lines = [frame.lineno for frame in frames if frame.filename == self._path]
         return f", when it waited in line {lines[-1]}" if lines else ""
 
     def look(self) -> None:
-        """Tell the trainer where the environment waits, once it has waited for long."""
+        """Tell the trainer where the environment waits once it has waited for a long time."""
         if not self._told and self._running > min(LONG_S, self._setup.step_timeout_s / 2):
             self._told, line = True, None
             waits: Any = self.task.get_coro()
@@ -175,13 +175,13 @@ class Attempt:
             self._worker.send({"number": self.number, "waits": line})
 
     def _go(self) -> None:
-        """It is the environment's turn."""
+        """Begin the environment's turn."""
         self._began, self._others, self._due = time.monotonic(), self._worker.stalled - self.stalled, False
         self._told = False
         self._look_at_the_clock()
 
     def _pause(self) -> None:
-        """It is the policy's turn."""
+        """Begin the policy's turn."""
         self._spent += self._running
         self._began = None
         if self._timer is not None:
@@ -189,7 +189,7 @@ class Attempt:
 
     @property
     def _running(self) -> float:
-        """Seconds of the environment's turn, without those in which other attempts kept the event loop busy for long."""
+        """Seconds of the environment's turn, minus long stalls of the event loop by other attempts."""
         if self._began is None:
             return 0.0
         return time.monotonic() - self._began - (self._worker.stalled - self.stalled - self._others)
@@ -199,7 +199,7 @@ class Attempt:
         left = min(step - self._running, episode - self._spent - self._running)
         if left > 0:
             self._timer = self._loop.call_later(left, self._look_at_the_clock)
-        elif not self._due:  # what has come in time may wait for its turn in the event loop
+        elif not self._due:  # an answer that came in time may still be queued in the event loop
             self._due = True
             self._timer = self._loop.call_later(min(0.1, step / 10), self._look_at_the_clock)
         elif self._running >= step:
@@ -219,7 +219,7 @@ class Attempt:
 
 
 class _Checked(Environment):
-    """An environment whose every answer is checked, for the usual order of calls."""
+    """Checks every answer of an environment that is driven in the usual order of calls."""
 
     def __init__(self, attempt: Attempt, environment: Any) -> None:
         self._attempt, self._environment = attempt, environment

@@ -1,4 +1,4 @@
-"""The interface of an environment: what an episode gives to it, and what it gives back. It imports no torch."""
+"""The interface of an environment: its inputs from an episode, and its answers. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,21 +7,21 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Task:
-    """The beginning of one episode. Every sample of a prompt gets one of its own, which differs from the others by its seed."""
+    """The beginning of one episode. Every sample of a prompt gets its own task, with its own seed."""
 
     prompt: str
     """The prompt as text, with its chat template if it has one."""
     messages: tuple[dict[str, Any], ...] = ()
-    """The conversation of which a chat template made the prompt; empty for a prompt of plain text."""
+    """The conversation from which a chat template made the prompt; empty for a prompt of plain text."""
     label: str | None = None
     """The row's value of data.label_key."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the row."""
     seed: int = 0
-    """It is this sample's own, the same in every attempt and run. An environment that draws all of its random numbers from it
+    """This sample's own seed, the same in every attempt and run. An environment that draws all of its random numbers from it
     keeps runs repeatable."""
     attempt: int = 1
-    """Number of this attempt, from 1; the ones before it failed, by their own fault."""
+    """Number of this attempt, from 1. The earlier attempts failed through their own fault."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Action:
     """One response of the policy."""
 
     text: str
-    """Without special tokens."""
+    """The response without special tokens."""
     message: dict[str, Any]
-    """The assistant's message: its content, and its tool_calls where agent.tool_parser is set and found some."""
+    """The assistant's message: its content, and its tool_calls if agent.tool_parser is set and found any."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     """[len(token_ids)] nats: the log-probability of each token when it was sampled."""
     truncated: bool = False
-    """Whether it ended for lack of room; one that has the `max_length` of its observation has not."""
+    """True if it ended for lack of room. A response that reached its observation's `max_length` does not count."""
     prompt_tokens: int = 0
     """Tokens that the policy had read before it."""
     turn: int = 0
@@ -49,42 +49,42 @@ class Observation:
 
     messages: Sequence[dict[str, Any]] | str | Sequence[int] = ()
     """The policy reads this next: messages for the chat template, a text, or token ids. At the beginning, they are the whole
-    prompt; if there are none, it is that of the row."""
+    prompt; if there are none, the policy reads the row's prompt."""
     reward: float = 0.0
-    """It is that of the action before this observation."""
+    """Reward of the action before this observation."""
     done: bool = False
-    """Whether the episode ends here; the policy does not read the messages then."""
+    """True if the episode ends here. The policy then does not read the messages."""
     score: float | None = None
-    """For algorithm.filter, in place of the sum of the rewards. The last one that was given counts."""
+    """Score for algorithm.filter, instead of the sum of the rewards. The last score of an episode counts."""
     sampling: Mapping[str, Any] | None = None
-    """Settings of the next response that differ from those of generation: `max_length` and `stop`."""
+    """Settings of the next response that replace generation's: `max_length` and `stop`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that are logged as environment/NAME, the mean over the episodes; the last one of a name counts."""
+    """Numbers that are logged as environment/NAME, averaged over the episodes. The last number of each name counts."""
 
 
 class Policy(Protocol):
     """The policy, as an overridden :meth:`Environment.execute` sees it."""
 
     async def act(self, observation: Observation) -> Action:
-        """The response to ``observation``, which must not be done.
+        """Return the response to ``observation``. The observation must not be done.
 
-        It does not return if the episode has reached a limit (agent.max_turns, agent.max_tokens): the episode ends there.
+        The call does not return if the episode has reached a limit (agent.max_turns, agent.max_tokens): the episode ends there.
         """
 
 
 class Environment:
-    """One episode. An object is made for every sample, in an episode worker, where many run side by side in one event loop: a
-    method that waits should await.
+    """One episode. Every sample gets its own object in an episode worker. Many objects share the worker's event loop: a method
+    that waits should await.
 
-    An exception ends the episode, which is tried again with a new object, at most agent.attempts times in all.
+    An exception ends the attempt. The episode is retried with a new object, up to agent.attempts attempts in all.
     """
 
     async def reset(self, task: Task) -> Observation:
-        """Begin. Without messages in the answer, the policy reads the row's prompt."""
+        """Begin the episode. If the answer has no messages, the policy reads the row's prompt."""
         return Observation()
 
     async def step(self, action: Action) -> Observation:
-        """Answer an action, also the last one that fits the episode's limits."""
+        """Answer an action, including the last one within the episode's limits."""
         raise NotImplementedError(f"{type(self).__name__} has no method step")
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ from nemo_style_rlhf.schema.chat import Chat, Message, plain_text
 
 @dataclass
 class _Branch:
-    """A row that still grows."""
+    """A row that is still growing."""
 
     tokens: list[int]
     observed: str | None = None
@@ -42,18 +42,18 @@ class _Branch:
 
 
 class Episode:
-    """One attempt."""
+    """One attempt at an episode."""
 
     def __init__(
         self, encoder: Encoder, prompt_ids: Sequence[int], messages: Sequence[Message], *,
         tools: list[dict[str, Any]] | None = None, by_template: bool = False,
     ) -> None:  # fmt: skip
-        """
+        """Begin with the row's prompt.
+
         Args:
             prompt_ids: token ids of the row's prompt.
-            messages: the conversation that they are, for the chat template.
-            by_template: follow a chat template that rewrites the past, with a branch of its own whenever it does so; else the
-                policy goes on reading what it has read.
+            messages: the conversation that they render, for the chat template.
+            by_template: begin a new branch whenever the chat template rewrites the past; else the tokens already read stay.
         """
         self._encoder, self._tools, self._by_template = encoder, tools, by_template
         self._branches = [_Branch(list(prompt_ids))]
@@ -62,9 +62,9 @@ class Episode:
         self.sampled_tokens = 0
         """Tokens that the policy has sampled."""
         self.began_with: str | None = None
-        """The text with which the environment began, if it is not the row's prompt."""
+        """The environment's first text, if it is not the row's prompt."""
         self.asked: Chat | None = None
-        """The conversation that ``began_with`` renders, if it is one."""
+        """The conversation that ``began_with`` renders, if any."""
 
     @property
     def tokens(self) -> list[int]:
@@ -72,7 +72,7 @@ class Episode:
         return self._branches[-1].tokens
 
     def begin(self, observed: Observed) -> None:
-        """Begin with another prompt than the row's; an empty one changes nothing.
+        """Begin with another prompt than the row's. An empty prompt changes nothing.
 
         Raises:
             UserError: the chat template is missing or refuses the messages.
@@ -128,7 +128,7 @@ class Episode:
         """Add to the reward of the last action.
 
         Raises:
-            UserError: there is none.
+            UserError: the episode has no action yet.
         """
         if not reward:
             return
@@ -146,7 +146,7 @@ class Episode:
         return [branch.observed for branch in self._branches if branch.turns] or [None]
 
     def rows(self) -> list[Row]:
-        """The branches up to their last answers; a single one without turns if there was no answer."""
+        """The branches up to their last answers, or a single branch without turns before the first answer."""
         rows = [branch.row for branch in self._branches if branch.turns]
         return [_cut(row, row.turns[-1].end) for row in rows] or [self._branches[0].row]
 

@@ -1,4 +1,4 @@
-"""Events and answers that pass between the trainer, which samples, and the sources of episodes: workers and gateway."""
+"""Events and answers between the trainer and the sources of episodes: workers and gateway. The trainer samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from nemo_style_rlhf.agents.environment import Action, Observation, Task
 
 @dataclass(frozen=True)
 class Asked:
-    """An environment waits for the policy's answer to an observation: the episode goes on where it stands."""
+    """An environment waits for the policy's answer to an observation. The episode continues from its current state."""
 
     episode: int
     attempt: int
@@ -18,12 +18,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Called:
-    """A program waits for the policy's answer to a conversation, or to a text: the episode goes on from what is known of it."""
+    """A program waits for the policy's answer to a conversation or a text. The episode continues from its known part."""
 
     episode: int
     attempt: int
     call: int
-    """Names the call among those of the episode."""
+    """Number of the call within the attempt."""
     prompt: Sequence[dict[str, Any]] | Sequence[int] | str
     """The conversation, token ids, or text; not empty unless it is a text."""
     tools: Sequence[dict[str, Any]] | None = None
@@ -38,11 +38,11 @@ class Ended:
     episode: int
     attempt: int
     observation: Observation
-    """The last one."""
+    """The last observation."""
     seconds: float = 0.0
-    """That the environment took."""
+    """Seconds that the environment took."""
     answer: int | None = None
-    """The call whose answer a program gives as the one to score; None if it names none."""
+    """The call whose answer the program names as the one to score, or None."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Failed:
     """A sentence for the user."""
     timed_out: bool
     last: bool
-    """Whether the episode has failed with it; else it begins again."""
+    """True if the episode has failed for good; otherwise it begins again."""
     charged: bool = True
-    """False for an episode that merely shared a worker with the one that failed: its attempts are not used up."""
+    """False if the attempt was not at fault, for example if it only shared a worker with a failed one. No attempt is used up."""
 
 
 Event = Asked | Called | Ended | Failed
@@ -65,26 +65,26 @@ Event = Asked | Called | Ended | Failed
 
 class EpisodeSource(Protocol):
     """Runs episodes. Every method returns at once; events come through the function that the source was made with, from any
-    thread and in any order. An episode's attempt number tells events of an earlier attempt from those of the running one."""
+    thread and in any order. The attempt number separates an episode's earlier attempts from the running one."""
 
     def start(self, episode: int, task: Task) -> None:
         """Queue an episode."""
 
     def answer(self, asked: Asked | Called, action: Action) -> None:
-        """Answer the policy's part; an answer to an attempt that has ended is ignored."""
+        """Deliver the policy's answer. An answer to an attempt that has ended is ignored."""
 
     def finish(self, asked: Asked | Called, reason: str = "") -> None:
         """Give no answer. An environment's episode ends with the observation that asked; a program reads an error.
 
         Args:
-            reason: one sentence; a limit is reached if it is empty.
+            reason: one sentence; empty if a limit was reached.
         """
 
     def waits_for(self, episode: int) -> str:
-        """A few words, such as ``Hang, line 11``, that name the cause of an episode's wait if it is not the policy."""
+        """A few words, such as ``Hang, line 11``, that name what the episode waits for if not the policy."""
 
     def forget(self) -> None:
-        """Abandon all episodes; no event of theirs comes after this returns."""
+        """Abandon all episodes. None of their events arrives after this returns."""
 
     def close(self) -> None:
         """End every process."""

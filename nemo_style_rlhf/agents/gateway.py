@@ -1,6 +1,6 @@
 """The trainer's end of the gateway: episodes of programs that talk to the policy through an OpenAI endpoint.
 
-The endpoint is a process of its own (gateway_process.py). If it dies, its episodes begin again in another.
+The endpoint is a separate process (gateway_process.py). If it dies, its episodes begin again in a new one.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from nemo_style_rlhf.wire.secret import LOOPBACK, own_token_made, read_token
 
 LOGGER = logging.getLogger(__name__)
 DEATHS = 5
-"""Deaths of the gateway's process after which its episodes fail, if none of them ended in between."""
+"""Deaths of the gateway's process that its episodes survive. The count restarts when an episode ends."""
 END_S = 10.0
 LOOK_S = 1.0
 SILENT_LOOKS = 60
-"""Number of looks after which the gateway's process hangs if it has said nothing. Looks, and not seconds: when the trainer itself
-was stopped, it has not looked."""
+"""Checks without a message from the gateway's process after which it counts as hung. Checks are counted rather than seconds, to
+leave out time in which the trainer itself was stopped."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _RunningEpisode:
     task: Task
     attempt: int = 1
     left: int = 1
-    """Attempts that may still fail, with the running one."""
+    """Attempts left, including the running one."""
 
 
 class Gateway:
@@ -63,12 +63,12 @@ class Gateway:
         """Open the endpoint.
 
         Args:
-            emit: takes events, from a thread of this object.
-            offer: what the run samples with; requests for anything else are refused.
-            attempts: at each episode.
-            episode_timeout_s: longest time of an attempt from its start, or from the moment in which a service fetched it. Time
-                in which calls wait for the policy does not count.
-            folder: in which programs run; by default the present one.
+            emit: receives events, in a thread of this object.
+            offer: the run's sampling settings; requests for anything else are refused.
+            attempts: maximum attempts at each episode.
+            episode_timeout_s: maximum seconds of an attempt from its start, or from when a service fetched it. Time in which
+                calls wait for the policy does not count.
+            folder: working directory of programs; the current one by default.
 
         Raises:
             UserError: the address needs a token and has none, or the port is in use.
@@ -100,13 +100,13 @@ class Gateway:
         )
         self._emit, self._attempts = emit, attempts
         self._lock = threading.RLock()
-        """Guards all that follows, and is held while an event is emitted."""
+        """Guards the attributes below, and is held while an event is emitted."""
         self._running: dict[int, _RunningEpisode] = {}
         self._epoch = 0
         """Number of calls of :meth:`forget`; events of earlier epochs are dropped."""
         self._deaths = 0
         self._silent = 0
-        """Number of looks since the gateway's process has said something."""
+        """Checks since the last message from the gateway's process."""
         self._closing = threading.Event()
         self._orders: queue.SimpleQueue[tuple[socket.socket, bytes] | None] = queue.SimpleQueue()
         self._begin()
@@ -127,9 +127,9 @@ class Gateway:
         self._order("answer", asked, action=asdict(action), prompt_tokens=action.prompt_tokens)
 
     def finish(self, asked: Asked | Called, reason: str = "") -> None:
-        """Answer the call with an error of the caller, in the sentence ``reason``, such as a conversation that the chat template
-        cannot render. Without one, all further calls get an error, too; the episode ends when its program ends, which may do so
-        with any exit code and without a reward."""
+        """Answer the call with a client error that says ``reason``, such as a conversation that the chat template cannot render.
+        Without a reason, all further calls get an error, too. The episode then ends when its program ends, with any exit code and
+        with or without a reward."""
         self._order("refuse", asked, sentence=reason) if reason else self._order("finish", asked)
 
     def waits_for(self, episode: int) -> str:
@@ -175,7 +175,7 @@ class Gateway:
         self._send({"kind": "start", **numbers, "task": task})
 
     def _send(self, order: Mapping[str, Any]) -> None:
-        """Queue an order for the process that runs now; another does not get it."""
+        """Queue an order for the current process. A later process does not get it."""
         self._orders.put((self._link, as_json(order).encode() + b"\n"))
 
     def _write(self) -> None:
@@ -217,7 +217,7 @@ class Gateway:
                     return
 
     def _watch(self) -> None:
-        """Kill the gateway's process if it hangs; :meth:`_read` then begins another."""
+        """Kill the gateway's process if it hangs; :meth:`_read` then starts a new one."""
         while not self._closing.wait(LOOK_S):
             self._silent += 1
             if self._silent > SILENT_LOOKS and self._process.poll() is None:
@@ -225,7 +225,7 @@ class Gateway:
                 self._process.kill()
 
     def _begin_again(self) -> bool:
-        """Begin all episodes again in another process; False if too many have died."""
+        """Begin all episodes again in a new process. Return False if too many have died."""
         self._deaths += 1
         if self._deaths > DEATHS:
             self._give_up()

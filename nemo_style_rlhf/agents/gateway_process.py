@@ -1,8 +1,8 @@
 """The process of the gateway: the OpenAI endpoint of programs whose policy is in training.
 
-It is a child of the trainer, and both speak JSON lines over a socket pair, which is the child's standard input: orders one way,
-events the other. The trainer samples; this process parses requests, starts the user's programs and ends them, so that none of
-that takes the trainer's interpreter lock. It ends with the trainer, however that ends, and all programs with it.
+It is a child of the trainer. They exchange JSON lines over a socket pair, the child's standard input: orders one way, events the
+other. The trainer samples. This process parses requests, starts the user's programs and ends them, so that this work does not
+hold the trainer's interpreter lock. However the trainer ends, this process and all programs end with it.
 
     python -m nemo_style_rlhf.agents.gateway_process    # only as a child of the trainer
 """
@@ -40,18 +40,18 @@ from nemo_style_rlhf.wire.entrance import Entrance, visitor_of
 from nemo_style_rlhf.wire.limits import BODY_S, SLOWEST_LINK, STRANGERS, UNREAD_BYTES
 
 MOST_DIGITS = 18
-"""Digits of a length that are looked at: with as many, any body is too large."""
+"""Digits of a Content-Length that are read. A body with that many digits is always too large."""
 LINE_BYTES = 2**30
 END_S = 2.0
-"""Longest wait for programs to end; what is left of them is killed with this process."""
+"""Maximum seconds to wait for programs to end. The remaining ones are killed with this process."""
 PING_S = 0.5
-"""Seconds between two signs of life to the trainer."""
+"""Seconds between two alive messages to the trainer."""
 log = logging.getLogger(__name__)
 
 
 @stream_request_body
 class Handler(RequestHandler):
-    """Answers only who has a key. It is compared before the body is kept."""
+    """Answers only requests with a valid key. The key is checked before the body is kept."""
 
     methods: tuple[str, ...] = ("POST",)
 
@@ -71,7 +71,7 @@ class Handler(RequestHandler):
         self.clear_header("Server")
 
     def prepare(self) -> None:
-        """Look at the head. A refused body is read and dropped unless it is large: else the client would lose the answer."""
+        """Check the head. A refused body is read and dropped unless it is large: otherwise the client would lose the answer."""
         length = self.request.headers.get("Content-Length", "0")
         size = int(length[:MOST_DIGITS]) if length.isascii() and length.isdigit() else 0
         try:
@@ -96,7 +96,7 @@ class Handler(RequestHandler):
         """Answer a request whose body has been read.
 
         Args:
-            words: groups of the address.
+            words: groups of the route's pattern.
 
         Raises:
             ApiError: the request is wrong.
@@ -104,10 +104,7 @@ class Handler(RequestHandler):
         raise NotImplementedError
 
     def admit(self, key: str) -> None:
-        """
-        Raises:
-            ApiError: the key opens nothing here.
-        """
+        """Find the session of ``key``. Raise :class:`ApiError` if there is none."""
         self.session: GatewaySession = self.registry.session(key)
         visitor_of(self.request).welcome()
 
@@ -135,15 +132,15 @@ class Handler(RequestHandler):
         return key.strip() if scheme.lower() == "bearer" else ""
 
     def content(self) -> dict[str, Any]:
-        """The object in the body.
+        """Read the JSON object in the body.
 
         Raises:
-            ApiError: it holds none.
+            ApiError: see :func:`read_json`.
         """
         return read_json(bytes(self._body))
 
     def known(self, kind: type[Body]) -> Body:
-        """The fields of the object in the body that ``kind`` has; its defaults if there is no body."""
+        """The body's fields that ``kind`` has, or its defaults if the body is empty."""
         given = self.content() if self._body else {}
         return read_typed({each.name: given[each.name] for each in fields(kind) if each.name in given}, kind)  # type: ignore[arg-type]
 
@@ -178,7 +175,7 @@ class ChatCompletions(Handler):
         return Answer(request, action, name, prompt_tokens)
 
     def stream(self, chunks: Iterable[dict[str, Any]]) -> None:
-        """The answer is whole, so that an error still was an error, and no half of it is ever read."""
+        """Send the complete answer as a stream. Errors thus keep their status, and no client reads half an answer."""
         self.set_header("Content-Type", "text/event-stream; charset=utf-8")
         self.set_header("Cache-Control", "no-cache")
         self.finish("".join(f"data: {each}\n\n" for each in [*map(json.dumps, chunks), "[DONE]"]))
@@ -299,12 +296,12 @@ async def serve(link: socket.socket, settings: GatewaySettings, rest: bytes) -> 
     registry = SessionRegistry(settings, send)
     application = Application(ROUTES, default_handler_class=Nothing, registry=registry)
     body_s = BODY_S + settings.max_request_bytes / SLOWEST_LINK
-    # All programs of a host have one address.
+    # All programs of a host share one address.
     entrance = Entrance(application, largest_body=2**62, body_s=body_s, strangers_per_address=STRANGERS)
     entrance.open(socket.socket(fileno=settings.listener))
 
     async def execute() -> None:
-        with suppress(ConnectionError):  # a trainer that was killed, with events that it has not read
+        with suppress(ConnectionError):  # the trainer was killed before it read all events
             while line := await reader.readline():
                 registry.execute(json.loads(line))
 

@@ -21,7 +21,7 @@ _CHUNK = 2**20
 
 
 class WorkerProcess:
-    """A worker and all that it starts. Only ``close`` may wait."""
+    """A worker and all processes that it starts. Only ``close`` may block."""
 
     def __init__(self, config: AgentConfig) -> None:
         assert config.path is not None
@@ -47,10 +47,10 @@ class WorkerProcess:
             os.close(memory)
             other.close()
         self.pid: int | None = None
-        """The worker's own, once it has told."""
+        """The worker's process id, once it has reported it."""
         self.started = time.monotonic()
         self.stopping: float | None = None
-        """When it was told to end."""
+        """``time.monotonic()`` of the order to end; None before."""
         self.ended = False
         self._gone: float | None = None
         self._incoming, self._outgoing = bytearray(), bytearray()
@@ -61,7 +61,7 @@ class WorkerProcess:
 
     @property
     def has_output(self) -> bool:
-        """Whether it is waiting for room in the socket."""
+        """True while output waits for room in the socket."""
         return bool(self._outgoing)
 
     def send(self, line: bytes) -> None:
@@ -75,7 +75,7 @@ class WorkerProcess:
                 del self._outgoing[: self._socket.send(self._outgoing)]
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived. At the end of the last one, which no process is left to continue, ``ended`` is set."""
+        """Return the messages that have arrived. Set ``ended`` when no process is left to send more."""
         try:
             arrived = self._socket.recv(_CHUNK)
         except BlockingIOError:
@@ -93,13 +93,13 @@ class WorkerProcess:
         return [json.loads(line) for line in lines]
 
     def show(self) -> None:
-        """Have it print where it is, for the user."""
+        """Make the worker print its stack traces for the user."""
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, DUMP)
 
     def stop(self) -> None:
-        """Kill it with all that it started; it has ended when ``receive`` says so."""
+        """Kill the worker and all that it started. It has ended once ``receive`` sets ``ended``."""
         if self.stopping is None:
             self.stopping = time.monotonic()
             self._process.send_signal(signal.SIGKILL)
@@ -110,7 +110,7 @@ class WorkerProcess:
         return self._process.poll()
 
     def look(self) -> None:
-        """Notice what the socket does not tell: a supervisor that cannot end its worker, or a worker that is gone although some
+        """Detect what the socket does not show: a supervisor that cannot end its worker, or a worker that is gone although some
         process still holds its end of the socket."""
         now = time.monotonic()
         if self.stopping is not None and now - self.stopping > END_S:
@@ -120,6 +120,6 @@ class WorkerProcess:
             self.ended = self.ended or now - self._gone > END_S
 
     def close(self) -> None:
-        """Kill what is left of it, and release it; usually it has ended."""
+        """Kill what is left of the worker, usually nothing, and release it."""
         self._process.kill()
         self._socket.close()

@@ -1,4 +1,4 @@
-"""The user's program of one episode, which reads its task, and whose last line is its reward."""
+"""The user's program of one episode. It reads its task, and its last line of output is its reward."""
 
 import asyncio
 import json
@@ -15,14 +15,14 @@ from nemo_style_rlhf.processes.child import ChildProcess
 from nemo_style_rlhf.wire.reading import Expected, Fault, parse
 
 KEPT_BYTES = 2**20
-"""Bytes at the end of a program's output that are kept."""
+"""Bytes kept from the end of a program's output."""
 SHOWN = 300
-"""Characters of a program's error in a sentence."""
+"""Maximum characters of a program's error in a message."""
 FORMS = "a JSON number, or an object with reward, score, metrics and answer"
 
 
 class BadReward(Exception):
-    """A sentence about what is no reward."""
+    """A reward is invalid. The message is a sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Exit:
 
     @property
     def last_error(self) -> str:
-        """What it said last on standard error, or nothing."""
+        """Last line of standard error, or nothing."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         return lines[-1][:SHOWN] if lines else ""
 
@@ -51,7 +51,7 @@ class _Tail:
         asyncio.get_running_loop().add_reader(descriptor, self.read)
 
     def read(self) -> bool:
-        """Whether there may be more."""
+        """Read once. Return True if there may be more."""
         try:
             data = os.read(self._descriptor, 2**16)
         except BlockingIOError:
@@ -63,7 +63,7 @@ class _Tail:
         return bool(data)
 
     def rest(self) -> str:
-        """The text, with all that is there by now; nothing is read afterwards."""
+        """Read what is available by now, stop reading, and return the text."""
         while self.read():
             pass
         asyncio.get_running_loop().remove_reader(self._descriptor)
@@ -73,17 +73,17 @@ class _Tail:
 async def run(
     command: Sequence[str], task: str, variables: Mapping[str, str], late: asyncio.Event, folder: Path
 ) -> Exit:
-    """Run a program to its end, or until ``late`` is set. All that it started has ended when this returns or is cancelled.
+    """Run a program to its end, or until ``late`` is set. All its processes have ended when this returns or is cancelled.
 
     Args:
-        task: what it reads on standard input.
-        variables: added to this process's environment.
-        folder: in which it runs.
+        task: text for its standard input.
+        variables: environment variables, added to this process's environment.
+        folder: its working directory.
 
     Raises:
         OSError: it cannot be started.
     """
-    # In a thread, since it takes 30 ms. If this is cancelled meanwhile, the program ends with the object that nobody takes.
+    # In a thread, since it takes 30 ms. If this is cancelled meanwhile, the program ends when its unused object is dropped.
     program = await asyncio.to_thread(_started, command, task, {**os.environ, **variables}, folder)
     assert program.stdout is not None and program.stderr is not None
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -115,7 +115,7 @@ def _started(command: Sequence[str], task: str, environment: Mapping[str, str], 
 
 @dataclass(frozen=True)
 class Result:
-    """A program's result, which it gives at the end of its episode."""
+    """A program's result at the end of its episode."""
 
     observation: Observation
     answer: str | None = None
@@ -124,7 +124,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of an episode as a program or service tells it."""
+    """The end of an episode as a program or service reports it."""
 
     reward: Annotated[float, Expected("finite numbers for reward and score")] = 0.0
     score: Annotated[float | None, Expected("finite numbers for reward and score")] = None
@@ -136,7 +136,7 @@ class Verdict:
 
 
 def result(given: Any) -> Result:
-    """The end of an episode, from a JSON number, or an object of reward, score, metrics and answer.
+    """Read the end of an episode from a JSON number, or an object of reward, score, metrics and answer.
 
     Raises:
         BadReward: it is neither.
@@ -159,10 +159,10 @@ def _is_number(value: Any) -> bool:
 
 
 def last_line(output: str) -> Result:
-    """The end of an episode, from the last line that a program wrote; 0 if it wrote none.
+    """Read the end of an episode from the last line that a program wrote. The reward is 0 if it wrote none.
 
     Raises:
-        BadReward: the line is no reward.
+        BadReward: the line is not a reward.
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if not lines:
@@ -177,5 +177,5 @@ def last_line(output: str) -> Result:
 
 
 def as_json(value: object) -> str:
-    """JSON; a value that it has no type for, such as a row's time, becomes its text."""
+    """Encode as JSON. A value without a JSON type, such as a row's time, becomes its text."""
     return json.dumps(value, default=str)

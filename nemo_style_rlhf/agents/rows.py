@@ -1,11 +1,11 @@
-"""What an episode leaves to train on. It imports no torch."""
+"""The training rows of an episode. Imports no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class SampledSpan:
-    """A stretch of a row that the policy sampled and that this row trains."""
+    """A span of a row that the policy sampled and this row trains."""
 
     start: int
     """Position of its first token in the row."""
@@ -14,7 +14,7 @@ class SampledSpan:
     finish_reason: str
     """``stop`` or ``length``."""
     reward: float = 0.0
-    """Of the environment."""
+    """Reward from the environment."""
 
 
 @dataclass(frozen=True)
@@ -30,4 +30,4 @@ class Row:
     versions: tuple[int, ...]
     """[L]: version of the weights that sampled each token under ``mask``; -1 elsewhere."""
     turns: tuple[SampledSpan, ...]
-    """The stretches under ``mask``, in order."""
+    """The spans under ``mask``, in order."""

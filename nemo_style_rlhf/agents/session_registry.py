@@ -1,4 +1,4 @@
-"""The gateway's episodes: which attempt holds which key, which program runs, which call waits for the policy."""
+"""The gateway's episodes: attempts by key, running programs, and calls that wait for the policy."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ GONE = "the API key is not that of a running episode"
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """What the trainer tells its gateway at the start."""
+    """Settings that the trainer sends its gateway at the start."""
 
     listener: int
-    """Descriptor of the socket that listens."""
+    """Descriptor of the listening socket."""
     url: str
-    """Of the endpoint, for programs on this host: OPENAI_BASE_URL."""
+    """The endpoint's URL for programs on this host: OPENAI_BASE_URL."""
     token: str = field(repr=False)
-    """Opens /sessions/next."""
+    """The token for /sessions/next."""
     command: tuple[str, ...]
     folder: str
     programs: int
@@ -45,23 +45,23 @@ class GatewaySettings:
 
 @dataclass(frozen=True)
 class Place:
-    """An attempt at an episode that waits for its turn."""
+    """The place of an attempt in the queue."""
 
     episode: int
     attempt: int
     left: int
-    """Attempts that may still fail, with this one."""
+    """Attempts left, including this one."""
     task: dict[str, Any]
 
 
 class Clock:
-    """Counts the seconds of an attempt that are its program's own: none while a call waits for the policy."""
+    """Counts the seconds that an attempt's program uses. It pauses while a call waits for the policy."""
 
     def __init__(self, seconds: float, expired: Callable[[], object]) -> None:
-        """``expired`` is called when none are left."""
+        """``expired`` is called when no seconds are left."""
         self._left, self._expired = seconds, expired
         self.used = 0.0
-        """Seconds until the last pause."""
+        """Seconds used up to the last pause."""
         self.go_on()
 
     def go_on(self) -> None:
@@ -76,20 +76,20 @@ class Clock:
 
 @dataclass(eq=False)
 class GatewaySession:
-    """A running attempt, known by its key."""
+    """A running attempt, identified by its key."""
 
     place: Place
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     clock: Clock | None = None
     """Counts agent.episode_timeout_s once the attempt has begun."""
     calls: dict[int, "asyncio.Future[tuple[Action, int]]"] = field(default_factory=dict)
-    """Those that wait for the policy."""
+    """Calls that wait for the policy, by number."""
     made: int = 0
     """Number of calls so far."""
     answered: dict[str, int] = field(default_factory=dict)
     """Numbers of the answered calls, by the name of the answer."""
     limited: bool = False
-    """Whether the episode has reached a limit of the run: its program gets no more answers, and may end as it likes."""
+    """True once the episode has reached a limit of the run. Its program then gets no more answers; any exit code is accepted."""
     ended: bool = False
     ends: Callable[[], object] = lambda: None
     """Stops the program, if this host runs it."""
@@ -100,13 +100,10 @@ class GatewaySession:
 
 
 class SessionRegistry:
-    """Everything of the gateway but HTTP. It runs in one event loop."""
+    """The gateway except for HTTP. Runs in one event loop."""
 
     def __init__(self, settings: GatewaySettings, send: Callable[[dict[str, Any]], None]) -> None:
-        """
-        Args:
-            send: takes an event to the trainer.
-        """
+        """``send`` sends an event to the trainer."""
         self.settings = settings
         self._send = send
         self._epoch, self._closed = 0, False
@@ -118,7 +115,7 @@ class SessionRegistry:
     # --- the trainer's side -------------------------------------------------------------------------------------------
 
     def execute(self, order: Mapping[str, Any]) -> None:
-        """Take a message of the trainer; one about an attempt that has ended is ignored."""
+        """Execute an order of the trainer. An order about an attempt that has ended is ignored."""
         kind = order["kind"]
         if kind == "start":
             self._waiting.append(Place(order["episode"], order["attempt"], order["left"], order["task"]))
@@ -141,13 +138,13 @@ class SessionRegistry:
                 waits.set_exception(_at_its_limit())
 
     def forget(self) -> None:
-        """Abandon all episodes; their programs are ended."""
+        """Abandon all episodes and end their programs."""
         self._waiting.clear()
         for session in [*self._running.values()]:
             self._close(session)
 
     def close(self) -> None:
-        """Abandon all episodes, and tell services, those that wait and those that come, that there is no next one."""
+        """Abandon all episodes. Present and future calls of :meth:`next` find no attempt."""
         self._closed = True
         self.forget()
         for found in self._services:
@@ -161,10 +158,10 @@ class SessionRegistry:
     # --- the programs' side -------------------------------------------------------------------------------------------
 
     def session(self, key: str) -> GatewaySession:
-        """The attempt that ``key`` belongs to. It is looked up by its digest, which tells nothing about other keys.
+        """The attempt that ``key`` belongs to. The lookup by digest reveals nothing about other keys.
 
         Raises:
-            ApiError: none.
+            ApiError: there is none.
         """
         session = self._sessions.get(_digest(key))
         if session is None:
@@ -201,7 +198,7 @@ class SessionRegistry:
                 session.clock.go_on()
 
     async def next(self, wait_s: float) -> GatewaySession | None:
-        """The next attempt, for a service; None if there is none within ``wait_s`` seconds.
+        """The next attempt for a service, or None if there is none within ``wait_s`` seconds.
 
         Raises:
             ApiError: the run starts its programs itself.
@@ -222,14 +219,15 @@ class SessionRegistry:
                 self._services.remove(found)
 
     def give_back(self, session: GatewaySession) -> None:
-        """Queue an attempt again that a service fetched and did not receive."""
+        """Requeue an attempt that a service fetched but did not receive."""
         if not session.ended:
             self._close(session)
             self._waiting.appendleft(session.place)
             self._fill()
 
     def end(self, session: GatewaySession, result: programs.Result) -> None:
-        """
+        """End an attempt with its program's result.
+
         Raises:
             BadReward: the result names a completion that the sample does not have.
         """
@@ -248,7 +246,7 @@ class SessionRegistry:
         self._fill()
 
     def fail(self, session: GatewaySession, reason: str, *, timed_out: bool = False) -> None:
-        """Fail an attempt; the next one is queued if there is one left."""
+        """Fail an attempt, and queue the next one if any is left."""
         if session.ended:
             return
         self._close(session)
@@ -262,7 +260,7 @@ class SessionRegistry:
     # --- attempts -----------------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Begin as many attempts as may run and as somebody can take."""
+        """Begin attempts up to the limit of programs. Without agent.command, each needs a waiting service."""
         self._services = deque(each for each in self._services if not each.done())
         while (
             self._waiting and len(self._running) < self.settings.programs and (self.settings.command or self._services)
@@ -309,7 +307,7 @@ class SessionRegistry:
                 self.fail(session, f"the program gave no reward: {error}")
 
     def _close(self, session: GatewaySession) -> None:
-        """Take the attempt's key, program and calls from it."""
+        """Revoke the attempt's key, fail its calls, and end its program."""
         if session.clock is not None and not session.calls:
             session.clock.pause()
         session.ended = True

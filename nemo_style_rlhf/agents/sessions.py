@@ -1,11 +1,11 @@
 """The tokens of one sample whose program talks to the policy through an API: a tree of calls, and the rows to train on.
 
-A call brings a whole conversation. If it begins with one that ended with an answer of this session, the tokens that the policy
-read and sampled there stay as they are, and only what the program added is tokenized (agents/tokens.py). Any other beginning,
-such as a history that the program has edited, is rendered from scratch and is a new branch of the tree.
+A call brings a whole conversation. If it begins with a conversation that this session has answered, the tokens that the policy
+read and sampled there stay as they are, and only the program's addition is tokenized (agents/tokens.py). Any other beginning,
+such as a history that the program has edited, is rendered from scratch and begins a new branch of the tree.
 
-Programs make calls side by side, so nothing here may depend on the order in which calls arrive: the seed of a call is a function
-of its content, and rows are found from the tokens of all answers alone.
+Programs make concurrent calls, so nothing here may depend on the order in which calls arrive: the seed of a call is a function
+of its content, and rows depend only on the tokens of all answers.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from nemo_style_rlhf.schema.chat import Message, is_parts, plain_text
 
 @dataclass(frozen=True, order=True)
 class _Answer:
-    """An answered call. The order compares content alone."""
+    """An answered call. The order compares only content."""
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
@@ -36,7 +36,7 @@ class _Answer:
     version: int
     finish_reason: str
     call: int = field(compare=False)
-    """Names it among the calls of the attempt."""
+    """Number of the call within the attempt."""
     text: str = field(compare=False)
     asked: str = field(compare=False)
     """The program's text before the answer; empty if it sent token ids."""
@@ -52,17 +52,14 @@ class _Node:
 
     answer: _Answer
     messages: list[Message]
-    """The conversation as the chat template reads it; for a text, the answer alone."""
+    """The conversation as the chat template reads it; for a text, only the answer."""
 
 
 class Session:
     """The calls of one attempt at a sample."""
 
     def __init__(self, seed: int) -> None:
-        """
-        Args:
-            seed: of the sample, the same in every attempt.
-        """
+        """``seed`` is the sample's, the same in every attempt."""
         self._seed = seed
         self._asked: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._answers: list[_Answer] = []
@@ -71,7 +68,7 @@ class Session:
         self._texts: dict[str, list[_Node]] = {}
 
     def prompt_for(self, call: Called, encoder: Encoder) -> list[int]:
-        """The token ids that the policy reads for a call. They change nothing here.
+        """Return the token ids that the policy reads for a call, without changing the session.
 
         Raises:
             UserError: the chat template cannot render the conversation, or it ends with the assistant's message.
@@ -95,7 +92,7 @@ class Session:
         return encoder.rendered(text)
 
     def seed_for(self, call: Called, token_ids: Sequence[int]) -> int:
-        """The seed with which the policy answers a call, once for each call.
+        """Return the seed for the answer to a call. To be called once for each call.
 
         Args:
             token_ids: what :meth:`prompt_for` returned.
@@ -106,15 +103,15 @@ class Session:
         return request_seed(self._seed, token_ids, asked, request)
 
     def record(self, call: Called, token_ids: Sequence[int], action: Action, version: int) -> None:
-        """Note the answer to a call, before the program reads it.
+        """Record the answer to a call, before the program reads it.
 
         Args:
             token_ids: what :meth:`prompt_for` returned.
             action: the answer, with at least one token.
-            version: of the weights that sampled it.
+            version: version of the weights that sampled it.
 
         Raises:
-            ValueError: the answer has no tokens, or not as many log-probabilities.
+            ValueError: the answer has no tokens, or another number of log-probabilities.
         """
         if not action.token_ids or len(action.token_ids) != len(action.logprobs):
             raise ValueError(
@@ -137,9 +134,8 @@ class Session:
             self._conversations.setdefault([*_chain(messages, call.tools)][-1], []).append(node)
 
     def rows(self, named: int | None = None) -> list[Row]:
-        """The training rows so far: one for each answer that no later call continued, and for the sample's answer, which
-        is the last one if it is known. Their order, and which of them trains a token that several share, follow from the tokens
-        alone.
+        """The training rows so far: one for each answer that no later call continued, and one for the sample's answer. If that
+        answer is known, its row is the last. Only the tokens decide the order of rows, and which row trains a shared token.
 
         Args:
             named: the call whose answer the program gave as the sample's.
@@ -161,8 +157,8 @@ class Session:
         return rows if final is None else [*rows[1:], rows[0]]
 
     def has_answer(self, named: int | None = None) -> bool:
-        """Whether it is known which answer is the sample's: the one that the program names; or else the only one that no later
-        call continued, or the one among these that was given after a prompt that holds all others.
+        """True if the sample's answer is known, or there are no answers. It is the answer that the program names; else the only
+        one that no later call continued; else the one among these whose prompt holds all the others.
 
         Args:
             named: as for :meth:`rows`.
@@ -171,7 +167,7 @@ class Session:
         return not answers or _final(answers, parents, named) is not None
 
     def first_call(self, named: int | None = None) -> Called | None:
-        """The call with which the conversation of the sample's answer began; None if it is not known.
+        """The call that began the conversation of the sample's answer; None if the answer is not known.
 
         Args:
             named: as for :meth:`rows`.
@@ -185,7 +181,7 @@ class Session:
         return self._called[answers[number].call]
 
     def _tree(self) -> tuple[list[_Answer], list[int | None]]:
-        """The answers in the order of their content, and for each the number of the one that its prompt continues."""
+        """The answers in the order of their content, and for each the number of the answer that its prompt continues."""
         answers = sorted(self._answers)
         by_tokens: dict[tuple[int, ...], int] = {}
         for number, answer in enumerate(answers):
@@ -207,13 +203,13 @@ class Session:
 
 
 def request_seed(sample_seed: int, token_ids: Sequence[int], asked: int, request: str = "") -> int:
-    """A 31-bit seed, a pure function of the sample's seed and of what was asked.
+    """A 31-bit seed, a pure function of the sample's seed and the call.
 
     Args:
-        token_ids: the prompt's.
-        asked: how often the same was asked before in the session. Of several equal calls side by side, any may be the first:
-            nothing tells them apart.
-        request: all else that tells two calls apart, such as the limit on the answer's length.
+        token_ids: the prompt's token ids.
+        asked: number of earlier equal calls in the session. Among equal concurrent calls any may be the first: nothing
+            distinguishes them.
+        request: everything else that distinguishes two calls, such as the limit on the answer's length.
     """
     key = json.dumps([sample_seed, [*token_ids], asked, request]).encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
@@ -225,7 +221,7 @@ def _leaves(parents: Sequence[int | None]) -> set[int]:
 
 
 def _final(answers: Sequence[_Answer], parents: Sequence[int | None], named: int | None) -> int | None:
-    """The number of the sample's answer; None if nothing tells. The time of a call is looked at nowhere."""
+    """The number of the sample's answer; None if it is not known. The time of calls plays no role."""
     if named is not None:
         return next(number for number, answer in enumerate(answers) if answer.call == named)
     leaves = _leaves(parents)
@@ -245,10 +241,7 @@ def _continued(
 
 
 def _row(tokens: tuple[int, ...], learned: list[_Answer]) -> Row:
-    """
-    Args:
-        learned: the answers within ``tokens`` that this row trains, in order.
-    """
+    """Build the row that trains the answers ``learned`` within ``tokens``, in order."""
     length = len(tokens)
     mask, logprobs, versions = [False] * length, [0.0] * length, [-1] * length
     turns = []
@@ -262,7 +255,7 @@ def _row(tokens: tuple[int, ...], learned: list[_Answer]) -> Row:
 
 
 def _first(nodes: list[_Node]) -> _Node:
-    """The node that a call continues if several have the same text but other tokens: a choice by content."""
+    """The node that a call continues if several have the same text but different tokens, chosen by content."""
     return min(nodes, key=lambda node: node.answer)
 
 
@@ -275,7 +268,7 @@ def _tools(call: Called) -> list[dict[str, Any]] | None:
 
 
 def _request(call: Called) -> str:
-    """Everything about a call that the policy's answer may depend on, in one form."""
+    """Everything about a call that the policy's answer may depend on, in canonical form."""
     sampling = dict(call.sampling or {})
     if isinstance(call.prompt, str) or isinstance(call.prompt[0], int):
         return _json([call.prompt, sampling])
@@ -287,7 +280,7 @@ def _keys(call: Called) -> Iterator[str]:
 
 
 def _chain(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> Iterator[str]:
-    """For each message, a digest of the conversation up to it, in one form, with the tools that its beginning describes."""
+    """Yield for each message a digest of the canonical conversation up to it, with the tools that its beginning describes."""
     key = _json([*tools] if tools else None)
     for message in messages:
         key = hashlib.sha256(_json([key, _canonical(message)]).encode()).hexdigest()
@@ -295,10 +288,10 @@ def _chain(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) 
 
 
 def _canonical(message: Message) -> Message:
-    """One form of all messages that mean the same.
+    """The canonical form of a message, equal for all messages that mean the same.
 
     Client libraries send an answer back without fields that they do not know, with null for an empty content, and with parsed
-    arguments of tool calls. Of an answer, the text and the calls count, but not the ids of the calls.
+    arguments of tool calls. In an answer, the text and the calls count, but not the ids of the calls.
     """
     content = message.get("content")
     content = plain_text(message) if content is None or is_parts(content) else content
@@ -327,7 +320,7 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(arguments: Any) -> Any:
-    """The object that a call's arguments hold, which may be JSON as a text; anything else stays as it is."""
+    """The object that a call's arguments hold, parsed if they are JSON text. Anything else stays as it is."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -1,9 +1,9 @@
 """Token ids of an episode: what an observation adds to the tokens that the policy has read and sampled.
 
 An episode is one growing list of token ids. Decoding a response and encoding it again may give other tokens, so sampled tokens
-stay as they are, and only the text that an observation adds is tokenized. That text is what the chat template writes behind the
+stay as they are, and only the text that an observation adds is tokenized. That text is what the chat template writes after the
 assistant's last message, up to the end of the next generation prompt. To find it, the last message is replaced by a sentinel
-before the conversation is rendered. Rendering the new messages alone would lose what separates them from the turn before.
+before the conversation is rendered. Rendering only the new messages would lose what separates them from the turn before.
 """
 
 import hashlib
@@ -44,9 +44,8 @@ def continuation(
         tools: the tools that the first prompt described.
 
     Raises:
-        UserError: there is no chat template; it refuses or leaves out a message of the observation; it does not write the
-            assistant's answer exactly once; or a truncated response has tool calls that the template does not continue like an
-            answer.
+        UserError: the chat template is missing, refuses or leaves out a message of the observation, does not write the
+            assistant's answer exactly once, or does not continue the tool calls of a truncated response like an answer.
         ValueError: the last of ``messages`` is not the assistant's, or ``observed`` mixes messages with token ids.
     """
     if not messages or messages[-1].get("role") != "assistant":
@@ -79,7 +78,7 @@ class _Tail:
 
 
 def _rendered(encoder: Encoder, chat: Chat, answer: int, sampled: Sequence[int]) -> list[int]:
-    """The continuation behind message number ``answer`` of ``chat``, the assistant's last."""
+    """The continuation after message number ``answer`` of ``chat``, the assistant's last message."""
     # No text contains its own digest, so the sentinel occurs in no message. Its first letter is not hexadecimal, so it does not
     # overlap itself either.
     sentinel = "x" + hashlib.sha256(chat.to_json().encode()).hexdigest()
@@ -89,7 +88,7 @@ def _rendered(encoder: Encoder, chat: Chat, answer: int, sampled: Sequence[int])
         call = _tail(encoder, chat, answer, _with_a_call_of(chat.messages[answer], sentinel), sentinel)
         if call and sampled and sampled[-1] in special and sampled[-1] in call.opening:
             return call.ids[call.opening.index(sampled[-1]) + 1 :]
-    # A call whose end of turn is missing is continued like a plain answer, or the end of the call itself would be written again.
+    # A call whose end of turn is missing is continued like a plain answer. Otherwise the end of the call would be written again.
     plain = _tail(encoder, chat, answer, said("assistant", sentinel), sentinel)
     if plain is None:
         raise UserError("the chat template leaves out an answer: set data.chat_template to another")
@@ -102,7 +101,7 @@ def _rendered(encoder: Encoder, chat: Chat, answer: int, sampled: Sequence[int])
 
 
 def _with_a_call_of(message: Message, text: str) -> Message:
-    """``message`` with ``text`` as the only argument of its last tool call, and without what the policy said besides."""
+    """``message`` with ``text`` as the only argument of its last tool call, and without the policy's other text."""
     *calls, last = message["tool_calls"]
     function = last.get("function", last)
     as_json = isinstance(function.get("arguments"), str)
@@ -112,10 +111,10 @@ def _with_a_call_of(message: Message, text: str) -> Message:
 
 
 def _tail(encoder: Encoder, chat: Chat, answer: int, instead: Message, sentinel: str) -> _Tail | None:
-    """Render the conversation, and cut it behind ``sentinel``.
+    """Render the conversation, and cut it after ``sentinel``.
 
     Args:
-        instead: the message in the place of number ``answer``; it holds ``sentinel``.
+        instead: replaces message number ``answer``, and holds ``sentinel``.
 
     Returns:
         None if the template does not write ``sentinel``.
@@ -125,7 +124,7 @@ def _tail(encoder: Encoder, chat: Chat, answer: int, instead: Message, sentinel:
         Dropped: the template refuses or leaves out a message.
     """
     first = answer + 1
-    # Up to the content of the first message, the template writes the same whatever that content is.
+    # Up to the content of the first new message, the template's output does not depend on that content.
     messages = [*chat.messages[:answer], instead, *chat.messages[first:]]
     changed = [*messages[:first], {**messages[first], "content": sentinel[::-1]}, *messages[first + 1 :]]
     text, other = (
@@ -143,17 +142,17 @@ def _tail(encoder: Encoder, chat: Chat, answer: int, instead: Message, sentinel:
 
 
 def _sampled_of(opening: list[int], sampled: Sequence[int], special: Collection[int]) -> int:
-    """Number of the tokens at the beginning of ``opening`` that end the assistant's turn and that the policy sampled already."""
+    """Number of tokens at the beginning of ``opening`` that end the assistant's turn and were already sampled."""
     first = next((position for position, token in enumerate(opening) if token in special), None)
     if first is not None and list(sampled[-1:]) == [opening[first]]:
         return first + 1
-    # A marker of several tokens, of which the last may be ordinary text.
+    # A marker of several tokens. The last may be ordinary text.
     lengths = range(min(len(opening), len(sampled)), 0, -1)
     return next((length for length in lengths if list(sampled[-length:]) == opening[:length]), 0)
 
 
 def _following(encoder: Encoder, text: str) -> list[int]:
-    """Token ids of ``text`` in the middle of a conversation: at the beginning, many tokenizers put a space before it."""
+    """Token ids of ``text`` in the middle of a conversation. At the beginning, many tokenizers put a space before it."""
     before = "a"
     ids = encoder.rendered(before)
     if encoder.tokenizer.unk_token_id in ids:  # one unknown token may hold a part of the text too

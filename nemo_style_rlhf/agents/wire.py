@@ -1,4 +1,4 @@
-"""What trainer and episode worker tell each other: JSON lines over a socket, and words of shared memory. It imports no torch."""
+"""Messages between trainer and episode worker: JSON lines over a socket, and shared memory. Imports no torch."""
 
 import dataclasses
 import json
@@ -10,13 +10,13 @@ from nemo_style_rlhf.agents.environment import Action, Observation, Task
 
 MEMORY_BYTES = 24
 LONGEST_LINE = 16 * 2**20
-"""Bytes of an observation as JSON."""
+"""Maximum bytes of an observation as JSON."""
 LINE_LIMIT = 2**31
-"""Bytes of a line from the trainer, whose rows and responses are its own."""
+"""Maximum bytes of a line from the trainer. The rows and responses in it are the trainer's own."""
 
 
 class SharedState:
-    """Words in memory that trainer and worker share, so that the trainer can read them after the worker's death."""
+    """State in memory that trainer and worker share, so that the trainer can read it after the worker's death."""
 
     def __init__(self, descriptor: int) -> None:
         memory = mmap.mmap(descriptor, MEMORY_BYTES)
@@ -29,12 +29,12 @@ class SharedState:
 
     @property
     def since(self) -> float:
-        """``time.monotonic()`` at the beginning of that; the clock is that of the whole machine."""
+        """``time.monotonic()`` when that execution began. All processes of the machine share this clock."""
         return self._seconds[1]
 
     @property
     def alive(self) -> float:
-        """``time.monotonic()`` when the event loop was last seen to turn; 0 before."""
+        """``time.monotonic()`` of the event loop's last tick; 0 before the first."""
         return self._seconds[2]
 
     @alive.setter
@@ -52,7 +52,7 @@ class SharedState:
 
 
 def line(message: Mapping[str, Any]) -> bytes:
-    """A message of the trainer. A value that JSON has no type for, such as a row's time, becomes a list or its text."""
+    """Encode a message of the trainer. A value without a JSON type, such as a row's time, becomes a list or its text."""
     return json.dumps(message, default=_as_json).encode() + b"\n"
 
 

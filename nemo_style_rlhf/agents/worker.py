@@ -1,9 +1,9 @@
-"""An episode worker: a process that runs environments side by side in one event loop. It imports no torch, to start fast.
+"""An episode worker: a process that runs many environments in one event loop. It imports no torch, to start fast.
 
     python -m nemo_style_rlhf.agents.worker SETUP
 
-EpisodeWorkers starts it, with a :class:`Setup` as JSON. What environments print goes where the process writes; the trainer talks
-to it over a socket.
+EpisodeWorkers starts it with a :class:`Setup` as JSON. Environments print to the output of the process; the trainer talks to it
+over a socket.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ from nemo_style_rlhf.launch.user_code import UserFile
 ENVIRONMENT = UserFile("agent_environment", "agent", "environment", "class")
 METHODS = ("reset", "step", "execute")
 TICK_S = 1.0
-"""Seconds between two signs of life, at most."""
+"""Maximum seconds between two updates of :attr:`SharedState.alive`."""
 DUMP = signal.SIGUSR2
-"""Has a worker print where each of its threads is."""
+"""Makes a worker print a stack trace of each of its threads."""
 QUIT_S = 2.0
-"""Seconds for which environments may release what they hold when the run ends."""
+"""Seconds that environments have to release their resources when the run ends."""
 CURRENT: contextvars.ContextVar[int] = contextvars.ContextVar("CURRENT", default=0)
 """Number of the attempt to which a task of the event loop belongs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a worker is told when it starts."""
+    """Settings that a worker receives at its start."""
 
     path: str
     name: str
@@ -61,18 +61,18 @@ class Setup:
 
 
 class Worker:
-    """Runs attempts, and tells the trainer about them."""
+    """Runs attempts and reports on them to the trainer."""
 
     def __init__(self, setup: Setup, make: Callable[[], Any], words: SharedState) -> None:
         self.setup, self.make = setup, make
         self.stalled = 0.0
-        """Seconds in which attempts kept the event loop busy for long at a time."""
+        """Seconds of all slices that kept the event loop busy for more than a tenth of agent.step_timeout_s."""
         self._words, self._path = words, str(Path(setup.path).resolve())
         self._attempts: dict[int, Attempt] = {}
         self._shown: set[str] = set()
 
     async def serve(self, connection: socket.socket) -> None:
-        """Do what the trainer says until it says no more."""
+        """Execute the trainer's orders until it sends no more."""
         self._loop = asyncio.get_running_loop()
         self._threads = Threads(4 * self.setup.episodes_per_worker)
         self._loop.set_default_executor(self._threads)
@@ -99,11 +99,11 @@ class Worker:
             self._shown.add(said)
             frames = error.__traceback__
             while frames is not None and frames.tb_frame.f_code.co_filename != self._path:
-                frames = frames.tb_next  # ours
+                frames = frames.tb_next  # our own frames
             traceback.print_exception(type(error), error, frames or error.__traceback__)
 
     def slice_of(self, number: int, part: Callable[..., Any], *given: Any) -> Any:
-        """Execute a part of an attempt's code that does not wait, in sight of the trainer."""
+        """Execute a part of an attempt's code that does not wait. The shared state shows the trainer that it runs."""
         began = time.monotonic()
         self._words.enter(number, began)
         try:
@@ -145,7 +145,7 @@ class Worker:
         self.send({"closed": number, "threads": self._threads.left_by(number)})
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **given: Any) -> "asyncio.Task[Any]":
-        """Tasks that an environment makes are its attempt's code, too."""
+        """Make a task. Tasks of an environment count as its attempt's code."""
         return asyncio.Task(_Marked(self, CURRENT.get(), coroutine), loop=loop, **given)
 
     def _tick(self) -> None:
@@ -156,7 +156,7 @@ class Worker:
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads of ``asyncio.to_thread``; it knows how many of them an attempt has left behind, since nothing interrupts them."""
+    """Threads of ``asyncio.to_thread``. Counts those that an attempt has left behind, since nothing can interrupt them."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most, thread_name_prefix="environment")
@@ -174,7 +174,7 @@ class Threads(ThreadPoolExecutor):
 
 
 class _Marked(Coroutine[Any, Any, Any]):
-    """A coroutine of an attempt, whose every step is a slice."""
+    """A coroutine of an attempt. Each of its steps is a slice."""
 
     def __init__(self, worker: Worker, number: int, coroutine: Any) -> None:
         self._worker, self._number, self._coroutine = worker, number, coroutine
@@ -194,7 +194,7 @@ class _Marked(Coroutine[Any, Any, Any]):
 
 
 def load(path: str, name: str) -> type:
-    """The class ``name`` of the file ``path``.
+    """Load the class ``name`` from the file ``path``.
 
     Raises:
         UserError: the file has no such class, or cannot be imported.

@@ -1,4 +1,4 @@
-"""Runs episodes in worker processes, and tries those again whose environment failed."""
+"""Runs episodes in worker processes, and retries an episode whose environment failed."""
 
 import contextlib
 import itertools
@@ -23,13 +23,13 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.schema.agent import AgentConfig
 
 START_S = 300.0
-"""Seconds that the import of an environment's file may take."""
+"""Maximum seconds for the import of an environment's file."""
 SILENCE_S = 10.0
-"""Seconds, besides those of a step, for which an event loop may stand still although it executes no attempt's code."""
+"""Seconds, in addition to a step's, that an event loop may stand still while it executes no attempt's code."""
 STARTS = 3
-"""Starts in succession that a worker process may fail."""
+"""Consecutive failed starts after which a worker process is given up."""
 LOSSES = 3
-"""Times that an episode may lose its worker for no known reason; from then on each such loss counts as a failed attempt."""
+"""Times that an episode may lose its worker for no known reason. Each further loss counts as a failed attempt."""
 
 
 @dataclass
@@ -39,61 +39,59 @@ class _Episode:
     episode: int
     task: Task
     generation: int
-    """How often all episodes had been forgotten before it was started."""
+    """Number of times that all episodes had been forgotten before it started."""
     attempt: int = 1
     failures: int = 0
-    """Attempts that count."""
+    """Failed attempts that count against agent.attempts."""
     losses: int = 0
-    """Attempts that were lost for no known reason, and do not count."""
+    """Attempts lost for no known reason. The first LOSSES of them do not count."""
     number: int = 0
-    """Names the running attempt between trainer and worker, where no other attempt ever has this number."""
+    """Number of the running attempt between trainer and worker, never used for another attempt."""
     asked: Asked | None = None
-    """What waits for an answer."""
+    """The event that waits for an answer."""
     line: int | None = None
-    """Where in its file the environment waits, if it has waited for long."""
+    """Line of its file in which the environment waits, if it has waited for a long time."""
     failure: dict[str, Any] | None = None
-    """What a worker has told about the failed attempt, whose environment it is still closing."""
+    """The worker's report of the failed attempt, while the environment is still closing."""
 
 
 @dataclass(frozen=True)
 class _Blame:
-    """Why a worker process was ended."""
+    """The reason that a worker process ended."""
 
     number: int
-    """The attempt that is responsible, or 0."""
+    """The responsible attempt, or 0."""
     reason: str
     timed_out: bool = True
 
 
 @dataclass
 class _Worker:
-    """A worker process, and the one that takes its place when it is gone."""
+    """A worker process, replaced by a new one after its end."""
 
     process: WorkerProcess
     ready: bool = False
     failed_starts: int = 0
     running: dict[int, _Episode | None] = field(default_factory=dict)
-    """Attempts that occupy it, by number; None for one that is of no interest any more, and is being closed."""
+    """Attempts that occupy it, by number; None for one that has ended or was abandoned, and is being closed."""
     blame: _Blame | None = None
     threads: int = 0
-    """Threads of its process that hang in what attempts have left behind."""
+    """Threads of its process that ended attempts still occupy."""
     gone: bool = False
-    """Whether it fails every time that it is started."""
+    """True if it is not replaced: its starts keep failing, or the run ends."""
 
 
 class EpisodeWorkers:
     """The :class:`~nemo_style_rlhf.agents.events.EpisodeSource` of environments, classes in a user's Python file.
 
-    One thread owns processes and episodes; all methods but :meth:`forget` leave it a note and return. It calls ``emit``, which
-    must not wait for a thread that is in :meth:`forget`.
+    One thread owns processes and episodes. Methods leave it a note; only :meth:`forget` and :meth:`close` may wait. The thread
+    calls ``emit``. ``emit`` must not wait for a thread that is in :meth:`forget`.
     """
 
     def __init__(self, config: AgentConfig, emit: Emit) -> None:
-        """
-        Raises:
-            UserError: the file or the class in it is missing, or cannot be imported.
-        """
-        assert config.path is not None  # the caller looks whether there is an environment
+        """Start the workers and wait for the first. Raise :class:`UserError` if the file or its class is missing or cannot be
+        imported."""
+        assert config.path is not None  # the caller checks that there is an environment
         self._config, self._emit = config, emit
         self._called = f"{config.class_name} of {config.path}"
         self._limit_s = min(config.step_timeout_s, config.episode_timeout_s)
@@ -111,7 +109,7 @@ class EpisodeWorkers:
         self._waiting: deque[_Episode] = deque()
         self._numbers = itertools.count(1)
         self._hopeless = ""
-        """Why no worker process can be started any more."""
+        """The reason that no worker process can be started any more."""
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name="episode workers", daemon=True)
         self._thread.start()
@@ -157,7 +155,7 @@ class EpisodeWorkers:
         if self._fault is not None:
             raise RuntimeError("the thread of the episode workers has ended") from self._fault
         self._notes.append(note)
-        with contextlib.suppress(BlockingIOError):  # it rings already
+        with contextlib.suppress(BlockingIOError):  # a wakeup is already pending
             self._bell.send(b"!")
 
     def _reply(self, asked: Asked | Called, message: dict[str, Any]) -> None:
@@ -203,7 +201,7 @@ class EpisodeWorkers:
             if not self._first.done():
                 self._first.set_exception(error)
             reason = f"the thread of the episode workers ended with {type(error).__name__}: {error}"
-            for state in self._open.values():  # or their trainer would wait for ever
+            for state in self._open.values():  # or the trainer would wait forever
                 self._say(state, Failed(state.episode, state.attempt, reason, timed_out=False, last=True))
             raise
         finally:
@@ -214,7 +212,7 @@ class EpisodeWorkers:
             self._selector.close()
 
     def _turn(self) -> None:
-        """Do what is to be done, and wait until there is more."""
+        """Start waiting episodes, wait for events, and handle them."""
         self._deal()
         for worker in self._workers:
             if not worker.gone:
@@ -243,7 +241,7 @@ class EpisodeWorkers:
                     self._bury(worker)
 
     def _deal(self) -> None:
-        """Give waiting episodes to the workers with the fewest."""
+        """Give waiting episodes to the workers with the fewest attempts."""
         if all(worker.gone for worker in self._workers):
             while self._waiting:
                 self._fail(self._waiting.popleft(), self._hopeless, False, last=True)
@@ -266,7 +264,7 @@ class EpisodeWorkers:
             worker.process.send(line({"do": "start", "number": state.number, "task": task}))
 
     def _is_worn(self, worker: _Worker) -> bool:
-        """Whether it is to be replaced as soon as its episodes have ended, for too few threads are left to it."""
+        """True if it must be replaced once its episodes have ended, because it has too few threads left."""
         return worker.threads > 2 * self._config.episodes_per_worker
 
     def _hear(self, worker: _Worker, message: dict[str, Any]) -> None:
@@ -306,7 +304,7 @@ class EpisodeWorkers:
             state.line = message["waits"]
 
     def _watch(self, worker: _Worker) -> None:
-        """End a worker whose event loop does not turn."""
+        """End a worker that hangs, exceeds a time limit, or is worn and idle."""
         process, now = worker.process, time.monotonic()
         process.look()
         words, limit = process.words, self._limit_s + min(GRACE_S, self._limit_s)
@@ -335,13 +333,13 @@ class EpisodeWorkers:
         worker.process.stop()
 
     def _bury(self, worker: _Worker) -> None:
-        """Decide whose fault the end of a process was, try its episodes again, and replace it."""
+        """Find the cause of a process's end, retry its episodes, and replace it."""
         self._selector.unregister(worker.process)
         worker.process.close()
         blame = worker.blame or self._cause(worker)
         running = worker.running
         worker.running, worker.blame, worker.threads = {}, None, 0
-        for number, state in reversed(running.items()):  # they go on in the order of their start
+        for number, state in reversed(running.items()):  # they are retried in the order of their start
             if state is None:
                 continue
             if state.failure is not None:
@@ -365,7 +363,7 @@ class EpisodeWorkers:
             worker.gone, self._hopeless = True, blame.reason
 
     def _cause(self, worker: _Worker) -> _Blame:
-        """Why a process ended by itself."""
+        """The cause of a process's unexpected end."""
         words, code = worker.process.words, worker.process.exit_code
         if code is None:
             how = "without a word"

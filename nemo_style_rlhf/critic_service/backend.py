@@ -2,7 +2,7 @@
 
 Three properties of PyTriton are replaced here. Its server listens on TCP and puts the secret of its admin interface into
 tritonserver's arguments: here it listens on a Unix socket in a folder of this user, has its models before it starts, refuses to
-load others, and needs no secret. Everybody can read its segments in /dev/shm, some of which have meaningless names, and hanging
+load others, and needs no secret. All users can read its segments in /dev/shm, some segments have meaningless names, and hanging
 processes outlive it: here ``confine.py`` starts tritonserver, a supervisor ends it, and ``runtime_files.py`` names every segment.
 Its models answer every exception with HTTP 500 and the traceback, paths included: here a few lines are appended to the code that
 it sends into Triton's Python backend. requirements/server.txt pins PyTriton to 0.7.0; tests/integration/test_critic_errors.py and
@@ -37,12 +37,12 @@ from nemo_style_rlhf.wire.messages import ERROR, Code, bytes_tensor
 START_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 20
 ERROR_KINDS = {400: "INVALID_ARG", 404: "NOT_FOUND", 503: "UNAVAILABLE", 500: "INTERNAL"}
-"""Triton's kind of error by the HTTP status into which it turns the kind."""
+"""Triton's kind of error for each HTTP status."""
 PACKAGES = "libpython{0} on Debian and Ubuntu, python{0}-libs on Fedora and RHEL"
 SMALL = {"OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """For tritonserver and the processes of its Python backend, two per endpoint: they copy arrays and multiply none. But NumPy's
-import starts threads for every core, which took a quarter of the processor time of a server's start, and tritonserver takes a
-context and a pool on every GPU that it sees: 0.57 GiB of an H200, asleep or not."""
+import starts threads for every core: a quarter of the processor time of a server's start. And tritonserver takes a context and a
+pool on every GPU that it sees: 0.57 GiB of an H200, asleep or not."""
 
 _APPENDIX = f'''
 
@@ -80,7 +80,7 @@ class TritonPythonModel(TritonPythonModel):
 
 
 def error_tensor(code: Code, text: str):  # type: ignore[no-untyped-def]
-    """The ``error`` output that the appended lines read."""
+    """Make the ``error`` output that the appended lines read."""
     return bytes_tensor(f"{ERROR_KINDS[code.status]} {text}".encode())
 
 
@@ -139,7 +139,7 @@ class Backend(Triton):  # type: ignore[misc]
         let_stub_find_libpython()
         config = TritonConfig(
             http_address=f"unix:{self.socket}",
-            http_port=1,  # required, but without meaning beside a Unix socket
+            http_port=1,  # required, but without meaning for a Unix socket
             http_header_forward_pattern=messages.HEADER_PATTERN,
             allow_grpc=False,
             allow_metrics=metrics,
@@ -160,7 +160,7 @@ class Backend(Triton):  # type: ignore[misc]
         self._processes: list[psutil.Process] = []
 
     def launch(self) -> None:
-        """Start tritonserver, which loads the bound endpoints."""
+        """Start tritonserver. It loads the bound endpoints."""
         self._initialize_server()
         self._triton_server.name, self._triton_server.log = self._runtime_files.name, self._log
         self._triton_server.start()
@@ -169,7 +169,7 @@ class Backend(Triton):  # type: ignore[misc]
         """Return once the bound endpoints are served.
 
         Raises:
-            TimeoutError: Triton does not answer within ``START_TIMEOUT_S``, or died; :meth:`log_tail` says more.
+            TimeoutError: Triton does not answer within ``START_TIMEOUT_S``, or died; :meth:`log_tail` has details.
         """
         if not within(START_TIMEOUT_S, lambda: self._is_ready() or not self._triton_server.is_alive()):
             raise TimeoutError(f"tritonserver did not answer within {START_TIMEOUT_S:.0f} s")
@@ -193,9 +193,9 @@ class Backend(Triton):  # type: ignore[misc]
     def close(self) -> None:
         """Kill Triton, and remove its files on disk and in shared memory.
 
-        PyTriton's threads, which have no more requests to serve, are daemons and end with this process.
+        PyTriton's threads have no more requests to serve. They are daemons and end with this process.
         """
-        # Not Triton.stop, which waits for clients to hang up and takes half a second per endpoint, one after the other.
+        # Not Triton.stop: it waits for clients to hang up and takes half a second per endpoint, one after the other.
         if self._triton_server is not None:
             self._triton_server.process.kill()
         self._runtime_files.remove()

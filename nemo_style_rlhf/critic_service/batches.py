@@ -1,5 +1,5 @@
-"""Splits the sequences of a request into padded micro-batches on the device, and divides these among ranks. Both depend on the
-lengths and the number of ranks only."""
+"""Splits the sequences of a request into padded micro-batches on the device, and divides these among ranks. Both depend only on
+the lengths and the number of ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Share:
     rows: list[int]
     """Numbers of the sequences that it needs, in order."""
     steps: list[list[tuple[list[int], bool]]]
-    """Its micro-batches of each optimizer step, of places in ``rows``. Each has a flag that says whether it counts, and all ranks
-    have as many, see :meth:`Ranks.shard`."""
+    """Its micro-batches of each optimizer step, as places in ``rows``. A flag says whether the micro-batch counts. All ranks have
+    the same number of them, see :meth:`Ranks.shard`."""
 
     @property
     def counted(self) -> list[int]:
@@ -30,7 +30,7 @@ class Share:
         return sorted(place for step in self.steps for places, counts in step if counts for place in places)
 
     def of(self, request: InferRequest) -> InferRequest:
-        """The request with these sequences alone."""
+        """The request with only these sequences."""
         return InferRequest(self.pick(request.tokens, request), request.lengths[self.rows])
 
     def pick(self, array: Array, request: InferRequest) -> Array:

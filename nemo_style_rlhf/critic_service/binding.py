@@ -23,7 +23,7 @@ Handler = Callable[[str, Mapping[str, Array]], dict[str, Array]]
 
 
 def begin(run: RunConfig, config: CriticServerConfig, roles: list[str]) -> "Binding | None":
-    """Take the address and start the backend, which may load beside the models. A rehearsal does without it.
+    """Take the address and start the backend, to load while the models load. A dry run starts no backend.
 
     Returns None on ranks that serve nothing.
 
@@ -54,8 +54,8 @@ def begin(run: RunConfig, config: CriticServerConfig, roles: list[str]) -> "Bind
 class Binding:
     """``server.backend=native``: this process answers by itself, on a Unix socket behind the front door.
 
-    Each endpoint has a thread of its own, so ``critic_status`` answers while ``critic_train`` runs. Its calls are computed one
-    after another: no answer depends on other requests. Nobody reaches it before :meth:`open`.
+    Each endpoint has its own thread, so ``critic_status`` answers while ``critic_train`` runs. Its calls are computed one after
+    another: no answer depends on other requests. No request arrives before :meth:`open`.
     """
 
     def __init__(self, config: CriticServerConfig, address: Address, roles: list[str]) -> None:
@@ -70,16 +70,13 @@ class Binding:
 
     @staticmethod
     def require_host() -> None:
-        """
-        Raises:
-            UserError: this host lacks something.
-        """
+        """Raise :class:`UserError` if this host lacks something."""
 
     def start(self) -> None:
         """Start what can start before the models are loaded.
 
         Raises:
-            UserError: the host does not let it.
+            UserError: the host does not allow it.
         """
         remove_those_of_dead_servers()
         self._runtime_files = RuntimeFiles()
@@ -104,7 +101,7 @@ class Binding:
         metrics: Path | None = None,
         afterwards: Sequence[str] = (),
     ) -> FrontDoorProcess:
-        """Answer at ``socket`` all endpoints but ``others``, which are answered at sockets of their own."""
+        """Answer all endpoints at ``socket``, except ``others`` at the sockets that it names."""
         # Both ends of a connection to a backend keep room for the largest request that each endpoint has seen.
         sizes = {each: largest_tensors(each, self._config.max_request_bytes) for each in protocol.ENDPOINTS}
         routes = {each: Route(self.served(each), sizes[each], others.get(each)) for each in self.endpoints}
@@ -127,12 +124,12 @@ class Binding:
 
     @property
     def failed(self) -> bool:
-        """Whether an internal error of this process prevented an answer."""
+        """True if an internal error of this process prevented an answer."""
         return self._answering is not None and self._answering.fatal.is_set()
 
     @property
     def alive(self) -> bool:
-        """Whether requests are answered: all processes, threads and sockets are there."""
+        """True if requests are answered: all processes, threads and sockets exist."""
         return self.door is not None and self.door.alive and self._answering is not None and self._answering.alive
 
     def why_dead(self) -> str:
@@ -141,7 +138,7 @@ class Binding:
         return f"the front door or the thread that answers it died, or a socket was removed from {self._runtime_files.folder}"
 
     def close(self, timeout_s: float) -> None:
-        """Close the front door, by force after ``timeout_s`` seconds, and the backend, which may still be starting."""
+        """Close the front door, by force after ``timeout_s`` seconds, and the backend, even one that is still starting."""
         if self.door is not None:
             self.door.close(timeout_s)
         if self._answering is not None:

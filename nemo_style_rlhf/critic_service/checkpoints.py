@@ -42,17 +42,17 @@ class Checkpoints:
         self._last_save: tuple[protocol.SaveRequest, Future[dict[str, Any]]] | None = None
 
     def save(self, inputs: Mapping[str, Array]) -> Tensors:
-        """Only the copy holds the models: others are answered while it is written."""
+        """Save a checkpoint. Only the copy holds the models: other calls are answered while it is written."""
         request = read(inputs[messages.REQUEST.name], protocol.SaveRequest)
         self._ledger.check_run(request.lease, request.checkpoint_id)
         last = self._last_save
         if not request.copy_only and last is not None and last[0] == request:
-            return response(last[1].result())  # also of a server that is told to stop meanwhile
+            return response(last[1].result())  # also if the server is told to stop meanwhile
         step, answer = self._copied(request)
         return response({"critic_step": step} if request.copy_only else answer.result())
 
     def _copied(self, request: protocol.SaveRequest) -> "tuple[int, Future[dict[str, Any]]]":
-        """The step that is copied, and the answer to come once it is written; the checkpoints are held until then."""
+        """Return the copied step, and a future of the answer. The checkpoints are held until the step is written."""
         with ExitStack() as until_written:
             until_written.enter_context(self._compute_lock.checkpoints())
             with self._leased(request, "save"):
@@ -113,7 +113,7 @@ class Checkpoints:
     def _leased(
         self, request: protocol.SaveRequest | protocol.CommitRequest | protocol.RestoreRequest, what: str
     ) -> Iterator[None]:
-        """Hold the models, asleep or not, for what the request's lease may do to its checkpoint."""
+        """Hold the models, asleep or not, and check that the request's lease covers its checkpoint."""
         with self._compute_lock.models(f"{what} of {request.checkpoint_id}", also_asleep=True):
             self._ledger.check_run(request.lease, request.checkpoint_id)
             yield

@@ -1,5 +1,5 @@
-"""``ServerClient``: what every server of ours is asked, whatever it serves. Needs requests, rich and NumPy, neither torch nor
-PyTriton; ``connection`` below it makes one request, ``remote_critic`` and ``remote_reward`` on top know what to ask for.
+"""``ServerClient``: the requests that all our servers share. Needs requests, rich and NumPy, but neither torch nor PyTriton.
+``connection`` below it makes one request; ``remote_critic`` and ``remote_reward`` add the requests of each server.
 """
 
 import json
@@ -28,15 +28,15 @@ from nemo_style_rlhf.wire.secret import LOOPBACK, own_token, read_token
 STATUS_TIMEOUT_S = 10.0
 POLL_PERIOD_S = 0.5
 TOLD_AFTER_S = (0.0, 60.0, 120.0, 300.0, 600.0)
-"""When a log file is told that a server is waited for; then every 10 minutes. A terminal has a line that updates."""
+"""Seconds of waiting for a server before each line in a log file; then every 10 minutes. A terminal has a line that updates."""
 INFER_THREADS = 2
-"""One request computes while the next one travels; the server computes one at a time."""
+"""One request computes while the next one is sent. The server computes one at a time."""
 
 
 class ServerClient:
     """Client of one server. Safe to use from several threads; close it, or use it as a context manager.
 
-    What a call may raise is that of :meth:`Connection.call`; of a call that returns a future, the future carries it.
+    Calls raise as :meth:`Connection.call`. If a call returns a future, the future raises.
     """
 
     def __init__(self, config: RemoteCriticConfig) -> None:
@@ -59,14 +59,11 @@ class ServerClient:
 
     @property
     def where(self) -> str:
-        """The server, as error sentences name it."""
+        """The server's name in errors."""
         return f"the {self._config.peer.name} at {self._connection.address}"
 
     def status(self, *, retry: bool = True) -> Status:
-        """
-        Raises:
-            UserError: the server speaks another version of the protocol.
-        """
+        """Return the server's status. Raise :class:`UserError` if it speaks another version of the protocol."""
         answer = parse_json(self._connection.call(protocol.STATUS, {}, timeout_s=STATUS_TIMEOUT_S, retry=retry))
         if (spoken := answer["protocol_version"]) != protocol.PROTOCOL_VERSION:  # another has other fields
             raise UserError(
@@ -76,7 +73,7 @@ class ServerClient:
         return Status(**answer)
 
     def answers(self) -> bool:
-        """Whether the server is there already.
+        """Return True if the server answers already.
 
         Raises:
             UserError: a wrong token, or something else answers.
@@ -88,14 +85,11 @@ class ServerClient:
         return True
 
     def wait_until_ready(self, progress: Callable[[str], None], heed: Callable[[], None] = lambda: None) -> Status:
-        """:func:`wait_for_any` of this one."""
+        """Call :func:`wait_for_any` for this server."""
         return wait_for_any([self], progress, heed)[self]
 
     def require_rewards(self, status: Status) -> None:
-        """
-        Raises:
-            UserError: the server has no reward model.
-        """
+        """Raise :class:`UserError` if the server has no reward model."""
         if "reward" not in status.roles:
             raise UserError(
                 f"{self.where} serves {', '.join(status.roles)}, the actor needs reward too: start it with "
@@ -112,7 +106,7 @@ class ServerClient:
         return parse_json(self._connection.call(endpoint, inputs, timeout_s=self._config.train_timeout_base_s))
 
     def _ask_once(self, endpoint: Endpoint, content: dict[str, Any]) -> dict[str, Any]:
-        """Ask with an id: of all attempts, the one that is delivered first counts."""
+        """Ask with a request id, so that only the first delivered attempt counts."""
         return self._ask(endpoint, content | {"request_id": secrets.token_hex(16)})
 
 
@@ -122,11 +116,11 @@ Client = TypeVar("Client", bound=ServerClient)
 def wait_for_any(
     servers: Sequence[Client], progress: Callable[[str], None], heed: Callable[[], None] = lambda: None
 ) -> dict[Client, Status]:
-    """Poll until at least one of the servers answers; those that do.
+    """Poll until at least one of the servers answers, and return those that do.
 
     Args:
-        progress: gets a line now and then; on a terminal a line of its own updates in place instead.
-        heed: called whenever none has answered; raises what ends the wait.
+        progress: receives a line now and then; on a terminal, a line updates in place instead.
+        heed: called after each poll without an answer; an exception from it ends the wait.
 
     Raises:
         ServerAbsent: none answers within the first one's ``wait_for_server_s``.
@@ -159,7 +153,7 @@ def wait_for_any(
 
 
 def _told_after(times: int) -> float:
-    """Seconds of waiting after which to tell of it again, if that has been done so many times."""
+    """Seconds of waiting before the next progress line, after ``times`` lines."""
     last = len(TOLD_AFTER_S) - 1
     return TOLD_AFTER_S[min(times, last)] + max(times - last, 0) * TOLD_AFTER_S[-1]
 
@@ -169,7 +163,7 @@ def infer_pool() -> ThreadPoolExecutor:
 
 
 def split(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Consecutive rows whose tensors, of ``sizes`` bytes, fit into one request; the JSON plan is not counted and is small."""
+    """Yield consecutive rows whose tensors, of ``sizes`` bytes, fit into one request. The small JSON plan is not counted."""
     rows: list[int] = []
     total = 0
     for row, size in enumerate(sizes):
@@ -183,7 +177,7 @@ def split(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
 
 
 def parse_json(answer: dict[str, Array]) -> dict[str, Any]:
-    """The JSON object of an answer."""
+    """Parse the JSON object of an answer."""
     content = json.loads(answer[messages.RESPONSE.name].item(0))
     assert isinstance(content, dict)
     return content

@@ -1,4 +1,4 @@
-"""Decides who may compute, and until when."""
+"""Decides which calls may compute, and until when."""
 
 import secrets
 import threading
@@ -10,22 +10,22 @@ from nemo_style_rlhf.wire.messages import Code, ProtocolError
 
 
 class ComputeLock:
-    """Lets one call at a time to the checkpoints, one to the models, and none once the server stops.
+    """Admits one call at a time to the checkpoints, one to the models, and none once the server stops.
 
     A call that needs both takes the checkpoints first.
     """
 
     def __init__(self) -> None:
         self.boot_id = secrets.token_hex(8)
-        """Random id, which tells this start of the process from every other."""
+        """Random id of this start of the process."""
         self.shutdown_requested = threading.Event()
-        """A client wants the process to end."""
+        """Set once a client asks the process to end."""
         self.abandoning = threading.Event()
-        """The running call has had its time."""
+        """Set once the running call's time is over."""
         self.model_lock = threading.Lock()
-        """Held by :meth:`models`. A save that was let in takes it alone, because it goes on while the server stops."""
+        """Held by :meth:`models`. An admitted save takes only this lock, because it continues while the server stops."""
         self.asleep = False
-        """The models are in host memory, and their devices are others'."""
+        """True while the models are in host memory and leave their devices to other processes."""
         self._checkpoint_lock = threading.Lock()
         self._refusing = threading.Event()
         self._busy: tuple[str, float] | None = None
@@ -37,10 +37,7 @@ class ComputeLock:
         return f"{busy[0]} for {time.monotonic() - busy[1]:.1f} s" if busy else None
 
     def require_open(self) -> None:
-        """
-        Raises:
-            ProtocolError: STOPPING.
-        """
+        """Raise :class:`ProtocolError` STOPPING once the server is stopping."""
         if self._refusing.is_set():
             raise ProtocolError(Code.STOPPING, "the server is stopping")
 
@@ -56,7 +53,7 @@ class ComputeLock:
         """Hold the models for a call that ``what`` describes; refused once the server is stopping, or after a fault.
 
         Args:
-            also_asleep: whether the call leaves the devices to others, or wakes the models.
+            also_asleep: admit the call while the models sleep, because it does not use the devices or wakes the models.
 
         Raises:
             ProtocolError: STOPPING; or CONFLICT: the models are asleep.
@@ -81,7 +78,7 @@ class ComputeLock:
                 self._busy = None
 
     def close(self, grace_s: float) -> bool:
-        """Refuse new work and wait for the running call; False when it had to be abandoned after ``grace_s`` seconds."""
+        """Refuse new work and wait for the running call. Return False if it had to be abandoned after ``grace_s`` seconds."""
         self._refusing.set()
         deadline = time.monotonic() + grace_s
         locks = self._checkpoint_lock, self.model_lock

@@ -1,4 +1,4 @@
-"""The critic server: values, training, the lease, and how its endpoints come together."""
+"""The critic server: values, training, the lease, and the assembly of its endpoints."""
 
 import os
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ class Critic:
         return response(answer)
 
     def _apply(self, parts: list[TrainPart]) -> dict[str, Any]:
-        """Train on a complete step; a step that is refused leaves neither weights nor staged parts changed."""
+        """Train on a complete step. A refused step changes no weights, and an invalid one drops its staged parts."""
         step, plan = parts[0].step, parts[-1].plan
         assert plan is not None  # read_train: the last part has one
         tokens, lengths, returns, old_values, mask = (
@@ -118,8 +118,8 @@ class Critic:
             self._compute_lock.checkpoints(),
             self._compute_lock.models(f"acquire by {request.run_id}", also_asleep=True),
         ):
-            malloc.trim()  # what was staged is gone, and may be much
-            self._turn(asleep=False)  # the new holder may know of no turns
+            malloc.trim()  # the staged parts are gone, and may have been large
+            self._turn(asleep=False)  # the new holder may not use time sharing
             return {"lease": lease, "boot_id": self._compute_lock.boot_id, "critic_step": self._ledger.step}
 
     def sleep(self, request: protocol.TurnRequest) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Critic:
             return {"held_bytes": self._turn(asleep=False)}
 
     def _turn(self, *, asleep: bool) -> int:
-        """Bytes that this process then holds. Nothing happens if it is so already."""
+        """Sleep or wake, unless the models already do. Return the bytes that this process then holds."""
         if asleep == self._compute_lock.asleep:
             return held_bytes()
         held = self._worker.group.run(Sleep() if asleep else Wake())
@@ -149,7 +149,7 @@ class Critic:
 
 
 def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir: Path) -> Service | WorkerGroup:
-    """The critic process's service, or on ranks after the first the group that they follow; checkpoints go below ``output_dir``.
+    """Load the critic's service, or on ranks after the first the group that they follow. Checkpoints go below ``output_dir``.
 
     Raises:
         UserError: a checkpoint is missing or unsuitable.
@@ -159,7 +159,7 @@ def load_critic_server(config: PPOCriticConfig, device: torch.device, output_dir
     init_distributed(device)
     compute_lock = ComputeLock()
     worker = CriticWorker(config, device, should_stop=compute_lock.abandoning.is_set)
-    if not config.run.dry_run:  # whose folders are each rank's own
+    if not config.run.dry_run:  # a dry run has a folder per rank
         worker.group.require_shared(output_dir)
     if not worker.group.is_first:
         return worker.group

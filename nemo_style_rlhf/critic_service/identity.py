@@ -39,11 +39,12 @@ class Identity:
         max_length: int,
         decisive: dict[str, Any],
     ) -> "Identity":
-        """
+        """Describe the served models.
+
         Args:
             models: the reward model, the critic, or both in this order. The limits are the smallest of all.
             path: folder with the note about templates.
-            reads_conversations: whether the reward model, if there is one, reads conversations of several turns.
+            reads_conversations: True if there is a reward model that reads conversations of several turns.
             max_length: the configured limit in tokens; 0 takes the model's own.
             decisive: all settings that decide the numbers.
         """

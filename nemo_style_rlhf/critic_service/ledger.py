@@ -1,4 +1,4 @@
-"""Tracks which actor may write, and which steps and requests are done: rules 2 and 3 of the protocol."""
+"""Tracks the actor that may write, and the steps and requests that are done: rules 2 and 3 of the protocol."""
 
 import secrets
 import threading
@@ -18,7 +18,7 @@ Changing = TypeVar(
     "Changing", protocol.AcquireRequest, protocol.CommitRequest, protocol.RestoreRequest, protocol.TurnRequest
 )
 REMEMBERED = 100
-"""Answers that each endpoint under :func:`once` can give again."""
+"""Answers that each endpoint under :func:`once` keeps for repeated requests."""
 
 
 class Ledger:
@@ -75,7 +75,7 @@ class Ledger:
                 )
 
     def stage(self, part: TrainPart) -> tuple[Answer, list[TrainPart] | None]:
-        """Stage a part. Returns its answer, and all parts in order if none is missing any more, else None.
+        """Stage a part. Return its answer, and all parts in order once none is missing, else None.
 
         A part that was answered before gets the same answer again and stages nothing.
 
@@ -120,7 +120,7 @@ class Ledger:
             return answer, [self._staged[number] for number in range(1, part.parts + 1)]
 
     def applied(self, parts: list[TrainPart], answer: Answer) -> None:
-        """The step of ``parts`` changed the weights; repeating any of its parts returns ``answer``."""
+        """Record that the step of ``parts`` changed the weights. Repeating any of its parts returns ``answer``."""
         with self._lock:
             self._forget()
             self._step += 1
@@ -128,12 +128,12 @@ class Ledger:
                 self._answered = {(part.step, part.part): (part.digest(), answer) for part in parts}
 
     def drop(self) -> None:
-        """Forget the staged parts, which do not make a valid step."""
+        """Forget the staged parts, because they do not make a valid step."""
         with self._lock:
             self._staged = {}
 
     def restored(self, step: int) -> None:
-        """Note that the weights are now those after ``step``."""
+        """Record that the weights are now at ``step``."""
         with self._lock:
             self._forget()
             self._step = step
@@ -143,8 +143,8 @@ class Ledger:
 
 
 def once(message: type[Changing], change: Callable[[Changing], dict[str, Any]]) -> Handler:
-    """An endpoint that calls ``change`` for a request that it has not answered yet, one at a time: a copy of a request changes
-    nothing, however late it comes."""
+    """Make an endpoint that calls ``change`` once for each request id. Its requests must come one at a time. A copy of one of the
+    last ``REMEMBERED`` requests changes nothing."""
     answered: dict[str, tuple[Changing, dict[str, Any]]] = {}
 
     def endpoint(inputs: Mapping[str, Array]) -> Tensors:

@@ -37,10 +37,10 @@ from nemo_style_rlhf.wire.messages import REQUEST, RESPONSE, Array, json_tensor
 LOGGER = logging.getLogger(__name__)
 SUPERVISION_PERIOD_S = 0.5
 ANSWER_DELIVERY_S = 1.0
-"""Seconds for which the process still delivers answers after a fatal error, so that the client learns of it."""
+"""Seconds that the process still delivers answers after a fatal error, so that the client learns of it."""
 CLOSE_TIMEOUT_S = 2.0
 DRY_RUN = "dryrun"
-"""Run id of a rehearsal."""
+"""Run id of a dry run."""
 Loader = Callable[[torch.device, Path], Service | WorkerGroup]
 
 
@@ -53,8 +53,8 @@ def serve(run: RunConfig, server: CriticServerConfig, binding: Binding | None, l
         load: returns the service, or the worker group on ranks after the first; takes the device and the folder to write to.
     """
     device = bootstrap.setup(run)
-    # The handler may interrupt itself, since Linux sends SIGTERM for each thread of a launcher that is killed, and this thread's
-    # get. An Event would deadlock then, and so may the log.
+    # Linux sends SIGTERM for each thread of a killed launcher, so the handler may interrupt itself, and this thread's get. An
+    # Event would deadlock then, and so may the log.
     signals: SimpleQueue[int] = SimpleQueue()
     loading = True
 
@@ -139,7 +139,7 @@ def _serve(service: Service, config: CriticServerConfig, binding: Binding, signa
 
 
 def _actor(service: Service, door: FrontDoorProcess) -> str:
-    """The command of an actor that asks this server; only its user knows the policy and the prompts."""
+    """The command of an actor that uses this server. Only the user knows the policy and the prompts."""
     texts_alone = service.roles == ["reward"]
     section = "reward.server" if texts_alone else "remote_critic_rm"
     needed = {"algorithm": "grpo"} if "tokens" in service.roles else {"reward": "server"} if texts_alone else {}
@@ -197,7 +197,7 @@ def rehearse(service: Service) -> None:
 
 
 def _lease_and_sequences(service: Service) -> tuple[str, dict[str, Array]]:
-    """A lease of the rehearsal, and the tensors of two sequences of one length."""
+    """A lease of the dry run, and the tensors of two sequences of one length."""
     status = service.status()
     lease = _ask(service, protocol.ACQUIRE, run_id=DRY_RUN, tokenizer_digest=status.tokenizer_digest)["lease"]
     length = min(4, status.max_length)

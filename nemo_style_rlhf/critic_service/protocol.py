@@ -1,9 +1,9 @@
 """The wire contract between actor and critic: the names, dtypes and JSON fields of every endpoint, in this file only.
 
-``wire.messages`` holds what all servers of ours share: headers, errors and the ragged form of sequences. Beside ``tokens``
+``wire.messages`` holds what all our servers share: headers, errors and the ragged form of sequences. Except for ``tokens``
 INT32 [N], per-token tensors are FP32 [N] and indexed by the *state*: entry t of a sequence belongs to the state after tokens
-0..t, whose action is token t + 1. What a request must look like is checked in ``validation``. Both modules know neither HTTP
-nor torch and import in both environments.
+0..t, whose action is token t + 1. ``validation`` checks the content of requests. Both modules use neither HTTP nor torch and
+import in both environments.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ OLD_VALUES = TensorSpec("old_values", "FP32")
 MASK = TensorSpec("mask", "FP32")
 PLAN = TensorSpec("plan", "BYTES", 1)
 PLAN_BYTES = 17 * 2**20
-"""Largest JSON of a train plan, which max_request_bytes does not count."""
+"""Maximum bytes of a train plan's JSON. max_request_bytes does not count them."""
 
 
 ONE_RUNS = ("critic", "tokens")
@@ -82,19 +82,19 @@ def largest_tensors(endpoint: Endpoint, max_request_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the served models can take."""
+    """Limits of the served models."""
 
     vocab_size: int
     """Rows of the embedding: token ids are 0..vocab_size - 1."""
     max_length: int
-    """Tokens of one sequence."""
+    """Maximum tokens of one sequence."""
     max_request_bytes: int
-    """Tensor bytes of one request."""
+    """Maximum tensor bytes of one request."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """``critic_status``: who serves what, and how far it is."""
+    """``critic_status``: the server's models, limits and progress."""
 
     protocol_version: int
     boot_id: str
@@ -102,17 +102,17 @@ class Status:
     roles: list[str]
     """critic: values and training. reward: rewards of texts. tokens: without a critic, but with a lease, rewards of token ids."""
     model_digest: str
-    """SHA-256 over the reward model's weights, which the critic starts from."""
+    """SHA-256 over the reward model's weights, or over the critic's starting weights if no reward model is served."""
     config_digest: str
-    """SHA-256 over what decides the numbers: loss, engine, dtype; of a server without a critic, those of the rewards."""
+    """SHA-256 over the settings that decide the numbers: loss, engine, dtype; for a reward server, the settings of rewards."""
     tokenizer_digest: str
     vocab_size: int
     max_length: int
     reads_conversations: bool
-    """Whether the reward model reads conversations of several turns: by the chat template of its tokenizer."""
+    """True if the reward model reads conversations of several turns, by its tokenizer's chat template."""
     templates: dict[str, Any]
-    """What ``prompt_template.json`` beside the reward model notes of its training: ``template``, the text around prompts, its
-    SHA-256 and that of the chat template, ``append_eos``; empty without this file."""
+    """Notes of the reward model's training from its ``prompt_template.json``: ``template``, the text around prompts, its SHA-256
+    and the chat template's, ``append_eos``; empty without this file."""
     max_request_bytes: int
     max_staged_bytes: int
     """Tensor bytes of one train step, all its parts; 0 without a critic."""
@@ -123,13 +123,13 @@ class Status:
     lease_holder: str | None
     """The run id that holds the lease."""
     busy: str | None
-    """What the server computes at this moment, and for how long; None when idle."""
+    """The running computation and its seconds so far; None when idle."""
     ranks: int
     """Ranks that share the sequences of a request."""
     asleep: bool
-    """Whether it computes nothing until ``critic_wake``, as its models are in host memory."""
+    """True if it computes nothing until ``critic_wake``, because its models are in host memory."""
     repeatable: bool
-    """Whether the same requests get the same bits from another process of the same settings, ``run.deterministic``."""
+    """True if the same requests get the same bits from another process with the same settings, ``run.deterministic``."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -156,7 +156,7 @@ def _is_name(value: str) -> bool:
 
 
 def _is_whole(value: int) -> bool:
-    """Return whether other languages' numbers hold it."""
+    """Return True if numbers of other languages can hold it."""
     return 0 <= value < 2**53
 
 
@@ -182,11 +182,11 @@ Part = Annotated[int, Expected("an integer", lambda value: abs(value) < 2**53)]
 
 @dataclass(frozen=True)
 class Wanted:
-    """The JSON ``request`` of ``critic_infer``: what to compute for its sequences, and with which critic."""
+    """The JSON ``request`` of ``critic_infer``: the results to compute for its sequences, and the critic's step."""
 
     want: Annotated[Want, Expected(f"{', '.join(WANTS[:-1])} or {WANTS[-1]}")]
     expect_critic_step: StepOrNone = None
-    """The request is refused if the critic stands at another step. None: it may stand at any."""
+    """The request is refused if the critic is at another step. None accepts any step."""
 
     @property
     def values(self) -> bool:
@@ -202,19 +202,19 @@ class RewardRequest:
     """``reward_infer``: texts, so that the reward model's tokenizer and template may differ from the policy's."""
 
     prompts: Sequence[str | Chat]
-    """A user's own words, without any template; or conversations, which the reward model's chat template renders."""
+    """A user's own words, without any template; or conversations, to be rendered by the reward model's chat template."""
     responses: list[str]
-    """One to each prompt."""
+    """One for each prompt."""
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """How a train step is cut into optimizer steps; travels with the last part."""
+    """The division of a train step into optimizer steps. It is sent with the last part."""
 
     mini_batches: list[list[int]]
     """Sequence indices over all parts, in order; one optimizer step each. A sequence may be in none, or in several."""
     normalizers: list[float]
-    """What each mini-batch's summed loss is divided by: normally its count of unmasked tokens."""
+    """Divisor of each mini-batch's summed loss, normally its count of unmasked tokens."""
     digest: str
     """:func:`train_digest` of the whole step."""
 
@@ -233,10 +233,10 @@ class TrainPart:
     mask: Array
     """1 exactly where the action (token t + 1) was produced by the policy."""
     plan: TrainPlan | None
-    """Present in the last part, and only there."""
+    """Present only in the last part."""
 
     def digest(self) -> str:
-        """Tells a repeated part from another one that claims its place."""
+        """Distinguishes a repeated part from a different part with the same number."""
         head = json.dumps([self.parts, asdict(self.plan) if self.plan else None])
         return _sha256([head.encode(), *(array.tobytes() for array in self.arrays())])
 
@@ -278,10 +278,10 @@ class PartHeader:
 @dataclass(frozen=True)
 class AcquireRequest:
     run_id: RunId
-    """1 to 40 letters a-z and digits. The lease changes the checkpoints of this run alone."""
+    """1 to 40 letters a-z and digits. The lease changes only this run's checkpoints."""
     tokenizer_digest: Annotated[str, Expected("a string", _is_name)]
     request_id: RequestId = None
-    """Chosen by the caller, a new one for every request. A repeated request has the same, and gets the same answer."""
+    """Chosen by the caller, new for every request. A repeated request has the same id and gets the same answer."""
 
 
 @dataclass(frozen=True)
@@ -290,9 +290,9 @@ class SaveRequest:
     checkpoint_id: CheckpointId
     """``<run_id>-step_NNNNNN``, of the run that acquired the lease."""
     critic_step: StepOrNone = None
-    """The critic's step that is to be saved; refused once the critic has gone on, unless it was copied. None: whatever it is."""
+    """The critic's step to save. Refused if the critic is at another step, unless it was copied. None: the current step."""
     copy_only: Flag = False
-    """Answer once the copy in memory is taken from which the files are written; the same request without it waits for them."""
+    """Answer once the state is copied in memory for the files. The same request without this flag waits for the files."""
     export: Flag = False
     """Also write the critic as a Hugging Face directory."""
 
@@ -308,9 +308,9 @@ class RestoreRequest:
             lambda value: value is None or all(isinstance(each, str) for each in value.values()),
         ),
     ] = None
-    """What the manifest says the files' SHA-256 are; None takes them as they are."""
+    """The files' SHA-256 according to the manifest; None accepts the files as they are."""
     request_id: RequestId = None
-    """As of :class:`AcquireRequest`."""
+    """As in :class:`AcquireRequest`."""
 
 
 @dataclass(frozen=True)
@@ -318,9 +318,9 @@ class CommitRequest:
     lease: Lease
     checkpoint_id: CheckpointId
     keep: Annotated[int, Expected("a number from 0 up", _is_whole)]
-    """How many committed checkpoints of the run stay on disk, this one included; 0 removes all, and the run's exports."""
+    """Number of committed checkpoints of the run that stay on disk, this one included; 0 removes all, and the run's exports."""
     request_id: RequestId = None
-    """As of :class:`AcquireRequest`."""
+    """As in :class:`AcquireRequest`."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ class TurnRequest:
 
     lease: Lease
     request_id: RequestId = None
-    """As of :class:`AcquireRequest`."""
+    """As in :class:`AcquireRequest`."""
 
 
 @dataclass(frozen=True)

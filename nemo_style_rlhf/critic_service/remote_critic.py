@@ -1,6 +1,6 @@
 """``RemoteCritic``: the critic process as the actor sees it.
 
-Calls that compute return futures. A future must be awaited: it raises what went wrong.
+Calls that compute return futures. Every future must be awaited: it raises the call's error.
 """
 
 import threading
@@ -56,13 +56,13 @@ class CriticTrainBatch:
 
 
 class RemoteCritic(ServerClient):
-    """Client of one critic server; of all that share it, the one with the lease changes it."""
+    """Client of one critic server. Among clients that share a server, only the one with the lease changes the critic."""
 
     def __init__(self, config: RemoteCriticConfig) -> None:
         super().__init__(config)
         self._agreement: dict[str, Any] | None = None
         self.ranks = 1
-        """The server's, as of the last handshake: a request keeps them busy if it has work for all of them."""
+        """The server's ranks at the last handshake. A request keeps them busy if it has work for all of them."""
         self._lease: str | None = None
         self._max_request_bytes = config.max_request_bytes
         self._max_staged_bytes = 0
@@ -77,17 +77,17 @@ class RemoteCritic(ServerClient):
         self, *, tokenizer_digest: str, vocab_size: int, needs_rewards: bool, needs_critic: bool = True,
         needs_bits: bool = False,
     ) -> Status:  # fmt: skip
-        """Check that both processes mean the same, and remember which server process it is.
+        """Check that both processes agree, and remember the server process.
 
         Args:
             tokenizer_digest: :func:`models.digests.tokenizer_digest` of the policy's tokenizer.
             vocab_size: rows of the policy's embedding; it may sample every one of these ids.
             needs_rewards: the server must serve a reward model.
             needs_critic: the server must have a critic.
-            needs_bits: the server must compute as ``run.deterministic`` has it.
+            needs_bits: the server must run with ``run.deterministic``.
 
         Raises:
-            UserError: something differs; both sides' values are in the sentence.
+            UserError: something differs; the message has both sides' values.
         """
         self._agreement = {
             "tokenizer_digest": tokenizer_digest,
@@ -130,13 +130,13 @@ class RemoteCritic(ServerClient):
         return status
 
     def shake_hands_again(self) -> Status:
-        """As :meth:`handshake`, with what was agreed on there: after :class:`ServerRestarted` the server is another process."""
+        """Repeat :meth:`handshake` with the same arguments: after :class:`ServerRestarted` the server is another process."""
         if self._agreement is None:
             raise RuntimeError("handshake() comes first")
         return self.handshake(**self._agreement)
 
     def acquire(self, run_id: str) -> int:
-        """Become the one writer; an earlier holder's calls are refused from now on. Returns the critic's step.
+        """Become the only writer. An earlier holder's calls are refused from now on. Return the critic's step.
 
         Shakes hands again, so that after :class:`ServerRestarted` this is the first call to the new process.
         """
@@ -146,22 +146,22 @@ class RemoteCritic(ServerClient):
         self._lease = str(answer["lease"])
         return int(answer["critic_step"])
 
-    # --- turns on a shared device ------------------------------------------------------------------------------------
+    # --- time sharing of the device -----------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Let inference that is asked for wait for :meth:`release`. Every client of a critic that goes to sleep calls this."""
+        """Make inference wait for :meth:`release`. Every client of a critic that goes to sleep calls this."""
         self._turn.begun.clear()
 
     def release(self) -> None:
         self._turn.begun.set()
 
     def sleep(self) -> int:
-        """Have the critic free its device, after the train step under way; returns the bytes that it still holds. One that sleeps
-        already stays as it is."""
+        """Free the critic's device after the train step under way. Return the bytes that the critic still holds. A critic that
+        already sleeps stays as it is."""
         return self._train_pool.submit(self._take_turn, protocol.SLEEP).result()
 
     def wake(self) -> int:
-        """Have the critic compute again; returns the bytes that it holds."""
+        """Wake the critic. Return the bytes that it holds."""
         return self._train_pool.submit(self._take_turn, protocol.WAKE).result()
 
     def _take_turn(self, endpoint: messages.Endpoint) -> int:
@@ -172,11 +172,11 @@ class RemoteCritic(ServerClient):
     def infer(
         self, sequences: Sequence[Array], *, want: Want = "both", expect_critic_step: int | None = None
     ) -> "Future[CriticInference]":
-        """Values and rewards of int32 [T] sequences; big batches are split, a pure function of their lengths.
+        """Values and rewards of int32 [T] sequences. Big batches are split, by a pure function of their lengths.
 
         Args:
             want: the server computes nothing else.
-            expect_critic_step: the server refuses with the code CONFLICT if its critic stands at another step; None takes any.
+            expect_critic_step: the server refuses with the code CONFLICT if its critic is at another step; None accepts any.
         """
         return self._infer_pool.submit(self._infer, list(sequences), Wanted(want, expect_critic_step), self._turn)
 
@@ -185,8 +185,8 @@ class RemoteCritic(ServerClient):
         return self._train_pool.submit(self._train, batch, step)
 
     def infer_span(self) -> tuple[float, float, float] | None:
-        """When the first inference since the last call began and the last one ended, in seconds since 1970, and the seconds in
-        between that had one under way; None without any."""
+        """Start of the first inference since the last call and end of the last one, in seconds since 1970, and the seconds in
+        between with inference under way. None without any inference."""
         spans, self._inferred = self._inferred, []
         return busy_span(spans) if spans else None
 
@@ -253,8 +253,8 @@ class RemoteCritic(ServerClient):
     ) -> "Future[dict[str, Any]]":
         """Make the critic's checkpoint durable: ``files`` (digests by name), ``critic_step``, maybe ``export``.
 
-        It is that of the train steps asked for before this call, ``critic_step`` of them where that is given; those asked for
-        later wait for its copy in memory, not for the disk.
+        The checkpoint holds the train steps asked for before this call, or ``critic_step`` of them if that is given. Later train
+        steps wait for its copy in memory, not for the disk.
         """
         request = {"lease": self._require_lease(), "checkpoint_id": checkpoint_id, "export": export}
         copy = request | {"critic_step": critic_step, "copy_only": True}
@@ -264,12 +264,12 @@ class RemoteCritic(ServerClient):
         return self._ask(protocol.SAVE, request | {"critic_step": copied.result()["critic_step"]})
 
     def commit(self, checkpoint_id: str, keep: int) -> list[str]:
-        """Tell the server that the pair is whole; it keeps the last ``keep`` of the run and returns what it removed."""
+        """Tell the server that the checkpoint pair is whole. It keeps the run's last ``keep`` and returns the removed ids."""
         request = {"lease": self._require_lease(), "checkpoint_id": checkpoint_id, "keep": keep}
         return list(self._ask_once(protocol.COMMIT, request)["pruned"])
 
     def restore(self, checkpoint_id: str, digests: dict[str, str] | None) -> int:
-        """Load a checkpoint, which is refused unless its files have these digests; returns the critic's step after it."""
+        """Load a checkpoint and return its critic step. It is refused unless its files have these digests."""
         request = {"lease": self._require_lease(), "checkpoint_id": checkpoint_id, "digests": digests}
         return int(self._ask_once(protocol.RESTORE, request)["critic_step"])
 
@@ -280,7 +280,7 @@ class RemoteCritic(ServerClient):
         self._ask(protocol.SHUTDOWN, {"lease": self._require_lease()})
 
     def forget_queued(self) -> None:
-        """Cancel the inference that has not begun: nobody waits for it any more."""
+        """Cancel the inference that has not begun, because no caller waits for it any more."""
         pool, self._infer_pool = self._infer_pool, infer_pool()
         self._turn.end()
         self._turn = InferenceTurn()
@@ -299,7 +299,7 @@ class RemoteCritic(ServerClient):
 
 
 class InferenceTurn:
-    """Inference waits for its turn, or until nobody waits for it any more."""
+    """Makes inference wait while the critic is held. Once it has ended, inference raises CancelledError."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -333,7 +333,7 @@ def _flat(arrays: list[Array], rows: list[int]) -> Array:
 
 
 def busy_span(spans: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """The beginning of the first span, the end of the last, and how long at least one of them lasted."""
+    """The beginning of the first span, the end of the last, and the time covered by at least one."""
     first = last = min(start for start, _ in spans)
     busy = 0.0
     for start, end in sorted(spans):

@@ -21,8 +21,8 @@ class RemoteRewardModel(ServerClient):
         The policy's tokenizer may be another one. Big batches are split.
 
         Args:
-            prompts: all a user's own words, which the server puts the template of its reward model around; or all conversations,
-                which its chat template renders.
+            prompts: all a user's own words, for the template of the server's reward model; or all conversations, for its chat
+                template.
         """
         return self._infer_pool.submit(self._score_text, list(prompts), list(responses))
 

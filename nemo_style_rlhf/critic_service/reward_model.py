@@ -1,4 +1,4 @@
-"""The frozen reward model, alone or beside a critic."""
+"""The frozen reward model, with or without a critic."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Score(RankMessage[Array]):
 
 
 class _Rewards(nn.Module):
-    """The rewards of a model as its forward, for which ZeRO-3 gathers the weights."""
+    """Computes a model's rewards in its forward, so that ZeRO-3 gathers the weights."""
 
     def __init__(self, model: ScalarModel | PooledModel) -> None:
         super().__init__()
@@ -46,7 +46,8 @@ class RewardModel:
         self, model: ScalarModel | PooledModel, text: RewardText, batches: Batches, group: WorkerGroup, *,
         offload: bool = False, engine: EngineConfig | None = None,
     ) -> None:  # fmt: skip
-        """
+        """Freeze the model and place it on the device.
+
         Args:
             model: in host memory.
             text: turns texts into sequences.

@@ -49,10 +49,7 @@ def _token_ids(text: RewardText, row: int, prompt: str | Chat, response: str) ->
 
 
 def load_reward_server(config: RewardServerProcessConfig, device: torch.device, _: Path) -> Service:
-    """
-    Raises:
-        UserError: the checkpoint is missing or is no reward model, or there are several ranks.
-    """
+    """Load the service. Raise :class:`UserError` for several ranks, or a checkpoint that is missing or not a reward model."""
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(f"a reward server is one rank, WORLD_SIZE is {ranks}: start several servers instead")
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)

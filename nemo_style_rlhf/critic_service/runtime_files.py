@@ -1,10 +1,10 @@
-"""A server's files and shared memory on its host, and a lock that tells the next server whether their owner lives.
+"""A server's files and shared memory on its host, and a lock that shows the next server whether their owner lives.
 
 The names of its segments in /dev/shm and of its folder for sockets begin with the server's name. A file of that name in /dev/shm,
 the mark, holds the folder's path and is locked while the server lives: the kernel releases the lock when its process ends, in any
 way. A process id would not do: it may belong to another process later, and containers may share /dev/shm but not process ids.
 
-    python -m nemo_style_rlhf.critic_service.runtime_files NAME    # remove those of a server that has ended
+    python -m nemo_style_rlhf.critic_service.runtime_files NAME    # remove the files of a server that has ended
 """
 
 import fcntl
@@ -22,18 +22,15 @@ from nemo_style_rlhf.wire.short_paths import parent_of_sockets
 
 SHARED_MEMORY = Path("/dev/shm")
 NEEDED_MIB = 11
-"""Shared memory without which Triton does not start: it takes 4 MiB for each of three endpoints. Not more than that: where others
-have filled the rest, a server that is started again finds what the last one had."""
+"""MiB of shared memory that Triton needs to start: it takes 4 MiB for each of three endpoints. The limit is not higher: if others
+have filled the rest, a restarted server finds the memory that the last one had."""
 
 
 class RuntimeFiles:
     """The runtime files of this process, a living server."""
 
     def __init__(self) -> None:
-        """
-        Raises:
-            UserError: the shared memory cannot be written.
-        """
+        """Create the folder and the mark. Raise :class:`UserError` if the shared memory cannot be written."""
         self.name = f"nsr{os.getpid()}-{secrets.token_hex(4)}"
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=parent_of_sockets()))  # of mode 0700
         unlocked = ""
@@ -59,10 +56,7 @@ class RuntimeFiles:
 
 
 def require_room() -> None:
-    """
-    Raises:
-        UserError: Triton could not start with the shared memory that is free.
-    """
+    """Raise :class:`UserError` if Triton could not start with the free shared memory."""
     free = shutil.disk_usage(SHARED_MEMORY).free / 2**20
     if free < NEEDED_MIB:
         raise UserError(
@@ -96,7 +90,7 @@ def remove_those_of_dead_servers() -> None:
 
 
 def _kill_users(name: str) -> None:
-    """SIGKILL every other process that has mapped a file of the server ``name``, be it a program or a segment."""
+    """SIGKILL every other process that has mapped a file of the server ``name``, program or segment."""
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # already gone, or another user's
             if pid != os.getpid() and name in Path(f"/proc/{pid}/maps").read_text():

@@ -1,4 +1,4 @@
-"""A server without its network: it answers with its status and through the endpoints that it is given."""
+"""A server without its network. It answers with its status and through the given endpoints."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -31,11 +31,12 @@ class Service:
         extended: Callable[[Status], Status] = lambda status: status,
         dismiss: Callable[[], None] = lambda: None,
     ) -> None:
-        """
+        """Serve ``handlers`` and the status.
+
         Args:
             roles: as in :class:`protocol.Status`.
-            handlers: of all endpoints of these roles but ``critic_status``, which needs no lock.
-            extended: the status with what the critic has to add.
+            handlers: handlers of all endpoints of these roles except ``critic_status``. That one needs no lock.
+            extended: adds the critic's fields to the status.
             dismiss: lets other ranks end, too; nothing is computed after it.
         """
         self.compute_lock = compute_lock
@@ -54,7 +55,7 @@ class Service:
 
         Raises:
             ProtocolError: the request was refused and changed nothing.
-            Exception: anything else is a fault of this process, which must not go on.
+            Exception: anything else is a fault of this process. The process must end.
         """
         return self._handlers[endpoint](inputs)
 
@@ -79,5 +80,5 @@ class Service:
 
 
 def response(answer: Mapping[str, Any]) -> Tensors:
-    """The one output of most endpoints."""
+    """The only output of most endpoints."""
     return {messages.RESPONSE.name: messages.json_tensor(answer)}

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class CheckpointRecord:
-    """Content of ``critic.json``, which describes a critic checkpoint."""
+    """Content of ``critic.json``, the description of a critic checkpoint."""
 
     critic_step: int
     digests: dict[str, str]
@@ -97,7 +97,7 @@ class CriticCheckpointStore:
         return read_record(target)
 
     def export(self, checkpoint_id: str, write: Callable[[Path], None]) -> Path:
-        """Write a directory for other programs, which is never pruned."""
+        """Write a directory for other programs. Only a commit with ``keep=0`` removes it."""
         self._require_owned()
         target = self._exports / checkpoint_id / "critic"
         with _published(target) as directory:
@@ -139,7 +139,7 @@ class CriticCheckpointStore:
         return directory, record
 
     def commit(self, checkpoint_id: str, keep: int | None) -> list[str]:
-        """Record that actor and critic have saved the checkpoint. With ``keep``, remove all critic checkpoints of the run but
+        """Record that actor and critic have saved the checkpoint. With ``keep``, remove all critic checkpoints of the run except
         its last ``keep`` committed ones.
 
         Checkpoints of other runs in the folder stay. ``keep=0`` removes everything of the run, exports included.
@@ -205,7 +205,8 @@ class CriticCheckpointStore:
 
 
 def read_record(directory: Path) -> CheckpointRecord:
-    """
+    """Read the record of a checkpoint.
+
     Raises:
         OSError, ValueError, TypeError, AttributeError, RecursionError: the record cannot be read or is invalid.
     """
@@ -219,10 +220,7 @@ def read_record(directory: Path) -> CheckpointRecord:
 
 @contextmanager
 def _published(target: Path) -> Iterator[Path]:
-    """
-    Raises:
-        ProtocolError: STORAGE if the disk refuses.
-    """
+    """Publish the yielded directory as ``target``. Raise :class:`ProtocolError` STORAGE if the disk refuses."""
     space = Space.of(target)
     try:
         with published(target) as beside:

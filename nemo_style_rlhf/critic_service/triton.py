@@ -1,6 +1,6 @@
-"""``server.backend=pytriton``: PyTriton answers the endpoints that take tensors, the backend of this process those of JSON.
+"""``server.backend=pytriton``: PyTriton answers the endpoints that take tensors, this process's backend the JSON endpoints.
 
-With ``batching=False`` every request is computed alone, so that its answer never depends on other requests; ``strict=True``
+With ``batching=False`` every request is computed separately, so that its answer never depends on other requests; ``strict=True``
 checks every output's dtype and shape.
 """
 
@@ -27,10 +27,7 @@ LOGGER = logging.getLogger(__name__)
 
 
 def require_numpy_1() -> None:
-    """
-    Raises:
-        UserError: NumPy is 2.
-    """
+    """Raise :class:`UserError` if NumPy is 2."""
     if int(np.__version__.split(".")[0]) >= 2:
         raise UserError(
             f"NumPy {np.__version__} is installed, but PyTriton 0.7 returns empty tensors with NumPy 2: run the server in the "
@@ -39,8 +36,8 @@ def require_numpy_1() -> None:
 
 
 class TritonBinding(Binding):
-    """Triton starts beside the models. Endpoints that take only JSON need none of it: each would cost a server's start two
-    processes more, half a second of processor time."""
+    """Triton starts while the models load. Endpoints that take only JSON do without it: each would add two processes and half a
+    second of processor time to a server's start."""
 
     def __init__(self, config: CriticServerConfig, address: Address, roles: list[str]) -> None:
         super().__init__(config, address, roles)

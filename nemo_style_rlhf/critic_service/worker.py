@@ -1,4 +1,4 @@
-"""The models of the critic process and what is computed with them; knows no lease, no request, no network."""
+"""The models of the critic process and their computations, independent of leases, requests and the network."""
 
 import logging
 import math
@@ -64,7 +64,7 @@ class Train(RankMessage["_Totals"]):
     """As in :class:`Share`."""
     normalizers: list[float]
     step: int
-    """Its number; dropout is a function of it, so that a critic that was restored needs no generator's state."""
+    """Number of the train step. Dropout is a function of it, so that a restored critic needs no generator state."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class TakeSnapshot(RankMessage[None]):
 
 @dataclass(frozen=True)
 class BeginFiles(RankMessage[None]):
-    """Have each rank's files of the snapshot written; meanwhile other messages may come."""
+    """Start to write each rank's files of the snapshot. Other messages may come meanwhile."""
 
     directory: Path
-    """One that all ranks see."""
+    """A directory that all ranks see."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Sleep(RankMessage[int]):
 
 @dataclass(frozen=True)
 class Wake(RankMessage[int]):
-    """Bring the critic's weights back to the device; its optimizer follows when it trains, and the reward model when it is asked.
-    Result as of :class:`Sleep`."""
+    """Move the critic's weights back to the device. Its optimizer follows when it trains, the reward model when it is asked.
+    Result as in :class:`Sleep`."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Abandoned(Exception):
 
 
 class CriticWorker:
-    """The trained critic, and the frozen reward model beside it, or one of them alone. Not thread-safe: one message at a time.
+    """The trained critic, the frozen reward model, or both. Not thread-safe: one message at a time.
 
     The ranks of :attr:`group` share the micro-batches.
     """
@@ -122,8 +122,8 @@ class CriticWorker:
         """Load the reward model, if it is served, and the model from which the critic starts, if there is one.
 
         Args:
-            should_stop: asked between the micro-batches of a train step. No message carries it: each rank has its own, and
-                only the one of the first rank ever says yes.
+            should_stop: called between the micro-batches of a train step. No message carries it: each rank has its own, and
+                only the first rank's ever returns True.
 
         Raises:
             UserError: a checkpoint is missing or unsuitable.
@@ -202,7 +202,7 @@ class CriticWorker:
         )
         if isinstance(model, PooledModel):
             refuse_encoder(path, type(model.hf).__name__)
-        # Not the critic's, whose chat template may be another.
+        # Not the critic's tokenizer: its chat template may differ.
         tokenizer = load_tokenizer(path, trust_remote_code=self.config.model.trust_remote_code)
         if tokenizer_digest(tokenizer) != tokenizer_digest(self.tokenizer):
             raise UserError(
@@ -231,15 +231,15 @@ class CriticWorker:
 
         Args:
             returns, old_values, mask: float32 [N], aligned with ``request.tokens``.
-            step: its number.
+            step: number of the train step.
 
         Returns:
-            Metrics, means over the optimizer steps; ``tokens`` counts unmasked tokens, ``explained_variance`` is that of the
-            values each token had just before the optimizer step that used it.
+            Metrics, means over the optimizer steps; ``tokens`` counts unmasked tokens, ``explained_variance`` uses the values
+            each token had just before the optimizer step that used it.
 
         Raises:
             NonFiniteError: the loss or gradient is NaN or infinite: the weights in memory are lost, checkpoints are not.
-            Abandoned: ``should_stop`` of the first rank said so.
+            Abandoned: ``should_stop`` of the first rank returned True.
         """
         started = time.monotonic()
         messages = [
@@ -295,7 +295,7 @@ class CriticWorker:
         return totals
 
     def _take_snapshot(self, _: TakeSnapshot) -> None:
-        self._snapshot = Snapshot()  # of a save that never came to its files
+        self._snapshot = Snapshot()  # frees the snapshot of a save that never wrote its files
         self._snapshot = self.engine.snapshot()
 
     def _begin_files(self, message: BeginFiles) -> None:
@@ -330,7 +330,7 @@ class CriticWorker:
 
 
 class _Totals:
-    """What the metrics of a train step are made of; per-token sums in float64."""
+    """The sums behind the metrics of a train step; per-token sums in float64."""
 
     def __init__(self) -> None:
         self.steps: list[OptimizerStep] = []
@@ -346,7 +346,7 @@ class _Totals:
 
     @staticmethod
     def of(shards: "list[_Totals]") -> "_Totals":
-        """The totals of all ranks together."""
+        """The combined totals of all ranks."""
         whole = _Totals()
         whole._means = TokenMeans.of([shard._means for shard in shards])
         for steps in zip(*(shard.steps for shard in shards), strict=True):

@@ -1,6 +1,6 @@
-"""One service over several ranks: the first answers requests, and every rank handles the messages that it sends.
+"""One service over several ranks: the first answers requests, and every rank handles the messages of the first.
 
-A message is a frozen dataclass that holds everything its rank needs; nothing else reaches it.
+A message is a frozen dataclass that holds everything its rank needs. Nothing else reaches the rank.
 """
 
 import logging
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class OutOfStep(Exception):
-    """This rank has left a message that the others still handle: the process cannot go on."""
+    """This rank has left a message that the others still handle: the process must end."""
 
 
 class RankMessage(Generic[Result]):
@@ -32,15 +32,15 @@ class WorkerGroup(Ranks):
         self._handlers: dict[type[RankMessage[Any]], Callable[[Any], Any]] = {}
 
     def join(self, handlers: Mapping[type[RankMessage[Any]], Callable[[Any], Any]]) -> None:
-        """Add a member, which handles messages of these types. Every rank has the same members."""
+        """Add a member that handles messages of these types. Every rank has the same members."""
         self._handlers |= handlers
 
     def run(self, message: RankMessage[Result]) -> Result:
-        """On the first rank: have every rank handle ``message``; returns the result of this rank. Raises as :meth:`run_each`."""
+        """On the first rank: make every rank handle ``message``, and return this rank's result. Raises as :meth:`run_each`."""
         return self._send([message] * self.size, gathers=False)
 
     def run_each(self, messages: Sequence[RankMessage[Result]]) -> list[Result]:
-        """On the first rank: have each rank handle its own of ``messages``, all of one type; returns the results in order.
+        """On the first rank: make each rank handle its own of ``messages``, all of one type, and return the results in order.
 
         Raises:
             TypeError: no member handles such a message; it was not sent.
@@ -66,7 +66,7 @@ class WorkerGroup(Ranks):
         self.scatter([None] * self.size)
 
     def follow(self) -> None:
-        """On the others: handle what the first rank sends, until it dismisses them.
+        """On the other ranks: handle the first rank's messages until it dismisses them.
 
         Raises:
             RuntimeError: the first rank is gone.
@@ -77,5 +77,5 @@ class WorkerGroup(Ranks):
                 result = self._handlers[type(message)](message)
                 if gathers:
                     self.gather(result)
-            except NonFiniteError as error:  # the first rank has it, too: it answers, and ends all
+            except NonFiniteError as error:  # the first rank gets it, too, answers, and ends all ranks
                 LOGGER.error("%s", error)

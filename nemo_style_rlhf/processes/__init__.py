@@ -1,1 +1,1 @@
-"""Starting, guarding and ending processes of our own. Imports no library, so that programs that only start others start fast."""
+"""Starts, guards and ends processes. Imports only the standard library, so that programs that only start others start fast."""

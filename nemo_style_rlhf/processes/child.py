@@ -1,6 +1,6 @@
 """Starts a program and leaves none of its processes behind, however this process ends (Linux).
 
-Between this process and the program stands a supervisor (tree.py), which kills all that the program has started:
+A supervisor between this process and the program (tree.py) kills all that the program has started:
 
     this process  --- link: the command, then numbers of signals --->  supervisor  --- fork, exec --->  program  ---> descendants
                   <-------------- the program's process id ----------
@@ -22,13 +22,13 @@ from typing import IO
 from nemo_style_rlhf.processes import tree
 
 END_S = tree.KILL_S + tree.TIDY_S + 1.0
-"""Seconds in which a supervisor kills a whole tree; then it is killed itself."""
+"""Seconds that a supervisor has to kill a whole tree before it is killed itself."""
 
 
 class ChildProcess:
-    """A running program, with those methods of ``subprocess.Popen`` that our code needs. It leads a session of its own.
+    """A running program, with the methods of ``subprocess.Popen`` that our code needs. It leads its own session.
 
-    Once the program has ended, its descendants are killed, and only then :meth:`poll` returns its exit code. If this process ends
+    Once the program has ended, its descendants are killed. Only then does :meth:`poll` return its exit code. If this process ends
     or drops the object, the program gets SIGTERM and is killed ``grace_s`` seconds later. Safe to use from several threads.
     """
 
@@ -38,12 +38,12 @@ class ChildProcess:
         stderr: int | IO[bytes] | None = None, pass_fds: Sequence[int] = (), grace_s: float = 0.0, linger_s: float = 0.0,
         afterwards: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Start the program; returns once it runs.
+        """Start the program, and return once it runs.
 
         Args:
-            env, cwd, stdin, stdout, stderr, pass_fds: as those of ``subprocess.Popen``.
+            env, cwd, stdin, stdout, stderr, pass_fds: as in ``subprocess.Popen``.
             grace_s: seconds between SIGTERM and SIGKILL once this process has gone.
-            linger_s: seconds in which descendants may end by themselves once the program has ended.
+            linger_s: seconds that descendants have to end by themselves once the program has ended.
             afterwards: a command to run when everything is killed, if this process has gone.
 
         Raises:
@@ -112,7 +112,7 @@ class ChildProcess:
             self._supervisor.send_signal(signal.SIGCONT)  # the program may have stopped it
 
     def kill(self) -> int:
-        """Kill the program and all of its descendants; returns the exit code."""
+        """Kill the program and all of its descendants, and return the exit code."""
         self.send_signal(signal.SIGKILL)
         try:
             return self.wait(END_S)
@@ -130,13 +130,13 @@ class ChildProcess:
     def __del__(self) -> None:
         if hasattr(self, "_link"):
             with suppress(OSError):
-                if os.getpid() == self._parent:  # else a fork of this process, which shares the link
+                if os.getpid() == self._parent:  # else a fork of this process that shares the link
                     self._link.shutdown(socket.SHUT_RDWR)
             self._link.close()
 
 
 def end_with_parent() -> None:
-    """Called in a child process of multiprocessing: makes it end with its parent, since a killed parent cannot stop it."""
+    """Make this child process of multiprocessing end with its parent, since a killed parent cannot stop it."""
     threading.Thread(target=_wait_for_parent, daemon=True).start()
 
 

@@ -1,7 +1,7 @@
 """Runs a program so that no other user can open its files and shared memory: ``python confine.py PROGRAM ARGUMENTS``.
 
-Triton's Python backend creates its segments in /dev/shm with the umask applied and then makes them readable for everybody with
-``fchmod`` (Boost's ``shared_memory_object``), whose failure it ignores. A seccomp filter lets that call fail with EPERM.
+Triton's Python backend creates its segments in /dev/shm with the umask applied, then makes them readable for everybody with
+``fchmod`` (Boost's ``shared_memory_object``). A seccomp filter makes that call fail with EPERM, and the backend ignores this.
 
 This file imports only the standard library, since it is run by its path.
 """
@@ -36,7 +36,7 @@ def refusing(machine: str, calls: dict[int, int], *, without_flag: tuple[int, in
     """A seccomp filter, as an array of ``struct sock_filter``.
 
     Args:
-        machine: a key of ``ARCHITECTURE``. System calls of another architecture, which a 64-bit kernel offers, kill the process.
+        machine: a key of ``ARCHITECTURE``. A 64-bit kernel also offers calls of other architectures; these kill the process.
         calls: errno with which a system call fails, by its number.
         without_flag: number of a system call and a bit. The call fails with EPERM if its first argument lacks this bit.
     """

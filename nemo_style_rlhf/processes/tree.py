@@ -1,7 +1,7 @@
 """The supervisor of one program, run by its path: ``python tree.py LINK [tidies]``. child.py starts it and explains the protocol.
 
-It is the subreaper of the program's descendants: those whose own parent dies become its children, whatever session they are in,
-and it kills what is left. It imports only what starts fast, of the standard library.
+It is the subreaper of the program's descendants: when their own parent dies, they become its children, whatever their session,
+and it kills those that are left. It imports only modules of the standard library that start fast.
 """
 
 import ctypes
@@ -14,22 +14,22 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 LOOK_S = 0.5
-"""Seconds between two looks for the parent: a process that the parent forked may hold the link open."""
+"""Seconds between two checks for the parent: a process that the parent forked may hold the link open."""
 NEWS_S = 1.0
 """Seconds to wait for the end of a parent that ends together with the program."""
 TIDY_S = 5.0
-"""Seconds that supervisors below this one have to end their programs and to run what follows."""
+"""Seconds that supervisors below this one have to end their programs and run their ``afterwards``."""
 TIDIES = "tidies"
 """The last argument of such a supervisor."""
 KILL_S = 5.0
-"""Seconds in which killed processes must have ended; one that hangs in the kernel does not."""
+"""Seconds to wait for the end of killed processes. One that hangs in the kernel does not end."""
 IGNORED = (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD)
-"""Signals that this process ignores or catches, or that jobs in the background of a shell ignore: the program shall not."""
+"""Signals that this process ignores or catches, or that background jobs of a shell ignore. The program must not ignore them."""
 
 
 class ProcessTree:
     def __init__(self, link: int) -> None:
-        # A batch system sends its signals to all processes of a job. Those that are meant for the program come over the link.
+        # A batch system sends its signals to all processes of a job. Signals for the program come over the link.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._link = link
         parent, grace_s, linger_s, length, *rest = self._read(int.from_bytes(self._read(4), "big")).split(b"\0")
@@ -38,9 +38,9 @@ class ProcessTree:
         self._status: int | None = None
         """The program's wait status."""
         self._orphaned = self._ordered = False
-        """Whether the parent has gone, and whether it has ordered the end."""
+        """True once the parent has gone, and once it has ordered the end."""
         self._deadline = float("inf")
-        """When all that is left is killed."""
+        """``time.monotonic()`` at which all that is left is killed."""
 
     def run(self) -> None:
         """Start the program, wait until nothing is left of it, and end as it did."""
@@ -63,7 +63,7 @@ class ProcessTree:
                         self._afterwards[0], self._afterwards, os.environ
                     )  # with all signals blocked
                     os.waitpid(follows, 0)
-                except OSError:  # there is no such command
+                except OSError:  # the command does not exist
                     pass
         _end_like(-signal.SIGKILL if self._status is None else os.waitstatus_to_exitcode(self._status))
 
@@ -76,7 +76,7 @@ class ProcessTree:
         return content
 
     def _start(self) -> int:
-        """Start the program; returns its process id. The parent is told it, or else the negative number of an error."""
+        """Start the program and return its process id. Send the parent the id, or the negative number of an error."""
         reads, writes = os.pipe()
         supervisor = os.getpid()
         if (program := os.fork()) == 0:
@@ -98,7 +98,7 @@ class ProcessTree:
         self._close_all_but_link()
         try:  # noqa: SIM105 contextlib takes longer to import than this program
             os.write(self._link, (-failure or program).to_bytes(4, "big", signed=True))
-        except OSError:  # the parent has gone, as is noticed soon
+        except OSError:  # the parent has gone; _wait notices it
             pass
         if failure:
             os._exit(127)
@@ -113,7 +113,7 @@ class ProcessTree:
             if each > 2 and each != self._link:
                 try:  # noqa: SIM105
                     os.close(each)
-                except OSError:  # that of the listing
+                except OSError:  # the descriptor of the listing itself
                     pass
 
     @staticmethod
@@ -128,7 +128,7 @@ class ProcessTree:
         return ended
 
     def _wait(self, seconds: float, ended: int) -> None:
-        """Wait until a child has ended, or the parent has gone or has given an order, which is followed."""
+        """Wait until a child has ended, the parent has gone, or the parent has given an order. Execute the order."""
         ready = {descriptor for descriptor, _ in self._poll.poll(1000 * max(seconds, 0))}
         if ended in ready:
             os.read(ended, 4096)
@@ -144,13 +144,13 @@ class ProcessTree:
             self._poll.unregister(self._link)
         for number in numbers:
             self._ordered = not self._orphaned
-            if number == signal.SIGKILL or self._status is not None:  # what the program has left is not waited for
+            if number == signal.SIGKILL or self._status is not None:  # do not wait for what the program has left
                 self._deadline = 0.0
             else:
                 _kill(self._program, number)
 
     def _reap(self) -> bool:
-        """Note the end of children; returns whether others are left."""
+        """Note the end of children, and return True if others are left."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._program and self._status is None:
@@ -161,7 +161,7 @@ class ProcessTree:
         return True
 
     def _kill_all(self) -> None:
-        """Kill and await all children. Those of a killed one become ours, and are killed in turn."""
+        """Kill and await all children. Children of a killed process become ours, and are killed in turn."""
         began = time.monotonic()
         killed: list[int] = []
         tidying: set[int] = set()
@@ -194,7 +194,7 @@ def _parent_of(process: int) -> int:
 
 
 def _tidies(process: int) -> bool:
-    """Whether the process is a supervisor that will run a command once its parent has gone."""
+    """True if the process is a supervisor that will run a command once its parent has gone."""
     try:
         with open(f"/proc/{process}/cmdline", "rb") as words:
             return words.read().endswith(f"\0{TIDIES}\0".encode())
@@ -214,7 +214,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _end_like(code: int) -> None:
-    """End with an exit code, or by the signal of a negative one."""
+    """End with an exit code, or by a signal if it is negative."""
     if code < 0:
         _prctl(PR_SET_DUMPABLE, 0)  # the program has dumped its own core
         if -code != signal.SIGKILL:

@@ -28,8 +28,8 @@ class LeastBusy(Generic[Server]):
     ago. A server that fails rests for a while. Thread-safe."""
 
     def __init__(self, servers: Sequence[Server], *, rest_s: float, first: int) -> None:
-        """``first`` is the index of the server to ask first, modulo their number: ranks, which balance on their own, give
-        different ones."""
+        """``first`` is the index of the server to ask first, modulo their number. Ranks balance independently, so they give
+        different indices."""
         first %= len(servers)
         self._places = [_Place(server) for server in (*servers[first:], *servers[:first])]
         self._rest_s = rest_s

@@ -23,7 +23,7 @@ from nemo_style_rlhf.wire.sessions import Sessions
 LOGGER = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
 SLOWEST_LINK = 2**20
-"""Bytes per second. urllib3 demands that a body is sent within the timeout of its connection, so the timeout counts on this
+"""Bytes per second. urllib3 demands that a body is sent within the timeout of its connection, so the timeout assumes this
 rate."""
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_WAIT_S = 10.0
@@ -83,19 +83,19 @@ class Connection:
         self._sessions = Sessions()
 
     def stop_retrying(self) -> None:
-        """Make no further attempt after one that fails from now on."""
+        """Do not retry attempts that fail from now on."""
         self._closing.set()
 
     def close(self) -> None:
-        """End the calls under way, which raise ServerUnreachable."""
+        """End the calls under way. They raise ServerUnreachable."""
         self.stop_retrying()
         self._sessions.close()
 
     def call(
         self, endpoint: Endpoint, inputs: Mapping[str, Array], *, timeout_s: float, retry: bool = True
     ) -> dict[str, Array]:
-        """The outputs of one request. Requests to every endpoint are safe to repeat, so broken connections and timeouts are
-        retried.
+        """Return the outputs of one request. Requests to every endpoint are safe to repeat, so broken connections and timeouts
+        are retried.
 
         Raises:
             ProtocolError: the server refused the request.
@@ -191,7 +191,7 @@ class Connection:
         raise ProtocolError(refusal.code, f"{endpoint.name} at {self.address}: {refusal.message}")
 
     def _tls_refusal(self, error: BaseException) -> str | None:
-        """The reason why the two sides cannot speak TLS with each other; None if something else went wrong."""
+        """The reason that the two sides cannot speak TLS with each other; None if something else went wrong."""
         text = str(error)
         if self._tls.ca is not None and "SSL" in text and TLS_REFUSAL.search(text):
             return re.sub(r"^.*?\] |\(_ssl\.c.*$", "", text.rpartition("SSL")[2]).strip()
@@ -214,7 +214,7 @@ class Connection:
         )
 
     def _answers(self, *, tls: bool) -> bool:
-        """Whether the server answers a first message in TLS, or in plain HTTP."""
+        """True if the server answers a first message in TLS, or in plain HTTP if ``tls`` is False."""
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         host, _, port = self.address.rpartition(":")

@@ -1,4 +1,4 @@
-"""Accepts the connections of an HTTP server, with limits on what strangers can hold: connections that have shown no secret."""
+"""Accepts the connections of an HTTP server, with limits for unauthenticated clients: clients that have shown no secret."""
 
 import errno
 import hmac
@@ -34,17 +34,17 @@ class Visitor:
     remote_ip: str
     parameters: HTTP1ConnectionParameters
     strangers: "OrderedDict[Visitor, None]" = field(repr=False)
-    """Those of its entrance."""
+    """The unauthenticated connections of its entrance."""
 
     def shows(self, given: str, secret: str) -> bool:
-        """Whether ``given`` is the secret, compared in constant time. The connection is then no stranger's any more."""
+        """Return True if ``given`` is the secret, compared in constant time. The connection is then authenticated."""
         right = hmac.compare_digest(given.encode(), secret.encode())
         if right:
             self.welcome()
         return right
 
     def welcome(self) -> None:
-        """Note that the connection has shown a secret."""
+        """Mark the connection as authenticated."""
         self.strangers.pop(self, None)
         self.parameters.header_timeout = IDLE_S
 
@@ -61,10 +61,11 @@ class Entrance(HTTPServerConnectionDelegate):
         tls: ssl.SSLContext | None = None,
         strangers_per_address: int = STRANGERS_PER_ADDRESS,
     ) -> None:
-        """
+        """Serve the connections that :meth:`open` accepts.
+
         Args:
             server: serves each request, and asks :meth:`Visitor.shows` before it reads a body.
-            largest_body: bytes; a request that announces more is not read.
+            largest_body: maximum bytes; a request that announces more is not read.
             body_s: seconds in which a body must arrive, unless ``server`` sets others for a request.
         """
         self._server, self._tls = server, tls
@@ -73,12 +74,12 @@ class Entrance(HTTPServerConnectionDelegate):
         self._per_address = strangers_per_address
 
     def open(self, listener: socket.socket) -> Callable[[], None]:
-        """Accept the connections of a socket that listens, in the running event loop; returns what stops it."""
+        """Accept the connections of a listening socket in the running event loop. Return a function that stops this."""
         listener.setblocking(False)
         return add_accept_handler(listener, self._accept)
 
     def _accept(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
-        """Serve a connection. If its address has too many strangers, the oldest connection is closed."""
+        """Serve a connection. If its address or the server has too many unauthenticated ones, close the oldest of them."""
         try:
             stream = self._stream(connection)
         except OSError:  # the client has hung up already
@@ -116,7 +117,7 @@ class Entrance(HTTPServerConnectionDelegate):
 
 
 class TlsStream(SSLIOStream):
-    """Takes a record that cannot be decrypted for a reset of the connection; Tornado would log a traceback for each."""
+    """Treats a record that cannot be decrypted as a reset of the connection. Tornado would log a traceback for each."""
 
     def read_from_fd(self, buf: bytearray | memoryview) -> int | None:
         try:
@@ -126,6 +127,6 @@ class TlsStream(SSLIOStream):
 
 
 def visitor_of(request: HTTPServerRequest) -> Visitor:
-    """Whose request it is."""
+    """The connection of a request."""
     visitor: Visitor = request.connection.context  # type: ignore[union-attr]
     return visitor

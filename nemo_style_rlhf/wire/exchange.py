@@ -53,9 +53,9 @@ class Exchange(HTTPMessageDelegate):
         self._head_bytes: int | None = None
         self._reserved = 0
         self._hop: HTTP1Connection | None = None
-        """The connection on which the request goes to the backend, once it has begun."""
+        """The connection to the backend, once the request to it has begun."""
         self._refused = False
-        """Whether the request was refused. After the client hangs up, Tornado still delivers buffered parts of a refused body."""
+        """True once the request was refused. After the client hangs up, Tornado still delivers buffered parts of its body."""
 
     async def headers_received(self, start_line: Any, headers: HTTPHeaders) -> None:
         self._method = start_line.method

@@ -1,11 +1,11 @@
-"""The front door: a separate process that owns the public port, the only process that strangers reach.
+"""The front door: a separate process that owns the public port, the only process that unauthenticated clients reach.
 
 Tornado's HTTP server reads requests, within bounds on heads, bodies and time. The door compares the token before it reads a body,
-writes the head of every request anew (``kserve.canonical_head``) and passes the tensors on to the backend, which listens on a
-Unix socket behind it. Once the backend has a whole request, the door reads the answer to its end, whether or not the client still
-waits, so that the backend never sees a client hang up. The token stays in this process.
+writes the head of every request anew (``kserve.canonical_head``) and passes the tensors on to the backend on a Unix socket behind
+it. Once the backend has a whole request, the door reads the answer to its end, whether or not the client still waits, so that the
+backend never sees a client hang up. The token stays in this process.
 
-    python -m nemo_style_rlhf.wire.front_door    # reads its FrontDoorSettings as JSON from standard input, which stays open
+    python -m nemo_style_rlhf.wire.front_door    # reads its FrontDoorSettings as JSON from standard input, and ends with it
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from nemo_style_rlhf.wire.limits import JSON_BODY_BYTES, TENSOR_HEAD_BYTES
 from nemo_style_rlhf.wire.messages import Endpoint, TensorSpec
 
 REST_S = 10.0
-"""Seconds for which a connection to the backend is kept that nobody uses."""
+"""Seconds that an unused connection to the backend is kept."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Route:
     tensor_bytes: int
     """Maximum bytes of tensors in a request; 0 if the endpoint takes only JSON."""
     backend: str | None = None
-    """Path of the Unix socket of a backend of its own; None is :attr:`FrontDoorSettings.backend`."""
+    """Path of the Unix socket of its own backend; None means :attr:`FrontDoorSettings.backend`."""
 
     @property
     def largest_body(self) -> int:
-        """Bytes."""
+        """Maximum bytes of a request's body."""
         return self.tensor_bytes + TENSOR_HEAD_BYTES if self.tensor_bytes else JSON_BODY_BYTES
 
     @property
@@ -58,7 +58,7 @@ class FrontDoorSettings:
     """Settings that the server process sends to its front door."""
 
     listener: int
-    """Descriptor of the public port's socket, which both processes have open."""
+    """Descriptor of the public port's socket. Both processes have it open."""
     token: str = field(repr=False)
     backend: str
     """Path of the backend's Unix socket."""
@@ -104,7 +104,7 @@ class FrontDoor(HTTPServerConnectionDelegate):
         self.bytes_left = settings.bytes_in_flight
         self.running: set[asyncio.Task[None]] = set()
         self._resting: dict[str, dict[IOStream, asyncio.TimerHandle]] = defaultdict(dict)
-        """Unused connections by backend, each with what closes it."""
+        """Unused connections by backend, each with the timer that closes it."""
 
     def start_request(self, server_conn: object, request_conn: Any) -> "Exchange":
         return Exchange(self, request_conn)

@@ -34,7 +34,7 @@ def decode_request(endpoint: Endpoint, body: bytes | bytearray, head_length: int
     """The input tensors of a request whose head :func:`canonical_head` wrote, as views into ``body``.
 
     Raises:
-        ProtocolError: INVALID, the elements of a BYTES tensor are not those that its shape says.
+        ProtocolError: INVALID, the elements of a BYTES tensor do not match its shape.
     """
     try:
         inputs = _tensors_in(json.loads(body[:head_length])["inputs"], memoryview(body)[head_length:])
@@ -46,8 +46,8 @@ def decode_request(endpoint: Endpoint, body: bytes | bytearray, head_length: int
 def encode_response(
     endpoint: Endpoint, outputs: Mapping[str, Array], request: Mapping[str, Any]
 ) -> tuple[bytes, int | None]:
-    """The body of an answer with the outputs that the head of the request chooses, in binary or JSON, and the length of its JSON
-    head, which is None if that is all.
+    """Encode the outputs that the request's head chooses, in binary or JSON. Return the body and the length of its JSON head, or
+    None for the length if the body is all JSON.
 
     Raises:
         KeyError: an output is missing.
@@ -178,7 +178,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 def _inputs(endpoint: Endpoint, given: dict[str, Any]) -> Iterator[tuple[TensorSpec, dict[str, Any], int]]:
-    """Each input with its spec and size, in the order of the request, which is also the order of the binary tensors."""
+    """Yield each input with its spec and size, in the order of the request and of the binary tensors."""
     tensors = given.get("inputs")
     specs = {spec.name: spec for spec in endpoint.inputs}
     if not isinstance(tensors, list) or not all(isinstance(tensor, dict) for tensor in tensors):

@@ -1,15 +1,15 @@
-"""How much our HTTP servers take of a request, and for how long they wait for it."""
+"""Limits of our HTTP servers on the size of requests and the time for them."""
 
 CHUNK_BYTES = 2**18
 BUFFER_BYTES = 2**24
 HTTP_HEAD_BYTES = 16 * 2**10
 HTTP_HEAD_S = 10.0
-"""Seconds within which a stranger's connection must bring a whole head, TLS handshake included."""
+"""Seconds within which an unauthenticated connection must send a whole head, TLS handshake included."""
 IDLE_S = 600.0
-"""Seconds for which a connection that has shown the secret may rest between requests."""
+"""Seconds that an authenticated connection may stay idle between requests."""
 STRANGERS = 256
 STRANGERS_PER_ADDRESS = 64
-"""Maximum number of connections that have not shown the secret; a new one replaces the oldest."""
+"""Maximum number of unauthenticated connections, in all and per address. A new one replaces the oldest."""
 BODY_S = 30.0
 SLOWEST_LINK = 2**18
 """Bytes per second. A body may take BODY_S seconds plus its transfer time at this rate."""

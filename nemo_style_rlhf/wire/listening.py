@@ -1,4 +1,4 @@
-"""A server's public end: what can be checked and taken before it loads, and the front door that opens before its backend."""
+"""A server's public end: its checks and its port before it loads, and the front door of its backend."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ from nemo_style_rlhf.wire.secret import LOOPBACK, own_token_made, read_token
 PORT_CLOSE_TIMEOUT_S = 15.0
 BACKLOG = 1024
 CLOSE_S = 2.0
-"""Seconds in which a front door may deliver finished answers once its server has gone."""
+"""Seconds that a front door has to deliver finished answers once its server has gone."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def take_address(config: ServerConfig) -> Address:
 
 
 class FrontDoorProcess:
-    """The process of a front door, which ends with this one."""
+    """The process of a front door. It ends with this one."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class FrontDoorProcess:
         bytes_in_flight: int,
         afterwards: Sequence[str] = (),
     ) -> None:
-        """Open a front door at the address, before a backend that listens already; see :class:`front_door.FrontDoorSettings`.
+        """Open a front door at ``address`` for a backend that listens already; see :class:`front_door.FrontDoorSettings`.
 
         Args:
             afterwards: a command to run if this process ends without closing the door.
@@ -121,7 +121,7 @@ class FrontDoorProcess:
     def close(self, timeout_s: float) -> None:
         """Close the front door, by force after ``timeout_s`` seconds."""
         assert self._process.stdin is not None
-        self._process.send_signal(signal.SIGTERM)  # which the door ignores: its supervisor need not look for our end
+        self._process.send_signal(signal.SIGTERM)  # the door ignores it: its supervisor need not look for our end
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # the door delivers finished answers, and ends
         try:
@@ -136,7 +136,7 @@ def take_port(
     """Bind the port. Tries for ``patience_s`` seconds, since a server that was just told to stop may still hold it.
 
     Args:
-        prefix: what stands before ``host`` and ``port`` where the user sets them, for errors.
+        prefix: prefix of the user's keys ``host`` and ``port``, for errors.
 
     Raises:
         UserError: the port is in use, or the host has no such address.
@@ -175,7 +175,7 @@ def _cannot_bind(host: str, port: int, prefix: str = "server.") -> UserError:
 
 
 def within(timeout_s: float, condition: Callable[[], bool]) -> bool:
-    """Whether ``condition`` holds before ``timeout_s`` seconds are over."""
+    """Wait up to ``timeout_s`` seconds until ``condition`` holds. Return False if it never did."""
     waiting = Retrying(
         retry=retry_if_result(lambda holds: not holds),
         stop=stop_after_delay(timeout_s),

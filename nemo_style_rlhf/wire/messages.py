@@ -1,7 +1,7 @@
-"""Tensors, endpoints, headers and errors that every server of ours sends and receives, whatever it computes.
+"""Tensors, endpoints, headers and errors that all our servers send and receive, whatever they compute.
 
 KServe v2 over HTTP with binary tensors. Sequences travel ragged: ``tokens`` INT32 [N] are the sequences end to end and
-``sequence_lengths`` INT32 [B] says where they end, so N is their sum. This module knows neither HTTP nor torch and imports in
+``sequence_lengths`` INT32 [B] says where they end, so N is their sum. This module uses neither HTTP nor torch and imports in
 both environments; ``kserve`` writes and reads the bodies.
 """
 
@@ -20,11 +20,11 @@ HEADER_PATTERN = "(?i)x-critic-.*"
 """Headers that the backend of a front door hands to its service."""
 TOKEN_HEADER = "x-critic-token"
 BOOT_HEADER = "x-critic-boot"
-"""The boot id the client believes in; a server that restarted since refuses, instead of answering with other weights."""
+"""The boot id that the client expects. A server that has restarted since refuses, instead of answering with other weights."""
 
 
 class Code(Enum):
-    """Why a request was refused. The value is (wire name, HTTP status of a service that refuses)."""
+    """The reason for a refusal. The value is (wire name, HTTP status of a service that refuses)."""
 
     INVALID = ("invalid", 400)
     UNAUTHORIZED = ("unauthorized", 400)
@@ -57,7 +57,7 @@ class ProtocolError(Exception):
         self.message = message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Between ranks."""
+        """Pickle the error, to send it between ranks."""
         return ProtocolError, (self.code, self.message)
 
     @property
@@ -67,7 +67,7 @@ class ProtocolError(Exception):
 
     @classmethod
     def parse(cls, text: str) -> "ProtocolError":
-        """The inverse of ``str(error)``; what the backend itself refused carries no code and is INVALID."""
+        """The inverse of ``str(error)``. A refusal by the backend itself carries no code and is INVALID."""
         match = re.match(r"^\[(\w+)\] (.*)$", text, re.DOTALL)
         codes = {code.wire: code for code in Code}
         if match and match[1] in codes:
@@ -86,7 +86,7 @@ class TensorSpec:
     datatype: str
     size: int | None = None
     optional: bool = False
-    """Whether an answer may lack it."""
+    """True if an answer may lack it."""
 
     @property
     def dtype(self) -> Any:
@@ -95,14 +95,14 @@ class TensorSpec:
 
 DTYPES: dict[str, Any] = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BYTES": np.object_}
 BYTES_PREFIX = 4
-"""Bytes before each element of a BYTES tensor, which hold its length."""
+"""Bytes that hold the length before each element of a BYTES tensor."""
 
 TOKENS = TensorSpec("tokens", "INT32")
 SEQUENCE_LENGTHS = TensorSpec("sequence_lengths", "INT32")
 REQUEST = TensorSpec("request", "BYTES", 1)
 RESPONSE = TensorSpec("response", "BYTES", 1)
 ERROR = TensorSpec("error", "BYTES", 1)
-"""How the service hands an error to the binding; on the wire it becomes an HTTP status and ``{"error": ...}``."""
+"""Carries an error from the service to the binding. On the wire it becomes an HTTP status and ``{"error": ...}``."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Endpoint:
     roles: tuple[str, ...] = ()
     """Bound only by servers with one of these roles; by every server if there are none."""
     requires_boot: bool = True
-    """Whether the client sends the boot id that it believes in. An endpoint that tells the boot id answers without it."""
+    """True if the client sends the boot id that it expects. An endpoint that returns the boot id answers without it."""
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def text_tensor(texts: Sequence[str]) -> Array:
 
 
 def text_nbytes(elements: Iterable[bytes]) -> int:
-    """Number of bytes of a BYTES tensor on the wire, where each element follows its length in four bytes."""
+    """Bytes of a BYTES tensor on the wire. Each element follows its length in four bytes."""
     return sum(BYTES_PREFIX + len(element) for element in elements)
 
 

@@ -14,7 +14,7 @@ from nemo_style_rlhf.wire.messages import Array, Code, ProtocolError
 
 LARGEST_BYTES = 16 * 2**20
 SHOWN = 60
-"""Characters of a wrong value in a sentence."""
+"""Maximum characters of a wrong value in an error."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 Message = TypeVar("Message")
 
@@ -24,12 +24,12 @@ class _FailFast(FailFast):
 
 
 Many = Annotated[list[Message], _FailFast()]
-"""A list that is wrong at its first wrong element."""
+"""A list whose validation stops at its first wrong element."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A field's annotation: what it must be, in the words of an error, and a condition beyond its type.
+    """A field's annotation: the expected value in the words of an error, and a condition beyond its type.
 
     The condition may raise ``ValueError(words, part)``, with other words and the wrong part of the value, such as ``.content``.
     """
@@ -48,12 +48,12 @@ class Expected:
 
 @dataclass(eq=False)
 class Fault(Exception):
-    """A message is not what its dataclass says."""
+    """A message does not match its dataclass."""
 
     kind: Literal["object", "unknown", "missing", "value"]
     """It is not an object, has an unknown field, lacks one, or a field has a wrong value."""
     field: str = ""
-    """``prices``, or ``prices[3]`` where one element of a list is wrong."""
+    """``prices``, or ``prices[3]`` if one element of a list is wrong."""
     expected: str = ""
 
 
@@ -82,12 +82,12 @@ def read(tensor: Array, kind: type[Message], name: str = "request") -> Message:
 
 
 def parse(content: Any, kind: type[Message]) -> Message:
-    """Make a dataclass of what ``json.loads`` returned. Each field is checked after the one before it: however much is wrong,
-    the first fault ends it.
+    """Make a dataclass from the result of ``json.loads``. Fields are checked one after the other. However much is wrong, the
+    first fault ends the check.
 
     Args:
         kind: a flat dataclass, without tuples. Its lists are :data:`Many` and its dicts ``dict[str, Any]`` with a condition, so
-            that the first wrong element ends them.
+            that the first wrong element ends the check.
 
     Raises:
         Fault: an unknown field if there is one, else the first field that is missing or wrong.
@@ -114,7 +114,7 @@ def _validated(adapter: TypeAdapter[Any], value: Any, name: str, words: str) -> 
         (error, *_) = failure.errors(include_url=False, include_input=False)
     if error["loc"] and isinstance(error["loc"][0], int):
         name += f"[{error['loc'][0]}]"
-    if error["type"] == "value_error":  # a condition's, maybe that of an element
+    if error["type"] == "value_error":  # raised by a condition, perhaps an element's
         words, *part = error["ctx"]["error"].args
         name += "".join(part)
     raise Fault("value", name, words)
@@ -136,14 +136,14 @@ def _sentence(fault: Fault, content: Any, name: str) -> str:
 def _shown(value: Any) -> str:
     try:
         text = json.dumps(value)
-    except RecursionError:  # which json.loads, some frames higher, has just not raised
+    except RecursionError:  # json.loads, some frames higher, has not raised it
         return "nested too deeply"
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 @cache
 def _adapters(kind: Any) -> dict[str, tuple[TypeAdapter[Any], str, bool]]:
-    """By field: what validates it, what it must be, and whether it is required."""
+    """By field: its validator, the expected value in words, and True if it is required."""
     hints = get_type_hints(kind, include_extras=True)
     found = {}
     for field in fields(kind):

@@ -18,8 +18,8 @@ _from_environment: dict[str, str] = {}
 def read_token(config: TokenConfig, *, key: str = "token.token_file") -> str | None:
     """The token, or None if neither a file nor the environment variable is given.
 
-    The variable is removed from the environment, so that no child process inherits it, and overwritten in the memory that
-    the kernel shows as /proc/PID/environ, which this user's other processes can read.
+    The variable is removed from the environment, so that no child process inherits it. It is also overwritten in the memory
+    that the kernel shows as /proc/PID/environ, because this user's other processes can read that file.
 
     Args:
         key: the user's name for the file's setting, for errors.

@@ -13,7 +13,7 @@ from urllib3 import PoolManager
 
 
 class Sessions:
-    """Makes sessions, and ends what they have under way. Thread-safe."""
+    """Makes sessions, and ends their calls. Thread-safe."""
 
     def __init__(self) -> None:
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -27,7 +27,7 @@ class Sessions:
         return session
 
     def close(self) -> None:
-        """Have every call of these sessions, under way or to come, raise requests.ConnectionError."""
+        """Make every call of these sessions, under way or to come, raise requests.ConnectionError."""
         with self._lock:
             self._closed = True
             for each in self._sockets:
@@ -46,7 +46,7 @@ def _end(connected: socket.socket) -> None:
 
 
 class _Adapter(HTTPAdapter):
-    """Tells of each socket that is connected."""
+    """Reports each socket that is connected."""
 
     def __init__(self, opened: Callable[[socket.socket], None]) -> None:
         self._opened = opened

@@ -1,4 +1,4 @@
-"""Where temporary folders with sockets are made: the path of a socket has at most 107 characters."""
+"""The parent of temporary folders with sockets: the path of a socket has at most 107 characters."""
 
 import os
 import tempfile
@@ -6,7 +6,7 @@ import tempfile
 from nemo_style_rlhf.errors import UserError
 
 LONGEST = 39
-"""Characters of the folder's path that leave room for the rest."""
+"""Maximum characters of the folder's path, to leave room for the rest."""
 OTHERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 

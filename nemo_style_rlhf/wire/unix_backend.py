@@ -1,4 +1,4 @@
-"""A backend for a front door that is no Triton: an HTTP server on a Unix socket, in a thread of the service's own process."""
+"""A front door's backend without Triton: an HTTP server on a Unix socket, in a thread of the service's own process."""
 
 import asyncio
 import json
@@ -19,8 +19,7 @@ from nemo_style_rlhf.wire.messages import BOOT_HEADER, Array, Code, ProtocolErro
 
 LOGGER = logging.getLogger(__name__)
 THREADS = 64
-"""Calls of one endpoint that may wait at the same time. Those of another, such as the one that says how it stands, never wait for
-them."""
+"""Calls of one endpoint that may wait at the same time. Calls of another endpoint, such as the status, never wait for them."""
 Handle = Callable[[str, dict[str, Array]], Mapping[str, Array]]
 
 
@@ -33,7 +32,7 @@ class UnixBackend:
         """Listen at ``path``.
 
         Args:
-            one_at_a_time: an endpoint's next call waits until its last one is answered, as Triton's do.
+            one_at_a_time: an endpoint's next call waits until its last one is answered, as with Triton.
             handle: raises ProtocolError to refuse; a fatal one sets :attr:`fatal`, any other error answers INTERNAL and sets it.
         """
         self.fatal = threading.Event()
@@ -68,7 +67,7 @@ class UnixBackend:
         self._loop.run_forever()
 
     def answer(self, route: Route, body: bytearray, head_length: int, boot_id: str) -> tuple[int, bytes, int | None]:
-        """Status, body and the length of its JSON head, if tensors follow it."""
+        """Return the status, the body, and the length of its JSON head if tensors follow it."""
         try:
             if boot_id not in ("", self._boot_id):
                 raise ProtocolError(
@@ -90,7 +89,7 @@ class UnixBackend:
             return failed.code.status, _error(failed), None
 
     def call(self, route: Route, *arguments: Any) -> "asyncio.Future[tuple[int, bytes, int | None]]":
-        """:meth:`answer` in a thread of the pool."""
+        """Run :meth:`answer` in a thread of the pool."""
         return self._loop.run_in_executor(self._calls[route], self.answer, route, *arguments)
 
 
