@@ -20,7 +20,8 @@ PREFILL_TOKENS = {"cpu": 4096, "cuda": 16384}
 def plan_actor(
     config: PlanConfig, policy: Blueprint, reference: Blueprint | None, device: Device, *, prompt_length: int
 ) -> ProcessPlan:
-    """
+    """Plan the actor.
+
     Args:
         reference: the reference, if it is a model of its own.
         prompt_length: length of the longest prompt in tokens.
@@ -69,7 +70,7 @@ def plan_actor(
 
 
 def plan_engine(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_length: int) -> ProcessPlan:
-    """Each device of the generation engines, which share theirs with nobody."""
+    """Plan each device of the generation engines. No other process uses it."""
     count = config.generation.engines.count
     generated = -(-config.algorithm.num_rollout_samples // count)
     held = Counter({"libraries": device.libraries("actor")})

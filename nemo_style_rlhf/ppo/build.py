@@ -31,7 +31,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     """Load data and models, meet the servers, start DeepSpeed's engine, then vLLM.
 
     Cheap checks come first: data, checkpoints and servers are checked before any engine starts. A critic server that still loads
-    is met after that, so that both processes load at the same time.
+    is met after that: both processes load at the same time.
 
     Args:
         whole: the run that ``config`` tries out; its checks apply, too.

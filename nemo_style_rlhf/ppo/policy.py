@@ -36,7 +36,8 @@ class LoadedPolicy:
 
 
 def load_policy(start: RunStart) -> LoadedPolicy:
-    """
+    """Load the policy, and check that the run can use it.
+
     Raises:
         UserError: the run cannot sample from the policy, export it, compare it with its reference, or fit its longest sequence.
     """
