@@ -156,7 +156,7 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
     """Merge the adapter in ``directory`` into the model it was trained from and write a plain Hugging Face directory.
 
     Raises:
-        UserError: there is no adapter, or its base model is no longer where it was.
+        UserError: the adapter is missing, or its base model is no longer where it was.
     """
     from peft import PeftModel, TaskType
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig

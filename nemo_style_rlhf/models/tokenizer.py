@@ -25,7 +25,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     token, so no embedding is added.
 
     Raises:
-        UserError: there is no tokenizer, or config.json and tokenizer disagree about the ids that training needs.
+        UserError: the tokenizer is missing, or config.json and tokenizer disagree about the ids that training needs.
     """
     require_directory(path)
     try:

@@ -147,7 +147,7 @@ def on_device(plan: ProcessPlan, device: Device) -> int:
 
 
 def _longest_prompt(config: PlanConfig) -> int | None:
-    """Length in tokens of the longest prompt for training or validation; None if there are no prompts yet."""
+    """Length in tokens of the longest prompt for training or validation; None without prompts so far."""
     if not config.data.train_path and not config.data.mixture:
         return None
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)

@@ -41,7 +41,7 @@ def check_health(
     samples: Callable[[], Sequence[str]],
     report: Callable[[str, str], object] | None = lambda metric, sentence: None,
 ) -> Health:
-    """Run the health checks of ``config.health``, which look for reward hacking and collapse, on a step's rollout.
+    """Run the health checks of ``config.health``, for reward hacking and collapse, on a step's rollout.
 
     Args:
         bigrams: number of bigrams in the responses of the rollout.

@@ -79,7 +79,7 @@ class Recovery:
 
     def _acquired(self, critic: RemoteCritic, status: Status) -> int:
         """Take the lease; returns the critic's step."""
-        if not self.store.committed_steps():  # before this run takes the lease, which may belong to another run
+        if not self.store.committed_steps():  # before this run takes the lease: it may belong to another run
             self._require_untouched(status.critic_step)
         if status.lease_holder not in (None, self.run_id):
             log.warning("the critic server belonged to the run %s, which ends if it still trains", status.lease_holder)

@@ -101,7 +101,7 @@ class Residency:
             timers: charged with the handover.
 
         Raises:
-            UserError: there is no room for the phase; or a part of it did not wake.
+            UserError: the phase does not fit; or a part of it did not wake.
             ServerRestarted, ServerUnreachable: the critic was lost.
         """
         self._enter(phase, self._ranks)
