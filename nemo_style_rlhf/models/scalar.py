@@ -20,10 +20,7 @@ class ScalarModel(nn.Module):
     """
 
     def __init__(self, hf: PreTrainedModel, *, normalize: bool = False) -> None:
-        """Read scores with the head of ``hf``.
-
-        Args:
-            normalize: return (score - mean) / std, with the statistics that the model's training stored in its config.
+        """``normalize``: return (score - mean) / std, with the statistics that the model's training stored in its config.
 
         Raises:
             UserError: the model has no score head, or ``normalize`` is set and its config has no statistics.

@@ -20,11 +20,10 @@ PREFILL_TOKENS = {"cpu": 4096, "cuda": 16384}
 def plan_actor(
     config: PlanConfig, policy: Blueprint, reference: Blueprint | None, device: Device, *, prompt_length: int
 ) -> ProcessPlan:
-    """Plan the actor.
+    """Plan the actor, for prompts of at most ``prompt_length`` tokens.
 
     Args:
         reference: the reference, if it is a model of its own.
-        prompt_length: length of the longest prompt in tokens.
     """
     algorithm, response = config.algorithm, config.generation.max_length
     held = trained_model(policy, config.engine, device, ranks=config.ranks, libraries=device.libraries("actor"))

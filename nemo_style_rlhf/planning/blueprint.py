@@ -42,10 +42,7 @@ class Blueprint:
     """A policy (causal LM) or a critic or reward model (``scalar``), built from its config."""
 
     def __init__(self, config: ModelConfig, *, scalar: bool, cuda: bool) -> None:
-        """Build the model's shapes from its config.
-
-        Args:
-            cuda: plan for a CUDA device, where attention never holds [time, time] and softmax takes a whole chunk of logits.
+        """Plan for a CUDA device if ``cuda``: its attention never holds [time, time] and softmax takes a whole chunk of logits.
 
         Raises:
             UserError: ``config.path`` holds no model that transformers knows.

@@ -14,12 +14,11 @@ from nemo_style_rlhf.schema.plan import PlanConfig
 def plan_critic(
     config: PlanConfig, critic: Blueprint, reward: Blueprint, device: Device, *, prompt_length: int
 ) -> ProcessPlan:
-    """Plan the critic server.
+    """Plan the critic server, for prompts of at most ``prompt_length`` tokens.
 
     Args:
         critic: the critic, or without one the reward model.
         reward: the reward model; it counts if the server serves it.
-        prompt_length: length of the longest prompt in tokens.
     """
     server, ranks, algorithm = config.critic_server, config.critic_ranks, config.algorithm
     length = prompt_length + config.generation.max_length

@@ -13,11 +13,8 @@ from nemo_style_rlhf.tracking.rollout_files import Array, StepSamples
 
 
 def step_samples(step: int, experience: Experience, new_logprobs: Tensor | None) -> StepSamples:
-    """Collect the samples of a step.
-
-    Args:
-        new_logprobs: [N] nats, of the loss tokens when the update last computed them; None if the policy was not updated.
-    """
+    """Collect the samples of a step. ``new_logprobs``, [N] nats, has the log-probabilities of the loss tokens when the
+    update last computed them; None if the policy was not updated."""
     rollouts, scores = experience.rollouts, experience.scores
     learned = experience.mask.bool()
 

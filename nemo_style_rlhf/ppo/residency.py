@@ -55,10 +55,9 @@ class Needs:
         self.taken[phase] = max(self.taken.get(phase, 0), after.used - before.used)
 
     def check(self, phase: str, memory: Memory, held: Mapping[str, int]) -> None:
-        """Check that ``phase`` fits into the free memory.
+        """Check that ``phase`` fits into ``memory``, measured while everything outside the phase sleeps.
 
         Args:
-            memory: measured while everything outside ``phase`` sleeps.
             held: bytes that each process still holds, by name.
 
         Raises:

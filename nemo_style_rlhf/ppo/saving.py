@@ -39,10 +39,9 @@ class Saver:
         self, config: CheckpointConfig, store: CheckpointStore, critic: RemoteCritic | None, *, run_id: str,
         identity: dict[str, Any], rollouts: RolloutWriter | None = None, policy: Callable[[], PolicyCopy] | None = None,
     ) -> None:  # fmt: skip
-        """Write checkpoints into ``store``.
+        """``critic`` is the critic whose checkpoints belong to the run's; None if the run trains none.
 
         Args:
-            critic: its checkpoints belong to the run's; None if the run trains none.
             identity: settings that a run must share with the checkpoints to resume from them.
             policy: copies the policy, for checkpoints that hold it as a Hugging Face directory. Every rank calls it.
         """
