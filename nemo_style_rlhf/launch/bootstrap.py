@@ -26,7 +26,7 @@ def setup(run: RunConfig, *, samples: bool = False) -> torch.device:
     DeepSpeed's process group must exist before vLLM's: in the other order, every rank would train alone.
 
     Args:
-        samples: whether vLLM alone computes here, which has kernels of its own that repeat.
+        samples: only vLLM computes here, with kernels of its own that repeat.
 
     Raises:
         UserError: the device cannot be used, or not with ``run.deterministic``.
@@ -78,7 +78,7 @@ def silence_libraries() -> None:
 
 
 def use_repeatable_kernels() -> None:
-    """From now on only kernels compute that repeat to the bit; others raise."""
+    """Allow only kernels that repeat to the bit from now on; others raise."""
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers asks flash-attn for it
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor twice

@@ -1,5 +1,5 @@
-"""When Python looks for garbage. An import makes many objects that stay and hardly any garbage: to look for it again and again
-took a tenth of its time. Standard library only."""
+"""Makes Python look for garbage rarely. An import makes many objects that stay and hardly any garbage: repeated searches took a
+tenth of its time. Standard library only."""
 
 import atexit
 import gc
@@ -11,7 +11,7 @@ RARELY = (100_000, 100, 100)
 
 
 def collect_rarely() -> None:
-    """For a program that begins with its imports. :func:`collect_as_usual` ends this."""
+    """Collect rarely in a program that begins with its imports, until :func:`collect_as_usual`."""
     gc.set_threshold(*RARELY)
 
 
@@ -34,7 +34,7 @@ def importing() -> Iterator[None]:
 
 
 def _freeze() -> None:
-    """As gc.freeze, but the interpreter's own last collection sees all: without it, libraries report what is left as leaks."""
+    """Like gc.freeze, but the interpreter's own last collection sees all: without it, libraries report what is left as leaks."""
     gc.freeze()
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)

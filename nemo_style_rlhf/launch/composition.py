@@ -15,7 +15,7 @@ from nemo_style_rlhf.schema.programs import SCHEMAS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
-"""Inside an installed package (package_dir in setup.py), beside the package in the repository."""
+"""Inside an installed package (package_dir in setup.py), next to the package in the repository."""
 FOLLOWS = "${"
 """The beginning of a preset that follows another group's: it is not a choice of its own."""
 
@@ -51,7 +51,7 @@ def compose(name: str, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def presets(name: str) -> dict[str, tuple[str, list[str]]]:
-    """The presets that ``conf/<name>.yaml`` takes, those of inherited files included.
+    """The presets that ``conf/<name>.yaml`` takes, including presets of inherited files.
 
     Returns:
         By the group that users write, such as ``critic.engine``: the group in Hydra's grammar, and the names of its files.
@@ -73,7 +73,7 @@ def presets(name: str) -> dict[str, tuple[str, list[str]]]:
 
 
 def in_section(word: str, name: str) -> str:
-    """``word`` in Hydra's grammar, which has ``engine@critic.engine=zero3`` for ``critic.engine=zero3``."""
+    """``word`` in Hydra's grammar: ``engine@critic.engine=zero3`` for ``critic.engine=zero3``."""
     group, equals, preset = word.partition("=")
     is_preset = equals and not preset.startswith("{") and "." in group and group in presets(name)
     return f"{presets(name)[group][0]}={preset}" if is_preset else word

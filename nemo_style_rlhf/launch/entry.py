@@ -1,4 +1,4 @@
-"""What every entry point does before its own work: compose, check, report a user's mistake in one sentence."""
+"""The common start of every entry point: compose, check, report a user's mistake in one sentence."""
 
 import atexit
 import functools
@@ -158,8 +158,8 @@ def entry_point(
 
 
 def _ended_at_once(run: Callable[[], None]) -> Callable[[], None]:
-    """Have the process end after ``run`` as the interpreter would end it, except that its memory is left to the kernel: to free
-    every object of every library takes a second."""
+    """End the process after ``run`` as the interpreter would, but leave its memory to the kernel: freeing every object of every
+    library takes a second."""
 
     @functools.wraps(run)
     def running() -> NoReturn:
@@ -180,9 +180,9 @@ def _ended_at_once(run: Callable[[], None]) -> Callable[[], None]:
 
 def end_now(code: int) -> NoReturn:
     """End the process with an exit code."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
     atexit._run_exitfuncs()
-    with suppress(BrokenPipeError):  # whoever reads has seen enough
+    with suppress(BrokenPipeError):  # the reader has seen enough
         sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -17,8 +17,8 @@ ENVIRONMENT = {
     "VLLM_CPU_CI_ENV": "1",  # no NUMA binding; several ranks may share one small machine
     "VLLM_CPU_ATTN_SPLIT_KV": "0",  # a sample's bits would depend on its batch, see generation/cpu_batches.py
     "TRITON_F32_DEFAULT": "ieee",  # else vLLM's attention rounds fp32 to 11 bits on a GPU, as nothing in training does
-    # A sampler that compiles kernels at its first start, whose draws are not known to repeat, and which cannot return
-    # log-probabilities under the sampled distribution.
+    # This sampler compiles kernels at its first start, its draws are not known to repeat, and it cannot return log-probabilities
+    # under the sampled distribution.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # with run.deterministic, products on a GPU repeat only so
     "DS_IGNORE_CUDA_DETECTION": "1",  # no op of DeepSpeed is compiled, so nvcc may be missing
@@ -40,5 +40,5 @@ def prepare() -> None:
 
 
 def has_nvidia() -> bool:
-    """Whether this host has NVIDIA's driver; a container may have it without a GPU."""
+    """True if this host has NVIDIA's driver; a container may have it without a GPU."""
     return any(path.exists() for path in NVIDIA)

@@ -31,12 +31,12 @@ OF_MODELS = {"dtype", "attn_implementation", "trust_remote_code"}
 OF_REWARD_MODELS = {"append_eos", "normalize_rewards", "label_weights"}
 OF_SAMPLING = _names(GenerationConfig) - {"gpu_memory_utilization"}
 FEW_PROMPTS = 256
-"""Prompts of the training rows that an evaluation takes where none are held out."""
+"""Prompts of the training rows that an evaluation takes if none are held out."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """How the prompts among the rows of a stage are read by themselves."""
+    """Describes how to read only the prompts of a stage's rows."""
 
     layout: tuple[str, str] | None
     """data.format and data.prompt_key; None if no setting separates prompts from answers."""
@@ -73,8 +73,8 @@ def comparison(before: str, after: str, settings: Mapping[str, Any]) -> str:
 
 
 def after_ppo(config: PPOActorConfig) -> str:
-    """The comparison on a PPO run's own prompts, sampled and rewarded as there; empty for a dry run. An actor alone does not know
-    the reward model of its critic server."""
+    """The comparison on a PPO run's own prompts, sampled and rewarded as there; empty for a dry run. Only a launcher knows the
+    reward model of an actor's critic server."""
     if config.run.dry_run:
         return ""
     launched = isinstance(config, LaunchedConfig)
@@ -111,7 +111,7 @@ def after_sft(config: SFTConfig) -> str:
 
 
 def after_reward_model(config: RewardModelConfig, prompts: Prompts) -> str:
-    """The command of a PPO run on the prompts of the pairs, whose policy is the model from which the reward model started."""
+    """The command of a PPO run on the prompts of the pairs. Its policy is the model from which the reward model started."""
     settings: dict[str, Any] = {"critic.model.path": config.export_path, "model.path": config.model.path}
     rows = {"data.train_path": _training_rows(config.data)}
     rows |= {"data.val_path": config.data.val_path} if config.data.val_path else {}
@@ -141,7 +141,7 @@ def _held_out(data: TrainingDataConfig) -> dict[str, Any]:
 
 
 def _layout(layout: str, data: PromptTemplateConfig, export: str) -> dict[str, Any]:
-    """How prompts are found in rows and wrapped; ``export`` holds the chat template that was set."""
+    """The settings that find prompts in rows and wrap them; ``export`` holds the chat template that was set."""
     settings = _changed("data", data, PromptTemplateConfig(), _names(PromptTemplateConfig) - {"today", "chat_template"})
     if data.chat_template is not None:
         settings["data.chat_template"] = f"{export}/chat_template.jinja"
@@ -151,7 +151,7 @@ def _layout(layout: str, data: PromptTemplateConfig, export: str) -> dict[str, A
 
 
 def _changed(group: str, values: Any, unset: Any, names: Collection[str] | None = None) -> dict[str, Any]:
-    """The settings of ``values`` under ``names``, or all, that differ from those of ``unset``."""
+    """The settings of ``values`` under ``names``, or all, that differ from ``unset``."""
     given = {name: getattr(values, name) for name in sorted(_names(type(unset)) if names is None else names)}
     return {f"{group}.{name}": value for name, value in given.items() if value != getattr(unset, name)}
 

@@ -23,10 +23,10 @@ COMPILERS = ("gcc", "clang")
 
 
 def usable_gpu() -> bool:
-    """Whether to compute on a GPU. A driver that torch cannot use never moves a run to the CPU without a word.
+    """True if runs compute on a GPU. A driver that torch cannot use never silently moves a run to the CPU.
 
     Raises:
-        UserError: this host has one, of which this process may see some, but torch cannot use it.
+        UserError: this host has a GPU that this process may see, but torch cannot use it.
     """
     if torch.cuda.is_available():
         return True
@@ -37,7 +37,7 @@ def usable_gpu() -> bool:
 
 
 def unusable() -> str:
-    """Why torch cannot use the host's GPU, and what to do."""
+    """Explain why torch cannot use the host's GPU, and what to do."""
     built = torch.version.cuda
     if built is None:
         return f"torch {torch.__version__} in {sys.prefix} is built for CPUs: `make envs ACCELERATOR=cuda` installs one for GPUs"
@@ -82,10 +82,10 @@ def require_repeatable(device: torch.device) -> None:
 
 
 def require_compiler() -> None:
-    """Triton compiles a small C file for each kernel, in vLLM also without CUDA graphs.
+    """Require a C compiler: Triton compiles a small C file for each kernel, in vLLM also without CUDA graphs.
 
     Raises:
-        UserError: there is no compiler, or no Python.h.
+        UserError: a compiler or Python.h is missing.
     """
     debians = sysconfig.get_default_scheme() == "posix_local"  # its own paths, where Triton does not look
     headers = Path(sysconfig.get_path("include", "posix_prefix" if debians else sysconfig.get_default_scheme()))
@@ -104,7 +104,7 @@ def require_compiler() -> None:
 
 
 def _devices() -> bool:
-    """Whether this host, or container, has a GPU: the driver may be loaded without one. Under WSL2 it has another device."""
+    """True if this host, or container, has a GPU: the driver may be loaded without one. Under WSL2 it has another device."""
     return any(DEVICES.glob("nvidia[0-9]*")) or (DEVICES / "dxg").exists()
 
 

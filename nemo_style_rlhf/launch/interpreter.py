@@ -1,4 +1,4 @@
-"""Whether a program runs in its own environment. Standard library only: another Python may lack everything else."""
+"""Checks that a program runs in its own environment. Standard library only: another Python may lack everything else."""
 
 import importlib.util
 import sys
@@ -14,11 +14,11 @@ NEEDS = {
 }
 """Environment by folder of the script, with packages that a plain Python lacks, or the server's environment."""
 IN_THE_ACTORS_ENVIRONMENT = ("serve_engine", "nsr-serve-engine")
-"""Servers that need vLLM and no Triton."""
+"""Servers that need vLLM instead of Triton."""
 
 
 def require_own_interpreter() -> bool:
-    """Whether the main script is one of ours; if so, it runs in its own Python. Loads no package.
+    """True if the main script is one of ours; if so, it runs in its own Python. Loads no package.
 
     Raises:
         SystemExit: the script runs in another Python; a sentence that names the right one has been printed.
@@ -47,6 +47,6 @@ def require_own_interpreter() -> bool:
 
 
 def started_for_this() -> bool:
-    """Whether Python was started to run only the main script: not under a debugger, a test, or another program."""
+    """True if Python was started to run only the main script: not under a debugger, a test, or another program."""
     words = list(dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:]))
     return words[:1] == sys.argv[:1]

@@ -17,7 +17,7 @@ from pathlib import Path
 INTERRUPTED_EXIT = 130
 """Exit code of a process ended by Ctrl-C: 128 + SIGINT, as in shells."""
 SHOW_CURSOR = "\x1b[?25h"
-"""Terminal code that shows the cursor, which a progress bar may have hidden."""
+"""Terminal code that shows the cursor, if a progress bar has hidden it."""
 
 _listener: threading.Thread | None = None
 _folders: list[Path] = []
@@ -48,7 +48,7 @@ def describe(standing: Callable[[], str]) -> None:
 
 
 def remove_at_end(folder: Path) -> None:
-    """Have :func:`end`, SIGTERM and SIGHUP remove a folder in memory, which no other process would. Called in the main thread.
+    """Make :func:`end`, SIGTERM and SIGHUP remove a folder in memory: no other process would. Called in the main thread.
 
     These two are not blocked, as children would inherit that. A thread learns of them by Python's wake-up descriptor, whatever
     the main thread does."""
@@ -77,7 +77,7 @@ def _release() -> None:
 
 
 def _forget() -> None:
-    """In a forked child, whose signals would tell its parent."""
+    """Restore the default handlers in a forked child: its signals would reach its parent's thread."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is _leave_to_thread:
@@ -86,7 +86,7 @@ def _forget() -> None:
 
 
 def _leave_to_thread(number: int, frame: object) -> None:
-    """Does nothing, but is no default."""
+    """Do nothing, unlike the default handler."""
 
 
 def _end_when_told(heard: int) -> None:
@@ -103,17 +103,17 @@ def _remove_folders() -> None:
 
 
 def weights_in_memory(run_id: str) -> Path:
-    """Folder of a run's published weights. Whoever ends the run's processes by force removes it."""
+    """Folder of a run's published weights. A process that kills the run's processes removes it."""
     return Path(f"/dev/shm/nsr-{run_id}-weights")
 
 
 def on_first(action: Callable[[], None]) -> None:
-    """Have the first SIGINT only call ``action``, in another thread; the second one ends the process."""
+    """Make the first SIGINT only call ``action``, in another thread; the second one ends the process."""
     _actions.insert(0, action)
 
 
 def as_exception() -> None:
-    """Have the first SIGINT raise KeyboardInterrupt in the main thread, for work to be undone; the second ends the process.
+    """Make the first SIGINT raise KeyboardInterrupt in the main thread, for work to be undone; the second ends the process.
 
     SIGUSR2 interrupts the main thread: Python's ``interrupt_main`` would wait until it stops waiting by itself.
     """
@@ -140,7 +140,7 @@ def _wait() -> None:
         if threading.current_thread() is not _listener:
             return
         action = _actions.pop(0) if len(_actions) > 1 else _actions[0]
-        threading.Thread(target=action, daemon=True).start()  # not in this thread, which must wait for a second SIGINT
+        threading.Thread(target=action, daemon=True).start()  # not in this thread: it must wait for a second SIGINT
 
 
 def end() -> None:
@@ -149,7 +149,7 @@ def end() -> None:
 
     try:
         stderr = os.dup(2)
-        # Silences the other threads, and a child that they start from now on, which would complain that its parent is gone.
+        # Silences the other threads, and a child that they start from now on: it would complain that its parent is gone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         listed = {child.pid for child in multiprocessing.active_children()}  # lacks one that is being started
         for child in psutil.Process().children():
@@ -160,7 +160,7 @@ def end() -> None:
         _remove_folders()
         if os.environ.get("RANK", "0") == "0":
             cursor = SHOW_CURSOR if os.isatty(stderr) else ""
-            # On a separate line after any progress bar, and not through Python's buffer, which the main thread may have locked.
+            # On a separate line after any progress bar, and not through Python's buffer: the main thread may have locked it.
             os.write(stderr, f"\n{cursor}{_standing()}\n".encode())
     finally:
         os._exit(INTERRUPTED_EXIT)

@@ -6,14 +6,11 @@ from nemo_style_rlhf.errors import UserError
 
 NEEDED, AMPLE = 512, 4096
 """Required and preferred limit. A small run had 156 files open in the server, 69 in the actor. The front door keeps up to 256
-connections of strangers besides those of its callers, each of which takes two files."""
+connections of unauthenticated clients in addition to its callers' connections. Each takes two files."""
 
 
 def require_open_files() -> None:
-    """
-    Raises:
-        UserError: the limit is too low and this process cannot raise it.
-    """
+    """Raise the limit if necessary. Raises UserError if it is too low and this process cannot raise it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= NEEDED:
         return

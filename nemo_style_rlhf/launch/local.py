@@ -22,7 +22,7 @@ LOG_TAIL_LINES = 15
 ERROR = "error: "
 """Begins the sentence about a user's mistake."""
 LINGER_S = 5.0
-"""Seconds in which the processes that a program has left may end by themselves, which most do."""
+"""Seconds in which processes left by a program may end by themselves, as most do."""
 
 
 class ProgramFailed(Exception):
@@ -73,11 +73,11 @@ class Child:
         return int(self._process.wait(timeout_s))
 
     def signal(self, number: int) -> None:
-        """Send a signal to the program alone, unless it has ended."""
+        """Send a signal only to the program, unless it has ended."""
         self._process.send_signal(number)
 
     def interrupt(self) -> None:
-        """Send SIGINT to the program, or to its ranks: torchrun, which would pass it on, fails with a traceback of its own."""
+        """Send SIGINT to the program, or to its ranks: torchrun would pass it on, but fails with a traceback of its own."""
         if self.program.ranks == 1:
             self.signal(signal.SIGINT)
         elif self.poll() is None:
@@ -138,7 +138,7 @@ class Child:
 
     @property
     def end(self) -> str:
-        """How this program ended, as the rest of a sentence about it."""
+        """Says how this program ended, as the rest of a sentence about it."""
         code = self.poll() or 0
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 

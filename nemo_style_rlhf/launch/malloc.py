@@ -63,7 +63,7 @@ def prepare_heap() -> None:
     return the memory at its top. Only the environment can turn the caches off, so this restarts the program, as the same process:
     torch asks for aligned blocks; glibc cuts them out of blocks that are 96 bytes larger. Remainders in a cache do not rejoin the
     large block once it is freed, so that it is too small for the next request of its size: heaps were two to three times as large
-    as the memory in use (docs/benchmarks.md). There is no restart if the environment already sets the caches, or if Python was
+    as the memory in use (docs/benchmarks.md). It does not restart if the environment already sets the caches, or if Python was
     not started to run only this program.
     """
     given = os.environ.get(TUNABLES, "")

@@ -4,11 +4,11 @@ import random
 import socket
 
 PORTS = range(20_000, 32_768)
-"""Linux gives connections, and whoever asks for any port, ports from 32768 up: one of those may be gone seconds later."""
+"""Linux gives ports from 32768 up to connections and to processes that ask for any port: one may be gone seconds later."""
 
 
 def free_ports(count: int) -> list[int]:
-    """``count`` ports of this node that nobody listens on.
+    """``count`` ports of this node on which no process listens.
 
     Raises:
         OSError: there are not as many.

@@ -40,9 +40,9 @@ from nemo_style_rlhf.launch.starting import PART
 from nemo_style_rlhf.schema.ray import PPORayConfig
 
 ASK_S = 0.3
-"""Seconds between two questions to a host whether its process runs."""
+"""Seconds between two checks that a host's process runs."""
 LAST_WORDS_S = 3.0
-"""Once a rank has ended with an error, the others have this long to say why."""
+"""Seconds for the other ranks to report their errors, once a rank has ended with one."""
 
 
 def run_on_ray(config: PPORayConfig) -> int:
@@ -103,7 +103,7 @@ def make_programs(config: PPORayConfig, folder: Path, secrets: RunSecrets) -> li
 
 
 class Rank:
-    """One process, which a host runs."""
+    """One process, run by a host."""
 
     def __init__(self, placed: PlacedRank, program: Program, log: Path, awaited: Path | None) -> None:
         self.placed, self.lost = placed, False
@@ -113,7 +113,7 @@ class Rank:
         self._next, self._heard = 0.0, time.monotonic()
 
     def poll(self) -> int | None:
-        """The exit code, that of SIGKILL if the process is lost with its host; or None."""
+        """The exit code (SIGKILL's if the process is lost with its host), or None."""
         if self._answer is None:
             if self._awaited is not None and not self._awaited.exists():
                 return self._code
@@ -154,7 +154,7 @@ class Rank:
 
 
 class RayChild(Child):
-    """A program of one or several ranks, each in its slot. Rank 0 writes ``log``, the others logs of their own beside it."""
+    """A program of one or several ranks, each in its slot. Rank 0 writes ``log``, the others logs of their own next to it."""
 
     def __init__(
         self, program: Program, log: Path, ranks: list[Rank], logs: list[Path], forget: Callable[[PlacedRank], None]
@@ -174,7 +174,7 @@ class RayChild(Child):
         self.poll()
 
     def poll(self) -> int | None:
-        """0 once every rank has ended; else the code of the first one that failed, when the others had their last words."""
+        """0 once every rank has ended; after an error, a failed rank's code once all ranks have ended or had time to report."""
         codes = [rank.poll() for rank in self.ranks]
         if None not in codes:
             return next((code for code in codes if code), 0)
@@ -224,7 +224,7 @@ class RayChild(Child):
 
 
 class RayRun(PPORun):
-    """The programs of a run in their slots, of which the last one is the actor."""
+    """The programs of a run in their slots; the last one is the actor."""
 
     def __init__(
         self, programs: list[Program], folder: Path, cluster: Cluster, secrets: RunSecrets, *, restarts: int, then: str
@@ -233,7 +233,7 @@ class RayRun(PPORun):
         self._critic: tuple[str, str, int] | None = None
         """Node, host and port of the critic server."""
         self._gone_with: set[Child] = set()
-        """The children that lost ranks when a node was lost, which counts as one death."""
+        """The children that lost ranks when a node was lost. Together they count as one death."""
         for program in programs:
             cluster.slots(program.name)
         super().__init__(programs, folder, restarts=restarts, then=then)

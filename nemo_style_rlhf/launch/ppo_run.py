@@ -1,7 +1,7 @@
-"""The programs of one run until its end: starts again what dies, shows what they say, and ends them together.
+"""Runs the programs of one run to its end: restarts what dies, shows what the programs say, and ends them together.
 
-Ctrl-C reaches only this process, which ends the actor first: it may still save, and needs the server for that. The actor
-resumes by itself when it is started again, and goes back to the last common checkpoint when the server was.
+Ctrl-C reaches only this process. It ends the actor first: the actor may still save, and needs the server for that. A restarted
+actor resumes by itself. If the server was restarted, the actor goes back to the last common checkpoint.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ GOES_ON = "  "
 ENDS_ACTOR = (0, interrupt.INTERRUPTED_EXIT, PREEMPTED_EXIT)
 """Exit codes of an actor that was not lost."""
 PATIENT_INTERRUPTS = 3
-"""Ctrl-C may be pressed that often before this process ends without waiting for the others."""
+"""Presses of Ctrl-C before this process ends without waiting for the others."""
 
 
 def critic_python(backend: str) -> Path:
@@ -57,10 +57,7 @@ def pythons_of(config: LaunchedConfig) -> set[Path]:
 
 
 def require_environments(config: LaunchedConfig) -> None:
-    """
-    Raises:
-        UserError: an environment is missing on this host.
-    """
+    """Raise UserError if an environment is missing on this host."""
     for python in sorted(pythons_of(config)):
         if not python.exists():
             raise UserError(
@@ -92,13 +89,10 @@ def configured(name: str, folder: Path, values: dict[str, Any]) -> list[str]:
 
 
 class PPORun:
-    """The programs of a run, of which the last one is the actor."""
+    """The programs of a run; the last one is the actor."""
 
     def __init__(self, programs: list[Program], folder: Path, *, restarts: int, then: str = "") -> None:
-        """
-        Args:
-            then: the command that may follow a run that is done; empty for none.
-        """
+        """``then`` is the command that may follow a run that is done; empty for none."""
         self._folder, self._then = folder, then
         logs = [folder / f"{program.name}.log" for program in programs]
         self._news = [GrowingLog(log) for log in logs]
@@ -114,7 +108,7 @@ class PPORun:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._interrupted)
         self._speaking: set[Child] = set()
-        """The children whose last line was shown as a message, which may go on."""
+        """The children whose last line was shown as a message. The message may continue."""
         self._phases = {program.name: "loading libraries" for program in programs}
         """Phase of each program, by its name, until the first step is done."""
         for program, log in zip(programs, logs, strict=True):
@@ -127,7 +121,7 @@ class PPORun:
         return Child(program, log)
 
     def _counts(self, dead: Child) -> bool:
-        """Whether this death counts as one; not if it had the cause of another, which did."""
+        """True if this death counts; False if it shares its cause with a death that counted."""
         return True
 
     @property
@@ -139,7 +133,7 @@ class PPORun:
         return self._supervisor.children[-1]
 
     def to_its_end(self) -> int:
-        """The actor's exit code, or that of Ctrl-C."""
+        """Run until the actor has ended; returns its exit code, or Ctrl-C's."""
         while True:
             time.sleep(POLL_S)
             self._show()

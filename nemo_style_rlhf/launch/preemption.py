@@ -36,7 +36,7 @@ def heed_sigterm() -> None:
 
 
 def stop_requested() -> bool:
-    """Whether SIGUSR1 has arrived since :func:`hold_stop_signal`, or :func:`request_stop` was called."""
+    """True if SIGUSR1 has arrived since :func:`hold_stop_signal`, or :func:`request_stop` was called."""
     return _received or signal.SIGUSR1 in signal.sigpending()
 
 

@@ -19,7 +19,7 @@ ACTOR, CRITIC = "actor", "critic"
 CHECKED = "NSR_CHECKED"
 """Environment variable of programs whose configuration and inputs their launcher has checked, see precheck/."""
 ENGINE_CONFIG = "this_run"
-"""Name of the configuration that a trainer writes for its engines; ``engine`` would be that of conf/."""
+"""Name of the configuration that a trainer writes for its engines; ``engine`` is taken by conf/."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Program:
     folder: Path = ROOT
     """The folder in which it runs, to which its paths are relative."""
     ready_file: Path | None = None
-    """The file in which a server writes its host and port (JSON) once it answers. None if the program is no server."""
+    """The file in which a server writes its host and port (JSON) once it answers. None if the program is not a server."""
 
     @property
     def command(self) -> list[str]:

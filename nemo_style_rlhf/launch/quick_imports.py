@@ -1,10 +1,10 @@
-"""Has the imports of other libraries do the same in less time. Standard library only.
+"""Makes the imports of other libraries do the same in less time. Standard library only.
 
 transformers reads the code of all of its models twice, line by line, to find their names; and of every installed package it
-parses the metadata and the list of files, to find which packages bring which modules. torchmetrics, which Lightning imports,
-loads matplotlib for plots that nobody here asks for. accelerate loads DeepSpeed to see that a model is none of its own. Together
-that was a quarter of the processor time of a short supervised stage. Read in transformers 5.19, torchmetrics 1.9 and accelerate
-1.15; a version that has nothing of this is left alone.
+parses the metadata and the list of files, to find which packages bring which modules. torchmetrics, a dependency of Lightning,
+loads matplotlib for plots that this package never makes. accelerate loads DeepSpeed to see that a model is not one of its own.
+Together that was a quarter of the processor time of a short supervised stage. Read in transformers 5.19, torchmetrics 1.9 and
+accelerate 1.15; a version that has nothing of this is left unchanged.
 """
 
 import functools
@@ -68,11 +68,11 @@ QUICK = {
     "torchmetrics.utilities.imports": _torchmetrics,
     "accelerate.utils.other": _accelerate,
 }
-"""By name of a module, what executes its code."""
+"""The function that executes a module's code, by the module's name."""
 
 
 def _once_per_folder(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``read``, which gets a folder or a file in it."""
+    """Make ``read``, called with a folder or a file in it, read each folder once."""
     cached = functools.cache(read)
     return lambda path: cached(os.path.dirname(path) if os.path.isfile(path) else os.fspath(path))
 

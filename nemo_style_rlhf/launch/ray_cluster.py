@@ -31,16 +31,16 @@ HEAD_TIMEOUT_S = 2.0
 HEAD_FAILURES = 3
 """Failed connections to the cluster's head in a row after which it is lost."""
 ANSWER_S = 10.0
-"""Longest wait for a host's answer to a short question."""
+"""Seconds to wait for a host's answer to a short question."""
 SOON_S = 5.0
-"""Nodes that are there are reserved within this time; else the user learns what is waited for."""
+"""Seconds in which nodes that exist are reserved; after them, the user learns what the run waits for."""
 
 
 def connect(config: RayConfig) -> None:
     """Connect this process to the cluster.
 
     Raises:
-        UserError: there is none, it refuses this process, or it lets strangers in.
+        UserError: there is none, it refuses this process, or it accepts unauthenticated clients.
     """
     address = os.environ.get("RAY_ADDRESS", "auto") if config.address == "auto" else config.address
     if address != "auto" and not answers(address):  # Ray itself would try for a minute
@@ -66,7 +66,7 @@ def connect(config: RayConfig) -> None:
 
 
 def answers(head: str) -> bool:
-    """Whether something listens at HOST:PORT."""
+    """True if something listens at HOST:PORT."""
     host, _, port = head.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), HEAD_TIMEOUT_S).close()
@@ -76,10 +76,7 @@ def answers(head: str) -> bool:
 
 
 def require_token(head: str) -> None:
-    """
-    Raises:
-        UserError: the cluster's head answers a call without a token.
-    """
+    """Raise UserError unless the cluster's head refuses a call without a token."""
     with _channel(head) as channel:
         try:
             channel.unary_unary(STRANGERS_CALL)(b"", timeout=ANSWER_S)
@@ -112,7 +109,8 @@ class PlacedRank:
     info: NodeInfo
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
-        """
+        """Call a method of the host.
+
         Raises:
             RayActorError: the host is lost.
             ray.exceptions.GetTimeoutError: it does not answer.
@@ -121,7 +119,7 @@ class PlacedRank:
 
 
 class Cluster:
-    """The hosts of a run. A thread lets them know that this process lives, and finds out whether the cluster's head does."""
+    """The hosts of a run. A thread tells them that this process lives, and checks that the cluster's head does."""
 
     def __init__(
         self,
@@ -180,17 +178,14 @@ class Cluster:
         return [gpu for each in self._placement.sharers(slot) for gpu in there[each]]
 
     def forget(self, placed: PlacedRank) -> None:
-        """Have :meth:`slots` put another host into this one's slot."""
+        """Make :meth:`slots` put another host into this one's slot."""
         if self._placed.get(placed.slot.name) is placed:
             del self._placed[placed.slot.name]
             with contextlib.suppress(Exception):  # it may only be out of reach
                 ray.kill(placed.handle)
 
     def require_head(self) -> None:
-        """
-        Raises:
-            ProgramFailed: the cluster's head is lost.
-        """
+        """Raise ProgramFailed if the cluster's head is lost."""
         if self.head_lost.is_set():
             raise ProgramFailed(
                 f"the head of the Ray cluster, {self.head}, is lost, and the run with it: the same command goes on"
@@ -239,11 +234,7 @@ class Cluster:
             self._go_on(deadline, f"no nodes could hold the run, which needs {needs},")
 
     def _go_on(self, deadline: float, what: str) -> None:
-        """
-        Raises:
-            UserError: the time is over.
-            KeyboardInterrupt: the user has told the run to end.
-        """
+        """Raise UserError if the time is over, ProgramFailed if the head is lost, KeyboardInterrupt if the user ended the run."""
         self.require_head()
         if self.given_up.is_set():
             raise KeyboardInterrupt
@@ -263,7 +254,7 @@ class Cluster:
         while True:
             time.sleep(HEARTBEAT_S)
             for placed in list(self._placed.values()):
-                with contextlib.suppress(Exception):  # its process is found to be lost by whoever asks for it
+                with contextlib.suppress(Exception):  # a later question finds that its process is lost
                     placed.handle.renew.remote()
             failures = 0 if answers(self.head) else failures + 1
             if failures >= HEAD_FAILURES:
@@ -271,7 +262,7 @@ class Cluster:
 
 
 def lost(error: RayActorError, since: float) -> bool:
-    """Whether a host that did not answer is lost; one that is only out of reach has ended its process when its lease is over."""
+    """True if a host that did not answer is lost. One that is only out of reach has ended its process when its lease is over."""
     return not isinstance(error, ActorUnavailableError) or time.monotonic() - since > LEASE_S
 
 

@@ -16,11 +16,11 @@ from nemo_style_rlhf.launch.program import Program, threads_of_a_rank
 from nemo_style_rlhf.launch.screen import GrowingLog
 
 LEASE_S = 10.0
-"""Seconds without a word of the driver after which the process is ended: the driver, its host or the network is gone."""
+"""Seconds without contact with the driver after which the process is ended: the driver, its host or the network is gone."""
 LOST_GRACE_S = 2.0
 """Seconds from SIGTERM to SIGKILL of a process without a driver."""
 RANKS_BESIDE = "NSR_RANKS_BESIDE"
-"""Environment variable with the number of ranks of the same program on the node, which share its cores."""
+"""Environment variable with the number of ranks of the same program on the node. They share its cores."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class NodeInfo:
     gpus: tuple[str, ...]
     """The GPUs that Ray gave to the host."""
     fault: str | None
-    """Why no process of the run can start there."""
+    """Reason why no process of the run can start there; None if it can."""
 
 
 class HostedChild(Child):
@@ -48,7 +48,7 @@ class HostedChild(Child):
 
 
 class Host:
-    """Starts a program, tells how it is, and ends it with the driver or with this process."""
+    """Starts a program, reports its state, and ends it with the driver or with this process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,10 +62,10 @@ class Host:
         return self._name
 
     def look(self, needed: Sequence[Path], mark: tuple[Path, str]) -> NodeInfo:
-        """
+        """Check that the files and folders ``needed`` exist, and that the run's folder is shared.
+
         Args:
-            needed: files and folders that must exist.
-            mark: a file of the run and its content, which shows that the run's folder is shared.
+            mark: a file of the run and its content, to recognize the folder.
         """
         import ray
 
@@ -92,7 +92,7 @@ class Host:
         self._child = HostedChild(program, log, grace_s=LOST_GRACE_S)
 
     def renew(self) -> None:
-        """The driver is there."""
+        """Record that the driver is alive."""
         self._heard = time.monotonic()
 
     def poll(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Which process of a run goes where on a Ray cluster: pure arithmetic, without Ray.
+"""Places the processes of a run on a Ray cluster: pure arithmetic, without Ray.
 
 A bundle is what Ray reserves on one node: the GPUs and CPUs of the ranks that are there together.
 """
@@ -10,7 +10,7 @@ from nemo_style_rlhf.launch.ppo_run import ACTOR, CRITIC
 from nemo_style_rlhf.schema.ray import PPORayConfig
 
 STRATEGIES = {"separate": "SPREAD", "colocated": "PACK"}
-"""Ray's strategy for the bundles, which it follows where the nodes allow it."""
+"""Ray's strategy for the bundles; Ray follows it where the nodes allow it."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Placement:
         return sorted((slot for slot in self.slots if slot.program == program), key=lambda slot: slot.rank)
 
     def sharers(self, slot: Slot) -> list[Slot]:
-        """The slots whose GPUs the process at ``slot`` sees, in the order of their numbers there. Ranks see those of all ranks
-        beside them, and each uses the one of its local rank."""
+        """The slots whose GPUs the process at ``slot`` sees, in the order of their numbers there. Ranks see the GPUs of all ranks
+        next to them, and each uses the GPU of its local rank."""
         beside = [each for each in self.slots if each.bundle == slot.bundle]
         if slot.shares:
             found = [each for each in beside if each.program == ACTOR and each.local_rank in slot.shares]
@@ -63,7 +63,7 @@ def engine_names(count: int) -> list[str]:
 
 
 def place(config: PPORayConfig, *, on_gpus: bool) -> Placement:
-    """The placement of a run, whose ranks have a GPU each where there are any."""
+    """The placement of a run. Each of its ranks has a GPU if there are any."""
     gpus = int(on_gpus)
     size = config.generation.tensor_parallel_size
     engines = engine_names(config.launched_engines)
@@ -88,7 +88,7 @@ def place(config: PPORayConfig, *, on_gpus: bool) -> Placement:
 
 
 def remedy(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]]) -> str:
-    """What a user may change so that ``nodes``, by what each has, hold ``bundles``."""
+    """Advise the user what to change so that ``nodes``, by what each has, hold ``bundles``."""
     needed, there = sum(each["CPU"] for each in bundles), sum(each["CPU"] for each in nodes)
     largest, most = max(each["CPU"] for each in bundles), max((each["CPU"] for each in nodes), default=0.0)
     if nodes and (needed > there or largest > most):

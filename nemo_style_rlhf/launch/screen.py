@@ -41,7 +41,7 @@ class Screen:
             self._say_progress()
 
     def close(self) -> None:
-        """End the line of progress; call :meth:`say` alone from here on."""
+        """End the line of progress; call only :meth:`say` from here on."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -1,5 +1,5 @@
-"""What a program does while it starts, for who waits: one short line on a terminal, which changes; or for the launcher, which
-shows what all of its programs do. Standard library only."""
+"""Shows what a program does while it starts: one short line on a terminal, replaced each time, or a line in the log for the
+launcher to show with all of its programs. Standard library only."""
 
 import logging
 import os

@@ -23,7 +23,7 @@ WORDS = ("-m", "--multirun")
 def run_all(options: Sequence[str], runs: Sequence[Sequence[str]], given: Sequence[str]) -> int:
     """Start this program once for each of ``runs``, its overrides; ``options`` are the other words of the command line.
 
-    The first run that fails ends the sweep. The same command goes on: runs that are done say so.
+    The first run that fails ends the sweep. The same command continues it: runs that are done say so.
 
     Args:
         given: the output folder that each run would have by itself.
@@ -63,12 +63,12 @@ def own_folders(runs: Sequence[Sequence[str]], given: Sequence[str]) -> list[str
 
 
 def _swept(runs: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The overrides of each run that not all of them have."""
+    """The overrides of each run that not all runs have."""
     return [[word for word in words if any(word not in other for other in runs)] for words in runs]
 
 
 def _finish(child: Child) -> int:
-    """Wait for the exit code; Ctrl-C reaches the run, which says where it stands, and a second one ends it."""
+    """Wait for the exit code. The first Ctrl-C is passed to the run, so it says where it stands; the second ends it."""
     try:
         while True:
             with suppress(TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What programs say of themselves: the text of ``--help``, and of ``--help KEY``."""
+"""Writes the text of ``--help``, and of ``--help KEY``."""
 
 import inspect
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def help_text(script: str, about: str, *, dry_run: str, sweeps: bool) -> str:
     """The template of Hydra's help.
 
     Args:
-        about: paragraphs about the program, of which the second one is its usage.
+        about: paragraphs about the program; the second one is its usage.
         dry_run: what ``--dry-run`` does after loading; empty for a program without one.
         sweeps: whether the program takes ``-m``.
     """
@@ -39,7 +39,7 @@ def describe_keys(script: str, keys: Sequence[str]) -> str:
     """The answer to ``--help KEY``.
 
     Raises:
-        UserError: there is no such key.
+        UserError: a key does not exist.
     """
     name, schema = PROGRAMS[script]
     composed = compose(name)

@@ -21,13 +21,13 @@ class UserFile:
     section: str
     """Configuration section whose `path` and `name` lead to the object in the file."""
     what: str
-    """Sentences call the file that of the ..."""
+    """Owner of the file in sentences, as in: the file of the ..."""
     kind: str
-    """Sentences call the object in it so: function or class."""
+    """Kind of the object in sentences: function or class."""
 
     @functools.cache  # noqa: B019 there are as many of these as of configuration sections
     def load(self, path: str, name: str) -> Any:
-        """The callable ``name`` of the file ``path``, which is imported once.
+        """The callable ``name`` of the file ``path``. The file is imported once.
 
         Raises:
             UserError: the file has no such callable, or cannot be imported.

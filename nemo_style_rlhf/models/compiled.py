@@ -14,7 +14,7 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_forward(module: nn.Module) -> None:
-    """Have calls of ``module`` compile its forward, and its backward, for shapes of any size."""
+    """Make calls of ``module`` compile its forward and backward, for shapes of any size."""
     _keep_results()
     module.compile(dynamic=True)
 
@@ -27,10 +27,10 @@ def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_results() -> None:
-    """Have torch keep compiled code among the user's caches, in a folder for this kind of processor.
+    """Keep torch's compiled code among the user's caches, in a folder for this kind of processor.
 
-    Its own choice is the folder for temporary files, which clusters empty after a job. Code for one processor may not run on
-    another that shares the home folder, and torch does not look.
+    torch's default is the folder for temporary files, and clusters empty that after a job. Code for one processor may not run on
+    another that shares the home folder, and torch does not check.
     """
     if FOLDER in os.environ:
         return

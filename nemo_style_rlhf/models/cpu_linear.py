@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 CPU_EMULATES_BF16: bool = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_bf16_supported()
-"""Whether this is an x86 CPU without bf16 instructions (AVX512-BF16, which every CPU with AMX has too)."""
+"""True on an x86 CPU without bf16 instructions (AVX512-BF16; every CPU with AMX has them too)."""
 
 
 def matmul_dtype(tensor: Tensor) -> torch.dtype:

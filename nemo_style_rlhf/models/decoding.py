@@ -14,7 +14,7 @@ def decoder_loader(tokenizer: "PreTrainedTokenizerBase", path: str, *, trust_rem
     """A picklable function that another process calls for the equivalent of ``tokenizer.decode``.
 
     Args:
-        path: of the tokenizer. It is loaded anew, with transformers, if it does more than its `tokenizers` backend.
+        path: of the tokenizer. It is loaded again, with transformers, if it does more than its `tokenizers` backend.
     """
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 

@@ -24,17 +24,17 @@ def export_model(
     """Write ``model`` with the tokenizer, chat template, dropout settings and notes of ``source``, the model before training.
 
     A model built from a bare config takes its dropout settings from ``config_source``; a model with sharded weights needs the
-    whole ``weights``. Adapters are merged. ``write_notes`` adds files, which replace the notes of ``source``.
-    The generation config of ``source`` is passed on as it is, also one that transformers would refuse to save.
-    A failure leaves ``directory`` unchanged. ``model`` itself is only read, and if ``weights`` are given only its structure, so
-    that it may train meanwhile.
+    whole ``weights``. Adapters are merged. ``write_notes`` adds files, replacing notes of ``source``.
+    The generation config of ``source`` is copied as it is, even if transformers would refuse to save it.
+    A failure leaves ``directory`` unchanged. ``model`` is only read. With ``weights`` only its structure is read, so it may train
+    meanwhile.
     """
     original = original_dropout(config_source or source, trust_remote_code=trust_remote_code)
     shell = copy(model)  # the same layers, with a config of its own
     shell.config = deepcopy(model.config)
     for key, value in {**original, "use_cache": True}.items():
         setattr(shell.config, key, value)
-    shell.generation_config = GenerationConfig.from_model_config(shell.config)  # that of the source is copied
+    shell.generation_config = GenerationConfig.from_model_config(shell.config)  # the source's own is copied
     weights = model.state_dict() if weights is None else weights
     with published(directory) as beside:
         shell.save_pretrained(beside, state_dict=dict(merged(weights.items(), model)))
@@ -45,8 +45,8 @@ def export_model(
 
 
 def rehearse_export(model: PreTrainedModel, *, source: str, **settings: Any) -> None:
-    """Try :func:`export_model` before training: everything but the weights is written into a folder that is removed again, and
-    their shapes are compared with those that the written config.json asks for.
+    """Try :func:`export_model` before training: write everything but the weights into a temporary folder, and compare the shapes
+    of the weights with the shapes that the written config.json asks for.
 
     Raises:
         UserError: the trained model could not be exported.

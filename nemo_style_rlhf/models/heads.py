@@ -33,9 +33,9 @@ HEADS = (
 """Names of heads that read each token's last hidden state, as transformers, OpenRLHF, TRL and others write them."""
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 WEIGHT_FILES = (SAFE, f"{SAFE}.index.json", PICKLED, f"{PICKLED}.index.json")
-"""Files of weights, of which transformers takes the first."""
+"""Files of weights, in transformers' order of preference."""
 HEAD_FILES = ("value_head.safetensors", "value_head.bin")
-"""Files in which LLaMA-Factory keeps the head, beside the weights of a language model."""
+"""Files in which LLaMA-Factory keeps the head, next to the weights of a language model."""
 STATISTICS = ("mean", "std")
 """Weights in which OpenRLHF kept the statistics that normalize rewards."""
 GATING = r"gating\..*|reward_transform_matrix"
@@ -50,30 +50,30 @@ class StoredHead:
     labels: int
     has_bias: bool
     has_statistics: bool
-    """Whether :data:`STATISTICS` are among the weights."""
+    """True if :data:`STATISTICS` are among the weights."""
     apart: bool
-    """Whether it has a file of its own, which transformers' loader does not know."""
+    """True if it has a file of its own, unknown to transformers' loader."""
 
     def beside(self, *, mixed: bool) -> re.Pattern[str]:
-        """Names of weights that the model's class may leave out: statistics and a bias, which are read apart, and with
+        """Names of weights that the model's class may leave out: statistics and a bias (read separately), and with
         label_weights (``mixed``) the network that they replace."""
         bias = rf"({re.escape(self.name)}|score)\.bias" if self.has_bias else None
         return re.compile(rf"^({'|'.join(filter(None, [*STATISTICS, bias, GATING if mixed else None]))})$")
 
     @property
     def key_mapping(self) -> dict[str, str] | None:
-        """For transformers' loader, which knows the head as `score`."""
+        """Renaming for transformers' loader: it knows the head as `score`."""
         return None if self.name == "score" else {rf"^{re.escape(self.name)}\.": "score."}
 
 
 def head_of_layers(path: str) -> list[str]:
-    """Weights below the name of a head that is no single linear layer."""
+    """Weights below the name of a head that is not a single linear layer."""
     first = {name.partition(".")[0] for name in HEADS}
     return sorted(name for name in StoredWeights(path).names if name.partition(".")[0] in first)[:2]
 
 
 def is_pickled(path: str) -> bool:
-    """Whether only torch reads the weights in a folder."""
+    """True if only torch can read the weights in a folder."""
     found = [name for name in WEIGHT_FILES if (Path(path) / name).is_file()]
     return bool(found) and found[0].startswith(PICKLED)
 
@@ -82,10 +82,7 @@ class StoredWeights:
     """Names and tensors of a checkpoint's files, read without loading the model."""
 
     def __init__(self, path: str) -> None:
-        """
-        Args:
-            path: folder or hub name.
-        """
+        """``path`` is a folder or a hub name."""
         self._path = path
         self._files: dict[str, str] = {}
         """File name by tensor; empty for a folder without weights, which the loader refuses."""
@@ -107,11 +104,12 @@ class StoredWeights:
         return set(self._files)
 
     def is_apart(self, name: str) -> bool:
-        """Whether a weight is in one of :data:`HEAD_FILES`."""
+        """True if a weight is in one of :data:`HEAD_FILES`."""
         return self._files[name] in HEAD_FILES
 
     def tensor(self, name: str) -> "torch.Tensor":
-        """
+        """Read the tensor ``name``.
+
         Raises:
             UserError: a file is missing that the index of the checkpoint names, or cannot be read.
         """

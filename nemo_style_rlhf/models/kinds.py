@@ -1,6 +1,6 @@
-"""What kind of model a checkpoint holds, by its config.json and the names of its weights; refuses one that does not fit.
+"""Finds the kind of model in a checkpoint by its config.json and the names of its weights; refuses one that does not fit.
 
-It needs neither torch nor transformers, so that programs ask before they load them: see precheck/.
+Needs neither torch nor transformers, so programs can check before loading them: see precheck/.
 """
 
 import json
@@ -12,19 +12,19 @@ from nemo_style_rlhf.errors import UserError
 from nemo_style_rlhf.models.heads import StoredHead, head_of_layers
 
 CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
-"""Endings of causal LM class names, including models that read images or sound beside text."""
+"""Endings of causal LM class names, including models that read images or sound as well as text."""
 POOLED = "ForSequenceClassification"
 
 
 class ConfigFile:
-    """What the config.json of a folder states, by the names that transformers' configs have; None for what it leaves open."""
+    """Values in the config.json of a folder, by the names that transformers' configs have; None where it states none."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
 
     @staticmethod
     def read(path: str) -> "ConfigFile | None":
-        """None for a hub name, and for a file that is no JSON object."""
+        """Read the file; None for a hub name, and for a file that is not a JSON object."""
         file = Path(path) / "config.json"
         try:
             values = json.loads(file.read_bytes()) if file.is_file() else None
@@ -41,15 +41,12 @@ class ConfigFile:
 
     @property
     def num_labels(self) -> int:
-        """Number of labels, of which transformers gives a classifier two unless its config names them."""
+        """Number of labels. transformers gives a classifier two unless its config names them."""
         return len(self._values.get("id2label") or ()) or self._values.get("num_labels") or 2
 
 
 def require_full_weights(path: str, hf_config: Any) -> None:
-    """
-    Raises:
-        UserError: the checkpoint is quantized. Its weights cannot be trained; a frozen reward model is refused, too.
-    """
+    """Raise UserError if the checkpoint is quantized. Its weights cannot be trained; a frozen reward model is refused, too."""
     parts = (hf_config, hf_config.get_text_config())
     for settings in (getattr(part, "quantization_config", None) for part in parts):
         if settings:
@@ -61,12 +58,10 @@ def require_full_weights(path: str, hf_config: Any) -> None:
 
 
 def require_decoder(path: str, config: Any) -> None:
-    """
-    Args:
-        config: of transformers, or a :class:`ConfigFile`; as in all functions of this file.
+    """Raise UserError if the model is an encoder-decoder.
 
-    Raises:
-        UserError: the model is an encoder-decoder.
+    Args:
+        config: a config of transformers, or a :class:`ConfigFile`; as in all functions of this file.
     """
     if config.is_encoder_decoder:
         raise UserError(
@@ -76,15 +71,12 @@ def require_decoder(path: str, config: Any) -> None:
 
 
 def is_pooled(config: Any, head: StoredHead | None) -> bool:
-    """Whether the model is an encoder that classifies whole sequences."""
+    """True if the model is an encoder that classifies whole sequences."""
     return head is None and any(name.endswith(POOLED) for name in config.architectures or ())
 
 
 def require_reward_head(path: str, config: Any, head: StoredHead | None) -> None:
-    """
-    Raises:
-        UserError: the model has no head that makes rewards.
-    """
+    """Raise UserError if the model has no head that makes rewards."""
     if head is not None or is_pooled(config, head):
         return
     if layers := head_of_layers(path):
@@ -111,10 +103,7 @@ def language_model(config: Any) -> str | None:
 
 
 def require_weights_of_labels(path: str, labels: int, given: Sequence[float] | None) -> None:
-    """
-    Raises:
-        UserError: there is not one weight for each label.
-    """
+    """Raise UserError unless there is one weight for each label."""
     if (given is None and labels == 1) or (given is not None and len(given) == labels):
         return
     weights = "none" if given is None else f"{len(given)} weights"
@@ -126,15 +115,12 @@ def require_weights_of_labels(path: str, labels: int, given: Sequence[float] | N
 
 
 def fitting_weights(head: StoredHead, given: Sequence[float] | None) -> Sequence[float] | None:
-    """What remains of a reward model's label_weights for a start that may have a single label, as an earlier critic has."""
+    """``given``, a reward model's label_weights; None if several for a start with one label, such as an earlier critic."""
     return None if head.labels == 1 and len(given or ()) > 1 else given
 
 
 def refuse_encoder(path: str, class_name: str) -> NoReturn:
-    """
-    Raises:
-        UserError: always; the critic server's reward model gives no score per token.
-    """
+    """Always raise UserError: the critic server's reward model gives no score per token."""
     raise UserError(
         f"the reward model {path} is an encoder ({class_name}), which gives no score per token: serve it "
         "with servers/serve_reward_model.py, set reward_model.combine_rm_and_critic_server=false, and start the critic from a "

@@ -32,7 +32,7 @@ OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|r
 OTHER_MODALITIES = re.compile(
     r"(^|\.)(vision_model|vision_tower|visual|multi_modal_projector|audio_tower|embed_(vision|audio))\."
 )
-"""Weights of a multimodal model outside of its language model, which alone is loaded."""
+"""Weights of a multimodal model outside of its language model. Only the language model is loaded."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts in configs."""
 MAX_NAMED_WEIGHTS = 3
@@ -95,8 +95,8 @@ def load_pretrained(
     Args:
         may_miss: weights that the global torch generator initializes if the checkpoint lacks them.
         unread: names of weights that the model does not need.
-        key_mapping: regular expressions for names of weights, and what replaces them.
-        settings: replace those of config.json.
+        key_mapping: regular expressions for names of weights, and their replacements.
+        settings: replace values of config.json.
 
     Raises:
         UserError: transformers cannot load it, or the checkpoint is quantized, lacks weights, or holds others.
@@ -137,10 +137,7 @@ def load_pretrained(
 
 
 def _refuse_experts(path: str, hf_config: Any) -> None:
-    """
-    Raises:
-        UserError: run.deterministic is set, and the model has experts, whose kernels may not repeat on a GPU.
-    """
+    """Raise UserError if run.deterministic is set and the model has experts: their kernels may not repeat on a GPU."""
     experts = next((found for name in EXPERTS if (found := getattr(hf_config, name, None))), 0)
     if torch.cuda.is_available() and torch.are_deterministic_algorithms_enabled() and experts:
         raise UserError(
@@ -150,13 +147,10 @@ def _refuse_experts(path: str, hf_config: Any) -> None:
 
 
 def _refuse_unread(path: str, model: PreTrainedModel, unexpected: Collection[str]) -> None:
-    """
+    """Raise UserError if one is neither an older release's buffer, nor of another modality, nor a reward model's old head.
+
     Args:
         unexpected: weights of the checkpoint that ``model`` lacks and that transformers does not declare ignorable.
-
-    Raises:
-        UserError: one of them is neither a buffer of older releases, nor part of another modality, nor a reward model's old
-            head.
     """
     unread = {name for name in unexpected if not OLD_BUFFERS.search(name) and not OTHER_MODALITIES.search(name)}
     if hasattr(model, "score"):

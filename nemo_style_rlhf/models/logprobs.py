@@ -139,7 +139,7 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
 
 
 def _logits(product: Tensor, temperature: float | Tensor) -> Tensor:
-    """fp32 logits of a matrix product, which must not change; ``temperature`` is one number or [tokens, 1]."""
+    """fp32 logits of a matrix product, for reading only; ``temperature`` is one number or [tokens, 1]."""
     logits = product.to(_accumulator(product))
     return logits if _is_one(temperature) else logits / temperature
 

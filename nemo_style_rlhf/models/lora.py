@@ -23,16 +23,16 @@ from nemo_style_rlhf.models.loading import first_line
 from nemo_style_rlhf.schema.common import ModelConfig
 
 if TYPE_CHECKING:
-    from peft import LoraConfig  # its import takes seconds, for which runs without adapters need not wait
+    from peft import LoraConfig  # its import takes seconds; runs without adapters skip it
 
 log = logging.getLogger(__name__)
 ADAPTER = "default"
 CARRIED_FILES = ("prompt_template.json", "chat_template.jinja", "generation_config.json")
-"""Files beside a model that are copied with it."""
+"""Files next to a model that are copied with it."""
 MODEL_CONFIG = "model_config.json"
-"""File beside an adapter: config of the trained model, to which training may have added (pad token, reward statistics)."""
+"""File next to an adapter: config of the trained model, with what training added (pad token, reward statistics)."""
 HEAD = "score"
-"""The head of a scalar model, which is trained in full."""
+"""The head of a scalar model. It is trained in full."""
 START = "the model in model.path"
 """Name, in a checkpoint's identity, of the model from which training started."""
 NOT_ADAPTED = (HEAD, "lm_head", "embed_out")
@@ -46,7 +46,7 @@ def add_lora(hf: PreTrainedModel, model: ModelConfig) -> None:
     A new adapter changes no output: it starts as the product of noise and zeros.
 
     Raises:
-        UserError: a name in ``model.lora.target_modules`` is that of no layer that can have an adapter, or peft refuses one.
+        UserError: a name in ``model.lora.target_modules`` names no layer that can have an adapter, or peft refuses one.
     """
     if not model.lora.rank:
         return
@@ -136,10 +136,10 @@ def save_adapter(
     hf: PreTrainedModel, directory: Path, model: ModelConfig, *, weights: dict[str, Tensor] | None = None,
     export: Path | None = None,
 ) -> None:  # fmt: skip
-    """Write the adapter alone, as peft does: ``PeftModel.from_pretrained(base, directory)`` loads it.
+    """Write only the adapter, as peft does: ``PeftModel.from_pretrained(base, directory)`` loads it.
 
     Args:
-        weights: its :func:`adapter_weights`, if ``hf`` has trained on since.
+        weights: its :func:`adapter_weights`, if ``hf`` has been trained further since.
         export: the merged model's folder, whose notes (prompt template, chat template) are copied to the adapter, too.
     """
     config = _peft_config(hf, model)
@@ -156,7 +156,7 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
     """Merge the adapter in ``directory`` into the model it was trained from and write a plain Hugging Face directory.
 
     Raises:
-        UserError: there is no adapter, or its base model is no longer where it was.
+        UserError: the adapter is missing, or its base model is no longer where it was.
     """
     from peft import PeftModel, TaskType
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -180,12 +180,12 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
     try:
         hf = auto_class.from_pretrained(
             base, config=config, trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=scalar,  # the adapter brings the head, whatever that of the base was
+            ignore_mismatched_sizes=scalar,  # the adapter brings its own head
         )  # fmt: skip
         if head is not None and head.has_bias and hf.score.bias is None:
-            add_bias(hf, torch.zeros(hf.score.out_features))  # as the head, which the adapter brings
+            add_bias(hf, torch.zeros(hf.score.out_features))  # as the adapter's head has one
         whole = PeftModel.from_pretrained(hf, directory).merge_and_unload()
-        whole.generation_config = GenerationConfig.from_model_config(whole.config)  # that of the base is copied
+        whole.generation_config = GenerationConfig.from_model_config(whole.config)  # the base's own is copied
         with published(target) as beside:
             whole.save_pretrained(beside)
             AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code).save_pretrained(beside)
@@ -200,7 +200,7 @@ def merge_adapter(directory: str, target: Path, *, trust_remote_code: bool = Fal
 
 
 def copy_notes(source: str, target: Path) -> None:
-    """Copy the ``CARRIED_FILES`` of ``source``: a folder, or a name on the hub, of which loading it has fetched some."""
+    """Copy the ``CARRIED_FILES`` of ``source``: a folder, or a hub name. Loading it has fetched some of its files."""
     for name in CARRIED_FILES:
         path: object = Path(source) / name
         if not Path(source).exists():
@@ -225,10 +225,10 @@ def _peft_config(hf: PreTrainedModel, model: ModelConfig) -> "LoraConfig":
 
 
 def _linear_layers(hf: PreTrainedModel) -> list[str]:
-    """Names of all linear layers but the head and those in blocks with experts; once some have adapters, of these alone.
+    """Names of all linear layers outside the head and blocks with experts; once some have adapters, only the names of these.
 
-    transformers fuses experts into tensors, and peft takes the names of the dense layers beside them for the experts' own when it
-    loads an adapter.
+    transformers fuses experts into tensors, and peft takes the names of the dense layers next to them for the experts' own when
+    it loads an adapter.
     """
     adapted = [name.removesuffix(".base_layer") for name, _ in hf.named_modules() if name.endswith(".base_layer")]
     if adapted:

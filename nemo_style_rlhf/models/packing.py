@@ -1,7 +1,7 @@
 """Packing: sequences lie end to end instead of being padded, and attention stays within each sequence.
 
-No padding is computed. On CUDA in half precision, attention is torch's variable-length kernel; elsewhere it is one causal
-attention per sequence, which is exact and wastes nothing either.
+No padding is computed. On CUDA in half precision, attention is torch's variable-length kernel. Elsewhere it is one causal
+attention per sequence, exact and without waste either.
 """
 
 from collections.abc import Iterator
@@ -124,10 +124,7 @@ def packing_by_name(path: str) -> Iterator[None]:
 
 @torch.no_grad()
 def require_packing(hf: PreTrainedModel) -> None:
-    """
-    Raises:
-        UserError: in this model, packed sequences would see each other, or attention is not standard.
-    """
+    """Raise UserError if packed sequences would see each other in this model, or its attention is not standard."""
     config = hf.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise UserError(
@@ -154,7 +151,7 @@ def require_packing(hf: PreTrainedModel) -> None:
 
 
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
-    """Cast the inputs of attention as torch's own does under autocast: RoPE gives fp32 queries and keys beside bf16 values."""
+    """Cast the inputs of attention as torch's own does under autocast: RoPE gives fp32 queries and keys with bf16 values."""
     for x in tensors:
         casts = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
         yield x.to(torch.get_autocast_dtype(x.device.type)) if casts else x

@@ -72,14 +72,14 @@ class PolicyModel(nn.Module):
 
 
 def alters_logits(hf: PreTrainedModel) -> bool:
-    """Whether the model's config mentions an operation on logits."""
+    """True if the model's config mentions an operation on logits."""
     settings = hf.config.get_text_config().to_dict().items()
     return any("logit" in key and value not in (None, False, 1) for key, value in settings)
 
 
 @torch.no_grad()
 def _has_plain_head(hf: PreTrainedModel) -> bool:
-    """Whether logits are just ``hidden @ lm_head.weight.T``, without bias, scaling or soft-capping.
+    """True if logits are just ``hidden @ lm_head.weight.T``, without bias, scaling or soft-capping.
 
     Configs have many names for these, so the model itself is tested. A cap shows only on large logits, so a config that mentions
     logits is believed.
@@ -91,7 +91,7 @@ def _has_plain_head(hf: PreTrainedModel) -> bool:
         return False
     probe = torch.arange(4, device=hf.device)[None] % hf.config.get_text_config().vocab_size
     attention = hf.config._attn_implementation
-    hf.set_attn_implementation("eager")  # the model is still on the CPU, which flash attention does not support
+    hf.set_attn_implementation("eager")  # the model is still on the CPU; flash attention does not support it
     hidden = hf.base_model(input_ids=probe, use_cache=False).last_hidden_state
     logits = hf(input_ids=probe, use_cache=False).logits
     hf.set_attn_implementation(attention)

@@ -1,4 +1,4 @@
-"""Weights under the names and in the shapes of published checkpoints, which other programs load.
+"""Weights under the names and in the shapes of published checkpoints, for other programs to load.
 
 transformers fuses the experts of a mixture into three-dimensional tensors when it loads a checkpoint.
 """

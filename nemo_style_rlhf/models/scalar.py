@@ -20,9 +20,7 @@ class ScalarModel(nn.Module):
     """
 
     def __init__(self, hf: PreTrainedModel, *, normalize: bool = False) -> None:
-        """
-        Args:
-            normalize: return (score - mean) / std, with the statistics that the model's training stored in its config.
+        """``normalize``: return (score - mean) / std, with the statistics that the model's training stored in its config.
 
         Raises:
             UserError: the model has no score head, or ``normalize`` is set and its config has no statistics.
@@ -34,7 +32,7 @@ class ScalarModel(nn.Module):
         self._mean, self._std = _reward_statistics(hf.config) if normalize else (0.0, 1.0)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Map [B, T] int64 token ids, padded on the right, and mask to [B, T] float32 scores; those of padding mean nothing."""
+        """Map [B, T] int64 token ids, padded on the right, and mask to [B, T] float32 scores; scores of padding are undefined."""
         if self._packed:
             packed = pack(input_ids, attention_mask)
             hidden = self.hf.base_model(**packed.inputs).last_hidden_state[0]
@@ -56,9 +54,9 @@ class PooledModel(nn.Module):
     tokens."""
 
     def __init__(self, hf: PreTrainedModel, weights: Tensor, *, separator: int | None, normalize: bool = False) -> None:
-        """
+        """Combine the head's labels by ``weights``, float32 [labels].
+
         Args:
-            weights: float32 [labels].
             separator: the token between prompt and response, after which tokens are of another type; None for one type.
             normalize: as for :class:`ScalarModel`.
         """
@@ -131,7 +129,7 @@ def set_reward_statistics(hf_config: Any, mean: float, std: float) -> None:
 
 
 def has_reward_statistics(hf_config: Any) -> bool:
-    """Whether the config holds the statistics that normalize rewards."""
+    """True if the config holds the statistics that normalize rewards."""
     return _stored_statistics(hf_config) is not None
 
 

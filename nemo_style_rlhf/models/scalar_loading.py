@@ -60,8 +60,8 @@ def load_reward_model(
 
 
 def load_scalar_model(config: ModelConfig) -> ScalarModel:
-    """The model at ``config.path`` with one score per token, to train as a reward model. A language model gets a new head, which
-    the global torch generator initializes as transformers does.
+    """The model at ``config.path`` with one score per token, to train as a reward model. A language model gets a new head,
+    initialized by the global torch generator as in transformers.
 
     Raises:
         UserError: the model is an encoder, an encoder-decoder or has several labels.
@@ -72,13 +72,13 @@ def load_scalar_model(config: ModelConfig) -> ScalarModel:
 def load_critic(
     config: ModelConfig, *, seed: int, normalize: bool = False, label_weights: Sequence[float] | None = None
 ) -> ScalarModel:
-    """The critic that starts from a reward model, an earlier critic, or a language model, which gets a new head.
+    """The critic that starts from a reward model, an earlier critic, or a language model with a new head.
 
     A new head is drawn from a normal distribution with the deviation 1 / (hidden size + 1), as in OpenRLHF, so that the first
     values are near 0.
 
     Args:
-        seed: of the new head.
+        seed: seed of the new head.
         normalize: put the values on the scale of normalized rewards, if statistics are stored with the model.
         label_weights: as for :func:`load_reward_model`; a start with a single label, such as an earlier critic, takes no more
             than one.
@@ -129,7 +129,7 @@ def _with_head(
     )  # fmt: skip
     if head.apart:
         _take_head(require_score_head(hf), head, StoredWeights(config.path))
-    if head.key_mapping:  # undone in an export, it would give the head its old name back
+    if head.key_mapping:  # an export would undo it, and so restore the head's old name
         hf._weight_conversions = [each for each in hf._weight_conversions if "score." not in each.target_patterns]
     if head.has_bias and isinstance(hf.score, nn.Linear) and hf.score.bias is None:
         add_bias(hf, StoredWeights(config.path).tensor(f"{head.name}.bias"))
@@ -149,7 +149,7 @@ def _take_head(score: nn.Linear, head: StoredHead, stored: StoredWeights) -> Non
 
 
 def _label_weights(path: str, labels: int, given: Sequence[float] | None) -> Tensor:
-    """float32 [labels].
+    """The weight of each label, float32 [labels].
 
     Raises:
         UserError: there is not one weight for each label.
@@ -160,7 +160,7 @@ def _label_weights(path: str, labels: int, given: Sequence[float] | None) -> Ten
 
 @torch.no_grad()
 def _combine_labels(hf: PreTrainedModel, weights: Tensor) -> None:
-    """Replace the labels of the head by their weighted sum: a linear head, too."""
+    """Replace the labels of the head by their weighted sum, a linear head, too."""
     score = hf.score
     assert isinstance(score, nn.Linear)
     score.weight = nn.Parameter((weights @ score.weight.float())[None].to(score.weight.dtype))

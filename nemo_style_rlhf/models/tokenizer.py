@@ -25,7 +25,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     token, so no embedding is added.
 
     Raises:
-        UserError: there is no tokenizer, or config.json and tokenizer disagree about the ids that training needs.
+        UserError: the tokenizer is missing, or config.json and tokenizer disagree about the ids that training needs.
     """
     require_directory(path)
     try:
@@ -42,7 +42,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def _require_rows(path: str, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Number of rows of the model's embedding, by its config.json; infinity if that does not say it.
+    """Number of rows of the model's embedding, by its config.json; infinity if not stated there.
 
     Raises:
         UserError: the model's padding or the tokenizer's EOS has no row.
@@ -61,10 +61,8 @@ def _require_rows(path: str, tokenizer: PreTrainedTokenizerBase) -> float:
 
 
 def require_directory(path: str) -> None:
-    """
-    Raises:
-        UserError: ``path`` is clearly a folder, but is missing or holds no model; or it is a hub name, and the hub, which is
-            tried once, cannot be reached.
+    """Raise UserError if ``path`` is clearly a folder, but is missing or holds no model; or if it is a hub name, and one attempt
+    to reach the hub fails.
     """
     if problem := model_folder(path):
         raise UserError(f"{path}: {problem}")

@@ -20,10 +20,10 @@ PREFILL_TOKENS = {"cpu": 4096, "cuda": 16384}
 def plan_actor(
     config: PlanConfig, policy: Blueprint, reference: Blueprint | None, device: Device, *, prompt_length: int
 ) -> ProcessPlan:
-    """
+    """Plan the actor, for prompts of at most ``prompt_length`` tokens.
+
     Args:
         reference: the reference, if it is a model of its own.
-        prompt_length: length of the longest prompt in tokens.
     """
     algorithm, response = config.algorithm, config.generation.max_length
     held = trained_model(policy, config.engine, device, ranks=config.ranks, libraries=device.libraries("actor"))
@@ -69,7 +69,7 @@ def plan_actor(
 
 
 def plan_engine(config: PlanConfig, policy: Blueprint, device: Device, *, prompt_length: int) -> ProcessPlan:
-    """Each device of the generation engines, which share theirs with nobody."""
+    """Plan each device of the generation engines. No other process uses it."""
     count = config.generation.engines.count
     generated = -(-config.algorithm.num_rollout_samples // count)
     held = Counter({"libraries": device.libraries("actor")})

@@ -42,9 +42,7 @@ class Blueprint:
     """A policy (causal LM) or a critic or reward model (``scalar``), built from its config."""
 
     def __init__(self, config: ModelConfig, *, scalar: bool, cuda: bool) -> None:
-        """
-        Args:
-            cuda: plan for a CUDA device, where attention never holds [time, time] and softmax takes a whole chunk of logits.
+        """Plan for a CUDA device if ``cuda``: its attention never holds [time, time] and softmax takes a whole chunk of logits.
 
         Raises:
             UserError: ``config.path`` holds no model that transformers knows.
@@ -145,14 +143,14 @@ class Blueprint:
 
     def forward_flops(self, length: int) -> int:
         """FLOPs of one sequence's forward: 2 per parameter and token, and 4 per attended position and element of a query (PaLM,
-        arXiv 2204.02311, appendix B), of which a causal kernel computes half. It counts every expert of a mixture of experts."""
+        arXiv 2204.02311, appendix B). A causal kernel computes half of the latter. Counts all experts of a mixture of experts."""
         return 2 * length * (self.elements + self.attention_width * length)
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 
     def training(self, batch: PlannedBatch, *, with_entropy: bool = False) -> Counter[str]:
-        """Peak bytes of activations and logits in forward and backward of ``batch``. Gradients of an earlier micro-batch, which
-        exist already, are not included.
+        """Peak bytes of activations and logits in forward and backward of ``batch``, without the existing gradients of an earlier
+        micro-batch.
 
         Raises:
             UserError: the model's computation depends on more than shapes.
@@ -160,7 +158,7 @@ class Blueprint:
         if (batch, with_entropy) not in self._traced:
             self.hf.train()
             for module in self.hf.modules():
-                if hasattr(module, "layerdrop"):  # draws a random number per layer, which shapes cannot
+                if hasattr(module, "layerdrop"):  # draws a random number per layer: shapes cannot
                     module.training = False
             peak = self._peak(lambda: self._loss(batch, with_entropy).backward(), accumulated=True)
             del peak[GRADIENTS]
@@ -235,6 +233,6 @@ class Blueprint:
 
     @property
     def _plain_head(self) -> bool:
-        """Whether logits are one matrix product, which :class:`PolicyModel` finds out by computing."""
+        """True if logits are one matrix product; :class:`PolicyModel` finds this out by computing."""
         head = self.hf.get_output_embeddings()
         return isinstance(head, nn.Linear) and head.bias is None and not alters_logits(self.hf)

@@ -14,11 +14,11 @@ from nemo_style_rlhf.schema.plan import PlanConfig
 def plan_critic(
     config: PlanConfig, critic: Blueprint, reward: Blueprint, device: Device, *, prompt_length: int
 ) -> ProcessPlan:
-    """
+    """Plan the critic server, for prompts of at most ``prompt_length`` tokens.
+
     Args:
         critic: the critic, or without one the reward model.
-        reward: the reward model, which counts if the server serves it.
-        prompt_length: length of the longest prompt in tokens.
+        reward: the reward model; it counts if the server serves it.
     """
     server, ranks, algorithm = config.critic_server, config.critic_ranks, config.algorithm
     length = prompt_length + config.generation.max_length
@@ -31,7 +31,7 @@ def plan_critic(
     scoring = critic.inference(batch)
     if server.reward_model.combine_rm_and_critic_server:
         scoring = max(scoring, reward.inference(batch), key=Counter.total)  # one after the other
-        # One that has slept rests while the critic trains, unless it is sharded.
+        # A reward model that has slept stays off the device while the critic trains, unless it is sharded.
         rests = server.reward_model.offload_reward_model or (config.placement.in_turns and server.engine.zero_stage < 3)
         if rests and device.cuda:
             scoring["reward model"] = reward.base_weights

@@ -32,7 +32,7 @@ class Phase:
     parts: Counter[str]
     """Bytes of each component on one rank."""
     turn: str | None = None
-    """The phase of a step in which the process has the device, if it shares one in turn."""
+    """The phase of a step in which the process has the device, with time sharing."""
 
     @property
     def total(self) -> int:

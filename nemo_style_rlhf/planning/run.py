@@ -104,7 +104,7 @@ class Planner:
         return self._blueprint(config.model.reference_model, scalar=False) if config.model.reference_path else policy
 
     def _reward(self, config: PlanConfig, critic: Blueprint) -> Blueprint:
-        """The critic server's reward model, which is the critic's start without critic.value_model.path."""
+        """The critic server's reward model; the critic starts from it without critic.value_model.path."""
         server = config.critic_server
         same = server.critic_start == server.model or not server.reward_model.combine_rm_and_critic_server
         return critic if same else self._blueprint(config.critic.model, scalar=True)
@@ -147,7 +147,7 @@ def on_device(plan: ProcessPlan, device: Device) -> int:
 
 
 def _longest_prompt(config: PlanConfig) -> int | None:
-    """Length in tokens of the longest prompt for training or validation; None if there are no prompts yet."""
+    """Length in tokens of the longest prompt for training or validation; None without prompts so far."""
     if not config.data.train_path and not config.data.mixture:
         return None
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)

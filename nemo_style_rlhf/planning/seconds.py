@@ -26,7 +26,7 @@ def step_seconds(
     config: PlanConfig, policy: Blueprint, critic: Blueprint | None, *, prompt_length: int, cache: int,
     reference: Blueprint | None = None,
 ) -> str:  # fmt: skip
-    """Both estimates with their figures, what staleness hides of them, and how many engines would make them equal.
+    """Both estimates with their figures, the part that staleness hides, and the number of engines that would make them equal.
 
     Args:
         critic: None if no critic is trained.
@@ -60,8 +60,8 @@ def step_seconds(
 
 def rollout(config: PlanConfig, policy: Blueprint, *, prompt_length: int, cache: int, generators: int) -> Part:
     """The rollout, shared by ``generators`` of tensor_parallel_size devices each. Prompts cost matrix products; a decoding step
-    lasts as long as it reads weights and KV cache, or as its matrix products, whichever is longer. Rewards, new weights and what
-    the prefix cache saves are left out."""
+    lasts as long as it reads weights and KV cache, or as its matrix products, whichever is longer. Excludes rewards, new weights
+    and savings of the prefix cache."""
     assert config.device_gb_per_s is not None
     devices, response = config.generation.tensor_parallel_size, config.generation.max_length
     samples = -(-config.algorithm.num_rollout_samples // generators)
@@ -86,8 +86,8 @@ def training(
     config: PlanConfig, policy: Blueprint, critic: Blueprint | None, *, prompt_length: int,
     reference: Blueprint | None = None,
 ) -> Part:  # fmt: skip
-    """Log-probabilities and update. The critic's update goes on beside the actor's, or in turn where they share the device.
-    Communication, offloading and padding are left out."""
+    """Log-probabilities and update. The critic's update runs alongside the actor's, or in turn if they share the device.
+    Excludes communication, offloading and padding."""
     algorithm, length = config.algorithm, prompt_length + config.generation.max_length
     forwards = (algorithm.old_logprobs == "trainer") + (config.needs_reference and reference is None)
     update = algorithm.ppo_epochs * _passes(config.model)

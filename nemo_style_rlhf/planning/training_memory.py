@@ -46,7 +46,7 @@ def weights(trained: int, frozen: int, width: int, *, stage: int, ranks: int) ->
 
 
 def frozen_weights(model: Blueprint, engine: EngineConfig, *, ranks: int) -> int:
-    """:func:`weights` of a model beside the engine's that is never trained."""
+    """:func:`weights` of a model, in addition to the engine's, that is never trained."""
     if engine.zero_stage < 3:
         return model.base_weights
     return model.base_weights // ranks + min(model.base_weights, MAX_LIVE * model.width)
@@ -86,8 +86,8 @@ def backward_buffers(trained: int, largest: int, width: int, *, stage: int, rank
     """Bytes of gradients and their buffers on a GPU in any backward of a step but the first.
 
     From ZeRO-1 on, the first gradient allocates the bucket (``setup_buckets``). ZeRO-2 reduces in every backward: with a
-    flattened copy if there are several ranks (``allreduce_bucket``), into a new shard that is then added to that of earlier
-    backwards (``copy_grads_in_partition``). ZeRO-3, which has bucket and shard already, makes a copy for any number of ranks
+    flattened copy if there are several ranks (``allreduce_bucket``), into a new shard that is then added to the shard of earlier
+    backwards (``copy_grads_in_partition``). ZeRO-3 already has bucket and shard, and makes a copy for any number of ranks
     (``reduce_scatter_coalesced``). With ``offload``, shards are in host memory, except for a tensor in transit.
     """
     bucket = min(trained, BUCKET_ELEMENTS) * width
@@ -105,7 +105,7 @@ def optimizer_step_buffers(trained: int, largest: int, width: int, *, stage: int
     ZeRO-0 flattens one bucket of gradients at a time (``buffered_allreduce_fallback``); then fp32 gradients take the place of
     others (engine/plain_adamw.py). ZeRO-1 reduces in the step (``reduce_ipg_grads``): the first bucket is allocated while all
     gradients exist, the shard once a bucket of them is freed. Then the shard, its flattened copy and, if it is not in fp32, its
-    fp32 copy exist at once; ZeRO-3, which has its shard already, takes a sub-group at a time
+    fp32 copy exist at once; ZeRO-3 already has its shard, and takes a sub-group at a time
     (``_prepare_fp32_grad_for_sub_group``). The norm of the shard is computed before that.
     """
     whole, bucket = trained * width, min(trained, BUCKET_ELEMENTS) * width
@@ -119,7 +119,7 @@ def optimizer_step_buffers(trained: int, largest: int, width: int, *, stage: int
 
 
 def checkpoint_copy(trained: int, width: int, *, stage: int, ranks: int) -> int:
-    """Bytes of the first rank's snapshot (engine/snapshot.py), which also has the weights, until it is written."""
+    """Bytes of the first rank's snapshot (engine/snapshot.py), including the weights, until it is written."""
     states = masters(trained, width, stage=stage, ranks=ranks) + optimizer_states(trained, stage=stage, ranks=ranks)
     return states + (trained * width if stage < 3 else 0)
 
@@ -166,7 +166,7 @@ def training_phases(
     *,
     ranks: int,
 ) -> list[Phase]:
-    """The phases of a step, which include the permanently ``held`` bytes.
+    """The phases of a step, including the permanently ``held`` bytes.
 
     On a GPU each phase frees its memory for the next. On a CPU the heap keeps it (launch/malloc.py), and larger blocks of the
     next phase do not fit between small blocks that stay, so the bytes of all phases and every buffer of the optimizer step add

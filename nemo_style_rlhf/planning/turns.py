@@ -1,4 +1,4 @@
-"""The memory of processes that take turns on one set of GPUs (``placement.share=turns``): each turn has a peak of its own."""
+"""Memory of processes that time-share one set of GPUs (``placement.share=turns``): each turn has a peak of its own."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -20,12 +20,12 @@ AWAY = {GENERATE: STATES | {"weights", "reference"}, SCORE: STATES | GENERATOR, 
 
 
 def in_turns(config: PlanConfig, device: Device) -> bool:
-    """Whether turns save memory: on a CPU, host memory is the device."""
+    """True if time sharing saves memory: on a CPU, host memory is the device."""
     return config.placement.in_turns and device.cuda
 
 
 def taking_turns(plan: ProcessPlan) -> ProcessPlan:
-    """The plan of a process that leaves the device when it is not its turn."""
+    """The plan of a process that leaves the device between its turns."""
     phases = []
     for phase in plan.phases:
         turn = TURN_OF.get(phase.name, OTHERS[plan.name])
@@ -36,7 +36,7 @@ def taking_turns(plan: ProcessPlan) -> ProcessPlan:
 
 
 def peaks(processes: Collection[ProcessPlan]) -> dict[str, dict[str, int]]:
-    """Bytes of each process on a device at the peak of each turn; libraries alone while it sleeps."""
+    """Bytes of each process on a device at the peak of each turn; only libraries while it sleeps."""
     return {turn: {plan.name: _peak(plan, turn) for plan in processes} for turn in TURNS}
 
 

@@ -1,4 +1,4 @@
-"""Builds what runs the episodes of a policy with an environment."""
+"""Builds the runner of a policy's episodes, with an environment or a program."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ def make_runner(
     config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_tokens: int, vocabulary: int,
     ranks: Ranks,
 ) -> EpisodeRunner:  # fmt: skip
-    """Start what makes episodes: workers with an environment, or the gateway to programs. With agent.listen it has one address,
-    so that the first rank alone has it, and makes all episodes.
+    """Start the source of episodes: workers with an environment, or the gateway to programs. With agent.listen the gateway has
+    one address, so only the first rank has it, and makes all episodes.
 
     Args:
         max_tokens: limit on all tokens of an episode.
         vocabulary: number of the policy's token ids.
-        ranks: those that call this, all of them; the first alone if engines sample.
+        ranks: the ranks that call this: all, or only the first if engines sample.
 
     Raises:
         UserError: the environment's file cannot be used, the chat template refuses conversations of several turns, or vLLM knows

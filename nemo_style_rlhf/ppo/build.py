@@ -31,7 +31,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     """Load data and models, meet the servers, start DeepSpeed's engine, then vLLM.
 
     Cheap checks come first: data, checkpoints and servers are checked before any engine starts. A critic server that still loads
-    is met after that, so that both processes load at the same time.
+    is met after that: both processes load at the same time.
 
     Args:
         whole: the run that ``config`` tries out; its checks apply, too.
@@ -59,7 +59,7 @@ def build_trainer(config: PPOActorConfig, *, whole: PPOActorConfig | None = None
     producer = make_producer(start, policy, generator, scoring, ranks)
     queue = make_queue(start, producer, generator, ranks, run_id=run_id)
     residency = Residency(models.engine, queue, critic, ranks, in_turns=config.placement.in_turns)
-    # The one circle: handing devices over takes the queue, which takes the producer, which asks for the handover.
+    # The one cycle: handing devices over takes the queue, the queue takes the producer, and the producer asks for the handover.
     if producer is not None and config.placement.in_turns:
         producer.turn = residency.enter_alone if config.generation.engines.count else residency.enter
     parts = Parts(

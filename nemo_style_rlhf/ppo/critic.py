@@ -1,4 +1,4 @@
-"""Meets the critic server when a run starts. What happens when it is lost later: recovery.py."""
+"""Meets the critic server when a run starts. recovery.py handles a later loss of it."""
 
 import logging
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def contact_critic(
 def meet_critic_last(
     critic: RemoteCritic, start: RunStart, policy: LoadedPolicy, ranks: Ranks, loaded: Sequence[Closable | None]
 ) -> None:
-    """Meet the critic when everything else is ``loaded``, which is closed if the server does not fit. Every rank calls this.
+    """Meet the critic after everything else is ``loaded``; close that if the server does not fit. Every rank calls this.
 
     Raises:
         UserError: the server does not fit, or does not answer in time.

@@ -1,4 +1,4 @@
-"""The trained policy as a Hugging Face directory, and its adapter alone."""
+"""Exports the trained policy as a Hugging Face directory, and its adapter separately."""
 
 import logging
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyCopy:
-    """A copy of the policy's weights in host memory, which can be written while the policy trains on."""
+    """A copy of the policy's weights in host memory, to write while the policy continues to train."""
 
     def __init__(
         self, engine: Engine, ranks: Ranks, config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase
@@ -73,10 +73,7 @@ def write_policy(
 
 
 def rehearse_policy(hf: PreTrainedModel, config: PPOActorConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """
-    Raises:
-        UserError: :func:`write_policy` would fail after the training.
-    """
+    """Raise UserError if :func:`write_policy` would fail after the training."""
     rehearse_export(hf, **_beside_weights(config, tokenizer, {}))
 
 

@@ -1,4 +1,4 @@
-"""Health checks of a run: is the reward being gamed, is the policy collapsing."""
+"""Health checks of a run for reward hacking and collapse of the policy."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -41,10 +41,10 @@ def check_health(
     samples: Callable[[], Sequence[str]],
     report: Callable[[str, str], object] | None = lambda metric, sentence: None,
 ) -> Health:
-    """Run the health checks of ``config.health``, which look for reward hacking and collapse, on a step's rollout.
+    """Run the health checks of ``config.health``, for reward hacking and collapse, on a step's rollout.
 
     Args:
-        bigrams: their number in the responses of the rollout.
+        bigrams: number of bigrams in the responses of the rollout.
         samples: returns lines that show some of the rollout; called only if a health check fails.
         report: takes the metric and the sentence of each failure that is logged. None to log nothing: every rank finds the same
             failures.

@@ -1,4 +1,4 @@
-"""Numbers of a PPO run that follow from its prompts, and refusals of those that do not fit. It needs no torch: see precheck/."""
+"""Numbers of a PPO run that follow from its prompts; refuses prompts that do not fit. Needs no torch: see precheck/."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,7 @@ from nemo_style_rlhf.schema.agent import AgentConfig
 
 
 def number_of_steps(config: PPOActorConfig, num_prompts: int) -> int:
-    """
-    Raises:
-        UserError: the prompts are fewer than one rollout takes.
-    """
+    """Number of PPO steps. Raises UserError if the prompts are fewer than one rollout takes."""
     if config.algorithm.max_steps > 0:
         return config.algorithm.max_steps
     per_step = _prompts_per_step(config)
@@ -27,7 +24,7 @@ def number_of_steps(config: PPOActorConfig, num_prompts: int) -> int:
 
 
 def prompts_to_take(config: PPOActorConfig, num_prompts: int) -> int | None:
-    """Number of prompts that ``algorithm.max_epochs`` lets a run take whose filter takes more than its steps train; else None."""
+    """Number of prompts that ``algorithm.max_epochs`` allows, if a filter takes more than the steps train; else None."""
     if config.algorithm.max_steps > 0 or not config.algorithm.filter.enabled:
         return None
     return num_prompts * config.algorithm.max_epochs
@@ -65,7 +62,7 @@ def longest_episode(agent: AgentConfig, longest_prompt: int, positions: int | No
     """Limit on the tokens of an episode.
 
     Args:
-        positions: of the model, which is in ``path``; None if it has no limit.
+        positions: of the model in ``path``; None without a limit.
 
     Raises:
         UserError: the model has fewer positions, or a prompt leaves no room.

@@ -24,13 +24,13 @@ CRITIC_CLOCK = {
     "rss_gib": "memory/critic_rss_gib",
     "cuda_peak_gib": "memory/critic_cuda_peak_gib",
 }
-"""Metrics of the critic's train step that clock and machine decide, by their names in its answer."""
+"""Metrics of the critic's train step that depend on clock and machine, by their names in its answer."""
 EXCERPT_WIDTH = 72
 """Maximum number of characters of a text in a warning."""
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
-    """`train_rollouts/*`: means over samples (rewards, lengths) or over loss tokens (KL, entropy, advantages); without those of
+    """`train_rollouts/*`: means over samples (rewards, lengths) or over loss tokens (KL, entropy, advantages); without
     :func:`repetition_metrics`.
 
     ``rewards_with_kl`` and ``init_policy_kl_per_sample`` are means over the samples that have a loss token.
@@ -44,7 +44,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         "rewards_std": float(scores.rewards[~scores.failures].std(correction=0)),
         "rewards_with_kl": float((experience.rewards * mask).sum() / learned_samples),
         "reward_failures": float(scores.failures.sum()),
-        # Over stale samples, it is the cross entropy of the policies that sampled and that trains.
+        # Over stale samples, it is the cross entropy between the sampling policies and the trained one.
         "cross_entropy" if experience.stale else "entropy": float(-masked_mean(experience.logprobs, mask)),
         "learned_tokens": float(mask.sum()),
         **{name: _mean(values) for name, values in scores.extra.items()},
@@ -67,14 +67,14 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
 
 
 def _named(of: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics of samples under their full names; those of an environment stand in a group of their own in training."""
+    """Metrics of samples under their full names; in training, an environment's metrics have a group of their own."""
     grouped = of == "train_rollouts"
     return {name if grouped and name.startswith(OF_AGENTS) else f"{of}/{name}": each for name, each in metrics.items()}
 
 
 def _staleness_metrics(experience: Experience) -> dict[str, float]:
-    """`async/*` of stale samples: versions by which the weights before the update are newer than those that sampled the learned
-    tokens, and the mean change of their log-probabilities in between, in nats."""
+    """`async/*` of stale samples: versions by which the weights before the update are newer than the weights that sampled the
+    learned tokens, and the mean change of the tokens' log-probabilities in between, in nats."""
     if not experience.stale:
         return {}
     assert experience.sampler_logprobs is not None  # AlgorithmConfig
@@ -114,7 +114,7 @@ def critic_metrics(answer: Mapping[str, float]) -> dict[str, float]:
 
 
 def timer_metrics(timers: Timers, experience: Experience) -> dict[str, float]:
-    """`timers/*`: seconds of each phase and of the whole step, and what it did in a second."""
+    """`timers/*`: seconds of each phase and of the whole step, and its tokens and samples per second."""
     total = sum(timers.seconds.values())
     tokens = float(sum(rollout.response_length for rollout in experience.rollouts))
     return {
@@ -126,7 +126,7 @@ def timer_metrics(timers: Timers, experience: Experience) -> dict[str, float]:
 
 
 def validation_metrics(sampled: Sampled, *, pass_score: float | None) -> dict[str, float]:
-    """`val_rollouts/*`; with ``pass_score`` also the share of samples that reach it, and of prompts with a sample that does.
+    """`val_rollouts/*`; with ``pass_score`` also the share of samples that reach it, and of prompts with such a sample.
 
     ``pass@k`` is over the k samples of each prompt (arXiv 2107.03374, section 2.1, with n = k).
     """
@@ -161,9 +161,9 @@ def _sample_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def ngram_metrics(responses: Sequence[Array]) -> dict[str, float]:
-    """How much responses, int64 [length] each, repeat: ``distinct_fraction``, the share of distinct responses; ``distinct_2``,
-    the share of distinct bigrams among all bigrams; and ``repetition``, the mean share of a response's 4-grams that occurred
-    in it before, 0 for a response without 4-grams.
+    """Measure repetition in responses, int64 [length] each: ``distinct_fraction``, the share of distinct responses;
+    ``distinct_2``, the share of distinct bigrams among all bigrams; and ``repetition``, the mean share of a response's 4-grams
+    that occurred in it before, 0 for a response without 4-grams.
 
     N-grams are counted by a 64-bit hash: a million of them collide once in ten million rollouts.
     """

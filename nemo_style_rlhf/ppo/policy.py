@@ -36,10 +36,8 @@ class LoadedPolicy:
 
 
 def load_policy(start: RunStart) -> LoadedPolicy:
-    """
-    Raises:
-        UserError: the run cannot sample from the policy, export it, compare it with its reference, or fit its longest sequence.
-    """
+    """Load the policy. Raises UserError if the run cannot sample from it, export it, compare it with its reference, or fit its
+    longest sequence."""
     config, tokenizer = start.config, start.tokenizer
     starting("loading the policy")
     hf = load_causal_lm(config.model)

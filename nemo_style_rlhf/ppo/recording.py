@@ -13,10 +13,8 @@ from nemo_style_rlhf.tracking.rollout_files import Array, StepSamples
 
 
 def step_samples(step: int, experience: Experience, new_logprobs: Tensor | None) -> StepSamples:
-    """
-    Args:
-        new_logprobs: [N] nats, of the loss tokens when the update last computed them; None if the policy was not updated.
-    """
+    """Collect the samples of a step. ``new_logprobs``, [N] nats, has the log-probabilities of the loss tokens when the
+    update last computed them; None if the policy was not updated."""
     rollouts, scores = experience.rollouts, experience.scores
     learned = experience.mask.bool()
 
@@ -65,5 +63,5 @@ def step_samples(step: int, experience: Experience, new_logprobs: Tensor | None)
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    """Replace infinity and NaN, which marks a failed sample, by None."""
+    """Replace infinity, and the NaN that marks a failed sample, by None."""
     return [number if math.isfinite(number) else None for number in values.tolist()]

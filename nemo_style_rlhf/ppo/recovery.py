@@ -1,4 +1,4 @@
-"""Brings actor and critic to the same checkpoint: when a run starts, and whenever its server was lost."""
+"""Brings actor and critic to the same checkpoint: when a run starts, and whenever the server was lost."""
 
 import logging
 from collections.abc import Callable
@@ -31,10 +31,10 @@ class Recovery:
     run_id: str
     output_dir: Path
     restores: bool = True
-    """Whether the server's critic belongs to the run's checkpoints; a reward model does not change."""
+    """True if the server's critic belongs to the run's checkpoints; a reward model does not change."""
 
     def restore_critic(self, cause: Exception | None = None) -> Manifest | None:
-        """Take the server's lease, and have it restore the critic checkpoint, if the run has a critic, of the newest usable
+        """Take the server's lease. If the run has a critic, make the server restore the critic checkpoint of the newest usable
         checkpoint.
 
         Args:
@@ -57,7 +57,7 @@ class Recovery:
         return manifest
 
     def clear_device(self) -> None:
-        """Have the critic leave its device before other parts of the run take it; :meth:`restore_critic` wakes it."""
+        """Make the critic leave its device before other parts of the run take it; :meth:`restore_critic` wakes it."""
         critic = self.critic
         if critic is not None:
             self.ranks.on_first(lambda: (self._acquired(critic, critic.status()), critic.sleep()))
@@ -79,7 +79,7 @@ class Recovery:
 
     def _acquired(self, critic: RemoteCritic, status: Status) -> int:
         """Take the lease; returns the critic's step."""
-        if not self.store.committed_steps():  # before this run takes the lease, which may belong to another run
+        if not self.store.committed_steps():  # before this run takes the lease: it may belong to another run
             self._require_untouched(status.critic_step)
         if status.lease_holder not in (None, self.run_id):
             log.warning("the critic server belonged to the run %s, which ends if it still trains", status.lease_holder)
@@ -101,7 +101,7 @@ class Recovery:
 
 
 def wait_together(ranks: Ranks, store: CheckpointStore, wait: Callable[[Callable[[], None]], Answer]) -> Answer:
-    """Have every rank wait for a server, so that it does not matter which of them is told to end.
+    """Make every rank wait for a server, so that any of them may be told to end.
 
     Args:
         wait: waits, and calls its argument again and again while no server answers.
@@ -130,7 +130,7 @@ def wait_together(ranks: Ranks, store: CheckpointStore, wait: Callable[[Callable
 
 
 def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | None:
-    """Have the server restore the newest checkpoint whose actor checkpoint and critic checkpoint are both undamaged.
+    """Make the server restore the newest checkpoint whose actor checkpoint and critic checkpoint are both undamaged.
 
     Raises:
         UserError: the run has checkpoints, but none that actor and critic can both restore.
@@ -155,10 +155,7 @@ def restore_newest(critic: RemoteCritic, store: CheckpointStore) -> Manifest | N
 
 
 def require_critic_checkpoint(manifest: Manifest) -> None:
-    """
-    Raises:
-        UserError: the manifest names no critic checkpoint, which a run with a critic server needs.
-    """
+    """Raise UserError if the manifest names no critic checkpoint; a run with a critic server needs one."""
     if not manifest.critic:
         raise UserError(
             f"checkpoint step_{manifest.step:06d} is of a run without a critic server: resume it without one, or choose "

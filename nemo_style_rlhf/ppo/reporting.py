@@ -1,4 +1,4 @@
-"""What a run shows of itself: a row of metrics and the samples of each step, events, and warnings of its health checks."""
+"""Reports on a run: a row of metrics and the samples of each step, events, and warnings of its health checks."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ class Reporter:
         self._utilization = GpuUtilization(parts.engine.device)
 
     def begin_run(self, step: int) -> None:
-        """Remove what was written after ``step``, from which the run starts or resumes."""
+        """Remove everything written after ``step``, where the run starts or resumes."""
         if self._parts.critic is not None:
             self._parts.critic.infer_span()  # drops the span of a step that was abandoned
 
@@ -47,7 +47,7 @@ class Reporter:
         self._write(self._parts.rollouts, lambda writer: writer.rewind(step))
 
     def event(self, step: int, kind: str, sentence: str) -> None:
-        """Write what happened after ``step``, to the log too."""
+        """Write an event after ``step``, also to the log."""
         if self._ranks.is_first:
             log.info("%s", sentence)
         self._write(self._parts.metrics, lambda writer: writer.event(step, kind, sentence))
@@ -72,7 +72,7 @@ class Reporter:
     def end_step(
         self, step: int, experience: Experience, new_logprobs: Tensor | None, timers: Timers
     ) -> dict[str, float]:
-        """Write the samples of ``step``, if they are due, and return the metrics that clock and machine decide.
+        """Write the samples of ``step``, if they are due, and return the metrics that depend on clock and machine.
 
         Args:
             new_logprobs: see :func:`step_samples`.
@@ -92,10 +92,7 @@ class Reporter:
         return metrics
 
     def check_health(self, step: int, metrics: Mapping[str, float], experience: Experience) -> None:
-        """
-        Raises:
-            UserError: a health check failed and ``audit.on_unhealthy`` is stop.
-        """
+        """Run the health checks; raise UserError if one fails and ``audit.on_unhealthy`` is stop."""
 
         def texts(row: int) -> tuple[str, str]:
             branches = episodes(experience.rollouts)[row]

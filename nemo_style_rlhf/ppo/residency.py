@@ -1,4 +1,4 @@
-"""Generation, critic and trainer take turns on one set of devices: ``placement.share=turns``."""
+"""Time sharing of one set of devices by generation, critic and trainer: ``placement.share=turns``."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ PHASES: Mapping[str, str] = {
     SCORE: "the critic, which answers and trains, and the trainer's weights, for log-probabilities",
     TRAIN: "the trainer: weights, gradients, optimizer states",
 }
-"""Who is on the devices in each phase of a step; the others sleep. A reference is there only while it computes."""
+"""The components on the devices in each phase of a step; the others sleep. A reference is there only while it computes."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class Memory:
 
 @dataclass
 class Needs:
-    """The most that each phase took in its turns, by which its next turn is judged."""
+    """The most bytes that each phase has taken in a turn. Its next turn is checked against this."""
 
     taken: dict[str, int] = field(default_factory=dict)
 
     def note(self, phase: str, *, before: Memory, after: Memory) -> None:
-        """A turn of ``phase`` began, when the others slept, with ``before``, and ends with ``after``."""
+        """Record a turn of ``phase``: memory ``before`` it, when the others slept, and ``after`` it."""
         self.taken[phase] = max(self.taken.get(phase, 0), after.used - before.used)
 
     def check(self, phase: str, memory: Memory, held: Mapping[str, int]) -> None:
-        """
+        """Check that ``phase`` fits into ``memory``, measured while everything outside the phase sleeps.
+
         Args:
-            memory: while everything that is not part of ``phase`` sleeps.
             held: bytes that each process still holds, by name.
 
         Raises:
@@ -73,12 +73,12 @@ class Needs:
 
 
 class Residency:
-    """Says whose turn it is. Every rank makes the same calls of :meth:`enter`."""
+    """Decides which components are on the devices. Every rank makes the same calls of :meth:`enter`."""
 
     def __init__(
         self, engine: Engine, queue: BatchQueue, critic: RemoteCritic | None, ranks: Ranks, *, in_turns: bool
     ) -> None:
-        """Without ``in_turns`` everybody stays, and nothing here has an effect. The critic is taken for awake."""
+        """Without ``in_turns`` all components stay, and nothing here has an effect. The critic is assumed to be awake."""
         self._engine, self._queue, self._critic, self._ranks, self._in_turns = engine, queue, critic, ranks, in_turns
         self._phase = ""
         self._needs = Needs()
@@ -89,18 +89,18 @@ class Residency:
 
     @contextmanager
     def phase(self, phase: str, timers: Timers) -> Iterator[None]:
-        """:meth:`enter` for the work of one phase of a step. Who is on the devices stays there until another phase begins."""
+        """:meth:`enter` for the work of one phase of a step. Its components stay on the devices until another phase begins."""
         self.enter(phase, timers)
         yield
 
     def enter(self, phase: str, timers: Timers | None = None) -> None:
-        """Let all sleep that have no part in ``phase``, check what is free, and wake those that have.
+        """Put components without a part in ``phase`` to sleep, check the free memory, and wake the others.
 
         Args:
             timers: charged with the handover.
 
         Raises:
-            UserError: there is no room for the phase; or a part of it did not wake.
+            UserError: the phase does not fit; or a part of it did not wake.
             ServerRestarted, ServerUnreachable: the critic was lost.
         """
         self._enter(phase, self._ranks)
@@ -108,12 +108,12 @@ class Residency:
             timers.lap("handover")
 
     def enter_alone(self, phase: str) -> None:
-        """:meth:`enter`, for the rank that makes batches for all others: what they compute with sleeps meanwhile."""
+        """:meth:`enter`, for the rank that makes batches for all others; their components sleep meanwhile."""
         self._enter(phase, Ranks(alone=True))
 
     def _enter(self, phase: str, ranks: Ranks) -> None:
         left = self._phase
-        # The first of several ranks may have gone through other phases alone, but for that of the trainer.
+        # The first of several ranks may have gone through other phases by itself, except for the trainer's.
         if not self._in_turns or (phase == left and (ranks.size == 1 or phase == TRAIN)):
             return
         started, ended, already = perf_counter(), Memory.now(self._engine.device), phase == left
@@ -141,7 +141,7 @@ class Residency:
             )  # fmt: skip
 
     def begin_again(self) -> None:
-        """Leave the devices to a critic that may start or load. Nobody knows whether it sleeps; the next lease wakes it."""
+        """Leave the devices to a critic that may start or load. Its sleep state is unknown; the next lease wakes it."""
         if not self._in_turns:
             return
         self._phase = ""
@@ -170,8 +170,8 @@ class Residency:
                 self._held["critic server"] = self._critic.wake()
 
     def clock_metrics(self) -> dict[str, float]:
-        """`placement/*` since the last call: seconds of handovers, GiB that those who slept gave back, and the most that was in
-        use at the end of a turn."""
+        """`placement/*` since the last call: seconds of handovers, GiB freed by sleeping components, and the most GiB in use at
+        the end of a turn."""
         if not self._in_turns:
             return {}
         found = {

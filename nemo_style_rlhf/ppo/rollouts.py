@@ -1,4 +1,4 @@
-"""Makes what samples a run's rollouts: the generator, the producer of batches, and the queue that the trainer takes them from."""
+"""Builds the parts that make rollouts: the generator, the producer of batches, and the queue that hands them to the trainer."""
 
 import os
 from functools import partial
@@ -52,7 +52,7 @@ def start_generator(start: RunStart, policy: LoadedPolicy, engine: Engine, ranks
 def make_producer(
     start: RunStart, policy: LoadedPolicy, generator: Generator | None, scoring: Scoring, ranks: Ranks
 ) -> Producer | None:
-    """The producer of batches. None on ranks without a generator, which score nothing either."""
+    """The producer of batches. None on ranks without a generator; these score nothing either."""
     if generator is None:
         scoring.scorer.close()
         return None
@@ -83,7 +83,7 @@ def make_producer(
 def make_queue(
     start: RunStart, producer: Producer | None, generator: Generator | None, ranks: Ranks, *, run_id: str
 ) -> BatchQueue:
-    """Every rank calls this; ranks without a ``producer`` receive the batches of the first one."""
+    """Build the queue. Every rank calls this; ranks without a ``producer`` receive the batches of the first one."""
     config, algorithm = start.config, start.config.algorithm
     engines, turns = config.generation.engines.count > 0, config.placement.in_turns
     stores = ranks.is_first and (engines or algorithm.staleness > 0 or turns)

@@ -60,8 +60,8 @@ def _run(config: PPOActorConfig) -> None:
 
 
 def rehearsed(metrics: Mapping[str, float], tiny: PPOActorConfig) -> str:
-    """Describe the only step of the ``tiny`` run by its timers, on the first rank. Nothing was sampled beside its training; its
-    rollout counts until the last reward is there."""
+    """Describe the only step of the ``tiny`` run by its timers, on the first rank. Nothing was sampled during its training; its
+    rollout lasts until the last reward arrives."""
 
     def seconds(*names: str) -> float:
         return sum(metrics.get(f"timers/{name}", 0.0) for name in names)
@@ -76,7 +76,7 @@ def rehearsed(metrics: Mapping[str, float], tiny: PPOActorConfig) -> str:
 
 
 def _clear(config: PPOActorConfig) -> None:
-    """Only the first rank removes the folder: the others may finish earlier."""
+    """Remove the folder, on the first rank only: the others may finish earlier."""
     if os.environ.get("RANK", "0") == "0":
         shutil.rmtree(config.run.output_dir, ignore_errors=True)
 

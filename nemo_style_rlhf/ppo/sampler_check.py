@@ -1,4 +1,4 @@
-"""Do sampler and trainer compute the same distribution: a probe after every weight transfer, and the gap over a rollout."""
+"""Checks that sampler and trainer compute the same distribution: a probe after every weight transfer, the gap over a rollout."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: training waits for the copy in memory, not for the disk.
+"""Checkpoints written while training continues: training waits for the copy in memory, not for the disk.
 
 A full disk does not end the run at once: the steps since the last checkpoint would be lost, and there may be room again
 soon. Every other failure ends it.
@@ -39,9 +39,9 @@ class Saver:
         self, config: CheckpointConfig, store: CheckpointStore, critic: RemoteCritic | None, *, run_id: str,
         identity: dict[str, Any], rollouts: RolloutWriter | None = None, policy: Callable[[], PolicyCopy] | None = None,
     ) -> None:  # fmt: skip
-        """
+        """``critic`` is the critic whose checkpoints belong to the run's; None if the run trains none.
+
         Args:
-            critic: whose checkpoints belong to the run's; None if the run trains none.
             identity: settings that a run must share with the checkpoints to resume from them.
             policy: copies the policy, for checkpoints that hold it as a Hugging Face directory. Every rank calls it.
         """
@@ -78,19 +78,19 @@ class Saver:
                 checkpoint_id(self._run_id, step), critic_step=critic_step, export=export_critic
             )
         rows = None if self._rollouts is None else self._rollouts.writing
-        policy = self._policy() if self._policy is not None and step > 0 else None  # at step 0 it is that of model.path
+        policy = self._policy() if self._policy is not None and step > 0 else None  # at step 0 it is model.path
         self._writing = self._thread.submit(
             self._write, step, engine.snapshot(), state, ahead, critic_checkpoint, rows, policy
         )
 
     @property
     def failed(self) -> bool:
-        """Whether the checkpoint under way has failed, as far as this rank knows; :meth:`settle` then raises the error."""
+        """True if the checkpoint under way has failed, as far as this rank knows; :meth:`settle` then raises the error."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     @property
     def owed(self) -> bool:
-        """Whether :meth:`settle` found that the last checkpoint had failed, and none has begun since."""
+        """True if :meth:`settle` found that the last checkpoint had failed, and none has begun since."""
         return self._failures > 0 and self._writing is None
 
     def settle(self, *, at: int | None = None) -> None:

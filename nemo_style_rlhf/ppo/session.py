@@ -1,4 +1,4 @@
-"""Progress of a run and what may interrupt it: checkpoints, orders to stop, servers that get lost."""
+"""Progress of a run and its interruptions: checkpoints, orders to stop, lost servers."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -55,11 +55,11 @@ class RunSession:
         self.total_steps = total_steps
         self.progress = Progress()
         self.restored = False
-        """Whether actor and critic are in the state that ``progress`` describes."""
+        """True if actor and critic are in the state that ``progress`` describes."""
         self.stopped = False
-        """Whether the run was told to end and has committed the step that was under way."""
+        """True if the run was told to end and has committed the step that was under way."""
         self.over: str | None = None
-        """Why no step is left to train although the last one is not reached."""
+        """Reason why no step is left to train although the last one is not reached."""
         self.save_stall = 0.0
         """Seconds for which the last checkpoint held up training."""
         self._begun = False
@@ -96,8 +96,8 @@ class RunSession:
         """Bring actor and critic to the last common checkpoint. A run without one is new, and commits its step 0.
 
         Args:
-            begin: called when weights and ``progress`` are in place, before a new run commits them, with the folder of what the
-                checkpoint holds of later steps.
+            begin: called with the folder of the checkpoint's data of later steps, once weights and ``progress`` are in place and
+                before a new run commits them.
 
         Raises:
             Preempted: the run was told to end while no server answered.

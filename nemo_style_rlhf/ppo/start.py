@@ -1,4 +1,4 @@
-"""How a run starts, before any model is loaded: its device, its checkpoint, its prompts and the number of its steps."""
+"""Starts a run, before any model is loaded: its device, its checkpoint, its prompts and the number of its steps."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ from nemo_style_rlhf.schema.actor import PPOActorConfig
 
 log = logging.getLogger(__name__)
 REFERENCE = "the KL reference (model.reference_path)"
-"""Its name in a checkpoint's identity."""
+"""Name of the reference in a checkpoint's identity."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RunStart:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """All prompts, those of validation last."""
+        """All prompts, validation prompts last."""
         return [*self.training.rows, *self.validation]
 
 
@@ -135,7 +135,7 @@ def _checkpoints(config: PPOActorConfig) -> CheckpointStore:
 
 def run_identity(config: PPOActorConfig, training: TrainingRows[Prompt] | None = None) -> dict[str, Any]:
     """Settings that give the weights, optimizer states and data position of a checkpoint their meaning. Without ``training``,
-    those that depend on them are missing. engine.zero_stage and the number of ranks may change, so they are not among them."""
+    settings that depend on them are missing. engine.zero_stage and the number of ranks may change, so they are not among them."""
     identity = {
         **lora_identity(config.model), "model.dtype": config.model.dtype, "run.seed": config.run.seed,
         "data.shuffle": config.data.shuffle, "algorithm.staleness": config.algorithm.staleness,

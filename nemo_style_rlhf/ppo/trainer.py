@@ -49,7 +49,7 @@ class PPOTrainer:
         """Run from the last committed checkpoint to the last step, and export the policy.
 
         Returns:
-            Whether the last step is done; if not, the run was told to end and has committed the step under way.
+            True if the last step is done; if not, the run was told to end and has committed the step under way.
 
         Raises:
             Preempted: the run was told to end while no server answered.
@@ -94,7 +94,7 @@ class PPOTrainer:
         self._session.undo()
 
     def close(self) -> None:
-        """End everything that runs beside the loop, including calls under way."""
+        """End everything that runs alongside the loop, including calls under way."""
         self._reporter.close()
         for part in (self._parts.queue, self._parts.critic, self._parts.rollouts):
             if part is not None:
@@ -175,13 +175,13 @@ class PPOTrainer:
         return metrics, new_logprobs
 
     def _publish(self, version: int, timers: Timers, *, validate: bool) -> None:
-        """Let the engine's weights sample, and say which log-probabilities a generator must compute with them."""
+        """Publish the engine's weights, with the log-probabilities that a generator must compute with them."""
         engine, queue = self._parts.engine, self._parts.queue
         target = self._parts.probe.target(engine)
         timers.lap("transfer_probe")
         named = engine.hf_weights(to_first=self._config.generation.engines.count > 0 or self._config.placement.in_turns)
         weights = weights_for_generator(named, engine.module.hf, self._config.generation)
-        if queue.stores_weights:  # the digest is that of the files
+        if queue.stores_weights:  # the digest covers the files
             weights = ((name, tensor.cpu()) for name, tensor in weights)
         queue.publish(OwnWeights(version, weights, target), timers, validate=validate)
         timers.lap("weight_transfer")

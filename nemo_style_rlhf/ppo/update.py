@@ -48,14 +48,14 @@ def update_actor(
     """Take one optimizer step for each entry of ``plan``. Returns metrics, averaged over tokens unless noted as the last
     step's.
 
-    Every loss is divided by the token or sequence count of its whole optimizer step, so the split into micro-batches, which
-    ``ranks`` share, does not change the gradient. An optimizer step whose gradient is 0 is taken all the same, and counted in
+    Every loss is divided by the token or sequence count of its whole optimizer step, so the split into micro-batches, shared by
+    ``ranks``, does not change the gradient. An optimizer step whose gradient is 0 is taken all the same, and counted in
     ``train_optim/empty_steps``; with ``skip_empty_steps``, optimizer, schedule and weights then stay as they are.
 
     Args:
         max_length: the most tokens that a response may have, the constant of ``seq_sum_constant``.
         seed: dropout seed of this step and rank, so that a restored actor needs no saved state of a random generator.
-        logprobs: [N] zeros on the CPU, which receive the log-probabilities that the last epoch computed for loss tokens, each
+        logprobs: [N] zeros on the CPU, overwritten by the log-probabilities that the last epoch computed for loss tokens, each
             before its own optimizer step.
 
     Raises:
@@ -123,7 +123,7 @@ def update_actor(
 
 
 def _teaching_rows(experience: Experience, config: AlgorithmConfig) -> list[bool] | None:
-    """[B] whether the factor of a token's policy loss is other than 0, if no other term of the loss has a gradient; else None."""
+    """[B] True if a token's policy loss has a factor other than 0; None if another term of the loss has a gradient."""
     kl_term = config.kl_in == "loss" and experience.ref_logprobs is not None and experience.kl_coef != 0
     if kl_term or config.entropy_bonus != 0:
         return None
@@ -147,7 +147,7 @@ class EpisodeSizes:
     own: Tensor
     """[B] int64 loss tokens of each rollout."""
     loss_tokens: Tensor
-    """[B] int64, of each rollout's whole episode."""
+    """[B] int64 loss tokens of each rollout's whole episode."""
 
     def whole(self, batch: MicroBatch) -> Tensor | None:
         """``loss_tokens`` [rows] of a micro-batch on its device; None if every episode is a single rollout."""
@@ -169,7 +169,7 @@ def loss_normalizer(
     sizes: EpisodeSizes, rows: Sequence[int], aggregation: str, *, samples: float, max_length: int
 ) -> float:
     """Divisor of the micro-batch losses of an optimizer step on ``rows``: the number of its loss tokens, or of its episodes with
-    a loss token, or for ``seq_sum_constant`` all its ``samples`` times ``max_length``, which no mask changes.
+    a loss token, or for ``seq_sum_constant`` all its ``samples`` times ``max_length``, whatever the mask.
     """
     if aggregation == "seq_sum_constant":
         return samples * max_length

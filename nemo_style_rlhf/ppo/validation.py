@@ -23,7 +23,7 @@ SEED_OFFSET = 2**32
 
 
 class Validation:
-    """Version k of the policy is that after step k. Every rank makes the same calls.
+    """Version k of the policy is the one after step k. Every rank makes the same calls.
 
     Without staleness, a step ends with the validation of its own version. With it, the samples for the next steps come first, and
     the row of a validation is written when those steps are trained.

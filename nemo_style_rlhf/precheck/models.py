@@ -1,5 +1,5 @@
-"""Checks of models by their config.json and the names of their weights, without torch and transformers; hub names and pickled
-weights are left to those who load them."""
+"""Checks models by their config.json and the names of their weights, without torch and transformers. Hub names and pickled
+weights are checked when they are loaded."""
 
 from collections.abc import Sequence
 
@@ -21,19 +21,13 @@ from nemo_style_rlhf.schema.generation import GenerationConfig
 
 
 def check_trained(path: str) -> None:
-    """
-    Raises:
-        UserError: its weights cannot be trained.
-    """
+    """Raise UserError if the weights in ``path`` cannot be trained."""
     if config := ConfigFile.read(path):
         require_full_weights(path, config)
 
 
 def check_policy(config: PPOActorConfig) -> None:
-    """
-    Raises:
-        UserError: its weights cannot be trained, or its positions hold no prompt beside a response.
-    """
+    """Raise UserError if the policy's weights cannot be trained, or its positions leave no room for a prompt and a response."""
     check_trained(path := config.model.path)
     if (limit := _positions(path)) is None:
         return
@@ -44,27 +38,22 @@ def check_policy(config: PPOActorConfig) -> None:
 
 
 def check_compared(path: str, generation: GenerationConfig) -> None:
-    """
-    Raises:
-        UserError: the positions of an evaluation's checkpoint hold no prompt beside a response.
-    """
+    """Raise UserError if the positions of an evaluation's checkpoint leave no room for a prompt and a response."""
     if (limit := _positions(path)) is not None:
         generation.require_room(limit, f"positions of {path}")
 
 
 def _positions(path: str) -> int | None:
-    """As far as config.json names them."""
+    """Number of positions, if config.json names it."""
     config = ConfigFile.read(path)
     return None if config is None else config.get_text_config().max_position_embeddings
 
 
 def check_reward_model(path: str, label_weights: Sequence[float] | None, *, per_token: bool = False) -> None:
-    """
+    """Raise UserError if it is not a reward model, or has several labels that ``label_weights`` does not fit.
+
     Args:
         per_token: refuse encoders.
-
-    Raises:
-        UserError: it is no reward model, or has several labels that ``label_weights`` does not fit.
     """
     if (known := _config_and_head(path)) is None:
         return
@@ -80,10 +69,7 @@ def check_reward_model(path: str, label_weights: Sequence[float] | None, *, per_
 
 
 def check_start(path: str, label_weights: Sequence[float] | None = None) -> None:
-    """
-    Raises:
-        UserError: neither a critic nor a reward model's training can start from it.
-    """
+    """Raise UserError if neither a critic nor a reward model's training can start from ``path``."""
     if (known := _config_and_head(path)) is None:
         return
     config, head = known
@@ -93,10 +79,7 @@ def check_start(path: str, label_weights: Sequence[float] | None = None) -> None
 
 
 def check_critic_server(config: PPOCriticConfig) -> None:
-    """
-    Raises:
-        UserError: one of its models does not fit.
-    """
+    """Raise UserError if one of the server's models does not fit."""
     if config.reward_model.combine_rm_and_critic_server:
         check_reward_model(config.model.path, config.reward_model.label_weights, per_token=True)
     if config.value_model.enabled:

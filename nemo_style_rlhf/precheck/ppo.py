@@ -17,7 +17,7 @@ Read = Callable[[Record], tuple[Prompt, bool]]
 
 
 def check_prompts(config: PPOActorConfig) -> None:
-    """What needs no tokenizer."""
+    """Check what needs no tokenizer."""
     data, needed = config.data, prompts_needed(config)
     reader = _reader(data)
     number_of_steps(config, sum(count_rows(each, reader, enough=needed) for each in data.training_sources))
@@ -26,7 +26,7 @@ def check_prompts(config: PPOActorConfig) -> None:
 
 
 def check_tokens(config: PPOActorConfig) -> None:
-    """What needs one, for the first rows; runs without torch."""
+    """Check the first rows with the tokenizer; runs without torch."""
     from transformers import AutoConfig
 
     from nemo_style_rlhf.models.tokenizer import load_tokenizer
@@ -46,12 +46,12 @@ def check_tokens(config: PPOActorConfig) -> None:
 
 
 def check_evaluation_prompts(config: EvaluationConfig) -> None:
-    """What needs no tokenizer."""
+    """Check what needs no tokenizer."""
     count_rows(config.data.path, _reader(config.data))
 
 
 def check_evaluation_tokens(config: EvaluationConfig) -> None:
-    """What needs the checkpoints' tokenizers, for the first rows; runs without torch."""
+    """Check the first rows with the checkpoints' tokenizers; runs without torch."""
     from nemo_style_rlhf.evaluation.prompts import common_prompts, fitting_tokenizer
 
     loaded: dict[str, list[Prompt]] = {}

@@ -1,5 +1,5 @@
-"""Runs checks that need a tokenizer in a process of their own: transformers imports torch where it finds it, which takes longer
-than the checks."""
+"""Runs checks that need a tokenizer in a process of their own: transformers imports torch where it finds it, and that takes
+longer than the checks."""
 
 import importlib
 import multiprocessing
@@ -25,21 +25,21 @@ NEEDED_BY_TORCH = ("sympy", "triton", "PIL.Image")
 
 
 def is_due() -> bool:
-    """Whether this process checks: no other rank has, and no launcher."""
+    """True if this process checks: it is the first rank, and no launcher has checked."""
     return os.environ.get("RANK", "0") == "0" and CHECKED not in os.environ
 
 
 def without_torch(check: Callable[[Config], None], config: Config, *, then_torch: bool = False) -> None:
     """Call ``check(config)`` where transformers finds no torch, or here if torch is loaded already.
 
-    A check that fails in another way than by a :class:`UserError` has found nothing: code beside a model may need torch, and what
-    is wrong the program itself says soon.
+    A check that fails with any other error than a :class:`UserError` counts as passed: code next to a model may need torch, and
+    the program itself soon reports what is wrong.
 
     Args:
-        then_torch: whether this process goes on to import torch: it loads what comes with that meanwhile.
+        then_torch: this process imports torch next; meanwhile it loads torch's own imports.
 
     Raises:
-        UserError: the check's.
+        UserError: raised by the check.
     """
     if "torch" in sys.modules:
         check(config)

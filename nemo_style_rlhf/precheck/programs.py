@@ -1,7 +1,7 @@
-"""What each program checks before it imports torch, vLLM or DeepSpeed, or starts another program.
+"""Checks of each program before it imports torch, vLLM or DeepSpeed, or starts another program.
 
-The sentences come from the code that loads everything, which checks again: here it sees the first rows of a file, and what
-config.json says of a model. What needs no tokenizer is checked first, since the libraries that come with one cost the most.
+The sentences come from the code that loads everything and checks again. Here it sees only the first rows of a file, and a
+model's config.json. Checks without a tokenizer come first, since the libraries that come with one cost the most.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ Config = TypeVar("Config")
 
 
 def _once(check: Callable[[Config], None]) -> Callable[[Config], None]:
-    """Have one process of a run check, and have it raise a :class:`UserError` where the run would be refused."""
+    """Run the check in one process of a run. It raises a :class:`UserError` if the run would be refused."""
 
     @wraps(check)
     def checking(config: Config) -> None:

@@ -19,13 +19,13 @@ from nemo_style_rlhf.schema.supervised import (
 
 
 def check_rows(data: SupervisedDataConfig) -> None:
-    """What needs no tokenizer."""
+    """Check what needs no tokenizer."""
     for source in _sources(data):
         count_rows(source, _reader(data))
 
 
 def check_tokens(config: SupervisedConfig) -> None:
-    """What needs one, for the first rows; runs without torch."""
+    """Check the first rows with the tokenizer; runs without torch."""
     from nemo_style_rlhf.models.tokenizer import load_tokenizer
 
     data: SupervisedDataConfig = config.data  # type: ignore[attr-defined]

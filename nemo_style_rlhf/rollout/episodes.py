@@ -1,7 +1,7 @@
-"""Runs the episodes of a batch: between the environments, which observe, and a generator, which samples.
+"""Runs the episodes of a batch: passes the observations of environments to a generator, and its samples back.
 
-Episodes go on side by side, each at its own pace. Which one goes on when changes nothing about any of them: the seed of an answer
-follows from the sample and from what the policy has read.
+Episodes run side by side, each at its own pace. Their order changes nothing about any of them: the seed of an answer follows
+from the sample and from what the policy has read.
 """
 
 import logging
@@ -44,14 +44,14 @@ class _Running:
     prompt: Prompt
     attempt: int = 1
     episode: Episode | None = None
-    """Of an environment."""
+    """Set if an environment runs the episode."""
     session: Session | None = None
-    """Of a program."""
+    """Set if a program runs the episode."""
     over: bool = False
-    """Whether the environment was told to end, which it does with the observation that is already noted."""
+    """True if the environment was told to end. It ends with the observation that is already noted."""
     truncated: bool = False
     broken: str | None = None
-    """Why the episode fails, although its environment goes on."""
+    """Reason why the episode fails, although its environment continues."""
     score: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -63,14 +63,10 @@ NO_ANSWER = (
 
 
 class _Watch:
-    """Says what the samples of a batch wait for, whenever nothing has come for long."""
+    """Logs what the samples of a batch wait for, whenever nothing has arrived for long."""
 
     def __init__(self, samples: int, waited_for: Callable[[], Sequence[str]]) -> None:
-        """
-        Args:
-            samples: all of the batch.
-            waited_for: tells of each that is not finished what it waits for; called in another thread.
-        """
+        """``samples`` is the size of the batch. ``waited_for``, called in a thread, says what each unfinished one waits for."""
         self._samples, self._waited_for = samples, waited_for
         self._ended = threading.Event()
         self.progress()
@@ -99,7 +95,8 @@ class EpisodeRunner:
         max_tokens: int, vocabulary: int, scores_text: bool = False, read_message: ReadMessage | None = None,
         takes_stop: bool = True,
     ) -> None:  # fmt: skip
-        """
+        """Take episodes from the source that ``make_source`` starts.
+
         Args:
             max_length: limit on the tokens that the policy samples in an episode.
             max_tokens: limit on all tokens of an episode.
@@ -129,7 +126,7 @@ class EpisodeRunner:
         first, self._numbers = self._numbers, self._numbers + len(requests)
         running: dict[int, _Running] = {}
         asked: dict[int, Asked | Called] = {}
-        """By the identity of a request, who waits for the answer."""
+        """The event that waits for the answer to a request, by the identity of the request."""
         watch = _Watch(len(requests), lambda: self._waited_for(list(running), list(asked.values())))
         try:
             for number, (request, prompt) in enumerate(zip(requests, prompts, strict=True), start=first):
@@ -177,7 +174,7 @@ class EpisodeRunner:
         self._source.close()
 
     def _waited_for(self, running: Sequence[int], asked: Sequence[Asked | Called]) -> list[str]:
-        """What each running episode waits for."""
+        """Say what each running episode waits for."""
         of_policy = {each.episode for each in asked}
         return ["the policy" if episode in of_policy else self._source.waits_for(episode) for episode in running]
 
@@ -194,7 +191,7 @@ class EpisodeRunner:
         return events
 
     def _turn(self, each: _Running, event: Asked) -> GenerationRequest | None:
-        """What the policy samples next for an environment, or None if a limit is reached."""
+        """The next request to the policy for an environment, or None if a limit is reached."""
         episode, observation = self._episode(each), event.observation
         try:
             if episode.turns:
@@ -219,10 +216,7 @@ class EpisodeRunner:
         return GenerationRequest(each.request.sample, prompt, seed, room, sampling=sampling)
 
     def _require_readable(self, prompt: Sequence[int]) -> None:
-        """
-        Raises:
-            UserError: the policy cannot read a prompt: it has no tokens, or one that is not in the vocabulary.
-        """
+        """Raise UserError if the policy cannot read a prompt: it has no tokens, or one that is not in the vocabulary."""
         if not prompt:
             raise UserError("the policy is asked to answer a prompt of no tokens: give it a text")
         if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
@@ -230,7 +224,7 @@ class EpisodeRunner:
             raise UserError(f"token id {wrong} is not in the policy's vocabulary of {self._vocabulary}")
 
     def _call(self, each: _Running, event: Called) -> GenerationRequest | None:
-        """What the policy samples next for a program. All limits are those of a single call, as calls may come side by side."""
+        """The next request to the policy for a program. All limits apply to a single call, as calls may overlap."""
         each.session = each.session or Session(each.request.seed)
         try:
             prompt = tuple(each.session.prompt_for(event, self._encoder))
@@ -322,7 +316,7 @@ class EpisodeRunner:
         return Outcome(rollouts, reward, each.score, metrics, of_program=of_program)
 
     def _asked(self, rollout: Rollout, first: Called | None) -> tuple[str | None, Chat | None]:
-        """What a program asked first, as text and as a conversation; nothing if that is the row's prompt, or not known."""
+        """A program's first question, as text and as a conversation; None if it is the row's prompt, or not known."""
         tokens = rollout.tokens[: rollout.prompt_length].tolist()
         if first is None or tokens == list(rollout.prompt.token_ids):
             return None, None

@@ -32,7 +32,7 @@ class ThreadedRollouts(ThreadPoolExecutor):
     def __init__(self) -> None:
         super().__init__(1, "rollouts")
         self.seconds: Mapping[str, float] = {}
-        """How long the last batch took (``sampling``), and the thread waited for work since the batch before (``idle``)."""
+        """Seconds that the last batch took (``sampling``), and the thread waited for work since the one before (``idle``)."""
         self._last_end, self._idle = perf_counter(), 0.0
 
     def submit(self, task: Callable[..., Result], /, *args: Any, **kwargs: Any) -> "Future[Result]":

@@ -206,9 +206,9 @@ class ExperienceBuilder:
 
 
 def early_rewards(rollouts: Sequence[Rollout], lengths: Sequence[int], shaped: Shaped) -> Tensor | None:
-    """[E, T] float32: what shaping leaves of the environment's reward for each turn but the episode's last, at its last action;
-    None if all are 0. In an episode of several turns, what no turn earned stands at the first action, so that it changes what the
-    episode returns and not what a later turn does.
+    """[E, T] float32: the shaped reward of the environment for each turn but the episode's last, at that turn's last action; None
+    if all are 0. In an episode of several turns, the part that no turn earned stands at the first action: it then changes the
+    return of the episode and of no later turn.
 
     Args:
         lengths: [E] tokens per episode.
@@ -230,7 +230,7 @@ def early_rewards(rollouts: Sequence[Rollout], lengths: Sequence[int], shaped: S
 
 
 def require_one_critic_step(steps: frozenset[int]) -> None:
-    """Advantages compare values with each other, so all of a rollout must be those of one critic.
+    """Advantages compare values with each other, so all values of a rollout must be from one critic.
 
     They cannot differ while this run has the lease. Going back to a checkpoint, as after a lost server, would take the lease
     from the run that has it now, and that run would take it back: so this run ends, as it does when it finds its lease lost.
@@ -247,10 +247,7 @@ def require_one_critic_step(steps: frozenset[int]) -> None:
 
 
 def require_finite_values(values: Tensor | None, mask: Tensor, lengths: Sequence[int]) -> None:
-    """
-    Raises:
-        UserError: the critic's value at a loss token is not finite: both processes would learn NaN.
-    """
+    """Raise UserError if the critic's value at a loss token is not finite: both processes would learn NaN."""
     assert values is not None
     wrong = mask.bool() & ~values.isfinite()
     if wrong.any():

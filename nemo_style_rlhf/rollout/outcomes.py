@@ -1,4 +1,4 @@
-"""What came of the episodes of a batch: their rollouts, scores and counts."""
+"""Results of the episodes of a batch: their rollouts, scores and counts."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -15,20 +15,20 @@ from nemo_style_rlhf.scoring.interface import Scores
 
 @dataclass
 class Counts:
-    """What happened to the episodes of a batch."""
+    """Counts and times of the episodes of a batch."""
 
     retried: int = 0
-    """Attempts that failed, and were followed by another one."""
+    """Attempts that failed, followed by another one."""
     failed: int = 0
     """Episodes that failed for good."""
     timed_out: int = 0
-    """Attempts that the clock ended."""
+    """Attempts that timed out."""
     restarted: int = 0
     """Episodes that began again because another one took their worker with it. It is the only count that the clock decides."""
     seconds: float = 0.0
-    """That environments took, summed over episodes."""
+    """Seconds spent in environments, summed over episodes."""
     reasons: list[str] = field(default_factory=list)
-    """Why attempts failed."""
+    """Reasons of failed attempts."""
 
     @staticmethod
     def summed(parts: "Sequence[Counts]") -> "Counts":
@@ -60,10 +60,10 @@ class Outcome:
     """Sum over its turns."""
     score: float | None
     metrics: dict[str, float]
-    """Its number of turns, and those of its environment."""
+    """Its numbers of turns and branches, and the environment's metrics."""
     failed: bool = False
     of_program: bool = False
-    """Whether its rollouts are branches of which the last one has the program's answer; else they follow one another."""
+    """True if its rollouts are branches, the last one with the program's answer; else they follow one another."""
 
     @property
     def scored(self) -> list[Rollout]:
@@ -75,8 +75,8 @@ def with_episodes(outcomes: Sequence[Outcome], asked: "Future[Scores] | None") -
     """The scores of a group of episodes.
 
     Args:
-        asked: of the reward sources, for those that have not failed; None if all have. They are added to the rewards of the
-            environment.
+        asked: scores of the reward sources, for episodes that have not failed; None if all have. They are added to the
+            rewards of the environment.
     """
     if asked is None:
         return resolved(_joined(outcomes, None))

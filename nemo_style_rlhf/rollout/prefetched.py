@@ -28,7 +28,7 @@ PER_TOKEN = "tokens", "response_mask", "sampler_logprobs", "weights_version"
 PLAIN = "seed", "max_length", "status", "branch", "began_with", "observed"
 """Fields of a rollout that JSON holds as they are."""
 Packed = tuple[dict[str, Tensor], dict[str, Any]]
-"""Tensors of a batch, and what is JSON."""
+"""Tensors of a batch, and its JSON part."""
 
 
 def pack(batch: Batch) -> Packed:
@@ -136,7 +136,7 @@ class Prefetched:
 
 def _load_batch(path: Path, prompts: Mapping[int, Prompt]) -> Batch:
     with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is not a dict
         described = json.loads(file.metadata()["batch"])
     scores = Scores(
         rewards=tensors["rewards"],

@@ -47,7 +47,7 @@ class AllSolvedError(NothingLeftError):
 
 
 class DataTakenError(NothingLeftError):
-    """With a filter, which takes more prompts than a step trains, algorithm.max_epochs passes over them are over."""
+    """With a filter, steps take more prompts than they train: algorithm.max_epochs passes over the prompts are over."""
 
 
 @dataclass
@@ -125,11 +125,11 @@ class Producer:
     most: int | None = None
     """Number of prompts that the run may take; None if the number of its steps is its only end."""
     on_first: bool = False
-    """Whether the first rank makes all samples: programs have one place to call."""
+    """True if the first rank makes all samples: programs have one place to call."""
     turn: Callable[[str], None] = lambda phase: None
     """Called before generation and before scores are waited for, with the phase that begins."""
     clock_metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the last batch's episodes that the clock alone decides."""
+    """Metrics of the last batch's episodes that depend only on the clock."""
 
     def batch(self, step: int, position: int, version: int, timers: Timers) -> Batch:
         """The samples of step ``step``. A filter may need several rounds of generation.
@@ -141,7 +141,7 @@ class Producer:
         Raises:
             DataTakenError: the prompts that the run may take do not suffice.
             AllSolvedError: every prompt's filtering score is above the filter's range.
-            NothingToLearnError: the filter dropped every prompt, not all of them for that.
+            NothingToLearnError: the filter dropped every prompt, and not all were above its range.
         """
         algorithm = self.algorithm
         wanted = algorithm.num_rollout_samples // algorithm.samples_per_prompt
@@ -201,7 +201,7 @@ class Producer:
         self.scorer.close()
 
     def _sides(self, scores: Scores) -> tuple[Tensor, Tensor]:
-        """[P] bool each: the prompts whose mean filtering score lies strictly between the bounds, and those above."""
+        """[P] bool each: the prompts whose mean filtering score lies strictly between the bounds, and the prompts above."""
         bounds, size = self.algorithm.filter, self.algorithm.samples_per_prompt
         looked_at = scores.rewards if scores.filter_scores is None else scores.filter_scores
         # Comparing with a tensor rounds the bounds to fp32, like the scores: as Python floats, 2 of 10 would be above 0.2.
@@ -236,7 +236,7 @@ class Producer:
         too few samples to keep every rank of the scorer busy, the first rank scores groups of all samples in the end.
 
         Returns:
-            Rollouts of all ranks in the order of ``requests``, their pending scores, and what happened to their episodes.
+            Rollouts of all ranks in the order of ``requests``, their pending scores, and counts of their episodes.
         """
         self.turn(GENERATE)
         ranks, by_id = self.ranks, {prompt.prompt_id: prompt for prompt in prompts}
@@ -266,7 +266,7 @@ class Producer:
         return whole, scores_in_order(groups.scores, lengths, ranks, order), {}
 
     def _dealt(self, samples: int) -> Sequence[Sequence[int]]:
-        """By generator, the numbers below ``samples`` that it makes."""
+        """The numbers below ``samples`` that each generator makes."""
         if self.on_first:
             return [range(samples), *[range(0)] * (self.ranks.generators - 1)]
         return self.ranks.deal(samples)
@@ -320,15 +320,15 @@ class ScoringGroups:
     """Starts to score groups of consecutive samples as soon as they are complete."""
 
     def __init__(self, samples: int, largest: int, score: "Callable[[range], Future[Scores]]") -> None:
-        """As few groups as possible of at most ``largest`` samples, all of about one size."""
+        """Form as few groups as possible, of at most ``largest`` samples and of about one size."""
         self.scores: dict[int, Future[Scores]] = {}
-        """By group number."""
+        """Pending scores by group number."""
         self._samples, self._score = samples, score
         self._size = -(-samples // max(1, -(-samples // largest)))
         self._missing = Counter(place // self._size for place in range(samples))
 
     def add(self, place: int) -> None:
-        """A sample is there."""
+        """Record that a sample has finished."""
         group = place // self._size
         self._missing[group] -= 1
         if not self._missing[group]:
@@ -378,7 +378,7 @@ def gather_episodes(
 
 
 def scoring_sample(branches: Sequence[Rollout], decode: Decode) -> ScoringSample:
-    """What sources score: the tokens of the last branch, and as text what was said in all of them."""
+    """The sample for sources to score: the tokens of the last branch, and the text of all branches."""
     last = branches[-1]
 
     def messages() -> list[Message]:

@@ -64,15 +64,15 @@ class BatchQueue:
         ranks: Ranks,
         receivers: Ranks,
     ) -> None:
-        """
+        """``producer`` samples with ``generator``. Both are None on ranks that receive what the first one makes.
+
         Args:
-            producer: samples with ``generator``. Both are None on ranks that receive what the first one makes.
-            executor: of the tasks; each :meth:`restore` begins with a new one.
+            executor: runs the tasks; each :meth:`restore` begins with a new one.
             prompts: training prompts by id.
             validate: samples validation prompts from the weights of a version, and returns metrics.
             store: for generators that load from it, and for versions that checkpoints must hold; None except on the first rank.
             from_store: whether the generator loads a version from ``store``, some time after :meth:`publish` has returned.
-            receivers: the ranks that get what the first of them makes; this rank alone if each has a producer.
+            receivers: the ranks that get what the first of them makes; only this rank if each has a producer.
         """
         self._producer, self._generator, self._new_executor = producer, generator, executor
         self.schedule, self._prompts, self._validate = schedule, prompts, validate
@@ -96,10 +96,10 @@ class BatchQueue:
     # --- for the trainer ----------------------------------------------------------------------------------------------
 
     def publish(self, update: WeightUpdate, timers: Timers, *, validate: bool) -> None:
-        """Let a version sample its steps, once those of the versions before it are sampled.
+        """Let a version sample its steps, once the steps of the versions before it are sampled.
 
         Args:
-            update: of the version that follows the last one. It is read before this returns.
+            update: the version after the last one. It is read before this returns.
             timers: charged with what in-process generation still has to sample.
 
         Raises:
@@ -115,7 +115,7 @@ class BatchQueue:
         """The batch of ``step``, whose scores may be pending.
 
         Raises:
-            Exception: what went wrong when it was made.
+            Exception: the error raised while it was made.
         """
         self._timers = timers
         made = self._batches.pop(step)
@@ -125,7 +125,7 @@ class BatchQueue:
         return batch
 
     def clock_metrics(self) -> dict[str, float]:
-        """Metrics that the clock alone decides, on the first rank. `timers/beside_*` are the seconds that the last batch took to
+        """Metrics that depend only on the clock, on the first rank. `timers/beside_*` are the seconds that the last batch took to
         sample, and those for which the engines had waited for work before it; `engines/*` describe the engines, and `clock/*` the
         episodes of the last batch."""
         engines = {} if self._engines is None else self._engines.metrics
@@ -133,7 +133,7 @@ class BatchQueue:
         return engines | {f"timers/beside_{phase}": seconds for phase, seconds in self._executor.seconds.items()}
 
     def owes_validation(self, version: int) -> bool:
-        """Whether the validation of ``version`` was asked for, and its metrics were not."""
+        """True if the validation of ``version`` was asked for, and its metrics were not."""
         return version in self._validations
 
     def validation(self, version: int) -> Metrics:
@@ -142,16 +142,16 @@ class BatchQueue:
 
     @property
     def stores_weights(self) -> bool:
-        """Whether this rank writes published weights into files."""
+        """True if this rank writes published weights into files."""
         return self._store is not None
 
     def sleep(self) -> dict[str, int]:
-        """Have the generator free its devices; returns :meth:`Generator.sleep`'s."""
+        """Make the generator free its devices; returns :meth:`Generator.sleep`'s result."""
         self._asleep = True
         return {} if self._generator is None else self._generator.sleep()
 
     def wake(self) -> None:
-        """Have the generator hold the newest version, again if it did before it slept."""
+        """Make the generator hold the newest version, again if it did before it slept."""
         if not self._asleep or self._generator is None:
             return
         assert self._stored is not None
@@ -183,11 +183,11 @@ class BatchQueue:
             self._engines.abandon()
 
     def restore(self, step: int, position: int, folder: Path) -> None:
-        """Stand where a checkpoint stood.
+        """Return to the state of a checkpoint.
 
         Args:
             position: number of prompts taken up to ``step``.
-            folder: with what :meth:`prefetched` returned there; it need not exist.
+            folder: holds what :meth:`prefetched` returned there; it need not exist.
         """
         self.abandon()
         self._executor.shutdown()  # waits for the task under way
@@ -214,11 +214,11 @@ class BatchQueue:
     # --- tasks --------------------------------------------------------------------------------------------------------
 
     def _submit(self, task: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """A future of ``task(*args)``, which has no result on ranks that leave the work to the first one."""
+        """A future of ``task(*args)``. It never resolves on ranks that leave the work to the first one."""
         return Future() if self._producer is None else self._executor.submit(task, *args)
 
     def _load(self, update: WeightUpdate) -> "Future[float]":
-        """Read ``update``, and have it loaded; resolves to the gap on the probe."""
+        """Read ``update`` and let the generator load it; resolves to the gap on the probe."""
         if self._from_store:
             stored = self._ranks.everyone(lambda: self._write(update))[0]
             loaded = self._submit(self._load_task, stored)
@@ -229,7 +229,7 @@ class BatchQueue:
         return loaded
 
     def _write(self, update: WeightUpdate) -> Any:
-        """``update`` as files, on the first rank."""
+        """Write ``update`` into files, on the first rank."""
         if self._store is not None:
             return self._store.publish(update)
         for _ in update.buckets():  # the ranks gather the weights together

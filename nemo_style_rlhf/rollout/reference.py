@@ -52,10 +52,10 @@ class FrozenCopy:
         self, model: PolicyModel, config: EngineConfig, device: torch.device, ranks: Ranks, *, cpu_offload: bool = False,
         sharded: Callable[[nn.Module], PolicyForward] | None = None,
     ) -> None:  # fmt: skip
-        """
+        """``model`` is in host memory.
+
         Args:
-            model: in host memory.
-            cpu_offload: have it on ``device`` only while it computes.
+            cpu_offload: keep it on ``device`` only while it computes.
             sharded: the forward of ``model`` with its weights sharded over ``ranks``. Without it, each of them has a whole copy.
         """
         self._model: PolicyForward = model.eval().requires_grad_(False)
@@ -90,7 +90,7 @@ def require_comparable(
         max_length: length of the longest sequence, in tokens.
 
     Raises:
-        UserError: it splits text differently, or lacks ids or positions that the policy has, or is no model.
+        UserError: it splits text differently, or lacks ids or positions that the policy has, or is not a model.
     """
     path, remote_code = model.reference_path, model.trust_remote_code
     if not path:

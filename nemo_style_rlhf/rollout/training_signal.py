@@ -24,9 +24,9 @@ class Shaped:
     scores: Tensor
     """[B]."""
     scale: Tensor
-    """[B], from 0 up: by it the rewards of turns are multiplied."""
+    """[B], at least 0: multiplies the rewards of turns."""
     offset: Tensor
-    """[B]: no turn earned it."""
+    """[B]: the part that no turn earned."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ class Turn:
     finish_reason: str
     """``stop`` or ``length``."""
     reward: float = 0.0
-    """Of the environment for this turn."""
+    """The environment's reward for this turn."""
 
 
 @dataclass
@@ -53,15 +53,15 @@ class Rollout:
     max_length: int
     """Limit on response tokens: generation.max_length, or the prompt's own."""
     status: str = "completed"
-    """Of the whole episode: ``completed``; ``truncated``, for lack of room or turns; or ``failed``, with nothing to learn."""
+    """The episode's status: ``completed``; ``truncated``, for lack of room or turns; or ``failed``, with nothing to learn."""
     branch: int = 0
     """Number among the rollouts of the episode, from 0."""
     began_with: str | None = None
-    """The text with which the environment began the episode, or that a program asked first, if it is not that of ``prompt``."""
+    """The text with which the environment began the episode, or that a program asked first, if it differs from ``prompt``'s."""
     asked: Chat | None = None
-    """The conversation of which ``began_with`` is the rendering, if it is one."""
+    """The conversation that ``began_with`` renders, if it is one."""
     observed: str | None = None
-    """Of a later branch of an environment's episode: what the environment said before it."""
+    """The environment's words before this branch, if it is a later branch of an environment's episode."""
 
     @property
     def finish_reason(self) -> str:
@@ -165,7 +165,7 @@ class Batch:
     data_end: int
     """Number of prompts taken from the sampler, including this batch's."""
     counts: dict[str, float]
-    """Statistics of filtering: prompts filtered out and rounds needed."""
+    """Counts of episodes, and of filtering: prompts filtered out and rounds needed."""
     probe_gap: float = 0.0
     """The gap, in nats, that the generator found on the probe when it loaded the weights that sampled this."""
 
@@ -205,11 +205,11 @@ class Experience:
     returns: Tensor | None
     """Training targets of the critic: advantages before whitening, plus values; None without a critic."""
     correction: Tensor | None
-    """Importance weights trainer / sampler on the policy loss; None if there is no correction."""
+    """Importance weights trainer / sampler on the policy loss; None without a correction."""
     counts: dict[str, float]
     """As in :class:`Batch`, and the share of groups whose scores are all equal."""
     stale: bool = False
-    """Whether an older policy than the one before the update has sampled."""
+    """True if an older policy than the one before the update has sampled."""
 
     @property
     def under_the_sampler(self) -> Tensor:
@@ -223,5 +223,5 @@ class Experience:
 
     @property
     def present_kl(self) -> Tensor:
-        """``kl``, weighed so that its mean is that of the policy before the update, which has not sampled stale samples."""
+        """``kl``, weighted so that its mean holds for the policy before the update, even if an older one has sampled."""
         return self.kl * self.correction if self.stale and self.correction is not None else self.kl

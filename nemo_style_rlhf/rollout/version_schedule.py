@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """Version k of the weights is that after step k. Every step is sampled by a version that is ``staleness`` versions older than
-    the newest one would be, never by a newer one, never by an older one."""
+    """Version k of the weights is the version after step k. Each step is sampled by the version that is exactly ``staleness``
+    versions older than the newest one would be."""
 
     staleness: int
     last_step: int
@@ -22,20 +22,20 @@ class Schedule:
         return range(first, min(version + self.staleness + 1, self.last_step) + 1)
 
     def prefetched_after(self, step: int) -> range:
-        """The steps after ``step`` that versions before ``step`` sample, also those after the last, as if the run went on."""
+        """The steps after ``step`` that versions before ``step`` sample, also steps after the last, as if the run continued."""
         return range(step + 1, step + 1 + self.staleness) if step else range(0)
 
     def needed_after(self, step: int) -> range:
-        """The versions that sample a step after ``step``, or may, if the run goes on; up to version ``step``."""
+        """The versions that sample a step after ``step``, or may if the run continues; up to version ``step``."""
         return range(self.version_of(step + 1), step + 1)
 
     def done_with(self, step: int) -> range:
-        """The version whose last step is ``step``, if there is one: as a range of no or one version."""
+        """The version whose last step is ``step``, if there is one: a range of at most one version."""
         return range(self.version_of(step), self.version_of(step + 1))
 
 
 def overlap(rollout: float, training: float, engines: int) -> str:
-    """Say which part of a step staleness hides, from the seconds of both parts; ``engines`` is 0 where the trainer samples. The
+    """Say which part of a step staleness hides, from the seconds of both parts; ``engines`` is 0 if the trainer samples. The
     sentence begins without a capital letter."""
     parts = ("the rollout", "training") if rollout >= training else ("training", "the rollout")
     longest, whole = f"{max(rollout, training):.3g} s", f"{rollout + training:.3g} s"
