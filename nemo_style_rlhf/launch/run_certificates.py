@@ -1,6 +1,6 @@
 """Makes a run's secrets, which only its processes may know: a token, and certificates for the hosts on which they listen.
 
-Imported by any Python from 3.9 on, see slurm.py. Standard library only.
+Imported by any Python from 3.9 on, see slurm_job.py. Standard library only.
 """
 
 import secrets

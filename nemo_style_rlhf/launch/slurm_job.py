@@ -224,7 +224,7 @@ class PPOJob:
         return "actor", PREEMPTED_EXIT if self._warned and code >= 128 else code
 
     def _tell_actor(self) -> float:
-        """Have the actor commit a checkpoint and end; returns the time from which that is no longer waited for. Called again and
+        """Make the actor commit a checkpoint and end; returns the time from which that is no longer waited for. Called again and
         again, as one signal may come too early to be heeded."""
         if self._deadline is None:
             asked = ["squeue", "--noheader", f"--jobs={self._number}", "--format=%e"]
@@ -348,7 +348,7 @@ def exit_code(step: "Process[Any]") -> int:
 
 
 def requeue(remedy: str) -> int:
-    """Have Slurm start the job again; ends with it. Returns the exit code of a job for which Slurm does not."""
+    """Make Slurm start the job again; ends with it. Returns the exit code of a job for which Slurm does not."""
     say("requeueing")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]]).returncode == 0:

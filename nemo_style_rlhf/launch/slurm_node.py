@@ -1,4 +1,4 @@
-"""Runs on the nodes of a Slurm job, once per task, in the interpreter of the program that it starts; slurm.py starts it there."""
+"""Runs on the nodes of a Slurm job, started there by slurm_job.py: once per task, in the interpreter of the task's program."""
 
 import os
 import shutil

@@ -1,4 +1,7 @@
-"""Limits of our HTTP servers on the size of requests and the time for them."""
+"""Limits of our HTTP servers on the size of requests and the time for them.
+
+The key server.max_request_bytes sets the largest tensors of a request; exchange.py refuses a larger body.
+"""
 
 CHUNK_BYTES = 2**18
 BUFFER_BYTES = 2**24
