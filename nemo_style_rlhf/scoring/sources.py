@@ -1,4 +1,4 @@
-"""The reward sources that read only texts. Sources that are models are connected in ppo/rewards.py; interface.py is the contract."""
+"""The reward sources that read only texts. Models are connected in ppo/rewards.py; interface.py is the contract."""
 
 from collections.abc import Collection
 from pathlib import Path
