@@ -339,5 +339,7 @@ def test_armorms_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [None, [1.0], [1.0, 2.0, 3.0, 4.0]])
 def test_each_label_needs_a_weight(tmp_path: Path, given: Sequence[float] | None) -> None:
     path = multi_objective(tmp_path)
-    with pytest.raises(UserError, match=rf"{path} has 3 labels and label_weights are .*one number per label, reward_model\."):
+    with pytest.raises(
+        UserError, match=rf"{path} has 3 labels and label_weights are .*one number per label, reward_model\."
+    ):
         rewards(path, label_weights=given)
