@@ -70,6 +70,8 @@ class Browser:
     def open(self, place: Path | str) -> None:
         """A file, or the address of a server of ours, once its scripts have run."""
         url = place if isinstance(place, str) else place.resolve().as_uri()
+        self.command("Page.navigate", url="about:blank")  # until it is there, the page before may ask its own server
+        self.wait("location.protocol === 'about:'")
         self._ours = ("file:", "data:", "about:") if isinstance(place, Path) else ("data:", urljoin(url, "/"))
         self.command("Page.navigate", url=url)
         self.wait(f"document.readyState + location.protocol === 'complete{url.partition(':')[0]}:'")
